@@ -1,0 +1,3 @@
+"""Pins in, trusted LLM-training container images out."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Verbs of the end user, inside the image: train."""

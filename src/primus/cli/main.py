@@ -1,0 +1,82 @@
+"""``primus``: finds the verb, imports its module alone, turns errors into sentences and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from primus.errors import PrimusError
+
+__all__ = ["main"]
+
+# verb → (module, one line). Modules are imported only when their verb is asked for: start-up is a feature.
+VERBS = {
+    "plan": ("host.plan", "show what a build would do, layer by layer"),
+    "build": ("host.build", "build images; the last line is the manifest digest"),
+    "explain": ("host.explain", "name the input that changed since the last build, old → new"),
+    "lock": ("host.lock", "resolve versions.yaml into exact files"),
+    "run": ("host.run", "run a command inside an image"),
+    "load": ("host.load", "put an image into a Docker engine"),
+    "validate": ("host.validate", "train inside the image and judge the outcome"),
+    "verify": ("host.verify", "rebuild into an empty store and compare"),
+    "train": ("image.train", "run a recipe on this machine"),
+}
+
+
+def _host_side() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("primus.cli.host") is not None
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    shown = {v: t for v, t in VERBS.items() if _host_side() or t[0].startswith("image.")}
+    lines = [f"  {verb:<{width}}  {line}" for verb, (_, line) in shown.items()]
+    return "\n".join(
+        ["usage: primus VERB [options]", "", *lines, "", "primus VERB --help shows options and an example."]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit code: 0 ok, 1 failed check or job, 2 bad input, 3 environment."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        from primus import __version__
+
+        print(__version__)
+        return 0
+    verb = args[0]
+    if verb not in VERBS or (VERBS[verb][0].startswith("host.") and not _host_side()):
+        from difflib import get_close_matches
+
+        near = get_close_matches(verb, VERBS, 1)
+        print(f"primus: no verb {verb!r}" + (f"; did you mean {near[0]!r}?" if near else ""), file=sys.stderr)
+        print("  → primus --help lists the verbs", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"primus.cli.{VERBS[verb][0]}")
+    parser = argparse.ArgumentParser(
+        prog=f"primus {verb}",
+        description=module.__doc__,
+        epilog=f"example: {module.EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    try:
+        code: int = module.run(parser.parse_args(args[1:]))
+    except PrimusError as error:
+        print(f"primus {verb}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"primus {verb}: interrupted; what was finished is kept, run it again to go on", file=sys.stderr)
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

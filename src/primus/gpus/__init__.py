@@ -1,0 +1,1 @@
+"""One table of GPU generations, and detection."""

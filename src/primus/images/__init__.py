@@ -1,0 +1,1 @@
+"""Targets, plan, actions, layers, store, image."""

@@ -1,0 +1,1 @@
+"""What to train: load, overlay, resolve, refuse."""

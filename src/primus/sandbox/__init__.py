@@ -1,0 +1,1 @@
+"""Run a command in a root file system: embedded (namespaces + overlayfs) or Docker."""

@@ -1,0 +1,1 @@
+"""The image's own view of itself: banner and environment."""

@@ -1,0 +1,1 @@
+"""Run a resolved recipe, read its log, judge the outcome."""

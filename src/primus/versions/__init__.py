@@ -1,0 +1,1 @@
+"""What goes in: versions.yaml, its schema and the lock."""

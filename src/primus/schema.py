@@ -1,0 +1,180 @@
+"""Frozen dataclasses from plain data, strictly; and JSON Schema from the same dataclasses.
+
+One declaration per file format: the dataclass. A field's comment for people is ``metadata["doc"]``, its shape
+``metadata["pattern"]`` (a regular expression with ``metadata["shape"]`` in words). Nothing unknown passes: an
+unknown key, a missing one or a value of another type is an :class:`~primus.errors.InputError` with its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar, Union
+
+from primus.errors import InputError
+from primus.yamlfile import Document, Key, Plain
+
+__all__ = ["build", "described", "json_schema"]
+
+T = TypeVar("T")
+
+_SCALARS: dict[type, tuple[str, str, Callable[[str], object]]] = {
+    str: (r"(?s).*", "text", str),
+    int: (r"[+-]?[0-9][0-9_]*", "a whole number", int),
+    float: (r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", "a number", float),
+    bool: (r"true|false", "true or false", lambda text: text == "true"),
+}
+
+
+def described(doc: str, *, pattern: str | None = None, shape: str | None = None, **options: Any) -> Any:
+    """A dataclass field with its sentence for people, and optionally the shape of its text (or of its items)."""
+    metadata = {"doc": doc, "pattern": pattern, "shape": shape}
+    return dataclasses.field(metadata=metadata, **options)
+
+
+def build(cls: type[T], document: Document, data: Plain | None = None, key: Key = ()) -> T:
+    """An instance of ``cls`` from the document (or from ``data`` at ``key`` in it); strict, see the module."""
+    return typing.cast(T, _value(cls, document.data if not key else data, document, key, {}))
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping[str, Any]) -> object:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        if data is None and type(None) in args:
+            return None
+        (inner,) = (a for a in args if a is not type(None))
+        return _value(inner, data, doc, key, meta)
+    if dataclasses.is_dataclass(hint):
+        return _dataclass(typing.cast(type, hint), data, doc, key)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise _wrong("a list", data, doc, key)
+        return tuple(_value(args[0], item, doc, (*key, i), meta) for i, item in enumerate(data))
+    if origin in (dict, typing.get_origin(typing.Mapping[str, str])):
+        if not isinstance(data, dict):
+            raise _wrong("a mapping", data, doc, key)
+        return {name: _value(args[1], item, doc, (*key, name), meta) for name, item in data.items()}
+    if origin is typing.Literal:
+        if data not in args:
+            raise _wrong("one of " + ", ".join(map(str, args)), data, doc, key, near=[str(a) for a in args])
+        return data
+    pattern, shape, convert = _SCALARS[hint]
+    if not isinstance(data, str) or not re.fullmatch(pattern, data):
+        raise _wrong(shape, data, doc, key)
+    if meta.get("pattern") and not re.fullmatch(meta["pattern"], data):
+        raise _wrong(meta.get("shape") or f"text like {meta['pattern']}", data, doc, key)
+    return convert(data)
+
+
+def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
+    if not isinstance(data, dict):
+        raise _wrong("a mapping with " + ", ".join(_names(cls)), data, doc, key)
+    names = _names(cls)
+    for word in data:
+        if word not in names:
+            raise _unknown(word, list(names), doc, (*key, word))
+    values: dict[str, object] = {}
+    hints = _hints(cls)
+    for word, field in names.items():
+        if word in data:
+            values[field.name] = _value(hints[field.name], data[word], doc, (*key, word), field.metadata)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise InputError(f"{word!r} is missing here", where=doc.where(key), hint=field.metadata.get("doc"))
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise InputError(str(error), where=doc.where(key)) from None
+
+
+@cache
+def _names(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """Key in the file → field. A Python keyword gets a trailing underscore in the code (``for_`` → ``for``)."""
+    return {f.name.rstrip("_"): f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("hidden")}
+
+
+def _unknown(word: str, known: list[str], doc: Document, key: Key) -> InputError:
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, known, 1)
+    hint = f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(known)
+    return InputError(f"unknown key {word!r}", where=doc.where(key), hint=hint)
+
+
+def _wrong(shape: str, data: Plain, doc: Document, key: Key, near: list[str] | None = None) -> InputError:
+    from difflib import get_close_matches
+
+    seen = (
+        "nothing"
+        if data is None
+        else f"{data!r}"
+        if isinstance(data, str)
+        else f"a {'list' if isinstance(data, list) else 'mapping'}"
+    )
+    name = next((str(part) for part in reversed(key) if isinstance(part, str)), "the file")
+    close = get_close_matches(data, near, 1) if near and isinstance(data, str) else []
+    hint = f"did you mean {close[0]!r}?" if close else None
+    return InputError(f"{name} must be {shape}, not {seen}", where=doc.where(key), hint=hint)
+
+
+def json_schema(cls: type, *, title: str) -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the file format that ``cls`` declares."""
+    definitions: dict[str, Any] = {}
+    top = _schema(cls, definitions, {})
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": title,
+        "description": "Generated from the code by `nox -s docs`; do not edit.",
+        **top,
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> dict[str, Any]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        (inner,) = (a for a in args if a is not type(None))
+        return _schema(inner, defs, meta)
+    if dataclasses.is_dataclass(hint):
+        cls = typing.cast(type, hint)
+        if cls.__name__ not in defs:
+            defs[cls.__name__] = {}
+            hints, required, properties = _hints(cls), [], {}
+            for word, field in _names(cls).items():
+                inner = _schema(hints[field.name], defs, field.metadata)
+                properties[word] = {"description": field.metadata.get("doc", ""), **inner}
+                if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                    required.append(word)
+            defs[cls.__name__] = {
+                "type": "object",
+                "description": (cls.__doc__ or "").split("\n")[0],
+                "properties": properties,
+                "required": required,
+                "additionalProperties": False,
+            }
+        return {"$ref": f"#/$defs/{cls.__name__}"}
+    if origin is tuple:
+        return {"type": "array", "items": _schema(args[0], defs, meta)}
+    if origin in (dict, typing.get_origin(typing.Mapping[str, str])):
+        return {"type": "object", "additionalProperties": _schema(args[1], defs, meta)}
+    if origin is typing.Literal:
+        return {"enum": list(args)}
+    # A YAML editor reads 26.11 as a number where we read the text, so every scalar is allowed in its raw form too.
+    kinds: dict[type, Any] = {
+        str: {"type": ["string", "number"]},
+        int: {"type": "integer"},
+        float: {"type": "number"},
+        bool: {"type": "boolean"},
+    }
+    kind = dict(kinds[hint])
+    if meta.get("pattern"):
+        kind = {"type": "string", "pattern": f"^(?:{meta['pattern']})$"}
+    return kind

@@ -1,0 +1,170 @@
+"""The lock: every file that enters a target, by name, version, file name, size and sha256; never a host name.
+
+One file per target and channel, committed, one entry per line so that a diff reads like a list of changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from primus.errors import InputError
+
+__all__ = [
+    "FORMAT",
+    "BaseRequest",
+    "Drift",
+    "Lock",
+    "LockedFile",
+    "Request",
+    "drift",
+    "dumps",
+    "load",
+    "loads",
+]
+
+FORMAT = 1
+
+Kind = Literal["wheel", "sdist", "deb"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockedFile:
+    """One file. ``base`` names the root file system a deb belongs to; ``name`` is PEP 503-normalised for wheels."""
+
+    kind: Kind
+    name: str
+    version: str
+    file: str
+    size: int
+    sha256: str
+    base: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The file in two words, for progress and errors."""
+        return f"{self.name} {self.version}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseRequest:
+    """What a base asks of a Debian archive."""
+
+    suite: str
+    python: str
+    packages: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of the sources for one target: the lock's input. ``python`` is the major.minor of its base.
+
+    ``wheels`` and ``sdists`` map normalised package names to exact versions; ``bases`` holds the target's own base
+    and those of its builders.
+    """
+
+    target: str
+    channel: str
+    architecture: str = "amd64"
+    python: str
+    bases: Mapping[str, BaseRequest] = field(default_factory=dict)
+    wheels: Mapping[str, str] = field(default_factory=dict)
+    sdists: Mapping[str, str] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, str]:
+        """The request as one flat mapping, the form in which the lock keeps it and drift is found."""
+        result = {"architecture": self.architecture, "python": self.python}
+        for name, base in self.bases.items():
+            result[f"base {name} suite"] = base.suite
+            result[f"base {name} python"] = base.python
+            result[f"base {name} packages"] = " ".join(sorted(base.packages))
+        result |= {f"wheel {name}": version for name, version in self.wheels.items()}
+        result |= {f"sdist {name}": version for name, version in self.sdists.items()}
+        return dict(sorted(result.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lock:
+    """A resolved request. ``pins`` is the request it answers, ``files`` the answer, sorted by kind and name."""
+
+    target: str
+    channel: str
+    pins: Mapping[str, str]
+    files: tuple[LockedFile, ...]
+
+    def of(self, kind: Kind, base: str | None = None) -> tuple[LockedFile, ...]:
+        """The files of one kind (debs: of one base)."""
+        return tuple(f for f in self.files if f.kind == kind and (base is None or f.base == base))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """One pin on which versions.yaml and the lock disagree; None means absent."""
+
+    pin: str
+    locked: str | None
+    wanted: str | None
+
+    def __str__(self) -> str:
+        return f"{self.pin}: locked {self.locked or 'nothing'}, wanted {self.wanted or 'nothing'}"
+
+
+def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
+    """Where the lock no longer answers the request; empty when it is fresh."""
+    wanted = request.flat()
+    names = sorted({*wanted, *lock.pins})
+    return tuple(
+        Drift(pin=n, locked=lock.pins.get(n), wanted=wanted.get(n)) for n in names if lock.pins.get(n) != wanted.get(n)
+    )
+
+
+def dumps(lock: Lock) -> str:
+    """The lock as committed text: JSON, one pin and one file per line."""
+
+    def line(value: object) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    def row(f: LockedFile) -> str:
+        return line({k: v for k, v in asdict(f).items() if v is not None})
+
+    order = sorted(lock.files, key=lambda f: (f.kind, f.base or "", f.name))
+    pins = ",\n".join(f"    {line(k)}: {line(v)}" for k, v in sorted(lock.pins.items()))
+    files = ",\n".join(f"    {row(f)}" for f in order)
+    head = {
+        "generated": "by `primus lock`; do not edit",
+        "format": FORMAT,
+        "target": lock.target,
+        "channel": lock.channel,
+    }
+    top = ",\n".join(f"  {line(k)}: {line(v)}" for k, v in head.items())
+    return f'{{\n{top},\n  "pins": {{\n{pins}\n  }},\n  "files": [\n{files}\n  ]\n}}\n'
+
+
+def loads(text: str, name: str) -> Lock:
+    """The lock in ``text``; ``name`` is the file's name in messages. Raises InputError when it is not a lock."""
+    hint = "run `primus lock` to make it again"
+    try:
+        data: dict[str, Any] = json.loads(text)
+        if data["format"] != FORMAT:
+            raise InputError(f"lock format {data['format']} is not {FORMAT}", where=name, hint=hint)
+        return Lock(
+            target=data["target"],
+            channel=data["channel"],
+            pins=data["pins"],
+            files=tuple(LockedFile(**entry) for entry in data["files"]),
+        )
+    except json.JSONDecodeError as error:
+        raise InputError(f"not JSON: {error.msg}", where=f"{name}:{error.lineno}:{error.colno}", hint=hint) from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"not a lock: {error}", where=name, hint=hint) from None
+
+
+def load(path: Path, name: str | None = None) -> Lock | None:
+    """The lock at ``path``, or None when there is none yet."""
+    try:
+        return loads(path.read_text(encoding="utf-8"), name or str(path))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,108 @@
+"""versions.yaml: the one file of pins. What may stand in it, and why a moving reference may not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from primus.schema import described
+
+__all__ = ["Base", "Component", "Pin", "Versions"]
+
+# PEP 440 public version with optional local part; a Debian version also fits a base package's own pin.
+_VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"
+_NAME = r"[a-z0-9]+(-[a-z0-9]+)*"
+_MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pin:
+    """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, path is given."""
+
+    wheel: str | None = described("Package on a Python index, taken as a wheel.", default=None)
+    sdist: str | None = described("Package on a Python index, built from source in the sandbox.", default=None)
+    path: str | None = described("Folder of this repository, taken as it is.", default=None)
+    version: str | None = described(
+        "Exact version: no range, no branch, no `latest`.",
+        pattern=_VERSION,
+        shape="one exact version like 2.13.0 or 2.13.0+cpu (a range, a branch, `latest` or a short commit can "
+        "mean other bytes tomorrow)",
+        default=None,
+    )
+    channel: Literal["amd", "debian", "pypi", "local"] = described("Where the files come from.")
+    targets: tuple[str, ...] = described("Targets that take this pin; all when left out.", default=())
+    to: str | None = described(
+        "Folder in the image that receives `path`.", pattern=r"/[^ ]*", shape="an absolute path", default=None
+    )
+    builder: str | None = described("Base that builds the sdist.", default=None)
+    line: int = field(default=0, compare=False, metadata={"hidden": True})
+
+    def __post_init__(self) -> None:
+        kinds = [k for k in ("wheel", "sdist", "path") if getattr(self, k) is not None]
+        if len(kinds) != 1:
+            raise ValueError(f"a pin needs exactly one of wheel, sdist, path; this one has {len(kinds)}")
+        if kinds[0] == "path":
+            if self.version is not None or self.to is None or self.channel != "local":
+                raise ValueError("a path pin has `to` and `channel: local`, and no version: its content is its version")
+        elif self.version is None or self.channel == "local":
+            raise ValueError("a wheel or sdist pin needs an exact version and a channel other than local")
+        if (kinds[0] == "sdist") != (self.builder is not None):
+            raise ValueError("an sdist pin, and only it, names the base that builds it: `builder`")
+
+    @property
+    def text(self) -> str:
+        """The pin in a few words, as plan and explain show it."""
+        if self.path is not None:
+            return f"{self.path} → {self.to}"
+        return f"{self.wheel or self.sdist} {self.version}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One pinned thing. It may have one pin per channel and target."""
+
+    name: str = described("Name as its makers write it.")
+    pins: tuple[Pin, ...] = described("Its exact pins.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """A root file system made of Debian packages; the lock holds each package's exact version and hash."""
+
+    suite: str = described("Codename of the suite (a codename stays; `stable` moves).", pattern=r"[a-z]+")
+    python: str = described("Python version in the suite.", pattern=r"3\.[0-9]+\.[0-9]+", shape="like 3.11.2")
+    packages: tuple[str, ...] = described("Packages; what they need comes along.", pattern=r"[a-z0-9][a-z0-9.+-]+")
+
+    def __post_init__(self) -> None:
+        if self.suite in _MOVING_SUITES:
+            raise ValueError(f"suite {self.suite!r} moves to another release one day; write the codename")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """The release's pins."""
+
+    release: str = described("Name of the release.", pattern=r"v[0-9]{2}\.[0-9]+", shape="like v26.11")
+    created: str = described(
+        "Date written into the images; the clock is never asked.",
+        pattern=r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
+        shape="a date like 2026-11-20",
+    )
+    bases: Mapping[str, Base] = described("Root file systems.")
+    components: Mapping[str, Component] = described("Everything that is pinned.")
+
+    def __post_init__(self) -> None:
+        for name in (*self.bases, *self.components):
+            if not re.fullmatch(_NAME, name):
+                raise ValueError(f"{name!r} is no name: lower-case letters, digits and hyphens")
+        for name, component in self.components.items():
+            seen: set[tuple[str, str]] = set()
+            for pin in component.pins:
+                for target in pin.targets or ("*",):
+                    if (pin.channel, target) in seen:
+                        raise ValueError(f"{name} has two pins for channel {pin.channel}, target {target}")
+                    seen.add((pin.channel, target))
+                if pin.builder is not None and pin.builder not in self.bases:
+                    raise ValueError(f"{name}: no base is called {pin.builder!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primus.errors import InputError
@@ -12,6 +13,7 @@ from primus.images.canonical import key_of
 from primus.images.layer import assembler
 from primus.images.skeleton import console_script, distribution, environment
 from primus.images.target import normalised
+from primus.images.trim import TRIM
 from primus.images.wheel import Prefix
 from primus.versions.lock import Lock, LockedFile
 from primus.versions.model import Pin
@@ -23,6 +25,7 @@ __all__ = ["plan_image"]
 
 # A wheel of the closure at least this large gets a layer of its own: small ones change together, large ones rarely.
 _OWN_LAYER = 8_000_000
+_BYTECODE = Path(__file__).with_name("compile_bytecode.py")
 _SOURCE = "https://github.com/AMD-AGI/Primus"
 
 
@@ -110,7 +113,7 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str) 
             Input(name="suite", value=project.versions.bases[base].suite, where=where),
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
-        spec={"suite": project.versions.bases[base].suite},
+        spec={"suite": project.versions.bases[base].suite, "trim": list(TRIM)},
         files=debs,
     )
 
@@ -141,16 +144,18 @@ def _components(
                 raise InputError(
                     f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}"
                 )
-            layers.append(_wheels(component, (wheel,), where, base, prefix, tool))
+            layers.append(_wheels(project, component, (wheel,), where, base, prefix, tool))
         else:
             built = _build(project, name, pin, lock, where, tool)
-            layers.append(_wheels(component, (), where, base, prefix, tool, built))
+            layers.append(_wheels(project, component, (), where, base, prefix, tool, built))
     lock_name = str(project.lock_path(name).relative_to(project.root))
     large = [f for f in wheels.values() if f.size >= _OWN_LAYER]
     small = tuple(f for f in wheels.values() if f.size < _OWN_LAYER)
-    closure = [_wheels(f"python-{f.name}", (f,), lock_name, base, prefix, tool) for f in large if base and prefix]
+    closure = [
+        _wheels(project, f"python-{f.name}", (f,), lock_name, base, prefix, tool) for f in large if base and prefix
+    ]
     if small and base and prefix:
-        closure.append(_wheels("python", small, lock_name, base, prefix, tool))
+        closure.append(_wheels(project, "python", small, lock_name, base, prefix, tool))
     # Local trees change most often: they lie on top of what rarely does.
     local = [a for a in layers if a.kind == "files"]
     return [*closure, *(a for a in layers if a.kind != "files"), *local]
@@ -177,6 +182,7 @@ def _tree(project: Project, component: str, pin: Pin, where: str, tool: str) -> 
 
 
 def _wheels(
+    project: Project,
     name: str,
     files: tuple[LockedFile, ...],
     where: str,
@@ -194,6 +200,7 @@ def _wheels(
             Input(name="assembler", value=tool),
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in files),
             *python,
+            Input(name="bytecode", value="sha256:" + project.stats.sha256(str(_BYTECODE))),
         ),
         spec={"prefix": prefix.root, "python": prefix.python, "built": built.key if built else None},
         needs=(built,) if built else (),

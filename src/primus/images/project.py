@@ -15,7 +15,7 @@ from primus.images.stats import StatIndex
 from primus.images.store import Store
 from primus.images.target import Target, pins_of, request_of
 from primus.schema import build
-from primus.versions.lock import Lock, Request
+from primus.versions.lock import Lock, Request, dumps
 from primus.versions.lock import load as load_lock
 from primus.versions.model import Pin, Versions
 from primus.yamlfile import Document
@@ -115,6 +115,15 @@ class Project:
         """The target's lock, or None when there is none yet."""
         path = self.lock_path(name)
         return load_lock(path, str(path.relative_to(self.root)))
+
+    def write_lock(self, name: str, lock: Lock) -> None:
+        """Write the target's lock where it is committed, whole or not at all."""
+        path = self.lock_path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as stream:
+            stream.write(dumps(lock))
+        Path(stream.name).chmod(0o644)
+        Path(stream.name).replace(path)
 
     def _document(self, path: Path) -> Document:
         """The file's parsed text, from the cache when the very same text was parsed before (yaml costs 40 ms)."""

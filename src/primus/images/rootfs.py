@@ -18,42 +18,10 @@ from typing import BinaryIO
 
 from primus.errors import CheckFailed, HostError
 from primus.images.tar import MTIME, Entry
+from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL
 from primus.versions.lock import LockedFile
 
-__all__ = ["LEFT_OUT", "root_entries"]
-
-# Man pages and documentation help nobody in a training image; copyright files must stay with the binaries.
-_NOT_UNPACKED = (
-    "/usr/share/man/*",
-    "/usr/share/info/*",
-    "/usr/share/lintian/*",
-    "/usr/share/linda/*",
-    "/usr/share/locale/*",
-    "/usr/share/doc/*",
-)
-_UNPACKED_STILL = ("/usr/share/doc/*/copyright", "/usr/share/locale/locale.alias")
-
-LEFT_OUT = (
-    "dev/*",
-    "run/*",
-    "tmp/*",
-    "proc/*",
-    "sys/*",
-    "etc/machine-id",
-    "etc/hostname",
-    "etc/resolv.conf",
-    "etc/apt/sources.list",
-    "etc/apt/sources.list.d/*",
-    "etc/apt/apt.conf.d/99mmdebstrap",
-    "etc/*-",
-    "var/cache/*",
-    "var/log/*",
-    "var/lib/apt/*",
-    "var/lib/dpkg/*-old",
-    "var/lib/dpkg/lock*",
-    "var/lib/dpkg/triggers/Lock",
-    "var/lib/systemd/*",
-)
+__all__ = ["root_entries"]
 
 
 def root_entries(
@@ -82,8 +50,8 @@ def root_entries(
         "--variant=custom",
         "--format=tar",
         "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
-        *(f"--dpkgopt=path-exclude={path}" for path in _NOT_UNPACKED),
-        *(f"--dpkgopt=path-include={path}" for path in _UNPACKED_STILL),
+        *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),
+        *(f"--dpkgopt=path-include={path}" for path in UNPACKED_STILL),
         "--include=" + ",".join(f"{d.name}" for d in sorted(debs, key=lambda d: d.name)),
         suite,
         str(tar),

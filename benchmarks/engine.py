@@ -81,8 +81,9 @@ class Ours:
         return done.lines[-1], done
 
     def forget(self) -> None:
-        """Remove the store."""
+        """Remove the store, and what is remembered of the project's files."""
         shutil.rmtree(self.store, ignore_errors=True)
+        shutil.rmtree(self.project / ".primus", ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/engine.json)")
     args = parser.parse_args(argv)
     try:
-        result = _measure(args, list(sys.argv[1:] if argv is None else argv))
+        result = _measure(args)
     except PrimusError as error:
         print(f"bench: {error}", file=sys.stderr)
         return error.exit_code
@@ -201,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if missed and not args.quick else 0
 
 
-def _measure(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
     repeats = Repeats(slow=2, fast=3) if args.quick else Repeats(slow=5, fast=15)
     before = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="primus-bench-", ignore_cleanup_errors=True) as folder:
@@ -224,7 +225,7 @@ def _measure(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     return {
         "generated": "by `nox -s bench`; do not edit",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join(["nox -s bench", *(["--", *words] if words else [])]),
+        "command": _command(args),
         "quick": bool(args.quick),
         "machine": machine(),
         "versions": {
@@ -242,6 +243,12 @@ def _measure(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
         "memory_floor_megabytes": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
         "rows": report.rows,
     }
+
+
+def _command(args: argparse.Namespace) -> str:
+    # Without --out: a path of one machine tells the next reader nothing.
+    words = ["--quick"] * args.quick + [f"--side={args.side}"] * (args.side != "both") + ["--skip-cpu"] * args.skip_cpu
+    return " ".join(["nox -s bench", *(["--", *words] if words else [])])
 
 
 def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats) -> None:

@@ -126,7 +126,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**20),
-        "kernel": platform.release(),
+        "kernel": platform.release().partition("-")[0],
         "system": system,
         "python": sys.version.split()[0],
     }

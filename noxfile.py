@@ -23,9 +23,12 @@ def primus(session: nox.Session, *words: str) -> None:
     """One `primus` command line, in this process; a non-zero exit code fails the session with its meaning."""
     from primus.cli.main import main
 
-    code = main([*words, *session.posargs])
+    try:
+        code: int | str | None = main([*words, *session.posargs])
+    except SystemExit as stop:  # argparse, on --help or a wrong option
+        code = stop.code
     if code:
-        session.error(f"primus {words[0]}: {MEANING.get(code, f'exit code {code}')}")
+        session.error(f"primus {words[0]}: {MEANING[code] if code in MEANING else f'exit code {code}'}")
 
 
 def python(session: nox.Session, *words: str) -> None:

@@ -122,6 +122,7 @@ class Workshop:
     def _bytecode(self, action: Action, site: str, entries: list[Entry], scratch: Path) -> Iterator[Entry]:
         """Compile the modules among ``entries`` with the image's own interpreter."""
         from primus.sandbox.build import run_isolated
+        from primus.sandbox.engines import choose
 
         source, out = scratch / "source", scratch / "out"
         source.mkdir()
@@ -144,7 +145,7 @@ class Workshop:
             outputs=out,
             env={},
             log=log,
-            engine=self.engine,
+            engine=choose(self.engine),
         )
         if code != 0:
             raise self._failed(f"compiling bytecode of {action.name}", code, log)
@@ -154,6 +155,7 @@ class Workshop:
     def _build(self, action: Action) -> None:
         """Source → wheel in the sandbox: no network, sources read-only, one wheel taken from what it leaves."""
         from primus.sandbox.build import run_isolated
+        from primus.sandbox.engines import choose
 
         (source,) = action.files
         self.progress.start(action.key, action.name, None)
@@ -169,7 +171,7 @@ class Workshop:
                 outputs=out,
                 env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"},
                 log=log,
-                engine=self.engine,
+                engine=choose(self.engine),
             )
             if code != 0:
                 raise self._failed(action.name, code, log)
@@ -214,5 +216,6 @@ class Workshop:
 
     @staticmethod
     def _failed(what: str, code: int, log: Path) -> CheckFailed:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        return CheckFailed(f"{what} ended with exit code {code}:\n{tail}", where=str(log))
+        from primus.sandbox.build import log_tail
+
+        return CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from primus.images.action import ImagePlan
 from primus.images.build import tree_record
+from primus.images.store import Store
 
-__all__ = ["Change", "changes", "short"]
+__all__ = ["Change", "changes", "explain_text", "short"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +116,20 @@ def _values(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[C
         else:
             found.append(
                 Change(
-                    action=part.split(".", maxsplit=1)[0],
+                    action="image",
                     input=f"{part} {key}",
                     old=None if before is None else str(before),
                     new=None if after is None else str(after),
                 )
             )
     return found
+
+
+def explain_text(plan: ImagePlan, found: Sequence[Change], store: Store) -> str:
+    """The changes as text, then the layers that a build would make."""
+    if not found:
+        return f"{plan.ref}: nothing to do"
+    build = [a.name for a in plan.layers if store.layer(a.key) is None]
+    lines = [f"{plan.ref}:", *(f"  {change}" for change in found)]
+    lines.append("  to build: " + (", ".join(build) if build else "no layer, only config and manifest"))
+    return "\n".join(lines)

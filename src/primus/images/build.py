@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +85,8 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
 
     The first failure stops what has not begun; what was finished stays.
     """
+    from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
     waiting = {a.key: a for a in actions}
     done_here: set[str] = set()
     running: dict[Future[bool], str] = {}

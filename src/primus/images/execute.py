@@ -110,7 +110,8 @@ class Workshop:
         )
 
     def _wheels(self, action: Action, scratch: Path) -> Iterator[Entry]:
-        from primus.images.wheel import Prefix, wheel_entries
+        from primus.images.prefix import Prefix
+        from primus.images.wheel import wheel_entries
 
         prefix = Prefix(root=str(action.spec["prefix"]), python=str(action.spec["python"]))
         entries: list[Entry] = []

@@ -11,10 +11,10 @@ from primus.errors import InputError
 from primus.images.action import Action, ImagePlan, Input
 from primus.images.canonical import key_of
 from primus.images.layer import assembler
+from primus.images.prefix import Prefix
 from primus.images.skeleton import console_script, distribution, environment
 from primus.images.target import normalised
 from primus.images.trim import TRIM
-from primus.images.wheel import Prefix
 from primus.versions.lock import Lock, LockedFile
 from primus.versions.model import Pin
 

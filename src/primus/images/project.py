@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -118,6 +117,8 @@ class Project:
 
     def write_lock(self, name: str, lock: Lock) -> None:
         """Write the target's lock where it is committed, whole or not at all."""
+        import tempfile
+
         path = self.lock_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as stream:
@@ -138,6 +139,8 @@ class Project:
             known = json.loads(cache.read_bytes())
             places = {tuple(key): (line, column) for key, line, column in known["places"]}
             return Document(name=name, data=known["data"], places=places)
+        import tempfile
+
         from primus.yamlfile import read
 
         document = read(path, name)

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from primus import __version__
+from primus.images.prefix import Prefix
 from primus.images.tar import Entry
-from primus.images.wheel import Prefix
 
 __all__ = ["console_script", "distribution", "environment", "inline_entries"]
 

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -94,6 +93,8 @@ class StatIndex:
         """Keep the memory if it changed; a failure is silent, the next run just reads the files again."""
         if not self._changed:
             return
+        import tempfile
+
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as stream:

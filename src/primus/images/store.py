@@ -15,8 +15,6 @@ import fcntl
 import hashlib
 import json
 import os
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -124,6 +122,8 @@ class Store:
     @contextlib.contextmanager
     def temporary(self) -> Iterator[IO[bytes]]:
         """A file under ``tmp/`` held by a lock while this process lives; gone afterwards unless adopted."""
+        import tempfile
+
         with tempfile.NamedTemporaryFile(dir=self.root / "tmp", prefix="blob-", delete=False) as stream:
             path = Path(stream.name)
             path.chmod(0o644)
@@ -137,6 +137,7 @@ class Store:
     def folder(self, prefix: str) -> Iterator[Path]:
         """A scratch folder under ``tmp/``, removed afterwards; swept by a later run if this process is killed."""
         import shutil
+        import tempfile
 
         path = Path(tempfile.mkdtemp(dir=self.root / "tmp", prefix=f"{prefix}-"))
         keep = os.open(path, os.O_RDONLY)
@@ -216,6 +217,8 @@ class Store:
         self._replace(self.root / "index.json", canonical.dumps(index))
 
     def _replace(self, path: Path, data: bytes) -> None:
+        import tempfile
+
         try:
             with tempfile.NamedTemporaryFile(dir=self.root / "tmp", prefix="write-", delete=False) as stream:
                 stream.write(data)
@@ -228,6 +231,7 @@ class Store:
     def _sweep(self) -> None:
         """Remove what killed builders left in ``tmp/``: whatever nobody holds a lock on any more."""
         import shutil
+        import time
 
         for path in (self.root / "tmp").iterdir():
             with contextlib.suppress(OSError):

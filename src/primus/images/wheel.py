@@ -15,14 +15,14 @@ import io
 import re
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO
 
 from primus.errors import HostError
+from primus.images.prefix import Prefix
 from primus.images.tar import Entry
 
-__all__ = ["Prefix", "wheel_entries"]
+__all__ = ["wheel_entries"]
 
 _SCRIPT = """#!{python}
 import sys
@@ -31,24 +31,6 @@ if __name__ == "__main__":
     sys.argv[0] = sys.argv[0].removesuffix(".exe")
     sys.exit({call}())
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """The Python environment of the image: ``root`` without leading slash, ``python`` as major.minor."""
-
-    root: str = "opt/venv"
-    python: str
-
-    @property
-    def site(self) -> str:
-        """Where modules go."""
-        return f"{self.root}/lib/python{self.python}/site-packages"
-
-    @property
-    def interpreter(self) -> str:
-        """The interpreter that scripts name."""
-        return f"/{self.root}/bin/python3"
 
 
 def wheel_entries(path: Path, file_name: str, prefix: Prefix) -> Iterator[Entry]:

@@ -21,6 +21,7 @@ from typing import IO, BinaryIO
 from primus.errors import HostError
 from primus.images.prefix import Prefix
 from primus.images.tar import Entry
+from primus.images.target import normalised
 
 __all__ = ["wheel_entries"]
 
@@ -46,6 +47,8 @@ def wheel_entries(path: Path, file_name: str, prefix: Prefix) -> Iterator[Entry]
         raise HostError(
             f"{file_name} is not a wheel", hint="remove it from the file cache and fetch it again"
         ) from None
+    if any(".." in i.filename.split("/") or i.filename.startswith("/") for i in infos):
+        raise HostError(f"{file_name} holds a path that leaves its folder", hint="do not use this wheel")
     placed = {_place(i.filename, dist, prefix): i for i in infos}
     made = dict(_scripts(archive, dist, prefix))
     made[f"{prefix.site}/{dist}/INSTALLER"] = b"primus\n"
@@ -81,7 +84,7 @@ def _place(name: str, dist: str, prefix: Prefix) -> str:
     if not name.startswith(data):
         return f"{prefix.site}/{name}"
     scheme, _, rest = name[len(data) :].partition("/")
-    project = dist.partition("-")[0]
+    project = normalised(dist.partition("-")[0])
     return {
         "purelib": f"{prefix.site}/{rest}",
         "platlib": f"{prefix.site}/{rest}",

@@ -10,12 +10,11 @@ from primus.errors import InputError
 from primus.images.action import ImagePlan
 from primus.images.build import missing
 from primus.images.plan import plan_image
-from primus.versions.lock import Drift, drift
+from primus.versions.lock import Drift, LockedFile, drift, without
 
 if TYPE_CHECKING:
     from primus.images.build import Built
     from primus.images.execute import Workshop
-    from primus.images.fetch import GoneError
     from primus.images.project import Project
     from primus.progress import Progress
 
@@ -116,23 +115,24 @@ def _fetch(
     except GoneError as gone:
         if not may_relock:
             raise
-        plans = _relock(project, plans, gone, workshop.progress)
+        plans = _relock(project, plans, gone.files, workshop.progress)
         get(plans)
     return plans
 
 
-def _relock(project: Project, plans: Sequence[ImagePlan], gone: GoneError, progress: Progress) -> list[ImagePlan]:
-    """Resolve again what the archive no longer has, and plan anew."""
+def _relock(
+    project: Project, plans: Sequence[ImagePlan], gone: Sequence[LockedFile], progress: Progress
+) -> list[ImagePlan]:
+    """Resolve again what no source has any more, and plan anew."""
     from primus.versions.relock import resolve
 
-    names = ", ".join(f.label for f in gone.files)
-    progress.say(f"! no longer to be had: {names}; locking the newer ones")
+    progress.say(f"! no longer to be had: {', '.join(f.label for f in gone)}; locking again what holds them")
     result = []
     for plan in plans:
-        lock = resolve(
-            project.request(plan.target), previous=project.lock(plan.target), gone=gone.files, progress=progress
-        )
-        project.write_lock(plan.target, lock)
+        lock = project.lock(plan.target)
+        if lock is not None and any(f in lock.files for f in gone):
+            lock = resolve(project.request(plan.target), previous=without(lock, gone), progress=progress)
+            project.write_lock(plan.target, lock)
         result.append(plan_image(project, plan.target, lock))
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ class Workshop:
         from primus.images.rootfs import root_entries
         from primus.images.tools import need
 
-        mmdebstrap = need("mmdebstrap", "mmdebstrap", self.progress)
+        mmdebstrap = need("mmdebstrap", "mmdebstrap", progress=self.progress)
         yield from root_entries(
             action.files,
             str(action.spec["suite"]),
@@ -180,8 +181,11 @@ class Workshop:
             if len(wheels) != 1:
                 names = ", ".join(sorted(w.name for w in wheels)) or "none"
                 raise CheckFailed(f"{action.name} must leave one wheel, it left {names}", where=str(log))
-            wheel = self.files.add(wheels[0])
-            record = {"name": action.name, "kind": action.kind, "wheel": {"file": wheels[0].name, **wheel}}
+            with wheels[0].open("rb") as stream:
+                sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            wheel = {"file": wheels[0].name, "sha256": sha256, "size": wheels[0].stat().st_size}
+            self.files.put(wheels[0], sha256)
+            record = {"name": action.name, "kind": action.kind, "wheel": wheel}
         self.project.store.save("actions", action.key, record)
         self.progress.finish(action.key, wheels[0].name)
 
@@ -208,7 +212,13 @@ class Workshop:
 
     def _file(self, file: LockedFile) -> Path:
         """The fetched file, its bytes hashed once more: what enters an image is verified."""
-        return self.files.verify(file.sha256, file.label)
+        if not self.files.verify(file.sha256):
+            self.files.drop(file.sha256)
+            raise HostError(
+                f"the fetched {file.file} is damaged: its bytes no longer hash to sha256:{file.sha256}",
+                hint="it was taken out of the file cache; build again to fetch it anew",
+            )
+        return self.files.path(file.sha256)
 
     def _log(self, action: Action) -> Path:
         folder = self.project.work / "logs"

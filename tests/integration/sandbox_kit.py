@@ -18,10 +18,11 @@ import pytest
 from primus.sandbox.model import LayerRef, RootFs
 
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
-APPLETS = (
+_APPLETS = (
     "sh cat ls echo id env pwd sleep kill true false stat hostname ifconfig ip ping nc dd mount ps tty stty "
-    "head wc test touch rm mkdir yes seq uname awk grep df readlink trap tail sort"
-).split()
+    "head wc test touch rm mkdir yes seq uname awk grep df readlink tail sort"
+)
+APPLETS = _APPLETS.split()
 PASSWD = "root:x:0:0:root:/root:/bin/sh\nworker:x:1000:1000:w:/home/worker:/bin/sh\n"
 GROUP = "root:x:0:\nworker:x:1000:\nrender:x:109:worker\n"
 

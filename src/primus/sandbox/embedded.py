@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import signal
 import subprocess
 import threading
@@ -13,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from primus.errors import HostError, InputError
+from primus.errors import HostError
 from primus.sandbox import cgroups, channel, relay, userns
 from primus.sandbox.inside import FORWARDED
-from primus.sandbox.model import Command, RootFs, Stream, final_argv, image_env
+from primus.sandbox.model import Command, RootFs, Stream, check_mounts, final_argv, host_name, image_env
 from primus.sandbox.scratch import scratch
 from primus.sandbox.unpack import is_unpacked, layer_dir, unpack_layer
 
@@ -90,7 +89,7 @@ class EmbeddedEngine:
         lack = self._lack()
         if lack:
             raise HostError(f"the embedded engine cannot run here: {lack[0]}", hint=lack[1])
-        job = _job(root, command, wants_terminal(command, stdin, stdout))
+        job = _job(root, command, relay.wanted(command, stdin, stdout))
         lower = [str(path) for path in self.prepare(root)]
         with scratch(unpacked_below(root.cache.parent / "runs").absolute(), userns.remove) as own:
             groups = cgroups.limited(own.name, command.limits)
@@ -110,13 +109,6 @@ class EmbeddedEngine:
         return code
 
 
-def wants_terminal(command: Command, stdin: Stream, stdout: Stream) -> bool:
-    """Whether the command gets a pseudo-terminal."""
-    if command.tty is not None:
-        return command.tty
-    return stdin is None and stdout is None and os.isatty(0) and os.isatty(1)
-
-
 def _tell(stream: Stream, text: str) -> None:
     number = stream.fileno() if stream else 2
     with contextlib.suppress(OSError):
@@ -125,19 +117,7 @@ def _tell(stream: Stream, text: str) -> None:
 
 def _job(root: RootFs, command: Command, terminal: bool) -> dict[str, Any]:
     settings = root.config.get("config") or {}
-    hostname = command.hostname or re.sub(r"[^A-Za-z0-9-]+", "-", root.name).strip("-")[:63] or "primus"
-    mounts = []
-    for mount in command.mounts:
-        if not mount.target.startswith("/") or mount.target.strip("/") in ("", "proc"):
-            raise InputError(
-                f"{mount.target!r} is no place for a mount", hint="give an absolute path inside the image"
-            )
-        if not mount.source.exists():
-            raise InputError(f"{mount.source} does not exist, so it cannot be mounted at {mount.target}")
-        mounts.append((str(mount.source.absolute()), mount.target, not mount.read_only))
-    for device in command.devices:
-        if not device.exists() or not str(device).startswith("/dev/"):
-            raise InputError(f"{device} is no device of this machine")
+    check_mounts(command)
     return {
         "argv": final_argv(root, command),
         "env": image_env(root, command),
@@ -146,11 +126,11 @@ def _job(root: RootFs, command: Command, terminal: bool) -> dict[str, Any]:
         "tty": terminal,
         "term": os.environ.get("TERM", "xterm"),
         "view": {
-            "hostname": hostname,
+            "hostname": host_name(root, command),
             "network": command.network,
             "shm_bytes": command.shm_bytes,
             "read_only_root": command.read_only_root,
-            "mounts": mounts,
+            "mounts": [(str(m.source.absolute()), m.target, not m.read_only) for m in command.mounts],
             "devices": [str(device) for device in command.devices],
             "user_namespace": userns.needed(),
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,9 @@ __all__ = [
     "Mount",
     "RootFs",
     "Stream",
+    "check_mounts",
     "final_argv",
+    "host_name",
     "image_env",
 ]
 
@@ -147,3 +150,25 @@ def image_env(root: RootFs, command: Command) -> dict[str, str]:
         env[key] = value
     env.update(command.env)
     return env
+
+
+def host_name(root: RootFs, command: Command) -> str:
+    """The host name inside: the command's, else one made from the image's name."""
+    return command.hostname or re.sub(r"[^A-Za-z0-9-]+", "-", root.name).strip("-")[:63] or "primus"
+
+
+def check_mounts(command: Command) -> None:
+    """InputError for a mount or device that cannot be."""
+    for mount in command.mounts:
+        if not mount.target.startswith("/") or mount.target.strip("/") in ("", "proc", "sys", "dev"):
+            raise InputError(
+                f"{mount.target!r} is no place for a mount", hint="give an absolute path inside the image"
+            )
+        if not mount.source.exists():
+            raise InputError(
+                f"{mount.source} does not exist, so it cannot be mounted at {mount.target}",
+                hint="make it first",
+            )
+    for device in command.devices:
+        if not str(device).startswith("/dev/") or not device.exists():
+            raise InputError(f"{device} is no device of this machine", hint="ls /dev shows what there is")

@@ -10,7 +10,9 @@ import termios
 import tty
 from typing import Any
 
-__all__ = ["Terminal", "raw_mode", "restore", "saved", "window_size"]
+from primus.sandbox.model import Command, Stream
+
+__all__ = ["Terminal", "raw_mode", "restore", "saved", "wanted", "window_size"]
 
 _CHUNK = 65536
 _END_OF_FILE = b"\x04"
@@ -46,6 +48,13 @@ def restore(number: int, before: list[Any] | None) -> None:
     if before is not None:
         with contextlib.suppress(termios.error):
             termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+def wanted(command: Command, stdin: Stream, stdout: Stream) -> bool:
+    """Whether the command gets a pseudo-terminal."""
+    if command.tty is not None:
+        return command.tty
+    return stdin is None and stdout is None and os.isatty(0) and os.isatty(1)
 
 
 class Terminal:

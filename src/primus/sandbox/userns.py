@@ -191,7 +191,8 @@ class Namespace:
             if done.returncode:
                 raise HostError(
                     f"{tool} refuses the ids that {path} gives to {user}: {done.stderr.strip()}",
-                    hint=f"{tool} must be setuid root, the ranges must not overlap: apt-get install --reinstall uidmap",
+                    hint=f"{tool} must be setuid root and ranges must not overlap: "
+                    "apt-get install --reinstall uidmap",
                 )
 
 

@@ -1,0 +1,3 @@
+"""Layers of the store as a root file system for the sandbox."""
+
+from __future__ import annotations

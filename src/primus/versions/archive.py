@@ -1,0 +1,228 @@
+"""A private view of the Debian archive: the host's apt configuration, another suite, and no package installed.
+
+Everything apt keeps (indexes, cache, status) lies in a folder of our own; mirrors, proxies, CA, credentials and
+validity checks are the host's.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from primus.errors import HostError
+
+__all__ = ["Archive", "Stanza", "debian_stanzas", "open_archive", "parse_sources", "suite_of"]
+
+_CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental")
+_ALIASES = ("stable", "oldstable", "testing", "unstable")
+_POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
+_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+_NO_POCKETS = ("sid", "experimental")
+
+Stanza = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Archive:
+    """apt over private indexes. Made by :func:`open_archive`; lives as long as its folder."""
+
+    folder: Path
+    architecture: str
+
+    @property
+    def options(self) -> list[str]:
+        """apt's options that make it private; the rest of its configuration stays the host's."""
+        at = self.folder
+        pairs = {
+            "Dir::State": f"{at}/state",
+            "Dir::State::lists": f"{at}/state/lists",
+            "Dir::State::status": f"{at}/state/status",
+            "Dir::State::extended_states": f"{at}/state/extended_states",
+            "Dir::Cache": f"{at}/cache",
+            "Dir::Cache::archives": f"{at}/cache/archives",
+            "Dir::Etc::sourcelist": "/dev/null",
+            "Dir::Etc::sourceparts": f"{at}/sources",
+            # Preferences and a default release choose packages for this host; an image must not depend on it.
+            "Dir::Etc::preferences": "/dev/null",
+            "Dir::Etc::preferencesparts": f"{at}/preferences",
+            "APT::Default-Release": "",
+            "APT::Architecture": self.architecture,
+            "APT::Architectures": self.architecture,
+            "APT::Sandbox::User": "",
+            "APT::Install-Recommends": "false",
+            "APT::Install-Suggests": "false",
+            "APT::Get::Show-User-Simulation-Note": "false",
+            "Acquire::Languages": "none",
+            "Acquire::Retries": "1",
+            "Acquire::http::Timeout": "8",
+            "Acquire::https::Timeout": "8",
+            # apt would count itself as essential; the image has no use for it.
+            "pkgCacheGen::ForceEssential": ",",
+        }
+        return [word for name, value in pairs.items() for word in ("-o", f"{name}={value}")]
+
+    def run(self, tool: str, *args: str) -> subprocess.CompletedProcess[str]:
+        """Run ``apt-get`` or ``apt-cache`` on this archive; the caller judges the exit code."""
+        return subprocess.run(
+            [tool, *self.options, *args],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"LC_ALL": "C.UTF-8", "LANGUAGE": "", "DEBIAN_FRONTEND": "noninteractive"},
+        )
+
+    def update(self) -> None:
+        """Fetch the indexes. Raises HostError when a source does not answer or is not trusted."""
+        done = self.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "update")
+        text = done.stdout + done.stderr
+        if done.returncode != 0:
+            raise HostError(
+                "the Debian archive does not answer: " + _reason(text),
+                hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror it reaches",
+            )
+
+
+@contextmanager
+def open_archive(suite: str, architecture: str) -> Iterator[Archive]:
+    """The archive of ``suite`` with fresh indexes, in a temporary folder. Raises HostError when it is out of reach."""
+    if shutil.which("apt-get") is None:
+        raise HostError("this host has no apt-get, which resolves Debian packages", hint="run it on Debian or Ubuntu")
+    with tempfile.TemporaryDirectory(prefix="primus-apt-") as name:
+        folder = Path(name)
+        for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
+            (folder / part).mkdir(parents=True)
+        (folder / "state/status").touch()
+        stanzas = debian_stanzas(_host_stanzas(), suite, os.environ)
+        text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
+        (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
+        archive = Archive(folder=folder, architecture=architecture)
+        archive.update()
+        yield archive
+
+
+def debian_stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str]) -> tuple[Stanza, ...]:
+    """Sources of ``suite``, from the host's Debian sources or from PRIMUS_DEBIAN_MIRROR.
+
+    Raises HostError when the host names no Debian source, as on Ubuntu.
+    """
+    mirrors = environment.get("PRIMUS_DEBIAN_MIRROR", "").split()
+    if mirrors:
+        signed = {"Signed-By": environment.get("PRIMUS_DEBIAN_KEYRING") or _KEYRING}
+        common = {"Types": "deb", "Components": "main", **signed}
+        return tuple(
+            {**common, "URIs": uri, "Suites": f"{suite}-security" if uri.rstrip("/").endswith("-security") else suite}
+            for uri in mirrors
+        )
+    found: dict[tuple[str, str], Stanza] = {}
+    for stanza in host:
+        if not _is_debian(stanza):
+            continue
+        pockets = {suite_of(word)[1] for word in stanza["Suites"].split()}
+        suites = [suite + p for p in _POCKETS[:3] if p in pockets and not (p and suite in _NO_POCKETS)]
+        # A pocket that only repeats on another mirror is kept once per URI.
+        if suites:
+            wanted: dict[str, str] = {**stanza, "Types": "deb", "Suites": " ".join(suites), "Components": "main"}
+            wanted.pop("Enabled", None)
+            found[(stanza["URIs"], wanted["Suites"])] = wanted
+    if not any(suite in stanza["Suites"].split() for stanza in found.values()):
+        raise HostError(
+            f"apt on this host names no source of Debian {suite}",
+            hint="set PRIMUS_DEBIAN_MIRROR to the URIs of a Debian mirror and its debian-security (and PRIMUS_DEBIAN_KEYRING to its keyring)",
+        )
+    return tuple(found.values())
+
+
+def suite_of(word: str) -> tuple[str, str]:
+    """A suite as ``(release, pocket)``: ``bookworm-updates`` → ``("bookworm", "-updates")``; else ``("", "")``."""
+    for name in (*_CODENAMES, *_ALIASES):
+        if word.startswith(name) and word[len(name) :] in _POCKETS:
+            return name, word[len(name) :]
+    return "", "?"
+
+
+def parse_sources(text: str, deb822: bool) -> tuple[Stanza, ...]:
+    """The stanzas of one apt sources file, one-line entries brought into deb822 form."""
+    if deb822:
+        blocks = re.split(r"\n\s*\n", re.sub(r"(?m)^#.*\n?", "", text))
+        stanzas = [_fields(block) for block in blocks if block.strip()]
+        return tuple(s for s in stanzas if s.get("Enabled", "yes").lower() not in ("no", "false", "0"))
+    found: list[Stanza] = []
+    pattern = re.compile(r"^\s*(deb)\s+(?:\[([^\]]*)\]\s+)?(\S+)\s+(\S+)\s*([^#\n]*)", re.M)
+    for kind, options, uri, suite, components in pattern.findall(text):
+        stanza = {"Types": kind, "URIs": uri, "Suites": suite, "Components": components.strip()}
+        for option in options.split():
+            name, _, value = option.partition("=")
+            stanza[_OPTION_NAMES.get(name.lower(), name.title())] = value.replace(",", " ")
+        found.append(stanza)
+    return tuple(found)
+
+
+_OPTION_NAMES = {"arch": "Architectures", "lang": "Languages", "target": "Targets"}
+
+
+def _fields(block: str) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    key = ""
+    for line in block.splitlines():
+        if line[:1] in (" ", "\t") and key:
+            fields[key] += "\n" + line
+        elif ":" in line:
+            key, _, value = line.partition(":")
+            key = key.strip().title().replace("Uris", "URIs")
+            fields[key] = value.strip()
+    return fields
+
+
+def _is_debian(stanza: Stanza) -> bool:
+    words = stanza.get("Suites", "").split()
+    # Others publish under Debian's suite names too; Debian's own keyring tells them apart where one is named.
+    signed = stanza.get("Signed-By", "")
+    return (
+        "deb" in stanza.get("Types", "").split()
+        and "main" in stanza.get("Components", "").split()
+        and any(suite_of(word)[0] for word in words)
+        and (not signed.startswith("/") or "debian-archive" in signed)
+    )
+
+
+def _host_stanzas() -> tuple[Stanza, ...]:
+    script = "apt-config shell LIST Dir::Etc::sourcelist/f PARTS Dir::Etc::sourceparts/d"
+    done = subprocess.run(script.split(), capture_output=True, text=True, check=False)
+    places = dict(re.findall(r"(LIST|PARTS)='([^']*)'", done.stdout))
+    files = [Path(places["LIST"])] if "LIST" in places else []
+    if "PARTS" in places and Path(places["PARTS"]).is_dir():
+        files += sorted(p for p in Path(places["PARTS"]).iterdir() if p.suffix in (".list", ".sources"))
+    return tuple(
+        stanza
+        for file in files
+        if file.is_file()
+        for stanza in parse_sources(file.read_text(encoding="utf-8"), file.suffix == ".sources")
+    )
+
+
+def _reason(text: str) -> str:
+    """The first cause in apt's output, without its URL (which may hold credentials)."""
+    for mark, words in {
+        "Connection refused": "connection refused",
+        "Could not resolve": "its name is not known",
+        "timed out": "no answer in time",
+        "Could not connect": "no connection",
+        "NO_PUBKEY": "its signature is not trusted by this host's keyring",
+        "is not signed": "it is not signed",
+        "Certificate verification failed": "its certificate is not trusted",
+        "does not have a Release file": "it has no such suite",
+        "401": "it wants credentials",
+        "404": "it has no such suite",
+    }.items():
+        if mark in text:
+            return words
+    errors = [re.sub(r"\S+://\S+\s*", "", line[3:]) for line in text.splitlines() if line.startswith("E: ")]
+    return errors[0].strip() if errors else "no reason given"

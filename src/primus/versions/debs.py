@@ -1,0 +1,110 @@
+"""Debs: the packages of a base and all they need, by apt's own resolver over the host's mirrors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from urllib.parse import unquote
+
+from primus.errors import HostError, InputError
+from primus.progress import Progress
+from primus.versions.archive import Archive, open_archive
+from primus.versions.lock import BaseRequest, LockedFile
+
+__all__ = ["check_python", "parse_records", "parse_uris", "resolve_debs", "upstream"]
+
+
+def resolve_debs(base_name: str, base: BaseRequest, architecture: str, *, progress: Progress) -> tuple[LockedFile, ...]:
+    """Every deb of the base's root file system: the essential ones, those asked for, and what they depend on.
+
+    Recommends stay out. Raises InputError for a package or Python version the suite lacks, HostError when the
+    archive is out of reach.
+    """
+    key = f"debs {base_name}"
+    progress.start(key, f"resolve Debian {base.suite}", unit="files")
+    with open_archive(base.suite, architecture) as archive:
+        chosen = _closure(archive, base, base.packages)
+        # usrmerge converts a running system and drags in all of perl; a root file system that is made merged
+        # from the start satisfies the same dependency with a marker package.
+        if "usrmerge" in chosen and "usrmerge" not in base.packages:
+            chosen = _closure(archive, base, (*base.packages, "usr-is-merged"))
+        records = _records(archive, chosen)
+    check_python(base_name, base, chosen)
+    files = tuple(
+        LockedFile(
+            kind="deb",
+            name=name,
+            version=version,
+            file=records[name, version]["Filename"].rpartition("/")[2],
+            size=int(records[name, version]["Size"]),
+            sha256=records[name, version]["SHA256"],
+            base=base_name,
+        )
+        for name, version in sorted(chosen.items())
+    )
+    progress.finish(key, f"{len(files)} packages")
+    return files
+
+
+def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -> None:
+    """Raise InputError when the suite's Python is not the one the base states."""
+    minor = ".".join(base.python.split(".")[:2])
+    version = chosen.get(f"python{minor}-minimal")
+    if version is None:
+        if any(re.fullmatch(r"python3(\.[0-9]+)?(-minimal)?", p) for p in chosen):
+            raise InputError(f"base {base_name} states Python {base.python}, but its packages bring another one")
+        return
+    if upstream(version) != base.python:
+        raise InputError(
+            f"base {base_name} states Python {base.python}, but Debian {base.suite} has {upstream(version)}",
+            hint=f"write python: {upstream(version)} in versions.yaml",
+        )
+
+
+def upstream(version: str) -> str:
+    """The upstream part of a Debian version: ``1:3.11.2-6+deb12u9`` → ``3.11.2``."""
+    bare = version.partition(":")[2] or version
+    return re.split(r"[+~]", bare.rpartition("-")[0] or bare)[0]
+
+
+def parse_uris(text: str) -> dict[str, str]:
+    """Package → version from the output of ``apt-get install --print-uris``."""
+    chosen: dict[str, str] = {}
+    for file in re.findall(r"^'[^']*' (\S+)_[^_ ]+\.deb [0-9]+", text, re.M):
+        name, _, version = file.partition("_")
+        chosen[name] = unquote(version)
+    return chosen
+
+
+def parse_records(text: str) -> dict[tuple[str, str], dict[str, str]]:
+    """``(package, version)`` → its fields, from the output of ``apt-cache show``; the first record wins."""
+    records: dict[tuple[str, str], dict[str, str]] = {}
+    for block in text.split("\n\n"):
+        fields = dict(re.findall(r"^(Package|Version|Filename|Size|SHA256): (\S+)$", block, re.M))
+        if len(fields) == 5:
+            records.setdefault((fields["Package"], fields["Version"]), fields)
+    return records
+
+
+def _closure(archive: Archive, base: BaseRequest, packages: Iterable[str]) -> dict[str, str]:
+    done = archive.run("apt-get", "-q", "-y", "install", "--print-uris", "?essential", *packages)
+    if done.returncode == 0:
+        return parse_uris(done.stdout)
+    unknown = re.search(
+        r"E: (?:Unable to locate package|Package '?([^' ]+)'? has no installation candidate) ?(\S*)", done.stderr
+    )
+    if unknown:
+        name = unknown[1] or unknown[2]
+        raise InputError(f"Debian {base.suite} has no package {name}", hint="correct it under `packages`")
+    unmet = re.search(r"The following packages have unmet dependencies:\n(.*?)\n(?:E:|$)", done.stdout + "\n", re.S)
+    reason = "; ".join(line.strip() for line in unmet[1].splitlines()) if unmet else done.stderr.strip()[:300]
+    raise InputError(f"the packages of Debian {base.suite} do not fit together: {reason}")
+
+
+def _records(archive: Archive, chosen: Mapping[str, str]) -> dict[tuple[str, str], dict[str, str]]:
+    done = archive.run("apt-cache", "show", *(f"{name}={version}" for name, version in sorted(chosen.items())))
+    records = parse_records(done.stdout)
+    lacking = [name for name, version in chosen.items() if (name, version) not in records]
+    if lacking:
+        raise HostError(f"the archive's index gives no SHA256 for {', '.join(lacking[:5])}", hint="use another mirror")
+    return records

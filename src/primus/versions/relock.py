@@ -1,0 +1,63 @@
+"""From a request to its lock, changing as little as it can: what still answers its pin keeps its version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from primus.progress import Progress
+from primus.versions.debs import resolve_debs
+from primus.versions.lock import Lock, LockedFile, Request, drift
+from primus.versions.wheels import resolve_sdists, resolve_wheels
+
+__all__ = ["Stale", "resolve", "stale"]
+
+Stale = frozenset[str]
+
+
+def stale(request: Request, previous: Lock | None, refresh: bool) -> Stale:
+    """The parts to resolve anew: ``"wheels"``, ``"sdists"`` and ``"base NAME"``."""
+    parts = {f"base {name}" for name in request.bases} | {"wheels", "sdists"}
+    if previous is None or refresh:
+        return frozenset(parts)
+    changed: set[str] = set()
+    for one in drift(previous, request):
+        kind, _, rest = one.pin.partition(" ")
+        if kind in ("architecture", "python"):
+            return frozenset(parts)
+        # A base's glibc decides which wheels fit it.
+        changed |= {"wheel": {"wheels"}, "sdist": {"sdists"}, "base": {f"base {rest.rpartition(' ')[0]}"}}[kind]
+        if one.pin.endswith(" suite"):
+            changed.add("wheels")
+    return frozenset(changed & parts)
+
+
+def resolve(request: Request, *, previous: Lock | None, refresh: bool = False, progress: Progress) -> Lock:
+    """The lock that answers ``request``. With ``refresh`` nothing of ``previous`` is kept.
+
+    Raises InputError when the pins cannot be met and HostError when a source is out of reach.
+    """
+    parts = stale(request, previous, refresh)
+    keep = {} if refresh or previous is None else {f.name: f.version for f in previous.of("wheel")}
+    work: list[Callable[[], Sequence[LockedFile]]] = []
+    kept: list[LockedFile] = []
+    if "wheels" in parts:
+        work.append(lambda: resolve_wheels(request, progress=progress, keep=keep))
+    elif previous is not None:
+        kept += previous.of("wheel")
+    if "sdists" in parts:
+        work.append(lambda: resolve_sdists(request, progress=progress))
+    elif previous is not None:
+        kept += previous.of("sdist")
+    for name, base in request.bases.items():
+        if f"base {name}" in parts:
+            work.append(
+                lambda name=name, base=base: resolve_debs(name, base, request.architecture, progress=progress)  # type: ignore[misc]
+            )
+        elif previous is not None:
+            kept += previous.of("deb", name)
+    with ThreadPoolExecutor(max(1, len(work))) as pool:
+        futures = [pool.submit(one) for one in work]
+        found = [file for future in futures for file in future.result()]
+    files = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
+    return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(files))

@@ -1,0 +1,223 @@
+"""Wheels and sdists: which files answer the pins, by pip's own resolver and the host's own pip configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from primus.errors import HostError, InputError
+from primus.progress import Progress
+from primus.versions.indexes import Indexes, pip_failure_hides_network
+from primus.versions.lock import LockedFile, Request
+
+__all__ = ["Found", "explain", "normalise", "parse_report", "platforms", "resolve_sdists", "resolve_wheels"]
+
+# glibc of the suites a base may use: a wheel built for a newer glibc does not start there.
+GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41}
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
+_LEGACY = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One file in pip's report; ``sha256`` is None when its index told none."""
+
+    name: str
+    version: str
+    file: str
+    url: str
+    sha256: str | None
+
+
+def normalise(name: str) -> str:
+    """PEP 503 form of a package name."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def platforms(suite: str, architecture: str) -> tuple[str, ...]:
+    """Wheel platform tags the suite can run, newest first. Raises InputError for a suite nobody measured."""
+    if suite not in GLIBC or architecture not in _MACHINES:
+        known = ", ".join(GLIBC)
+        raise InputError(f"no glibc version is known for suite {suite!r} on {architecture}", hint=f"known: {known}")
+    machine = _MACHINES[architecture]
+    tags: list[str] = []
+    for minor in range(GLIBC[suite], 4, -1):
+        tags.append(f"manylinux_2_{minor}_{machine}")
+        if minor in _LEGACY and (machine == "x86_64" or minor == 17):
+            tags.append(f"{_LEGACY[minor]}_{machine}")
+    return (*tags, f"linux_{machine}")
+
+
+def resolve_wheels(
+    request: Request, *, progress: Progress, keep: Mapping[str, str] | None = None
+) -> tuple[LockedFile, ...]:
+    """The pinned wheels and all they need. ``keep`` maps names to versions that should stay if they can.
+
+    Raises InputError when no set of versions fits, HostError when an index does not answer.
+    """
+    if not request.wheels:
+        return ()
+    indexes = Indexes.of_host()
+    indexes.probe(next(iter(request.wheels)))
+    progress.start("wheels", "resolve wheels", unit="files")
+    pins = [f"{name}=={version}" for name, version in request.wheels.items()]
+    constraints = [f"{n}=={v}" for n, v in (keep or {}).items() if n not in request.wheels]
+    report = _report(request, pins, constraints)
+    if report is None:
+        report = _report(request, pins, [])
+        progress.say("the versions locked before do not fit the new pins; their dependencies are resolved anew")
+    found = parse_report(report or {})
+    for one in found:
+        wanted = request.wheels.get(one.name, one.version)
+        if one.version != wanted:
+            raise InputError(
+                f"{one.name} is pinned to {wanted}, but the index offers {one.version}",
+                hint=f"pin {one.version} if that is the one meant",
+            )
+    files = _measured("wheel", found, indexes)
+    progress.finish("wheels", f"{len(files)} wheels")
+    return files
+
+
+def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile, ...]:
+    """The one source archive of each sdist pin (what it needs is pinned on its own)."""
+    if not request.sdists:
+        return ()
+    progress.start("sdists", "find source archives", unit="files")
+    indexes = Indexes.of_host()
+    session = indexes.session()
+    found: list[Found] = []
+    for name, version in request.sdists.items():
+        offered = [link for link in indexes.links(session, name) if _sdist_version(link.file, name) is not None]
+        match = next((link for link in offered if _same(_sdist_version(link.file, name), version)), None)
+        if match is None:
+            versions = [v for v in (_sdist_version(link.file, name) for link in offered) if v]
+            raise _no_such(name, version, versions, "source archive")
+        found.append(Found(name=name, version=version, file=match.file, url=match.url, sha256=match.sha256))
+    files = _measured("sdist", found, indexes)
+    progress.finish("sdists", f"{len(files)} source archives")
+    return files
+
+
+def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
+    """pip's report as the files it would install. Raises InputError when one of them is no wheel."""
+    found: list[Found] = []
+    for item in report.get("install", ()):
+        info = item["download_info"]
+        archive = info.get("archive_info") or {}
+        sha256 = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").removeprefix("sha256=")
+        file = unquote(urlsplit(info["url"]).path.rpartition("/")[2])
+        name = normalise(item["metadata"]["name"])
+        if not file.endswith(".whl"):
+            raise InputError(f"{name} would come as {file}, which is no wheel", hint="pin it as an sdist")
+        version = item["metadata"]["version"]
+        digest = sha256 if re.fullmatch(r"[0-9a-f]{64}", sha256 or "") else None
+        found.append(Found(name=name, version=version, file=file, url=info["url"], sha256=digest))
+    return tuple(found)
+
+
+def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -> dict[str, Any] | None:
+    """pip's report; None when there is none with these constraints (without any it raises)."""
+    suites = {base.suite for base in request.bases.values() if base.python.startswith(request.python + ".")}
+    tags = platforms(min(suites, key=lambda s: GLIBC.get(s, 0)) if suites else "bookworm", request.architecture)
+    abi = "cp" + request.python.replace(".", "")
+    with tempfile.TemporaryDirectory(prefix="primus-pip-") as folder:
+        out = Path(folder, "report.json")
+        held = Path(folder, "constraints.txt")
+        held.write_text("\n".join(constraints), encoding="utf-8")
+        args = ["install", "--dry-run", "--ignore-installed", "--report", str(out), "--only-binary=:all:"]
+        args += ["--python-version", request.python, "--implementation", "cp", "--abi", abi, "--abi", "abi3"]
+        args += ["--abi", "none", *(part for tag in tags for part in ("--platform", tag))]
+        args += ["--target", str(Path(folder, "target")), "--constraint", str(held)]
+        args += ["--retries", "1", "--timeout", "10", "--no-input", "--disable-pip-version-check", "--no-color", *pins]
+        # These would change what is resolved or clash with --target; indexes, CA and proxies stay the host's.
+        off = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "PIP_QUIET": "0", "PIP_PRE": "0"}
+        shim = [sys.executable, "-P", str(Path(__file__).with_name("pipfor.py"))]
+        command = [*shim, request.python, _MACHINES[request.architecture], *args]
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=os.environ | off, stdin=subprocess.DEVNULL
+        )
+        if done.returncode != 0 or not out.is_file():
+            if constraints and not pip_failure_hides_network(done.stderr):
+                return None
+            raise explain(done.stderr)
+        report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    if report.get("environment", {}).get("python_version") != request.python:
+        raise HostError(
+            f"this pip cannot resolve for Python {request.python}", hint="use pip 24.2 or newer: pip install -U pip"
+        )
+    return report
+
+
+def explain(stderr: str) -> InputError | HostError:
+    """pip's error output as one sentence and what to do."""
+    if pip_failure_hides_network(stderr):
+        return HostError(
+            "a Python index stopped answering while pip resolved", hint="check the network and run it again"
+        )
+    missing = re.search(
+        r"satisfies the requirement ([A-Za-z0-9._-]+)==?=?([^ ]+)[^\n]*\(from versions: ([^)]*)\)", stderr
+    )
+    if missing:
+        offered = [] if missing[3].strip() == "none" else [v.strip() for v in missing[3].split(",")]
+        return _no_such(missing[1], missing[2], offered, "wheel")
+    # ResolutionImpossible: the lines between the heading and the advice are the conflict itself.
+    conflict = re.search(r"The conflict is caused by:\n(.*?)\n\n", stderr, re.S)
+    if conflict:
+        lines = [line.strip() for line in conflict[1].splitlines() if line.strip()]
+        return InputError("the pins do not fit together: " + "; ".join(lines), hint="change one pin in versions.yaml")
+    python = re.search(r"ERROR: (Package .* requires a different Python[^\n]*)", stderr)
+    if python:
+        return InputError(python[1], hint="pin a version for the base's Python")
+    lines = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR:")]
+    return InputError("pip found no answer: " + (lines[0] if lines else "no reason given"))
+
+
+def _no_such(name: str, version: str, offered: Iterable[str], what: str) -> InputError:
+    from difflib import get_close_matches
+
+    versions = list(dict.fromkeys(offered))
+    if not versions:
+        return InputError(
+            f"no {what} of {name} lies on the Python indexes of this host",
+            hint="check the name, and that pip's index-url, extra-index-url and find-links reach its channel",
+        )
+    near = get_close_matches(version, versions, 1, cutoff=0.3)
+    text = f"nearest is {near[0]}, latest is {versions[-1]}" if near else f"latest is {versions[-1]}"
+    return InputError(f"there is no {what} of {name} {version} for this target", hint=text)
+
+
+def _measured(kind: Any, found: Sequence[Found], indexes: Indexes) -> tuple[LockedFile, ...]:
+    session = indexes.session()
+
+    def measured(one: Found) -> LockedFile:
+        size, read = indexes.measure(session, one.url)
+        sha256 = one.sha256 or read or indexes.digest(session, one.url)
+        return LockedFile(kind=kind, name=one.name, version=one.version, file=one.file, size=size, sha256=sha256)
+
+    with ThreadPoolExecutor(8) as pool:
+        return tuple(sorted(pool.map(measured, found), key=lambda f: f.name))
+
+
+def _sdist_version(file: str, name: str) -> str | None:
+    match = re.fullmatch(r"(.+?)-([0-9][^-]*)\.(?:tar\.gz|zip)", file)
+    return match[2] if match and normalise(match[1]) == name else None
+
+
+def _same(offered: str | None, wanted: str) -> bool:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return offered is not None and Version(offered) == Version(wanted)
+    except InvalidVersion:
+        return offered == wanted

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from primus.errors import InputError
-from primus.images.action import Action, ImagePlan
+from primus.images.action import ImagePlan
+from primus.images.build import missing
 from primus.images.plan import plan_image
 from primus.versions.lock import Drift, drift
 
@@ -43,10 +44,11 @@ def _plan(project: Project, name: str, *, locked: bool, offline: bool, quiet: bo
         if locked or offline:
             raise InputError(sentence, where=_place(project, stale), hint=f"primus lock {name}, and commit the result")
         from primus.images.display import choose_progress
-        from primus.versions.resolve import resolve
+        from primus.versions.relock import resolve
 
         print(f"! {sentence}; locking it again", file=sys.stderr)
-        lock = resolve(request, previous=lock, progress=choose_progress(quiet))
+        with choose_progress(quiet) as progress:
+            lock = resolve(request, previous=lock, progress=progress)
         project.write_lock(name, lock)
     return plan_image(project, name, lock)
 
@@ -78,10 +80,9 @@ def build_images(
 
     Raises CheckFailed for a failed action, HostError for a source, disk or sandbox that fails.
     """
-    from primus.images.build import assemble, current, missing, run_actions
+    from primus.images.build import assemble, current, run_actions
     from primus.images.display import choose_progress
     from primus.images.execute import Workshop
-    from primus.images.fetch import GoneError
     from primus.images.filecache import FileCache
 
     store = project.store
@@ -91,31 +92,38 @@ def build_images(
     with choose_progress(quiet) as progress:
         workshop = Workshop(project=project, files=FileCache(project.work / "files"), progress=progress, engine=engine)
         todo = missing(plans, workshop.done)
-        try:
-            _fetch(project, workshop, todo, offline=offline)
-        except GoneError as gone:
-            if locked or offline:
-                raise
-            plans = _relock(project, plans, gone, progress)
+        if any(not workshop.files.has(f.sha256, f.size) for action in todo for f in action.files):
+            plans = _fetch(project, workshop, plans, may_relock=not (locked or offline), offline=offline)
             todo = missing(plans, workshop.done)
-            _fetch(project, workshop, todo, offline=offline)
         done_here = run_actions(workshop, todo)
         return [current(store, plan) or assemble(project, plan, done_here) for plan in plans]
 
 
-def _fetch(project: Project, workshop: Workshop, todo: Sequence[Action], *, offline: bool) -> None:
-    from primus.images.fetch import fetch
+def _fetch(
+    project: Project, workshop: Workshop, plans: Sequence[ImagePlan], *, may_relock: bool, offline: bool
+) -> Sequence[ImagePlan]:
+    """Fetch what the plans still lack; returns the plans, new ones where a file was gone and had to be locked again."""
+    from primus.images.fetch import GoneError, fetch
 
-    files = {f.sha256: f for action in todo for f in action.files}
-    absent = [f for f in files.values() if not workshop.files.has(f.sha256, f.size)]
-    if absent:
+    def get(plans: Sequence[ImagePlan]) -> None:
+        files = {f.sha256: f for action in missing(plans, workshop.done) for f in action.files}
+        absent = [f for f in files.values() if not workshop.files.has(f.sha256, f.size)]
         suites = {name: base.suite for name, base in project.versions.bases.items()}
         fetch(absent, workshop.files, suites=suites, offline=offline, progress=workshop.progress)
+
+    try:
+        get(plans)
+    except GoneError as gone:
+        if not may_relock:
+            raise
+        plans = _relock(project, plans, gone, workshop.progress)
+        get(plans)
+    return plans
 
 
 def _relock(project: Project, plans: Sequence[ImagePlan], gone: GoneError, progress: Progress) -> list[ImagePlan]:
     """Resolve again what the archive no longer has, and plan anew."""
-    from primus.versions.resolve import resolve
+    from primus.versions.relock import resolve
 
     names = ", ".join(f.label for f in gone.files)
     progress.say(f"! no longer to be had: {names}; locking the newer ones")

@@ -13,7 +13,12 @@ import nox
 HERE = Path(__file__).parent
 TARGETS = sorted(path.stem for path in HERE.glob("images/*.yaml"))
 BIN = Path(sys.executable).parent
-MEANING = {1: "a check failed", 2: "the input is wrong", 3: "the machine lacks something", 130: "interrupted"}
+MEANING: dict[int | str | None, str] = {
+    1: "a check failed",
+    2: "the input is wrong",
+    3: "the machine lacks something",
+    130: "interrupted",
+}
 
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "tests"]
@@ -28,7 +33,7 @@ def primus(session: nox.Session, *words: str) -> None:
     except SystemExit as stop:  # argparse, on --help or a wrong option
         code = stop.code
     if code:
-        session.error(f"primus {words[0]}: {MEANING[code] if code in MEANING else f'exit code {code}'}")
+        session.error(f"primus {words[0]}: {MEANING.get(code, f'exit code {code}')}")
 
 
 def python(session: nox.Session, *words: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from benchmarks.measure import Finished, run
 from primus.errors import HostError
@@ -41,6 +42,19 @@ class BuildKit:
         if images:
             self.ask("image", "rm", "-f", *sorted(set(images)))
         self.ask("builder", "prune", "-af")
+
+    def load_root(self, tar: IO[bytes] | None, name: str) -> None:
+        """Make an image of one layer from a root file system's tar."""
+        done = subprocess.run(
+            [_CLIENT, "import", "-", name],
+            env={**os.environ, **self._env()},
+            stdin=tar,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise HostError(f"docker import: {done.stderr.strip()}")
 
     def ask(self, *arguments: str) -> str:
         """What the client answers."""

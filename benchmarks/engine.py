@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.buildkit import BuildKit, private_daemon
+from benchmarks.cpu import TARGET, CpuProject, prepare
 from benchmarks.measure import Finished, machine, peak_megabytes, run, summary
 from benchmarks.synthetic import TARGETS, Graph, generate
 from primus.errors import CheckFailed, PrimusError
@@ -45,6 +46,7 @@ BARS: dict[str, dict[str, Any]] = {
     "cpu_cold": {"ratio": 1.0},
     "cpu_noop": {"ratio": 0.5},
     "cpu_recipe": {"seconds": 0.3},
+    "cpu_cold_memory": {"megabytes": 300},
 }
 
 
@@ -183,7 +185,7 @@ class Repeats:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write the results and say where; 1 when a bar is not met."""
     parser = argparse.ArgumentParser(prog="nox -s bench --", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small blobs, few repeats; shows that it runs, no result")
+    parser.add_argument("--quick", action="store_true", help="small blobs, few repeats, no cpu image")
     parser.add_argument("--side", choices=("both", OURS, THEIRS), default="both", help="measure one side only")
     parser.add_argument("--skip-cpu", action="store_true", help="leave out the rows on the real cpu image")
     parser.add_argument("--out", type=Path, help="JSON file (default: benchmarks/results/engine.json)")
@@ -211,13 +213,15 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         ours = Ours(project=graph.root, store=root / "store")
         if args.side == OURS:
             report = Report(sides=[ours])
-            _synthetic(report, graph, ours, repeats)
+            floor = _synthetic(report, graph, ours, repeats)
             tools: dict[str, str] = {}
         else:
             with private_daemon(root / "docker") as kit:
                 theirs = Theirs(kit=kit, context=graph.root)
                 report = Report(sides=[theirs] if args.side == THEIRS else [ours, theirs])
-                _synthetic(report, graph, None if args.side == THEIRS else ours, repeats)
+                floor = _synthetic(report, graph, None if args.side == THEIRS else ours, repeats)
+                if args.side == "both" and not args.skip_cpu and not args.quick:
+                    _cpu(report, prepare(Path(__file__).parents[1], root / "cpu", kit), kit, repeats)
                 tools = {
                     "docker.io": kit.ask("version", "--format", "{{.Server.Version}}"),
                     "docker storage driver": kit.ask("info", "--format", "{{.Driver}}"),
@@ -239,8 +243,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
             "blob_megabytes": graph.blob_megabytes,
             "small_files_per_component": graph.small_files,
         },
-        # ru_maxrss of a child starts at its parent's peak, so no memory figure below this one means anything.
-        "memory_floor_megabytes": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+        "memory_floor_megabytes": floor,
         "rows": report.rows,
     }
 
@@ -251,7 +254,8 @@ def _command(args: argparse.Namespace) -> str:
     return " ".join(["nox -s bench", *(["--", *words] if words else [])])
 
 
-def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats) -> None:
+def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats) -> float:
+    """Measure all rows on the synthetic graph; the memory below which no figure means anything."""
     one = TARGETS[:1]
 
     def empty(side: Side) -> None:
@@ -280,8 +284,10 @@ def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats
     for side in report.sides:
         side.build(TARGETS)
     report.compare("four", "four targets, nothing changed", repeats.fast, targets=TARGETS, fresh=False)
+    # ru_maxrss of a child starts at its parent's peak.
+    floor = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
     if ours is None:
-        return
+        return floor
     usage = [sys.executable, "-m", "primus.cli.main", "--help"]
     report.add("help", "`primus --help`", "s", {OURS: [run(usage).seconds for _ in range(repeats.fast)]})
     command = ours.command(one)
@@ -291,6 +297,37 @@ def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats
         empty(ours)
         peaks.append(peak_megabytes(command))
     report.add("cold_memory", "peak memory, cold", "MB", {OURS: peaks})
+    return floor
+
+
+def _cpu(report: Report, ours: CpuProject, kit: BuildKit, repeats: Repeats) -> None:
+    theirs = Theirs(kit=kit, context=ours.root, options=("--network", "none"))
+    report.sides = [ours, theirs]
+    one = [TARGET]
+    kit.forget()
+    report.compare(
+        "cpu_cold",
+        "cpu image: wheels on a built base, all fetched",
+        repeats.slow,
+        targets=one,
+        each=lambda side: side.forget(),
+        fresh=False,
+        judged=(OURS,),
+    )
+    report.compare("cpu_noop", "cpu image: nothing changed", repeats.fast, targets=one, fresh=False)
+    report.compare(
+        "cpu_recipe",
+        "cpu image: one recipe file changed",
+        repeats.slow,
+        targets=one,
+        before=ours.change_recipe,
+        fresh=True,
+    )
+    peaks = []
+    for _ in range(2):
+        ours.forget()
+        peaks.append(peak_megabytes(ours.command(one)))
+    report.add("cpu_cold_memory", "cpu image: peak memory, cold", "MB", {OURS: peaks})
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def test_the_same_component_twice() -> None:
 
 @pytest.mark.parametrize("line", ["release: 26.11", "release: latest", "created: today", "created: 2026-1-2"])
 def test_the_head_is_exact(line: str) -> None:
-    key = line.split(":")[0]
+    key = line.partition(":")[0]
     text = "\n".join(
         line if row.startswith(key) else row for row in pin("wheel: a, version: 1.0, channel: pypi").split("\n")
     )

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError
+from primus.versions.lock import drift
+
+if TYPE_CHECKING:
+    from primus.images.project import Project
 
 __all__ = ["benchmark_page", "generated", "stale", "write"]
 
@@ -16,10 +20,17 @@ _RESULTS = "benchmarks/results/engine.json"
 
 def generated(project: Path) -> dict[str, str]:
     """Path in the repository → text, of every file that is generated."""
+    from primus.images.project import Project
+    from primus.images.target import Target
     from primus.schema import json_schema
     from primus.versions.model import Versions
 
-    files = {"docs/schemas/versions.json": _json(json_schema(Versions, title="versions.yaml: the file of pins"))}
+    readme = (project / "README.md").read_text(encoding="utf-8")
+    files = {
+        "docs/schemas/versions.json": _json(json_schema(Versions, title="versions.yaml: the file of pins")),
+        "docs/schemas/image.json": _json(json_schema(Target, title="images/<target>.yaml: what one image holds")),
+        "README.md": _between(readme, "targets", _targets(Project.find(project))),
+    }
     results = project / _RESULTS
     if results.exists():
         try:
@@ -48,6 +59,27 @@ def write(project: Path) -> tuple[str, ...]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(files[name], encoding="utf-8")
     return names
+
+
+def _between(text: str, marker: str, new: str) -> str:
+    """``text`` with ``new`` between the comment ``marker`` and the next one that says end."""
+    begin, end = f"<!-- {marker} -->\n", "<!-- end -->"
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise InputError(f"the markers {begin.strip()} and {end} are missing", where="README.md")
+    return head + begin + new + end + tail
+
+
+def _targets(project: Project) -> str:
+    rows = ["| target | channel | files in the lock | size of the files | status |", "|---|---|---|---|---|"]
+    for name in project.target_names():
+        target, lock = project.target(name), project.lock(name)
+        fresh = lock is not None and not drift(lock, project.request(name))
+        files = f"{len(lock.files)} | {sum(f.size for f in lock.files) / 1e6:,.0f} MB" if lock else "– | –"
+        status = "locked" if fresh else "its lock is stale" if lock else "not locked yet"
+        rows.append(f"| `{name}` | {target.channels[0]} | {files} | {status} |")
+    return "\n".join(rows) + "\n"
 
 
 def _json(data: object) -> str:

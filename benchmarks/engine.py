@@ -289,6 +289,7 @@ def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats
     if ours is None:
         return floor
     usage = [sys.executable, "-m", "primus.cli.main", "--help"]
+    run(usage)
     report.add("help", "`primus --help`", "s", {OURS: [run(usage).seconds for _ in range(repeats.fast)]})
     command = ours.command(one)
     report.add("noop_memory", "peak memory, nothing changed", "MB", {OURS: [peak_megabytes(command) for _ in range(3)]})

@@ -75,9 +75,11 @@ def peak_megabytes(command: Sequence[str], *, env: dict[str, str] | None = None,
 def _start(
     command: Sequence[str], env: dict[str, str] | None, cwd: Path | None, *, session: bool = False
 ) -> subprocess.Popen[str]:
+    # Installed Python programs keep their compiled modules; with this variable each start would compile them again.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return subprocess.Popen(
         command,
-        env={**os.environ, **(env or {})},
+        env={**inherited, **(env or {})},
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import tarfile
@@ -35,7 +36,8 @@ def connect(timeout_s: float = 600) -> docker.DockerClient:
             f"the Python package {error.name!r} is not installed", hint="pip install 'primus-images[images]'"
         ) from error
     try:
-        docker.from_env(timeout=2).ping()
+        with contextlib.closing(docker.from_env(timeout=2)) as probe:
+            probe.ping()
         return docker.from_env(timeout=timeout_s)  # type: ignore[arg-type]
     except (docker.errors.DockerException, requests.RequestException, OSError, ValueError) as error:
         raise HostError(f"no Docker engine answers: {_reason(error)}", hint=_advice(error)) from error

@@ -1,0 +1,66 @@
+"""What torchtitan 0.2.2 needs to train on a machine without a GPU. Applied before its trainer is imported.
+
+Each patch states what breaks without it. On a GPU none is applied.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = ["apply"]
+
+
+def apply() -> None:
+    """Make the CPU torchtitan's device, on this process only."""
+    _device()
+    _barrier()
+    _gradient_reduction()
+
+
+def _device() -> None:
+    """torchtitan asks torch which accelerator there is and falls back to cuda, which a CPU build cannot set."""
+    import torch
+    import torch._utils
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    properties = SimpleNamespace(name="cpu", total_memory=memory)
+    additions: dict[str, Callable[..., Any]] = {
+        "get_device_name": lambda _device=None: "cpu",
+        "get_device_properties": lambda _device=None: properties,
+        "reset_peak_memory_stats": lambda _device=None: None,
+        "empty_cache": lambda: None,
+        "memory_stats": lambda _device=None: {},
+    }
+    torch._utils._get_available_device_type = lambda: "cpu"
+    for name, function in additions.items():
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, function)
+
+
+def _barrier() -> None:
+    """torchtitan passes ``device_ids`` to the barrier; gloo refuses them."""
+    import torch.distributed as dist
+
+    barrier = dist.barrier
+
+    def without_device_ids(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_ids", None)
+        return barrier(*args, **kwargs)
+
+    dist.barrier = without_device_ids
+
+
+def _gradient_reduction() -> None:
+    """With its own gradient divisor FSDP2 reduces by PREMUL_SUM, which gloo lacks; a plain sum is the same here."""
+    from torch.distributed.fsdp import FSDPModule
+
+    set_factor = FSDPModule.set_gradient_divide_factor
+
+    def with_plain_sum(module: Any, factor: float) -> None:
+        set_factor(module, factor)
+        module.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = with_plain_sum

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from primus.errors import InputError
-from primus.recipes.model import Setting, Value
+from primus.recipes.model import Scalar, Setting, Value
 
 __all__ = ["find", "folder", "names", "parse"]
 
@@ -18,7 +18,7 @@ _IN_IMAGE = Path("/opt/primus/recipes")
 
 
 def folder() -> Path:
-    """Where recipes are: ``PRIMUS_RECIPES``, else the source checkout this file is in, else the image's folder."""
+    """Where recipes are: ``PRIMUS_RECIPES``, else this source checkout's, else the image's folder."""
     if asked := os.environ.get("PRIMUS_RECIPES"):
         return Path(asked)
     checkout = Path(__file__).resolve().parents[3]
@@ -90,7 +90,7 @@ def _flatten(node: yaml.MappingNode, prefix: str, file: str, into: dict[str, Set
 def _value(node: Any, key: str, file: str) -> Value:
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, key, file)
-    items: list[Any] = []
+    items: list[Scalar] = []
     for item in node.value:
         if not isinstance(item, yaml.ScalarNode):
             raise InputError(f"{key} must hold plain values only", where=_where(item, file))
@@ -98,14 +98,16 @@ def _value(node: Any, key: str, file: str) -> Value:
     return items
 
 
-def _scalar(node: yaml.ScalarNode, key: str, file: str) -> Any:
+def _scalar(node: yaml.ScalarNode, key: str, file: str) -> Scalar:
     loader = yaml.SafeLoader("")
     try:
-        value = loader.construct_object(node)  # type: ignore[no-untyped-call]
+        value: object = loader.construct_object(node)
     except yaml.YAMLError as error:
         raise InputError(f"{key}: {node.value!r} is not a plain value", where=_where(node, file)) from error
     if value is not None and not isinstance(value, (str, int, float, bool)):
-        raise InputError(f"{key}: {node.value!r} reads as a {type(value).__name__}; quote it", where=_where(node, file))
+        raise InputError(
+            f"{key}: {node.value!r} reads as a {type(value).__name__}; quote it", where=_where(node, file)
+        )
     return value
 
 

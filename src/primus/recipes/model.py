@@ -28,7 +28,7 @@ class Setting:
 class Recipe:
     """What to train. Keys of ``settings`` are dotted: ``torchtitan.training.steps``.
 
-    ``overrides`` are the ``key=value`` words given by the user, so that the same recipe can be asked for again.
+    ``overrides`` are the ``key=value`` words of the user, so that the same recipe can be asked for again.
     """
 
     name: str
@@ -52,7 +52,11 @@ class Recipe:
     def section(self, prefix: str) -> dict[str, Value]:
         """All values below ``prefix``, keyed by the rest of their names, in the recipe's order."""
         head = prefix + "."
-        return {key[len(head):]: setting.value for key, setting in self.settings.items() if key.startswith(head)}  # fmt: skip
+        return {
+            key.removeprefix(head): setting.value
+            for key, setting in self.settings.items()
+            if key.startswith(head)
+        }
 
     def asset(self, key: str) -> Path:
         """Where the file or folder named by ``assets.KEY`` is."""

@@ -40,7 +40,9 @@ def _override(word: str, backend: str) -> tuple[str, Setting]:
     key, separator, text = word.partition("=")
     if not separator or not key:
         raise InputError(f"{word!r} is not key=value", where="command line", hint="example: training.steps=5")
-    known = key in schema.RECIPE or key.startswith(("model.args.", backend)) or key.split(".")[0] in _OWN_SECTIONS
+    known = (
+        key in schema.RECIPE or key.startswith(("model.args.", backend)) or key.split(".")[0] in _OWN_SECTIONS
+    )
     try:
         value: Value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:
@@ -73,7 +75,8 @@ def _check_keys(settings: Mapping[str, Setting], path: Path) -> None:
                 continue
             near = get_close_matches(key, rules, 1, 0.5)
             raise InputError(
-                f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""), where=setting.origin
+                f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                where=setting.origin,
             )
         if (objection := rule.objection(setting.value)) is not None:
             raise InputError(f"{key} {objection}", where=setting.origin)
@@ -110,7 +113,7 @@ def _check_sense(recipe: Recipe) -> None:
             "torchtitan.training.global_batch_size",
             f"{batch} is not a multiple of local batch × data parallel size = {together}",
         )
-    if not 0 < recipe.get("validation.resume_at", int):
+    if recipe.get("validation.resume_at", int) < 1:
         refuse("validation.resume_at", "must be at least 1")
     if local % recipe.get("validation.accumulation", int):
         refuse("validation.accumulation", f"must divide the local batch of {local}")

@@ -28,7 +28,9 @@ class Rule:
     def objection(self, value: Value) -> str | None:
         """Why ``value`` is not accepted, as the end of a sentence; None when it is."""
         if self.choices and isinstance(value, str):
-            return None if value in self.choices else f"must be one of {', '.join(self.choices)}, not {value!r}"
+            return (
+                None if value in self.choices else f"must be one of {', '.join(self.choices)}, not {value!r}"
+            )
         given = "None" if value is None else type(value).__name__
         accepted = self.types | ({"int"} if "float" in self.types else frozenset())
         if given in accepted or not self.types:
@@ -38,8 +40,13 @@ class Rule:
 
 
 _WORDS = {
-    "str": "text", "int": "a whole number", "float": "a number", "bool": "true or false", "list": "a list", "None": "null",
-}  # fmt: skip
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a list",
+    "None": "null",
+}
 
 
 def _rule(kind: str, *choices: str) -> Rule:
@@ -84,7 +91,7 @@ OWNED: Mapping[str, str] = {
 
 @cache
 def torchtitan_rules() -> Mapping[str, Rule] | None:
-    """Keys below ``torchtitan.`` at the installed version (``training.steps``); None when it is not installed."""
+    """Keys below ``torchtitan.`` at the installed version; None when torchtitan is not installed."""
     source = _source("torchtitan", "config/job_config.py")
     return dataclass_rules(source, "JobConfig") if source else None
 

@@ -6,6 +6,7 @@ Each patch states what breaks without it. On a GPU none is applied.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ def apply() -> None:
 
 
 def _device() -> None:
-    """torchtitan asks torch which accelerator there is and falls back to cuda, which a CPU build cannot set."""
+    """torchtitan asks torch for the accelerator and falls back to cuda, which a CPU build cannot set."""
     import torch
     import torch._utils
 
@@ -32,12 +33,23 @@ def _device() -> None:
         "get_device_properties": lambda _device=None: properties,
         "reset_peak_memory_stats": lambda _device=None: None,
         "empty_cache": lambda: None,
-        "memory_stats": lambda _device=None: {},
+        "memory_stats": lambda _device=None: _memory_stats(),
     }
     torch._utils._get_available_device_type = lambda: "cpu"
     for name, function in additions.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, function)
+
+
+def _memory_stats() -> dict[str, int]:
+    """Peak resident memory of this process, under the names of an accelerator's caching allocator."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "active_bytes.all.peak": peak,
+        "reserved_bytes.all.peak": peak,
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
+    }
 
 
 def _barrier() -> None:
@@ -54,7 +66,7 @@ def _barrier() -> None:
 
 
 def _gradient_reduction() -> None:
-    """With its own gradient divisor FSDP2 reduces by PREMUL_SUM, which gloo lacks; a plain sum is the same here."""
+    """With a gradient divisor set, FSDP2 reduces by PREMUL_SUM, which gloo lacks; a plain sum is the same."""
     from torch.distributed.fsdp import FSDPModule
 
     set_factor = FSDPModule.set_gradient_divide_factor

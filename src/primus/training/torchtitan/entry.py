@@ -1,4 +1,4 @@
-"""One rank of a torchtitan job: ``python -m primus.training.torchtitan.entry --job.config_file DIR/torchtitan.toml``.
+"""One rank of a torchtitan job: ``python -m primus.training.torchtitan.entry --job.config_file FILE``.
 
 torchtitan's own trainer does the training. This module hands it, through its own registries, the model
 dimensions and the corpus of the recipe (``job.json`` beside the config file), and notes what really ran.
@@ -74,7 +74,11 @@ def _register_model(job: dict[str, Any], exact: Path) -> None:
             import torch.distributed as dist
 
             if dist.get_rank() == 0:
-                line = {"step": step, "loss": repr(float(global_avg_loss)), "grad_norm": repr(float(grad_norm))}
+                line = {
+                    "step": step,
+                    "loss": repr(float(global_avg_loss)),
+                    "grad_norm": repr(float(grad_norm)),
+                }
                 with exact.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 
@@ -86,7 +90,9 @@ def _register_model(job: dict[str, Any], exact: Path) -> None:
         replace(
             spec,
             model_args={**spec.model_args, FLAVOR: arguments(**job["model"]["args"])},
-            build_metrics_processor_fn=lambda config, dims, _args=None, tag=None: ExactMetrics(config, dims, tag),
+            build_metrics_processor_fn=lambda config, dims, _args=None, tag=None: ExactMetrics(
+                config, dims, tag
+            ),
         ),
     )
 

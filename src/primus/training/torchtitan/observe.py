@@ -1,4 +1,4 @@
-"""What really ran, seen from inside the process: dtypes, kernels, versions. Written to ``facts.json`` by rank 0.
+"""What really ran, seen from inside the process: dtypes, kernels, versions. Rank 0 writes ``facts.json``.
 
 A configuration file says what was asked. These facts come from the tensors of the first step, so a precision
 that was asked and not run shows.
@@ -21,7 +21,17 @@ import torch.distributed as dist
 
 __all__ = ["observed_trainer"]
 
-PACKAGES = ("torch", "torchtitan", "torchao", "triton", "torchdata", "datasets", "tokenizers", "numpy", "primus-images")
+PACKAGES = (
+    "torch",
+    "torchtitan",
+    "torchao",
+    "triton",
+    "torchdata",
+    "datasets",
+    "tokenizers",
+    "numpy",
+    "primus-images",
+)
 
 
 def observed_trainer(facts_file: Path) -> type:
@@ -107,7 +117,14 @@ def _watching(parts: list[Any]) -> Iterator[dict[str, Any]]:
     seen["matmuls"] = {name: called[name] for name in sorted(called) if name in _MATMULS}
 
 
-_MATMULS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm", "mkldnn::_linear_pointwise"}
+_MATMULS = {
+    "aten::mm",
+    "aten::bmm",
+    "aten::addmm",
+    "aten::_scaled_mm",
+    "aten::_grouped_mm",
+    "mkldnn::_linear_pointwise",
+}
 
 
 def _digest(parts: list[Any]) -> str:

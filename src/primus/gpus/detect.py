@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-import yaml
 
 __all__ = ["Found", "detect", "name_of_gfx"]
 
@@ -97,6 +96,8 @@ def name_of_gfx(version: int) -> str:
 
 @cache
 def _names() -> dict[str, str]:
+    import yaml
+
     table = yaml.safe_load(_NAMES.read_text(encoding="utf-8"))
     return {str(arch): str(name) for arch, name in table["gfx"].items()}
 
@@ -109,6 +110,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def _openable(path: Path) -> bool:
-    import os
 
     return path.exists() and os.access(path, os.R_OK | os.W_OK)

@@ -31,7 +31,7 @@ EXAMPLE = "primus train llama3-proxy --steps 30 optimizer.lr=0.005"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     # argparse alone takes positional words in one go: key=value after an option would be refused.
-    parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign,assignment]
+    parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
     parser.add_argument("recipe", metavar="RECIPE")
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="settings that replace the recipe's"
@@ -78,9 +78,14 @@ def run(options: argparse.Namespace) -> int:
     passed = all(verdict.passed for verdict in verdicts)
     if options.json:
         document = {
-            "passed": passed, "output": str(job.output), "exit_code": outcome.exit_code, "seconds": outcome.seconds,
-            "recipe_sha256": recipe.digest, "summary": asdict(summary), "verdicts": [asdict(v) for v in verdicts],
-        }  # fmt: skip
+            "passed": passed,
+            "output": str(job.output),
+            "exit_code": outcome.exit_code,
+            "seconds": outcome.seconds,
+            "recipe_sha256": recipe.digest,
+            "summary": asdict(summary),
+            "verdicts": [asdict(verdict) for verdict in verdicts],
+        }
         print(json.dumps(document, ensure_ascii=False, indent=2))
     else:
         _show_end(job, verdicts, summary, outcome.seconds)
@@ -108,10 +113,11 @@ def _checkpoint(path: Path) -> Path:
 def _headline(job: Job) -> str:
     recipe = job.recipe
     batch = recipe.find("torchtitan.training.global_batch_size", -1)
+    seq_len = recipe.get("torchtitan.training.seq_len", int)
     parts = [
         f"{recipe.name}: {recipe.backend}, {recipe.get('precision', str)}, {recipe.get('ranks', int)} ranks",
         f"steps {job.first_step}–{job.last_step}",
-        f"batch {batch if batch > 0 else 'local × ranks'} × {recipe.get('torchtitan.training.seq_len', int)} tokens",
+        f"batch {batch if batch > 0 else 'local × ranks'} × {seq_len} tokens",
         f"seed {recipe.find('torchtitan.debug.seed', -1)}",
     ]
     return " · ".join(parts) + f"\n→ {job.output}"
@@ -166,9 +172,8 @@ class _Progress:
 def _show_end(job: Job, verdicts: tuple[Verdict, ...], summary: Summary, seconds: float) -> None:
     for verdict in verdicts:
         if not verdict.passed:
-            print(
-                f"✗ {verdict.name}: {verdict.reason} (measured {verdict.measured or 'nothing'}, limit {verdict.limit})"
-            )
+            limits = f"measured {verdict.measured or 'nothing'}, limit {verdict.limit}"
+            print(f"✗ {verdict.name}: {verdict.reason} ({limits})")
     if any(not verdict.passed for verdict in verdicts):
         print(f"failed after {seconds:.0f} s\n  → the log is {job.output / 'log.txt'}")
         return

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from primus.training.torchtitan import cpu
+
 __all__ = ["main"]
 
 # The names under which torchtitan finds the recipe's model and corpus.
@@ -23,9 +25,8 @@ def main(argv: list[str]) -> None:
     job = json.loads(_job_file(argv).read_text())
     import torch
 
-    if not torch.cuda.is_available():
-        from primus.training.torchtitan import cpu
-
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
         cpu.apply()
         torch.set_num_threads(int(job["threads"]))
     _register_corpus()
@@ -37,6 +38,8 @@ def main(argv: list[str]) -> None:
     from primus.training.torchtitan.observe import observed_trainer
 
     train(observed_trainer(Path(job["output"]) / "facts.json"))
+    if on_cpu:
+        cpu.leave()
 
 
 def _job_file(argv: list[str]) -> Path:

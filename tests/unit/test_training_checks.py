@@ -64,8 +64,14 @@ def test_a_hole_a_surplus_and_a_contradiction_fail() -> None:
 
 @pytest.mark.parametrize(
     ("losses", "norms"),
-    [((5.0, NAN), (0.5, 0.5)), ((5.0, INF), (0.5, 0.5)), ((5.0, 4.0), (0.5, NAN)), ((5.0, 4.0), (0.0, 0.5)), ((), ())],
-)  # fmt: skip
+    [
+        ((5.0, NAN), (0.5, 0.5)),
+        ((5.0, INF), (0.5, 0.5)),
+        ((5.0, 4.0), (0.5, NAN)),
+        ((5.0, 4.0), (0.0, 0.5)),
+        ((), ()),
+    ],
+)
 def test_not_finite(losses: tuple[float, ...], norms: tuple[float, ...]) -> None:
     assert not checks.finite(series(*losses, norms=norms)).passed
 

@@ -38,7 +38,7 @@ def detect(root: Path = Path("/")) -> Found:
     """Look below ``root`` for AMD GPUs (KFD topology), then NVIDIA ones (driver's files). Never raises."""
     try:
         return _amd(root) or _nvidia(root) or Found()
-    except OSError:
+    except (OSError, ValueError):
         return Found()
 
 

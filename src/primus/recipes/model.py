@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["Recipe", "Scalar", "Setting", "Value"]
+from primus.errors import InputError
+
+__all__ = ["WORDS", "Recipe", "Scalar", "Setting", "Value"]
+
+# How a type is called in a sentence to a person.
+WORDS = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a list",
+    "None": "null",
+}
 
 Scalar = str | int | float | bool | None
 Value = Scalar | list[Scalar]
@@ -37,12 +49,16 @@ class Recipe:
     overrides: tuple[str, ...] = ()
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
-        """The value of ``key`` as ``kind``. The schema has already checked both; KeyError is our mistake."""
-        value = self.settings[key].value
-        if kind is float and isinstance(value, int):
+        """The value of ``key`` as ``kind``.
+
+        InputError when it is another type: on a machine without the backend nothing else has judged its keys.
+        """
+        setting = self.settings[key]
+        value = setting.value
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return kind(value)
-        if not isinstance(value, kind):
-            raise TypeError(f"{key} is {value!r}, not {kind.__name__}")
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise InputError(f"{key} must be {WORDS[kind.__name__]}, not {value!r}", where=setting.origin)
         return value
 
     def find(self, key: str, default: Kind) -> Kind:

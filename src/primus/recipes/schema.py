@@ -13,7 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from primus.recipes.model import Value
+from primus.recipes.model import WORDS, Value
 
 __all__ = ["OWNED", "RECIPE", "Rule", "dataclass_rules", "torchtitan_model_rules", "torchtitan_rules"]
 
@@ -35,18 +35,8 @@ class Rule:
         accepted = self.types | ({"int"} if "float" in self.types else frozenset())
         if given in accepted or not self.types:
             return None
-        named = " or ".join(sorted(_WORDS.get(name, name) for name in self.types))
+        named = " or ".join(sorted(WORDS.get(name, name) for name in self.types))
         return f"must be {named}, not {value!r}"
-
-
-_WORDS = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "list": "a list",
-    "None": "null",
-}
 
 
 def _rule(kind: str, *choices: str) -> Rule:

@@ -29,7 +29,7 @@ overflow-wrap:anywhere}
 .outcome.pass{background:var(--goodbg);color:var(--good)}
 .outcome.fail{background:var(--badbg);color:var(--bad)}
 .outcome ul{margin:8px 0 0;padding-left:20px}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px;margin:0}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(136px,1fr));gap:10px;margin:0}
 .figures div{background:var(--card);border-radius:8px;padding:10px 14px}
 .figures dt{color:var(--soft);font-size:13px}
 .figures dd{margin:0;font-size:19px;font-variant-numeric:tabular-nums}
@@ -37,7 +37,7 @@ overflow-wrap:anywhere}
 table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:6px 12px 6px 0;vertical-align:top;
 border-bottom:1px solid var(--rule)}th{font-weight:600;color:var(--soft);font-size:13px}
 td.num{font-variant-numeric:tabular-nums;white-space:nowrap}td.name{white-space:nowrap}
-tr.group td{padding-top:16px;font-weight:600;border-bottom:2px solid var(--rule)}
+table+table,.wide+.wide{margin-top:22px}
 .pass-mark{color:var(--good);font-weight:600;white-space:nowrap}
 .fail-mark{color:var(--bad);font-weight:700;white-space:nowrap}tr.fail{background:var(--badbg)}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:18px}
@@ -45,7 +45,7 @@ svg{width:100%;height:auto;background:var(--card);border-radius:8px}
 svg text{fill:var(--fg);font:12px system-ui,sans-serif}svg .title{font-size:14px;font-weight:600}
 svg .tick,svg .label{fill:var(--soft)}svg .gap{fill:var(--bad);font-size:14px}
 svg .grid{stroke:var(--rule)}svg .axis{stroke:var(--soft)}
-svg polyline{fill:none;stroke-width:2}
+svg polyline{fill:none;stroke-width:1.6}svg polyline.a{stroke-width:3;opacity:.55}
 svg .a{stroke:var(--a)}svg circle.a{fill:var(--a)}svg .b{stroke:var(--b);stroke-dasharray:5 4}
 svg circle.b{fill:var(--b);stroke:none}svg circle.c{fill:none;stroke:var(--c);stroke-width:1.6}
 details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}
@@ -97,8 +97,8 @@ def _figures(record: Mapping[str, Any]) -> str:
     shown = {
         "First loss": number("first_loss", ".4f"),
         "Last loss": number("last_loss", ".4f"),
-        "Tokens/s per rank, median": number("tokens_per_second", ",.0f"),
-        "Spread p10–p90": number("spread", ".0%"),
+        "Tokens/s per rank": number("tokens_per_second", ",.0f"),
+        "Spread of it": number("spread", ".0%"),
         "Memory, peak": number("memory_gib", ".2f") + (" GiB" if found.get("memory_gib") is not None else ""),
         "Precision": str(record["recipe"]["precision"]),
         "All jobs": f"{seconds:.0f} s",
@@ -134,23 +134,42 @@ def _charts(jobs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> str:
-    rows, group = [], None
-    # Rules over the whole suite first: they are what a reader wants; each job's own follow.
-    ordered = sorted(verdicts, key=lambda verdict: ":" in verdict["name"])
-    for verdict in ordered:
-        job, separator, name = verdict["name"].rpartition(": ")
-        heading = f"Job “{job}”" if separator else "Across the jobs"
-        if heading != group:
-            rows.append(f'<tr class="group"><td colspan="5">{escape(heading)}</td></tr>')
-            group = heading
-        mark = ("pass-mark", "✓ pass") if verdict["passed"] else ("fail-mark", "✗ fail")
-        rows.append(
-            f'<tr class="{"" if verdict["passed"] else "fail"}"><td class="{mark[0]}">{mark[1]}</td>'
-            f'<td class="name">{escape(name)}</td><td class="num">{escape(verdict["measured"])}</td>'
-            f'<td class="num">{escape(verdict["limit"])}</td><td>{escape(verdict["reason"])}</td></tr>'
-        )
+    """Rules over the whole suite with their reasons; those on single jobs as a grid of checks by jobs."""
+    overall = [verdict for verdict in verdicts if ": " not in verdict["name"]]
+    single = [verdict for verdict in verdicts if ": " in verdict["name"]]
+    rows = "".join(_row(verdict) for verdict in [*overall, *(item for item in single if not item["passed"])])
     head = "<tr><th></th><th>Check</th><th>Measured</th><th>Limit</th><th>Reason</th></tr>"
-    return f'<div class="wide"><table>{head}{"".join(rows)}</table></div>'
+    return f'<div class="wide"><table>{head}{rows}</table></div>' + _grid(single)
+
+
+def _row(verdict: Mapping[str, Any]) -> str:
+    mark = ("pass-mark", "✓ pass") if verdict["passed"] else ("fail-mark", "✗ fail")
+    return (
+        f'<tr class="{"" if verdict["passed"] else "fail"}"><td class="{mark[0]}">{mark[1]}</td>'
+        f'<td class="name">{escape(verdict["name"])}</td><td class="num">{escape(verdict["measured"])}</td>'
+        f'<td class="num">{escape(verdict["limit"])}</td><td>{escape(verdict["reason"])}</td></tr>'
+    )
+
+
+def _grid(verdicts: Sequence[Mapping[str, Any]]) -> str:
+    cells = {tuple(verdict["name"].split(": ", 1)): verdict for verdict in verdicts}
+    jobs = list(dict.fromkeys(job for job, _ in cells))
+    checks = list(dict.fromkeys(check for _, check in cells))
+    rows = []
+    for check in checks:
+        row = [f'<td class="name">{escape(check)}</td>']
+        for job in jobs:
+            verdict = cells.get((job, check))
+            if verdict is None:
+                row.append('<td class="sub">—</td>')
+                continue
+            mark = ("pass-mark", "✓") if verdict["passed"] else ("fail-mark", "✗")
+            measured = escape(verdict["measured"])
+            shown = f'<span class="{mark[0]}">{mark[1]}</span> {measured}'
+            row.append(f'<td title="{escape(verdict["reason"])}">{shown}</td>')
+        rows.append(f"<tr>{''.join(row)}</tr>")
+    head = "".join(f"<th>{escape(job)}</th>" for job in jobs)
+    return f'<div class="wide"><table><tr><th>Check of each job</th>{head}</tr>{"".join(rows)}</table></div>'
 
 
 def _what(record: Mapping[str, Any]) -> str:

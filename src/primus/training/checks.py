@@ -130,7 +130,9 @@ def grad_norm_steady(series: Series, jump: float) -> Verdict:
     for position in range(3, len(series.steps)):
         before = statistics.median(step.grad_norm for step in series.steps[:position])
         ratio = series.steps[position].grad_norm / before if before else math.inf
-        if not ratio <= worst:
+        if math.isnan(ratio):
+            ratio = math.inf
+        if ratio > worst:
             worst, at = ratio, series.steps[position].step
     enough = len(series.steps) > 3
     return Verdict(
@@ -228,11 +230,11 @@ def _compare(name: str, base: Series, other: Series, tolerance: float, *, first:
             missing.append(step.step)
             continue
         gap = max(_gap(step.loss, twin.loss), _gap(step.grad_norm, twin.grad_norm))
-        if not gap <= worst:
+        if gap > worst:
             worst, at = gap, step.step
     if missing:
         reason = f"not logged in the second run: {_ranges(missing)}"
-    elif not worst <= tolerance:
+    elif worst > tolerance:
         reason = f"differs most at step {at}"
     else:
         reason = f"{len(wanted)} steps agree"

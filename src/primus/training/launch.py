@@ -63,6 +63,8 @@ def run(
         # Ranks run in sessions of their own; whatever the launcher left is ours now.
         _end(_children(os.getpid()) - others)
         reader.join(timeout=10)
+        if process.stdout is not None and not reader.is_alive():
+            process.stdout.close()
     if stop.is_set():
         raise KeyboardInterrupt
     return Ended(exit_code=code, seconds=time.monotonic() - started)

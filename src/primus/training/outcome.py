@@ -21,9 +21,9 @@ __all__ = ["Outcome", "basic_verdicts", "read"]
 class Outcome:
     """All that can be judged about a run that ended.
 
-    ``exit_code`` is the launcher's or, when that was 0, the command's own; ``facts`` is empty when no rank
-    lived long enough to write them; ``seconds`` is wall time of the launcher; ``recipe_sha256`` is what the
-    run itself resolved.
+    ``exit_code`` is the launcher's or, when that was 0, what else went wrong around it; ``facts`` is empty
+    when no rank lived long enough to write them; ``seconds`` is wall time of the launcher; ``recipe_sha256``
+    is what the run itself resolved.
     """
 
     job: Job
@@ -39,18 +39,25 @@ def read(job: Job, result: JobResult) -> Outcome:
     """Read the folder of a job that ended. Missing or broken files read as no evidence, never as an error."""
     folder = result.output
     left = _json(folder / "result.json")
-    launched = left.get("exit_code")
     series = logs.parse_torchtitan(_text(folder / "log.txt"))
     exact = logs.read_exact(_text(folder / "exact.jsonl").splitlines())
     return Outcome(
         job=job,
-        exit_code=launched if isinstance(launched, int) and launched != 0 else result.exit_code,
+        exit_code=_exit_code(left, result.exit_code),
         series=logs.with_exact(series, exact),
         facts=_json(folder / "facts.json"),
         argv=tuple(left.get("argv", ())),
         seconds=float(left.get("seconds", 0.0)),
         recipe_sha256=_json(folder / "job.json").get("recipe", {}).get("sha256"),
     )
+
+
+def _exit_code(left: Mapping[str, Any], command: int) -> int:
+    launched = left.get("exit_code")
+    if isinstance(launched, int) and launched != 0:
+        return launched
+    # Exit code 1 of the command then means that one of its checks failed. That check speaks for itself here.
+    return 0 if launched == 0 and command == 1 and left.get("passed") is False else command
 
 
 def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:

@@ -66,7 +66,10 @@ def parse(text: str, name: str) -> Document:
         raise InputError(f"not YAML: {error.problem or error.context}", where=where) from None
     except yaml.YAMLError as error:
         raise InputError(f"not YAML: {str(error).splitlines()[0]}", where=name) from None
-    data = _plain(node, (), places, name) if node is not None else None
+    try:
+        data = _plain(node, (), places, name) if node is not None else None
+    except RecursionError:
+        raise InputError("nested too deeply, or an anchor that holds itself", where=name) from None
     return Document(name=name, data=data, places=places)
 
 
@@ -75,7 +78,8 @@ def _plain(node: yaml.Node, key: Key, places: dict[Key, tuple[int, int]], name: 
 
     places.setdefault(key, (node.start_mark.line + 1, node.start_mark.column + 1))
     if isinstance(node, yaml.ScalarNode):
-        if node.style is None and node.value in ("", "~", "null"):
+        # A plain scalar's style is None to the parser written in Python and "" to the one in C.
+        if not node.style and node.value in ("", "~", "null"):
             return None
         return str(node.value)
     if isinstance(node, yaml.SequenceNode):

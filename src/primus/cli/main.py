@@ -21,6 +21,7 @@ VERBS = {
     "load": ("host.load", "put an image into a Docker engine"),
     "validate": ("host.validate", "train inside the image and judge the outcome"),
     "verify": ("host.verify", "rebuild into an empty store and compare"),
+    "docs": ("host.docs", "write every generated file again, or check them"),
     "train": ("image.train", "run a recipe on this machine"),
 }
 

@@ -1,1 +1,1 @@
-"""Run a command in a root file system: embedded (namespaces + overlayfs) or Docker."""
+"""Run a command in an image's root file system: the kernel alone or a Docker engine, one interface."""

@@ -36,6 +36,7 @@ class Pin:
     to: str | None = described(
         "Folder in the image that receives `path`.", pattern=r"/[^ ]*", shape="an absolute path", default=None
     )
+    include: tuple[str, ...] = described("Children of `path` to take; all when left out.", default=())
     builder: str | None = described("Base that builds the sdist.", default=None)
     line: int = field(default=0, compare=False, metadata={"hidden": True})
 
@@ -46,6 +47,8 @@ class Pin:
         if kinds[0] == "path":
             if self.version is not None or self.to is None or self.channel != "local":
                 raise ValueError("a path pin has `to` and `channel: local`, and no version: its content is its version")
+        elif self.to is not None or self.include:
+            raise ValueError("`to` and `include` go with `path` only")
         elif self.version is None or self.channel == "local":
             raise ValueError("a wheel or sdist pin needs an exact version and a channel other than local")
         if (kinds[0] == "sdist") != (self.builder is not None):

@@ -1,1 +1,1 @@
-"""Verbs of the release engineer: plan, build, explain, lock, run, load, validate, verify."""
+"""Verbs of the release engineer: plan, build, explain, lock, run, load, validate, verify, docs."""

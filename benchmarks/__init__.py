@@ -1,0 +1,1 @@
+"""Measured comparisons. ``nox -s bench`` runs them; nothing here is part of what the project installs."""

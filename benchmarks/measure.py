@@ -1,0 +1,141 @@
+"""Run a command and say how long it took and how much memory it held; name the machine it ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from primus.errors import HostError
+
+__all__ = ["Finished", "machine", "peak_megabytes", "run", "summary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A command that ended well. ``megabytes`` is the peak of its largest process (``ru_maxrss``)."""
+
+    seconds: float
+    megabytes: float
+    lines: tuple[str, ...]
+
+
+def run(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path | None = None) -> Finished:
+    """Run ``command`` to its end; HostError with the tail of what it said when it fails."""
+    # Dirty pages of the run before would be written back during this one, at its cost.
+    os.sync()
+    start = time.perf_counter()
+    child = _start(command, env, cwd)
+    out = child.stdout.read() if child.stdout else ""
+    _, status, usage = os.wait4(child.pid, 0)
+    seconds = time.perf_counter() - start
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        tail = "\n".join(out.splitlines()[-15:])
+        raise HostError(f"{' '.join(command[:6])} … ended with {child.returncode}:\n{tail}")
+    return Finished(seconds=seconds, megabytes=usage.ru_maxrss / 1024, lines=tuple(out.splitlines()))
+
+
+def peak_megabytes(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path | None = None) -> float:
+    """Peak memory of ``command`` and all it started, together.
+
+    ``ru_maxrss`` knows the largest process only, so a builder with workers would look smaller than it is. Here the
+    proportional set sizes of the whole session are added up every few milliseconds; this slows the run, which is why
+    it is never the one that is timed.
+    """
+    child = _start(command, env, cwd, session=True)
+    peak, done = 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, _session_megabytes(child.pid))
+            done.wait(0.005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    out = child.stdout.read() if child.stdout else ""
+    _, status, usage = os.wait4(child.pid, 0)
+    done.set()
+    watcher.join()
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise HostError(f"{' '.join(command[:6])} … ended with {child.returncode}:\n{out[-2000:]}")
+    return max(peak, usage.ru_maxrss / 1024)
+
+
+def _start(
+    command: Sequence[str], env: dict[str, str] | None, cwd: Path | None, *, session: bool = False
+) -> subprocess.Popen[str]:
+    # Installed Python programs keep their compiled modules; with this variable each start would compile them again.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return subprocess.Popen(
+        command,
+        env={**inherited, **(env or {})},
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=session,
+    )
+
+
+def _session_megabytes(leader: int) -> float:
+    total = 0
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            # Field 6 of stat is the session; the command's name before it may hold blanks and brackets.
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(stat[3]) != leader:
+                continue
+            rollup = (folder / "smaps_rollup").read_text()
+        except (OSError, IndexError):
+            continue
+        total += sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+    return total / 1024
+
+
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """Median and spread of some measurements, with the measurements themselves."""
+    return {
+        "median": round(statistics.median(samples), 4),
+        "min": round(min(samples), 4),
+        "max": round(max(samples), 4),
+        "repeats": len(samples),
+        "samples": [round(s, 4) for s in samples],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What kind of machine this is; never its name."""
+    cpu = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+    )
+    memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    system = next((line.partition("=")[2].strip('"') for line in _lines("/etc/os-release") if "PRETTY" in line), "")
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**20),
+        "kernel": platform.release().partition("-")[0],
+        "system": system,
+        "python": sys.version.split()[0],
+    }
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

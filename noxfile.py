@@ -1,0 +1,102 @@
+"""The sessions, a thin table: each calls the function that the command line calls, in this process.
+
+No session makes an environment of its own: nox runs from the one that has the project in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import nox
+
+HERE = Path(__file__).parent
+TARGETS = sorted(path.stem for path in HERE.glob("images/*.yaml"))
+BIN = Path(sys.executable).parent
+MEANING: dict[int | str | None, str] = {
+    1: "a check failed",
+    2: "the input is wrong",
+    3: "the machine lacks something",
+    130: "interrupted",
+}
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["lint", "tests"]
+
+
+def primus(session: nox.Session, *words: str) -> None:
+    """One `primus` command line, in this process; a non-zero exit code fails the session with its meaning."""
+    from primus.cli.main import main
+
+    try:
+        code: int | str | None = main([*words, *session.posargs])
+    except SystemExit as stop:  # argparse, on --help or a wrong option
+        code = stop.code
+    if code:
+        session.error(f"primus {words[0]}: {MEANING.get(code, f'exit code {code}')}")
+
+
+def python(session: nox.Session, *words: str) -> None:
+    """A tool of this environment, whether or not the environment is activated."""
+    session.run(sys.executable, "-m", *words, external=True, env={"PYTHONUNBUFFERED": "1"})
+
+
+def _table(verb: str, target: str, line: str) -> None:
+    def run(session: nox.Session) -> None:
+        primus(session, verb, target)
+
+    run.__doc__ = line
+    nox.session(name=f"{verb}-{target}")(run)
+
+
+for _target in TARGETS:
+    _table("build", _target, f"Build the {_target} image.")
+    _table("validate", _target, f"Build the {_target} image, train in it and judge the outcome.")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, types and import contracts."""
+    python(session, "ruff", "check", ".")
+    python(session, "ruff", "format", "--check", ".")
+    python(session, "mypy", "src", "benchmarks", "noxfile.py")
+    session.run(str(BIN / "lint-imports"), external=True)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """All tests, those with real root file systems, engines and registries too."""
+    python(session, "pytest", *session.posargs)
+
+
+@nox.session
+def plan(session: nox.Session) -> None:
+    """Show what a build would do, layer by layer."""
+    primus(session, "plan")
+
+
+@nox.session
+def explain(session: nox.Session) -> None:
+    """Name the input that changed since the last build."""
+    primus(session, "explain")
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Resolve versions.yaml into exact files (`-- --check`: only compare)."""
+    primus(session, "lock")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Write every generated file again (`-- --check`: fail when one differs)."""
+    primus(session, "docs")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure the engine against BuildKit (`-- --quick`: only see that it runs)."""
+    # A process of its own: the memory of a builder's parent shows up in the builder's own peak.
+    python(session, "benchmarks.engine", *session.posargs)
+    if not session.posargs:
+        primus(session, "docs")

@@ -1,0 +1,92 @@
+"""Build images: only what changed, the same bytes for the same input. The last line is the manifest digest."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from primus.cli.host.common import add_build_options, add_project_options, add_targets, open_project, targets_of
+
+if TYPE_CHECKING:
+    from primus.images.build import Built
+
+EXAMPLE = "primus build cpu"
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus build``."""
+    add_targets(parser)
+    add_project_options(parser)
+    add_build_options(parser)
+    parser.add_argument("--dry-run", action="store_true", help="show the plan and stop, as `primus plan`")
+    parser.add_argument("--rehash", action="store_true", help="read every blob again first; build damaged ones anew")
+    parser.add_argument(
+        "--engine", choices=("auto", "embedded", "docker"), default="auto", help="where sandboxed steps run"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build what is missing; print a table and the digests."""
+    if args.dry_run:
+        from primus.cli.host import plan
+
+        return plan.run(args)
+    from primus.images.build import current
+
+    begin = time.monotonic()
+    project = open_project(args)
+    names = targets_of(project, args)
+
+    from primus.images.builder import build_images, plan_images
+
+    plans = plan_images(project, names, locked=args.locked, offline=args.offline, quiet=args.json)
+    built = [] if args.rehash else [image for plan in plans if (image := current(project.store, plan)) is not None]
+    if len(built) < len(plans):
+        built = build_images(
+            project,
+            plans,
+            locked=args.locked,
+            offline=args.offline,
+            rehash=args.rehash,
+            engine=args.engine,
+            quiet=args.json,
+        )
+    project.stats.save()
+    seconds = time.monotonic() - begin
+    if args.json:
+        import json
+        from dataclasses import asdict
+
+        print(json.dumps({"images": [asdict(b) for b in built], "seconds": round(seconds, 3)}))
+    else:
+        for image in built:
+            print(_table(image), file=sys.stderr)
+        print(f"{_outcome(built)}, {seconds:.2f} s", file=sys.stderr)
+        for image in built:
+            print(image.digest)
+    return 0
+
+
+def _outcome(built: Sequence[Built]) -> str:
+    made = sum(line.built for image in built for line in image.layers)
+    if not any(image.changed for image in built):
+        return "nothing to do"
+    return f"{made} layers built, {sum(len(image.layers) for image in built) - made} reused"
+
+
+def _table(image: Built) -> str:
+    from primus.images.outline import bytes_text
+
+    width = max((len(line.name) for line in image.layers), default=5)
+    rows = [f"{image.ref}", f"  {'layer':<{width}}  {'size':>9}  {'state':<6}  {'seconds':>7}  digest"]
+    for line in image.layers:
+        state, seconds = ("built", f"{line.seconds:.1f}") if line.built else ("cached", "")
+        size = bytes_text(line.size)
+        rows.append(f"  {line.name:<{width}}  {size:>9}  {state:<6}  {seconds:>7}  {line.digest[7:19]}")
+    rows.append(f"  {'':<{width}}  {bytes_text(image.size):>9}  {len(image.layers)} layers")
+    return "\n".join(rows)

@@ -1,0 +1,59 @@
+"""Options and steps that several host verbs share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from primus.errors import InputError
+
+if TYPE_CHECKING:
+    from primus.images.project import Project
+
+__all__ = ["add_build_options", "add_project_options", "add_targets", "open_project", "targets_of"]
+
+
+def add_project_options(parser: argparse.ArgumentParser) -> None:
+    """--project, --store and --json."""
+    parser.add_argument("--project", type=Path, metavar="DIR", help="folder of versions.yaml (default: here or above)")
+    parser.add_argument("--store", type=Path, metavar="DIR", help="image store (default: .primus/store)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def add_targets(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """TARGET... with completion from images/*.yaml, and --all."""
+    action = parser.add_argument(
+        "target", nargs="*", metavar="TARGET", help="images to work on, for example cpu" + ("" if required else "; all")
+    )
+    action.completer = complete_target  # type: ignore[attr-defined]
+    parser.add_argument("--all", action="store_true", help="every target of images/")
+
+
+def add_build_options(parser: argparse.ArgumentParser) -> None:
+    """--locked and --offline."""
+    parser.add_argument("--locked", action="store_true", help="stop when the lock does not answer versions.yaml")
+    parser.add_argument("--offline", action="store_true", help="use fetched files only, ask no source")
+
+
+def complete_target(prefix: str, **_: object) -> list[str]:
+    """Names for tab completion."""
+    from primus.images.project import Project
+
+    return [name for name in Project.find().target_names() if name.startswith(prefix)]
+
+
+def open_project(args: argparse.Namespace) -> Project:
+    """The project that the options name."""
+    from primus.images.project import Project
+
+    return Project.find(args.project, store=args.store.absolute() if args.store else None)
+
+
+def targets_of(project: Project, args: argparse.Namespace) -> Sequence[str]:
+    """The targets asked for, each once."""
+    names = project.target_names() if args.all else list(dict.fromkeys(args.target))
+    if not names:
+        raise InputError("name a target", hint="targets: " + ", ".join(project.target_names()))
+    return names

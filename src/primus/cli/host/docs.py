@@ -1,0 +1,37 @@
+"""Write every generated file of the repository again, or check that each is up to date."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+EXAMPLE = "primus docs --check"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `primus docs`."""
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is out of date")
+    parser.add_argument("--project", type=Path, default=Path(), metavar="DIR", help="repository (default: here)")
+    parser.add_argument("--json", action="store_true", help="print the paths as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write or check; the exit code."""
+    from primus.release import docs
+
+    names = docs.stale(args.project) if args.check else docs.write(args.project)
+    if args.json:
+        print(json.dumps({"stale" if args.check else "written": names}))
+    else:
+        for name in names:
+            print(f"{'out of date' if args.check else 'written'}: {name}")
+        if not names:
+            print("every generated file is up to date")
+    if args.check and names:
+        print("  → nox -s docs writes them again", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,41 @@
+"""Name the inputs that changed since the last build, old → new, with their lines.
+
+Exit code 0 says that there is nothing to do, 1 that a build would do something.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from primus.cli.host.common import add_build_options, add_project_options, add_targets, open_project, targets_of
+
+EXAMPLE = "primus explain cpu"
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus explain``."""
+    add_targets(parser)
+    add_project_options(parser)
+    add_build_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare the plan with what was built last."""
+    from primus.images.builder import plan_images
+    from primus.images.explain import changes, explain_text
+
+    project = open_project(args)
+    names = targets_of(project, args)
+    plans = plan_images(project, names, locked=args.locked, offline=args.offline, quiet=args.json)
+    found = {plan.target: changes(project.store.record("targets", plan.target), plan) for plan in plans}
+    project.stats.save()
+    if args.json:
+        import json
+        from dataclasses import asdict
+
+        print(json.dumps({target: [asdict(c) for c in several] for target, several in found.items()}))
+    else:
+        print("\n".join(explain_text(plan, found[plan.target], project.store) for plan in plans))
+    return 1 if any(found.values()) else 0

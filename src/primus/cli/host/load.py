@@ -1,0 +1,52 @@
+"""Put an image into the Docker engine that DOCKER_HOST (or the default socket) names.
+
+Nothing is sent when the engine has the image already. The last line is the image id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+
+from primus.errors import InputError
+
+EXAMPLE = "primus load cpu --tag rocm/primus:v26.11-cpu"
+
+_TAG = re.compile(r"^[a-z0-9]+(?:[._/:-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    from primus.cli.host.targets import add_store_argument
+
+    parser.add_argument("target", metavar="TARGET", help="cpu, h200, mi300x, …")
+    parser.add_argument("--tag", metavar="NAME:TAG", help="name in the engine (default: rocm/primus:RELEASE-TARGET)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_store_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the image and print its id."""
+    from primus.cli.host.targets import image_of, root_of
+    from primus.sandbox.load import load
+
+    image = image_of(args.target, args.store)
+    tag = args.tag or f"rocm/primus:{image.ref}"
+    if not _TAG.match(tag):
+        raise InputError(f"--tag {tag!r} is no image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
+    sent = 0
+
+    def count(amount: int) -> None:
+        nonlocal sent
+        sent += amount
+
+    found = load(root_of(image), tag, sent=count)
+    if args.json:
+        print(json.dumps({"image_id": found, "tag": tag, "manifest": image.digest, "bytes_sent": sent}))
+        return 0
+    note = f"sent {sent / 1e6:.1f} MB" if sent else "it was there already, nothing sent"
+    print(f"{tag}: {note}", file=sys.stderr)
+    print(found)
+    return 0

@@ -1,0 +1,142 @@
+"""Run a command inside an image, as the image would run on a cluster.
+
+The exit code is the command's own: 128+n when signal n ended it, 127 when it is not in the image.
+Without a command, the image's own runs. Changes outside mounts are thrown away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from primus.errors import InputError
+
+if TYPE_CHECKING:
+    from primus.sandbox.model import Mount
+
+EXAMPLE = "primus run cpu -v $PWD/out:/out -e HF_TOKEN --memory 8g -- primus train llama3-8b --steps 10"
+
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?$", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    from primus.cli.host.targets import add_store_argument
+
+    parser.usage = "primus run TARGET [options] [-- COMMAND ...]"
+    parser.add_argument("target", metavar="TARGET", help="cpu, h200, mi300x, …")
+    _split_at_dashes(parser)
+    parser.add_argument(
+        "--engine",
+        choices=("auto", "embedded", "docker"),
+        default="auto",
+        help="what runs it (default: auto)",
+    )
+    parser.add_argument(
+        "-v", "--volume", action="append", default=[], metavar="SRC:DST[:ro]", help="show a host path inside"
+    )
+    parser.add_argument(
+        "-e",
+        "--env",
+        action="append",
+        default=[],
+        metavar="K=V|K",
+        help="set a variable; K alone copies yours",
+    )
+    parser.add_argument("--device", action="append", default=[], metavar="DEV", help="show a host device inside")
+    parser.add_argument("--memory", metavar="SIZE", help="most memory, e.g. 2g")
+    parser.add_argument("--shm-size", metavar="SIZE", help="most that /dev/shm may hold (default: 8g)")
+    parser.add_argument("--cpus", type=float, metavar="N", help="most CPU cores, e.g. 1.5")
+    parser.add_argument("--user", metavar="NAME|UID[:GID]", help="user inside (default: the image's)")
+    parser.add_argument("--workdir", metavar="DIR", help="directory to start in (default: the image's)")
+    parser.add_argument(
+        "--network",
+        choices=("none", "host"),
+        default="none",
+        help="own network with only loopback, or this machine's (default: none)",
+    )
+    parser.add_argument(
+        "--entrypoint",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="start through the image's entrypoint (default: yes)",
+    )
+    parser.add_argument("-t", "--tty", action="store_true", default=None, help="give it a terminal in any case")
+    add_store_argument(parser)
+
+
+def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
+    # argparse gives a second positional nothing when options stand between it and the first, and looks for
+    # its own options behind "--" too; what follows the dashes is the command's alone.
+    plain = parser.parse_args
+
+    def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+        words = list(sys.argv[1:] if args is None else args)
+        cut = words.index("--") if "--" in words else len(words)
+        found = plain(words[:cut])
+        found.command = words[cut + 1 :]
+        return found
+
+    parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    from primus.cli.host.targets import image_of, root_of
+    from primus.sandbox.engines import choose
+    from primus.sandbox.model import GIB, Command, Limits
+
+    if args.cpus is not None and not 0.01 <= args.cpus <= 65536:
+        raise InputError(f"--cpus {args.cpus} is no number of cores", hint="at least 0.01, e.g. --cpus 1.5")
+    command = Command(
+        argv=tuple(args.command),
+        env=dict(_variable(item) for item in args.env if "=" in item or item in os.environ),
+        cwd=args.workdir,
+        mounts=tuple(_mount(item) for item in args.volume),
+        devices=tuple(Path(item) for item in args.device),
+        limits=Limits(memory_bytes=_bytes("--memory", args.memory), cpus=args.cpus),
+        network=args.network == "host",
+        tty=args.tty,
+        user=args.user,
+        entrypoint=args.entrypoint,
+        shm_bytes=_bytes("--shm-size", args.shm_size) or 8 * GIB,
+    )
+    root = root_of(image_of(args.target, args.store))
+    return choose(args.engine, _say).run(root, command)
+
+
+def _say(text: str) -> None:
+    print(f"primus: {text}", file=sys.stderr, flush=True)
+
+
+def _variable(item: str) -> tuple[str, str]:
+    key, equals, value = item.partition("=")
+    if not key or "\0" in item:
+        raise InputError(f"-e {item!r} sets no variable", hint="-e KEY=VALUE, or -e KEY for your own value")
+    return key, value if equals else os.environ[key]
+
+
+def _mount(item: str) -> Mount:
+    parts = item.split(":")
+    mode = parts.pop() if len(parts) > 2 and parts[-1] in ("ro", "rw") else "rw"
+    if len(parts) != 2 or not parts[0] or not parts[1].startswith("/"):
+        raise InputError(f"-v {item!r} is no volume", hint="-v SOURCE:/path/inside, with :ro to forbid writing")
+    from primus.sandbox.model import Mount
+
+    return Mount(source=Path(parts[0]).expanduser(), target=parts[1], read_only=mode == "ro")
+
+
+def _bytes(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    found = _SIZE.match(text.strip())
+    amount = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
+    if amount < 1 << 20:
+        raise InputError(f"{option} {text!r} is no size of at least 1 MiB", hint=f"{option} 512m, {option} 2g")
+    return amount

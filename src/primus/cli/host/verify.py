@@ -1,0 +1,61 @@
+"""Rebuild into an empty store from the same fetched files: the digest must be the same.
+
+Where it is not, the first layer and file that differ are named and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
+
+EXAMPLE = "primus verify cpu"
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus verify``."""
+    add_targets(parser)
+    add_project_options(parser)
+    parser.add_argument("--keep", action="store_true", help="keep the second store when it differs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build twice, compare."""
+    import json
+    import shutil
+    import tempfile
+    from pathlib import Path
+
+    from primus.images.builder import build_images, plan_images
+    from primus.images.compare import first_difference
+    from primus.images.project import Project
+
+    project = open_project(args)
+    names = targets_of(project, args)
+    plans = plan_images(project, names, locked=True, quiet=args.json)
+    first = build_images(project, plans, locked=True, rehash=True, quiet=args.json)
+    project.work.mkdir(exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=project.work))
+    failed: dict[str, str] = {}
+    try:
+        twin = Project(project.root, store=scratch / "store")
+        second = build_images(twin, plan_images(twin, names, locked=True), locked=True, quiet=args.json)
+        for one, other in zip(first, second, strict=True):
+            if (where := first_difference((project.store, one), (twin.store, other))) is not None:
+                failed[one.target] = where
+    finally:
+        if not (failed and args.keep):
+            shutil.rmtree(scratch, ignore_errors=True)
+    if args.json:
+        rows = [{"target": b.target, "digest": b.digest, "difference": failed.get(b.target)} for b in first]
+        print(json.dumps({"images": rows, "passed": not failed}))
+    else:
+        for image in first:
+            verdict = f"differs: {failed[image.target]}" if image.target in failed else "same bytes twice"
+            print(f"{image.ref} {image.digest}: {verdict}")
+        if failed and args.keep:
+            print(f"the second store is {scratch}", file=sys.stderr)
+    return 1 if failed else 0

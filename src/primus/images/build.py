@@ -1,0 +1,204 @@
+"""Plan → image: fetch what is missing, run what is not done, write config and manifest, let the name point to it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from primus.errors import CheckFailed
+from primus.images import canonical
+from primus.images.action import Action, ImagePlan
+from primus.images.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
+
+if TYPE_CHECKING:
+    from primus.images.execute import Workshop
+    from primus.images.project import Project
+
+__all__ = ["Built", "LayerLine", "assemble", "current", "missing", "run_actions", "tree_record"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLine:
+    """One row of the summary: sizes in bytes, seconds as this build spent them (0 when reused)."""
+
+    name: str
+    digest: str
+    size: int
+    unpacked: int
+    built: bool
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """An image in the store. ``content`` is the config's digest: it does not depend on how layers are compressed."""
+
+    target: str
+    ref: str
+    digest: str
+    content: str
+    changed: bool
+    layers: tuple[LayerLine, ...]
+
+    @property
+    def size(self) -> int:
+        """Compressed bytes of all layers."""
+        return sum(line.size for line in self.layers)
+
+
+def current(store: Store, plan: ImagePlan) -> Built | None:
+    """The image if the store holds exactly this plan's, whole; the no-op build ends here."""
+    state = store.record("targets", plan.target)
+    if state is None or state.get("key") != plan.key:
+        return None
+    blobs = [Blob(**b) for b in state["blobs"]]
+    if not all(store.has(blob) for blob in blobs) or store.images().get(plan.ref, {}).get("digest") != state["digest"]:
+        return None
+    lines = tuple(LayerLine(**{**line, "built": False, "seconds": 0.0}) for line in state["layers"])
+    return Built(
+        target=plan.target,
+        ref=plan.ref,
+        digest=state["digest"],
+        content=state["content"],
+        changed=False,
+        layers=lines,
+    )
+
+
+def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:
+    """Actions that must run, each once, those needed first. What is needed only by done work is not run."""
+    wanted: dict[str, Action] = {}
+    for plan in plans:
+        for action in reversed(plan.actions()):
+            is_layer = any(action.key == layer.key for layer in plan.layers)
+            needed = any(action in (*other.needs, *other.tools) for other in wanted.values())
+            if action.key not in wanted and (is_layer or needed) and not done(action):
+                wanted[action.key] = action
+    return list(reversed(wanted.values()))
+
+
+def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
+    """Run the actions, independent ones side by side; returns the keys of those done here.
+
+    The first failure stops what has not begun; what was finished stays.
+    """
+    from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+    waiting = {a.key: a for a in actions}
+    done_here: set[str] = set()
+    running: dict[Future[bool], str] = {}
+    workers = max(2, os.cpu_count() or 2)
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="action") as pool:
+        try:
+            while waiting or running:
+                busy = set(running.values()) | set(waiting)
+                ready = [a for a in waiting.values() if not any(n.key in busy for n in (*a.needs, *a.tools))]
+                # The largest first: the long pole decides the whole.
+                for action in sorted(ready, key=lambda a: -sum(f.size for f in a.files)):
+                    del waiting[action.key]
+                    running[pool.submit(workshop.run, action)] = action.key
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    key = running.pop(future)
+                    if future.result():
+                        done_here.add(key)
+        except BaseException:
+            for future in running:
+                future.cancel()
+            raise
+    return done_here
+
+
+def assemble(project: Project, plan: ImagePlan, built: set[str]) -> Built:
+    """Config, manifest, overlap rule, budget; then the name. All layers must be in the store."""
+    from primus.images.layer import read_paths
+    from primus.images.overlap import check_overlap
+
+    store = project.store
+    layers: list[Layer] = []
+    for action in plan.layers:
+        layer = store.layer(action.key)
+        if layer is None:
+            raise CheckFailed(f"the layer of {action.name} left the store while it was used", hint="build again")
+        layers.append(layer)
+    check_overlap([(a.name, read_paths(store, layer)) for a, layer in zip(plan.layers, layers, strict=True)])
+    _check_budget(plan, layers)
+    config = {
+        **plan.config,
+        "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
+        "history": [{"created_by": f"primus {a.kind} {a.name}", "comment": a.key} for a in plan.layers],
+    }
+    config_blob = store.put(canonical.dumps(config), CONFIG_TYPE)
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": config_blob.descriptor,
+        "layers": [layer.blob.descriptor for layer in layers],
+        "annotations": dict(plan.annotations),
+    }
+    manifest_blob = store.put(canonical.dumps(manifest), MANIFEST_TYPE)
+    lines = tuple(
+        LayerLine(
+            name=a.name,
+            digest=layer.blob.digest,
+            size=layer.blob.size,
+            unpacked=layer.unpacked,
+            built=a.key in built,
+            seconds=layer.seconds if a.key in built else 0.0,
+        )
+        for a, layer in zip(plan.layers, layers, strict=True)
+    )
+    platform = {"architecture": str(plan.config["architecture"]), "os": str(plan.config["os"])}
+    store.tag(plan.ref, manifest_blob, platform)
+    store.save(
+        "targets",
+        plan.target,
+        {
+            "key": plan.key,
+            "digest": manifest_blob.digest,
+            "content": config_blob.digest,
+            "blobs": [asdict(b) for b in (manifest_blob, config_blob, *(layer.blob for layer in layers))],
+            "layers": [asdict(line) for line in lines],
+            "inputs": tree_record(plan),
+            "when": int(time.time()),
+        },
+    )
+    return Built(
+        target=plan.target,
+        ref=plan.ref,
+        digest=manifest_blob.digest,
+        content=config_blob.digest,
+        changed=True,
+        layers=lines,
+    )
+
+
+def tree_record(plan: ImagePlan) -> dict[str, Any]:
+    """Everything the plan was made from, for a later ``explain``: per action its inputs, and files of local trees."""
+    return {
+        "actions": {
+            a.name: {
+                "key": a.key,
+                "kind": a.kind,
+                "inputs": {i.name: [i.value, i.where] for i in a.inputs},
+                "tree": {name: f"{kind} {value}" for name, kind, value in a.tree},
+            }
+            for a in plan.actions()
+        },
+        "config": dict(plan.config),
+        "annotations": dict(plan.annotations),
+    }
+
+
+def _check_budget(plan: ImagePlan, layers: Sequence[Layer]) -> None:
+    total = sum(layer.blob.size for layer in layers)
+    if plan.budget_bytes is not None and total > plan.budget_bytes:
+        ranked = sorted(zip(plan.layers, layers, strict=True), key=lambda pair: -pair[1].blob.size)
+        largest = ", ".join(f"{a.name} {layer.blob.size / 1e6:.0f} MB" for a, layer in ranked[:5])
+        raise CheckFailed(
+            f"{plan.target} weighs {total / 1e9:.2f} GB, its budget is {plan.budget_bytes / 1e9:.2f} GB: {largest}",
+            hint=f"make it smaller, or raise budget_gb in images/{plan.target}.yaml and say why",
+        )

@@ -1,0 +1,23 @@
+"""The one place where data becomes bytes and bytes become a hash: keys, manifests and configs all pass here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+__all__ = ["digest_of", "dumps", "key_of"]
+
+
+def dumps(data: object) -> bytes:
+    """Canonical JSON: sorted keys, no spaces, UTF-8. The same data gives the same bytes on every machine."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def key_of(data: object) -> str:
+    """SHA-256 (64 hex digits) over the canonical JSON of ``data``."""
+    return hashlib.sha256(dumps(data)).hexdigest()
+
+
+def digest_of(blob: bytes) -> str:
+    """OCI digest ``sha256:…`` of the bytes."""
+    return "sha256:" + hashlib.sha256(blob).hexdigest()

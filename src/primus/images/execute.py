@@ -1,0 +1,232 @@
+"""Run one action: make its layer or its wheel, and record it. Every kind has one function here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from primus.errors import CheckFailed, HostError
+from primus.images.action import Action
+from primus.images.layer import write_layer
+from primus.images.skeleton import inline_entries
+from primus.images.store import Layer
+from primus.images.tar import Entry
+from primus.versions.lock import LockedFile
+
+if TYPE_CHECKING:
+    from primus.images.filecache import FileCache
+    from primus.images.project import Project
+    from primus.progress import Progress
+    from primus.sandbox.model import RootFs
+
+__all__ = ["Workshop"]
+
+_PIP_WHEEL = (
+    "/usr/bin/python3",
+    *("-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir"),
+    *("--wheel-dir", "/out"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    """What actions work with: the project's store, the fetched files, a place to report."""
+
+    project: Project
+    files: FileCache
+    progress: Progress
+    compression: str = "zstd"
+    engine: str = "auto"
+
+    def run(self, action: Action) -> bool:
+        """Do the action unless another builder just did; True when it was done here.
+
+        A second builder of the same action waits for the first and takes its result.
+        """
+        store = self.project.store
+        with store.lock(action.key):
+            if self.done(action):
+                return False
+            if action.kind == "build":
+                self._build(action)
+                return True
+            size = sum(f.size for f in action.files)
+            self.progress.start(action.key, action.name, size or None)
+            with store.folder("work") as scratch:
+                entries = self._entries(action, scratch)
+                layer = write_layer(
+                    store,
+                    entries,
+                    compression=self.compression,
+                    advance=lambda n: self.progress.advance(action.key, n),
+                )
+            store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": action.tree})
+            self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB, {layer.seconds:.1f} s")
+        return True
+
+    def done(self, action: Action) -> bool:
+        """Whether the action's outcome is in the store."""
+        if action.makes_layer:
+            return self.project.store.layer(action.key) is not None
+        record = self.project.store.record("actions", action.key)
+        return record is not None and self.files.has(record["wheel"]["sha256"], record["wheel"]["size"])
+
+    def _entries(self, action: Action, scratch: Path) -> Iterator[Entry]:
+        kinds: dict[str, Callable[[Action, Path], Iterator[Entry]]] = {
+            "files": self._files,
+            "wheels": self._wheels,
+            "debs": self._debs,
+        }
+        return kinds[action.kind](action, scratch)
+
+    def _files(self, action: Action, scratch: Path) -> Iterator[Entry]:
+        to = str(action.spec.get("to", "")).strip("/")
+        for name, kind, value in action.tree:
+            path = f"{to}/{name}" if to else name
+            if kind == "link":
+                yield Entry(path=path, kind="symlink", mode=0o777, link=value)
+                continue
+            source = Path(action.root) / name
+            mode = 0o755 if kind == "exec" else 0o644
+            yield Entry(path=path, mode=mode, size=source.stat().st_size, source=source)
+        inline = action.spec.get("inline")
+        if isinstance(inline, dict):
+            yield from inline_entries(inline)
+
+    def _debs(self, action: Action, scratch: Path) -> Iterator[Entry]:
+        from primus.images.rootfs import root_entries
+        from primus.images.tools import need
+
+        mmdebstrap = need("mmdebstrap", "mmdebstrap", progress=self.progress)
+        yield from root_entries(
+            action.files,
+            str(action.spec["suite"]),
+            scratch,
+            find=self._file,
+            mmdebstrap=str(mmdebstrap),
+            log=self._log(action),
+        )
+
+    def _wheels(self, action: Action, scratch: Path) -> Iterator[Entry]:
+        from primus.images.prefix import Prefix
+        from primus.images.wheel import wheel_entries
+
+        prefix = Prefix(root=str(action.spec["prefix"]), python=str(action.spec["python"]))
+        entries: list[Entry] = []
+        for file in (*action.files, *self._built(action)):
+            entries += wheel_entries(self._file(file), file.file, prefix)
+        yield from entries
+        yield from self._bytecode(action, prefix.site, entries, scratch)
+
+    def _bytecode(self, action: Action, site: str, entries: list[Entry], scratch: Path) -> Iterator[Entry]:
+        """Compile the modules among ``entries`` with the image's own interpreter."""
+        from primus.sandbox.build import run_isolated
+        from primus.sandbox.engines import choose
+
+        source, out = scratch / "source", scratch / "out"
+        source.mkdir()
+        out.mkdir()
+        modules = [e for e in entries if e.path.startswith(site + "/") and e.path.endswith(".py")]
+        if not modules:
+            return
+        for entry in modules:
+            target = source / entry.path.removeprefix(site + "/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as stream:
+                for chunk in entry.chunks():
+                    stream.write(chunk)
+        log = self._log(action)
+        script = Path(__file__).with_name("compile_bytecode.py")
+        code = run_isolated(
+            self.root(action.tools[0]),
+            [f"/usr/bin/python{action.spec['python']}", "-I", "/compile.py", f"/{site}"],
+            inputs={"/in": source, "/compile.py": script},
+            outputs=out,
+            env={},
+            log=log,
+            engine=choose(self.engine),
+        )
+        if code != 0:
+            raise self._failed(f"compiling bytecode of {action.name}", code, log)
+        for path in sorted(out.rglob("*.pyc")):
+            yield Entry(path=f"{site}/{path.relative_to(out)}", size=path.stat().st_size, source=path)
+
+    def _build(self, action: Action) -> None:
+        """Source → wheel in the sandbox: no network, sources read-only, one wheel taken from what it leaves."""
+        from primus.sandbox.build import run_isolated
+        from primus.sandbox.engines import choose
+
+        (source,) = action.files
+        self.progress.start(action.key, action.name, None)
+        log = self._log(action)
+        with self.project.store.folder("build") as scratch:
+            out = scratch / "out"
+            out.mkdir()
+            inside = f"/in/{source.file}"
+            code = run_isolated(
+                self.root(action.needs[0]),
+                [*_PIP_WHEEL, inside],
+                inputs={inside: self._file(source)},
+                outputs=out,
+                env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"},
+                log=log,
+                engine=choose(self.engine),
+            )
+            if code != 0:
+                raise self._failed(action.name, code, log)
+            wheels = list(out.glob("*.whl"))
+            if len(wheels) != 1:
+                names = ", ".join(sorted(w.name for w in wheels)) or "none"
+                raise CheckFailed(f"{action.name} must leave one wheel, it left {names}", where=str(log))
+            with wheels[0].open("rb") as stream:
+                sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+            wheel = {"file": wheels[0].name, "sha256": sha256, "size": wheels[0].stat().st_size}
+            self.files.put(wheels[0], sha256)
+            record = {"name": action.name, "kind": action.kind, "wheel": wheel}
+        self.project.store.save("actions", action.key, record)
+        self.progress.finish(action.key, wheels[0].name)
+
+    def _built(self, action: Action) -> Iterator[LockedFile]:
+        for needed in action.needs:
+            record = self.project.store.record("actions", needed.key)
+            if record is None:
+                raise HostError(f"{needed.name} has no outcome in the store", hint="build again")
+            wheel = record["wheel"]
+            yield LockedFile(kind="wheel", name=str(needed.spec["package"]), version="", **wheel)
+
+    def root(self, *actions: Action) -> RootFs:
+        """The root file system made of these actions' layers."""
+        from primus.images.roots import root_of_layers
+
+        layers = [self._layer(action) for action in actions]
+        return root_of_layers(self.project.store, self.project.work / "unpacked", layers)
+
+    def _layer(self, action: Action) -> Layer:
+        layer = self.project.store.layer(action.key)
+        if layer is None:
+            raise HostError(f"the layer of {action.name} is not in the store", hint="build again")
+        return layer
+
+    def _file(self, file: LockedFile) -> Path:
+        """The fetched file, its bytes hashed once more: what enters an image is verified."""
+        if not self.files.verify(file.sha256):
+            self.files.drop(file.sha256)
+            raise HostError(
+                f"the fetched {file.file} is damaged: its bytes no longer hash to sha256:{file.sha256}",
+                hint="it was taken out of the file cache; build again to fetch it anew",
+            )
+        return self.files.path(file.sha256)
+
+    def _log(self, action: Action) -> Path:
+        folder = self.project.work / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{action.name.replace(' ', '-')}-{action.key[:12]}.log"
+
+    @staticmethod
+    def _failed(what: str, code: int, log: Path) -> CheckFailed:
+        from primus.sandbox.build import log_tail
+
+        return CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")

@@ -1,0 +1,157 @@
+"""A project folder on disk: versions.yaml, images/, recipes/, the locks and the store."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from primus.errors import InputError
+from primus.images.stats import StatIndex
+from primus.images.store import Store
+from primus.images.target import Target, pins_of, request_of
+from primus.schema import build
+from primus.versions.lock import Lock, Request, dumps
+from primus.versions.lock import load as load_lock
+from primus.versions.model import Pin, Versions
+from primus.yamlfile import Document
+
+__all__ = ["Project"]
+
+_CACHE_FORMAT = 1
+
+
+class Project:
+    """The folder that holds versions.yaml. Everything is read once, when it is first asked for."""
+
+    def __init__(self, root: Path, *, store: Path | None = None) -> None:
+        self.root = root
+        self.work = root / ".primus"
+        self.store = Store(store or self.work / "store")
+        self._targets: dict[str, tuple[Target, Document]] = {}
+
+    @classmethod
+    def find(cls, start: Path | None = None, *, store: Path | None = None) -> Project:
+        """The project of ``start`` (default: the current folder) or of the nearest parent that is one."""
+        here = (start or Path.cwd()).absolute()
+        for folder in (here, *here.parents) if start is None else (here,):
+            if (folder / "versions.yaml").is_file():
+                return cls(folder, store=store)
+        raise InputError(f"there is no versions.yaml in {here}" + ("" if start else " or above it"))
+
+    @cached_property
+    def stats(self) -> StatIndex:
+        """Hashes of local files."""
+        return StatIndex(self.work / "cache" / "stats.json")
+
+    @cached_property
+    def _versions(self) -> tuple[Versions, Document]:
+        document = self._document(self.root / "versions.yaml")
+        return build(Versions, document), document
+
+    @property
+    def versions(self) -> Versions:
+        """The pins."""
+        return self._versions[0]
+
+    def pin_place(self, component: str, pin: Pin) -> str:
+        """``versions.yaml:line:col`` of a pin."""
+        index = self.versions.components[component].pins.index(pin)
+        return self._versions[1].where(("components", component, "pins", index))
+
+    def base_place(self, base: str) -> str:
+        """``versions.yaml:line:col`` of a base."""
+        return self._versions[1].where(("bases", base))
+
+    def place(self, *key: str) -> str:
+        """``versions.yaml:line:col`` of any key."""
+        return self._versions[1].where(key)
+
+    def target_names(self) -> list[str]:
+        """The targets: one file each in images/."""
+        return sorted(p.stem for p in (self.root / "images").glob("*.yaml"))
+
+    def target(self, name: str) -> Target:
+        """The target called ``name``; InputError names the nearest one there is."""
+        return self._target(name)[0]
+
+    def _target(self, name: str) -> tuple[Target, Document]:
+        if name not in self._targets:
+            path = self.root / "images" / f"{name}.yaml"
+            if not path.is_file():
+                from difflib import get_close_matches
+
+                names = self.target_names()
+                near = get_close_matches(name, names, 1)
+                hint = f"did you mean {near[0]!r}?" if near else "targets: " + ", ".join(names)
+                raise InputError(f"no target is called {name!r}", hint=hint)
+            document = self._document(path)
+            self._targets[name] = (build(Target, document), document)
+        return self._targets[name]
+
+    def target_place(self, name: str, *key: str | int) -> str:
+        """``images/<target>.yaml:line:col`` of a key."""
+        return self._target(name)[1].where(key)
+
+    def pins(self, name: str) -> dict[str, Pin]:
+        """Component → pin for the target."""
+        target, document = self._target(name)
+        where = {c: document.where(("components", i)) for i, c in enumerate(target.components)}
+        return pins_of(self.versions, name, target, where)
+
+    def request(self, name: str) -> Request:
+        """What the target's lock must answer."""
+        return request_of(self.versions, name, self.target(name), self.pins(name))
+
+    def lock_path(self, name: str) -> Path:
+        """Where the target's lock is committed."""
+        return self.root / "images" / "locks" / self.target(name).channels[0] / f"{name}.json"
+
+    def lock(self, name: str) -> Lock | None:
+        """The target's lock, or None when there is none yet."""
+        path = self.lock_path(name)
+        return load_lock(path, str(path.relative_to(self.root)))
+
+    def write_lock(self, name: str, lock: Lock) -> None:
+        """Write the target's lock where it is committed, whole or not at all."""
+        import tempfile
+
+        path = self.lock_path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as stream:
+            stream.write(dumps(lock))
+        Path(stream.name).chmod(0o644)
+        Path(stream.name).replace(path)
+
+    def _document(self, path: Path) -> Document:
+        """The file's parsed text, from the cache when the very same text was parsed before (yaml costs 40 ms)."""
+        name = str(path.relative_to(self.root))
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", where=name) from None
+        mark = hashlib.sha256(f"{_CACHE_FORMAT} {name} ".encode() + text).hexdigest()[:32]
+        cache = self.work / "cache" / f"yaml-{mark}.json"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            known = json.loads(cache.read_bytes())
+            places = {tuple(key): (line, column) for key, line, column in known["places"]}
+            return Document(name=name, data=known["data"], places=places)
+        import tempfile
+
+        from primus.yamlfile import read
+
+        document = read(path, name)
+        with contextlib.suppress(OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as stream:
+                json.dump({"data": document.data, "places": list(_rows(document))}, stream)
+            Path(stream.name).replace(cache)
+        return document
+
+
+def _rows(document: Document) -> Iterator[tuple[list[str | int], int, int]]:
+    for key, (line, column) in document.places.items():
+        yield list(key), line, column

@@ -1,0 +1,144 @@
+"""Locked Debian packages → the entries of a base layer, through mmdebstrap, without any network.
+
+mmdebstrap sees one repository: a folder with exactly the locked packages. What depends on the moment or the machine
+(logs, caches, machine id, device nodes, apt's sources) is left out of the layer, what remains is what dpkg installed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import io
+import os
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from primus.errors import CheckFailed, HostError
+from primus.images.tar import MTIME, Entry
+from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL
+from primus.versions.lock import LockedFile
+
+__all__ = ["root_entries"]
+
+
+def root_entries(
+    debs: Sequence[LockedFile],
+    suite: str,
+    scratch: Path,
+    *,
+    find: Callable[[LockedFile], Path],
+    mmdebstrap: str,
+    log: Path,
+) -> list[Entry]:
+    """Build the root file system in ``scratch`` and return its entries; their bytes stay in a tar there.
+
+    ``find`` gives a locked file's path on disk. Raises HostError when this user may not build one, CheckFailed with
+    the log's tail when a package fails to install.
+    """
+    archive = scratch / "archive"
+    archive.mkdir()
+    paragraphs = [_publish(deb, find(deb), archive) for deb in sorted(debs, key=lambda d: d.name)]
+    (archive / "Packages").write_bytes(b"\n".join(paragraphs))
+    tar = scratch / "root.tar"
+    mode = "root" if os.geteuid() == 0 else "unshare"
+    command = [
+        mmdebstrap,
+        f"--mode={mode}",
+        "--variant=custom",
+        "--format=tar",
+        "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
+        *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),
+        *(f"--dpkgopt=path-include={path}" for path in UNPACKED_STILL),
+        "--include=" + ",".join(f"{d.name}" for d in sorted(debs, key=lambda d: d.name)),
+        suite,
+        str(tar),
+        f"deb [trusted=yes] copy:{archive} ./",
+    ]
+    env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": str(scratch)}
+    with log.open("wb") as out:
+        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False).returncode
+    if code != 0:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        if mode == "unshare" and ("unshare" in tail or "subuid" in tail or "newuidmap" in tail):
+            raise HostError(
+                "this user may not build a root file system: no user namespace with a range of ids",
+                hint="as root: apt-get install uidmap && usermod --add-subuids 100000-165535 --add-subgids "
+                "100000-165535 " + str(os.environ.get("USER", "USER")),
+            )
+        raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{tail}", where=str(log))
+    return list(_entries(tar))
+
+
+def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
+    """Put one package into the repository folder and return its paragraph of the Packages file."""
+    name = f"{deb.sha256[:16]}.deb"
+    try:
+        (archive / name).hardlink_to(path)
+    except OSError:
+        (archive / name).symlink_to(path)
+    control = subprocess.run(["dpkg-deb", "-f", str(path)], capture_output=True, check=False)
+    if control.returncode != 0:
+        raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")
+    fields = f"Filename: ./{name}\nSize: {deb.size}\nSHA256: {deb.sha256}\n"
+    return control.stdout.rstrip(b"\n") + b"\n" + fields.encode()
+
+
+def _entries(tar: Path) -> Iterator[Entry]:
+    kinds = {
+        tarfile.REGTYPE: "file",
+        tarfile.LNKTYPE: "hardlink",
+        tarfile.SYMTYPE: "symlink",
+        tarfile.DIRTYPE: "dir",
+    }
+    with tarfile.open(tar, "r:") as archive:
+        for member in archive:
+            path = member.name.removeprefix("./").strip("/")
+            if not path or path == "." or any(fnmatch.fnmatchcase(path, pattern) for pattern in LEFT_OUT):
+                continue
+            if member.type not in kinds:
+                raise CheckFailed(f"the base holds /{path}, which is no file, folder or link")
+            yield Entry(
+                path=path,
+                kind=kinds[member.type],  # type: ignore[arg-type]
+                mode=member.mode,
+                uid=member.uid,
+                gid=member.gid,
+                size=member.size if member.type == tarfile.REGTYPE else 0,
+                link=member.linkname.removeprefix("./") if member.type == tarfile.LNKTYPE else member.linkname,
+                xattrs=_xattrs(member),
+                source=functools.partial(_slice, tar, member.offset_data, member.size) if member.isreg() else None,
+            )
+
+
+def _xattrs(member: tarfile.TarInfo) -> dict[str, bytes]:
+    prefix = "SCHILY.xattr."
+    return {
+        key.removeprefix(prefix): value.encode("utf-8", "surrogateescape")
+        for key, value in member.pax_headers.items()
+        if key.startswith(prefix)
+    }
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a stream."""
+
+    def __init__(self, path: Path, offset: int, size: int) -> None:
+        self._file = path.open("rb")
+        self._file.seek(offset)
+        self._left = size
+
+    def read(self, amount: int = -1) -> bytes:
+        data = self._file.read(self._left if amount < 0 else min(amount, self._left))
+        self._left -= len(data)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _slice(path: Path, offset: int, size: int) -> BinaryIO:
+    return _Slice(path, offset, size)  # type: ignore[return-value]

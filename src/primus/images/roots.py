@@ -1,0 +1,75 @@
+"""Layers of the store as a root file system for the sandbox: of a few layers, or of a whole image."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from primus.errors import HostError, InputError
+from primus.images import canonical
+from primus.images.store import Layer, Store
+from primus.sandbox.model import LayerRef, RootFs
+
+__all__ = ["root_of_image", "root_of_layers"]
+
+
+def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:
+    """A root file system of these layers, bottom first, with no settings of its own."""
+    refs = tuple(
+        LayerRef(
+            digest=layer.blob.digest, diff_id=layer.diff_id, size=layer.blob.size, media_type=layer.blob.media_type
+        )
+        for layer in layers
+    )
+    config = {
+        "architecture": "amd64",
+        "os": "linux",
+        "config": {},
+        "rootfs": {"type": "layers", "diff_ids": [ref.diff_id for ref in refs]},
+    }
+    data = canonical.dumps(config)
+    return RootFs(layers=refs, config=config, blob=store.blob_path, cache=cache, name="layers", config_bytes=data)
+
+
+def root_of_image(store: Store, cache: Path, target: str, *, release: str | None = None) -> RootFs:
+    """The image of ``target`` (of ``release``, or the one image there is).
+
+    Raises InputError naming the images there are when this one is not built, HostError when its manifest or config
+    is damaged.
+    """
+    images = store.images()
+    ref = f"{release}-{target}" if release else next((r for r in images if r.endswith(f"-{target}")), "")
+    if ref not in images:
+        known = ", ".join(sorted(images)) or "no image"
+        raise InputError(f"{ref or target} is not built; the store has {known}", hint=f"primus build {target}")
+    manifest = _read(store, str(images[ref]["digest"]))
+    data = json.loads(manifest)
+    config_bytes = _read(store, data["config"]["digest"])
+    config: dict[str, Any] = json.loads(config_bytes)
+    diff_ids = config["rootfs"]["diff_ids"]
+    refs = tuple(
+        LayerRef(digest=entry["digest"], diff_id=diff_id, size=entry["size"], media_type=entry["mediaType"])
+        for entry, diff_id in zip(data["layers"], diff_ids, strict=True)
+    )
+    return RootFs(
+        layers=refs,
+        config=config,
+        blob=store.blob_path,
+        cache=cache,
+        name=ref,
+        config_bytes=config_bytes,
+        manifest=manifest,
+    )
+
+
+def _read(store: Store, digest: str) -> bytes:
+    """A small blob, verified."""
+    try:
+        data = store.blob_path(digest).read_bytes()
+    except OSError as error:
+        raise HostError(f"blob {digest} cannot be read: {error.strerror}", hint="primus build --rehash") from None
+    if canonical.digest_of(data) != digest:
+        raise HostError(f"blob {digest} is damaged", hint="primus build --rehash makes it again")
+    return data

@@ -1,0 +1,67 @@
+"""The files of an image that no package brings: the Python environment, the ``primus`` command and its metadata.
+
+Entries are plain data (path → text or link, mode), since they are part of an action's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from primus import __version__
+from primus.images.prefix import Prefix
+from primus.images.tar import Entry
+
+__all__ = ["console_script", "distribution", "environment", "inline_entries"]
+
+Inline = Mapping[str, Mapping[str, object]]
+
+
+def environment(prefix: Prefix) -> Inline:
+    """A virtual environment over the base's interpreter, as ``python -m venv`` lays it out.
+
+    A virtual environment, since Debian and Ubuntu mark their own site-packages as externally managed (PEP 668) and
+    users expect ``pip install`` to work. The working folder is open to every user id.
+    """
+    root = prefix.root
+    config = f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {prefix.python}\n"
+    return {
+        f"{root}/pyvenv.cfg": {"text": config},
+        f"{root}/bin/python{prefix.python}": {"link": f"/usr/bin/python{prefix.python}"},
+        f"{root}/bin/python3": {"link": f"python{prefix.python}"},
+        f"{root}/bin/python": {"link": "python3"},
+        "workspace": {"folder": True, "mode": 0o1777},
+    }
+
+
+def distribution(package: str) -> Inline:
+    """Metadata of the ``primus`` package installed at ``package``, so that pip and importlib.metadata see it."""
+    site = PurePosixPath(package).parent
+    folder = f"{site}/primus_images-{__version__}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: primus-images\nVersion: {__version__}\nRequires-Dist: PyYAML>=6.0\n"
+    return {
+        f"{folder}/METADATA": {"text": metadata},
+        f"{folder}/INSTALLER": {"text": "primus\n"},
+        f"{folder}/RECORD": {"text": f"{folder.rpartition('/')[2]}/METADATA,,\n"},
+    }
+
+
+def console_script(package: str) -> Inline:
+    """The ``primus`` command of the environment that holds ``package``."""
+    root = PurePosixPath(package).parents[3]
+    script = f"#!/{root}/bin/python3\nimport sys\n\nfrom primus.cli.main import main\n\nsys.exit(main())\n"
+    return {f"{root}/bin/primus": {"text": script, "mode": 0o755}}
+
+
+def inline_entries(inline: Inline) -> list[Entry]:
+    """The data as layer entries."""
+    result = []
+    for path, what in inline.items():
+        if "link" in what:
+            result.append(Entry(path=path, kind="symlink", mode=0o777, link=str(what["link"])))
+        elif what.get("folder"):
+            result.append(Entry(path=path, kind="dir", mode=int(str(what["mode"]))))
+        else:
+            text = str(what["text"]).encode()
+            result.append(Entry(path=path, mode=int(str(what.get("mode", 0o644))), size=len(text), source=text))
+    return result

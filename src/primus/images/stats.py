@@ -1,0 +1,103 @@
+"""Content hashes of local files, remembered by stat: unchanged files are not read again.
+
+Size, mtime, ctime and inode must all be as remembered. A file touched within the last moments before it was hashed
+is not remembered: a second write in the same clock tick would leave no trace (git's "racy" index entries).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+from primus.errors import InputError
+
+__all__ = ["StatIndex", "TreeFile"]
+
+_RACY_NS = 50_000_000
+
+TreeFile = tuple[str, str, str]
+"""A path of a tree: relative path, ``file``/``exec``/``link``, sha256 of the content or the link's target."""
+
+
+class StatIndex:
+    """The memory, kept in one file; losing it costs only time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._changed = False
+        try:
+            self._known: dict[str, list[object]] = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            self._known = {}
+
+    def sha256(self, path: str, stat: os.stat_result | None = None) -> str:
+        """SHA-256 of the file's content, as hex."""
+        stat = stat or os.stat(path)
+        mark: list[object] = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        known = self._known.get(path)
+        if known is not None and known[:4] == mark:
+            return str(known[4])
+        now = time.time_ns()
+        with Path(path).open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if now - max(stat.st_mtime_ns, stat.st_ctime_ns) > _RACY_NS:
+            self._known[path] = [*mark, found]
+            self._changed = True
+        elif self._known.pop(path, None) is not None:
+            self._changed = True
+        return found
+
+    def tree(self, root: Path, include: tuple[str, ...] = ()) -> list[TreeFile]:
+        """Every file below ``root`` in order, without caches; ``include`` limits it to some of its children.
+
+        Raises InputError when the folder or a child named in ``include`` is missing.
+        """
+        if not root.is_dir():
+            raise InputError("there is no such folder", where=str(root))
+        found: list[TreeFile] = []
+        if include:
+            for name in include:
+                path = f"{root}/{name}"
+                if os.path.isdir(path):
+                    self._walk(path, f"{name}/", found)
+                elif os.path.exists(path):
+                    self._file(path, name, found)
+                else:
+                    raise InputError(f"there is no {name!r} in this folder", where=str(root))
+        else:
+            self._walk(str(root), "", found)
+        return sorted(found)
+
+    def _walk(self, folder: str, prefix: str, found: list[TreeFile]) -> None:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name not in ("__pycache__", ".git"):
+                        self._walk(entry.path, f"{prefix}{entry.name}/", found)
+                elif not entry.name.endswith(".pyc"):
+                    self._file(entry.path, prefix + entry.name, found)
+
+    def _file(self, path: str, name: str, found: list[TreeFile]) -> None:
+        stat = os.lstat(path)
+        if os.path.islink(path):
+            found.append((name, "link", os.readlink(path)))
+        else:
+            kind = "exec" if stat.st_mode & 0o100 else "file"
+            found.append((name, kind, self.sha256(path, stat)))
+
+    def save(self) -> None:
+        """Keep the memory if it changed; a failure is silent, the next run just reads the files again."""
+        if not self._changed:
+            return
+        import tempfile
+
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as stream:
+                json.dump(self._known, stream)
+            os.replace(stream.name, self._path)
+            self._changed = False

@@ -1,0 +1,181 @@
+"""The one deterministic tar writer. Entries in, the same bytes out, whatever machine, clock or directory order.
+
+Order is by path, owner and mode are what the entry says, every time stamp is :data:`MTIME`, parents are written
+once. Headers are ustar; a PAX header comes before an entry only where ustar cannot say it (long path or link,
+8 GiB and more, extended attributes, non-ASCII text). Python's tarfile reaches about 100 MB/s on many small files,
+so headers are formatted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, Literal, Protocol
+
+__all__ = ["MTIME", "Entry", "Sink", "Source", "in_order", "write_tar"]
+
+# The oldest time a zip file can hold (1980-01-01 UTC), so that files of an image can be zipped again.
+MTIME = 315532800
+_BLOCK = 512
+_CHUNK = 1 << 20
+_TYPES = {"file": b"0", "hardlink": b"1", "symlink": b"2", "char": b"3", "block": b"4", "dir": b"5", "fifo": b"6"}
+
+Kind = Literal["file", "hardlink", "symlink", "char", "block", "dir", "fifo"]
+Source = bytes | Path | Callable[[], BinaryIO] | None
+
+
+class Sink(Protocol):
+    """Where tar bytes go."""
+
+    def write(self, data: bytes, /) -> object:
+        """Take the next bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One path of a layer. ``path`` is relative with ``/`` and no dot parts; ``link`` is a hard or symbolic link's
+    target (a hard link's is a path of the same layer); ``source`` gives exactly ``size`` bytes.
+    """
+
+    path: str
+    kind: Kind = "file"
+    mode: int = 0o644
+    uid: int = 0
+    gid: int = 0
+    size: int = 0
+    link: str = ""
+    device: tuple[int, int] = (0, 0)
+    xattrs: Mapping[str, bytes] = field(default_factory=dict)
+    source: Source = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        parts = self.path.split("/")
+        if not all(part not in ("", ".", "..") for part in parts) or "\0" in self.path:
+            raise ValueError(f"{self.path!r} is no clean relative path")
+
+    @property
+    def meta(self) -> tuple[object, ...]:
+        """What two entries for one directory must share."""
+        return (self.kind, self.mode, self.uid, self.gid, self.link, tuple(sorted(self.xattrs.items())))
+
+    def chunks(self) -> Iterator[bytes]:
+        """The file's bytes; raises OSError when the source gives more or fewer than ``size``."""
+        if isinstance(self.source, bytes):
+            done = len(self.source)
+            yield self.source
+        elif self.source is None:
+            done = 0
+        else:
+            done = 0
+            with closing(self.source.open("rb") if isinstance(self.source, Path) else self.source()) as stream:
+                while chunk := stream.read(_CHUNK):
+                    done += len(chunk)
+                    yield chunk
+        if done != self.size:
+            raise OSError(f"{self.path} has {done} bytes where {self.size} were expected: it changed while being read")
+
+
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries sorted by path parts, with missing parents (0755, root) added. A path given twice is a ValueError."""
+    found: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.path in found:
+            raise ValueError(f"{entry.path} is given twice")
+        found[entry.path] = entry
+    for path in list(found):
+        parent = path.rpartition("/")[0]
+        while parent and parent not in found:
+            found[parent] = Entry(path=parent, kind="dir", mode=0o755)
+            parent = parent.rpartition("/")[0]
+    # A hard link must come after its target; links are written last, as every tar reader can then make them.
+    return sorted(found.values(), key=lambda e: (e.kind == "hardlink", e.path.split("/")))
+
+
+def write_tar(entries: Iterable[Entry], sink: Sink) -> int:
+    """Write the entries in the order given and the end mark; returns the bytes written."""
+    total = 0
+    for entry in entries:
+        head = _header(entry)
+        sink.write(head)
+        total += len(head)
+        if entry.kind == "file" and entry.size:
+            for chunk in entry.chunks():
+                sink.write(chunk)
+            padding = -entry.size % _BLOCK
+            if padding:
+                sink.write(b"\0" * padding)
+            total += entry.size + padding
+    sink.write(b"\0" * (2 * _BLOCK))
+    return total + 2 * _BLOCK
+
+
+def _header(entry: Entry) -> bytes:
+    name = entry.path + "/" if entry.kind == "dir" else entry.path
+    pax: dict[str, bytes] = {f"SCHILY.xattr.{k}": v for k, v in entry.xattrs.items()}
+    name_field, prefix = _split(name)
+    if name_field is None:
+        pax["path"] = name.encode()
+        name_field, prefix = name.encode("ascii", "replace")[:100], b""
+    link = entry.link.encode("ascii", "replace")
+    if len(link) > 100 or not entry.link.isascii():
+        pax["linkpath"] = entry.link.encode()
+        link = link[:100]
+    size = entry.size if entry.kind == "file" else 0
+    if size >= 8 << 30:
+        pax["size"] = str(size).encode()
+        size = 0
+    for field_name, number in (("uid", entry.uid), ("gid", entry.gid)):
+        if number > 0o7777777:
+            pax[field_name] = str(number).encode()
+    block = _block(name_field, prefix, entry, size, link, _TYPES[entry.kind])
+    if not pax:
+        return block
+    body = b"".join(_record(k, pax[k]) for k in sorted(pax))
+    plain = Entry(path="pax", size=len(body))
+    head = _block(b"././@PaxHeader", b"", plain, len(body), b"", b"x")
+    return head + body + b"\0" * (-len(body) % _BLOCK) + block
+
+
+def _split(name: str) -> tuple[bytes | None, bytes]:
+    if not name.isascii():
+        return None, b""
+    raw = name.encode()
+    if len(raw) <= 100:
+        return raw, b""
+    cut = raw.rfind(b"/", 0, 156)
+    while cut > 0:
+        head, tail = raw[:cut], raw[cut + 1 :]
+        if len(head) <= 155 and 0 < len(tail) <= 100:
+            return tail, head
+        cut = raw.rfind(b"/", 0, cut)
+    return None, b""
+
+
+def _block(name: bytes, prefix: bytes, entry: Entry, size: int, link: bytes, kind: bytes) -> bytes:
+    uid, gid = entry.uid & 0o7777777, entry.gid & 0o7777777
+    block = bytearray(_BLOCK)
+    block[0 : len(name)] = name
+    block[100:108] = b"%07o\0" % (entry.mode & 0o7777)
+    block[108:116] = b"%07o\0" % uid
+    block[116:124] = b"%07o\0" % gid
+    block[124:136] = b"%011o\0" % size
+    block[136:148] = b"%011o\0" % MTIME
+    block[148:156] = b" " * 8
+    block[156:157] = kind
+    block[157 : 157 + len(link)] = link
+    block[257:265] = b"ustar\x0000"
+    block[329:337] = b"%07o\0" % entry.device[0]
+    block[337:345] = b"%07o\0" % entry.device[1]
+    block[345 : 345 + len(prefix)] = prefix
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+def _record(key: str, value: bytes) -> bytes:
+    body = b" " + key.encode() + b"=" + value + b"\n"
+    length = len(body) + 1
+    while length != len(body) + len(str(length)):
+        length = len(body) + len(str(length))
+    return str(length).encode() + body

@@ -1,0 +1,102 @@
+"""images/<target>.yaml: what one image holds, and what it asks of the pins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from primus.errors import InputError
+from primus.schema import described
+from primus.versions.lock import BaseRequest, Request
+from primus.versions.model import Pin, Versions
+
+__all__ = ["Target", "Variable", "normalised", "pins_of", "request_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """One environment variable of the image."""
+
+    name: str = described("Name of the variable.", pattern=r"[A-Z_][A-Z0-9_]*", shape="like HF_HOME")
+    value: str = described("Its value.")
+    why: str = described("The reason it is set; shown in the docs.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One image."""
+
+    description: str = described("One line on what the image is for.")
+    channels: tuple[Literal["amd", "debian", "pypi", "local"], ...] = described(
+        "Channels that can build it, best first."
+    )
+    components: tuple[str, ...] = described("Components of versions.yaml that enter it; each becomes a layer.")
+    base: str | None = described("Base of versions.yaml below the layers; none for an empty one.", default=None)
+    environment: tuple[Variable, ...] = described("Environment of every container.", default=())
+    entrypoint: tuple[str, ...] = described("Command that every command line is given to.", default=())
+    command: tuple[str, ...] = described("Command line when none is given.", default=())
+    recipes: tuple[str, ...] = described("Recipes that validate it, the default first.", default=())
+    workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
+    compression: Literal["zstd", "gzip"] = described("How layers are compressed.", default="zstd")
+    budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
+
+
+def normalised(name: str) -> str:
+    """Package name as PEP 503 compares it."""
+    import re
+
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins_of(versions: Versions, name: str, target: Target, where: Mapping[str, str]) -> dict[str, Pin]:
+    """Component → the one pin that ``target`` takes, in the target file's order.
+
+    ``where`` gives the place of each component's line in the target file, for errors. The first channel of the
+    target that has a pin for the component decides; local pins serve every channel.
+    """
+    result: dict[str, Pin] = {}
+    for component in target.components:
+        if component not in versions.components:
+            from difflib import get_close_matches
+
+            near = get_close_matches(component, versions.components, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "pin it in versions.yaml"
+            raise InputError(f"no component is called {component!r}", where=where.get(component), hint=hint)
+        pins = [p for p in versions.components[component].pins if not p.targets or name in p.targets]
+        # A pin that names the target goes before one for all.
+        ranked = sorted(pins, key=lambda p: (not p.targets,))
+        chosen = next((p for c in (*target.channels, "local") for p in ranked if p.channel == c), None)
+        if chosen is None:
+            raise InputError(
+                f"{component} has no pin for {name} in the channels {', '.join(target.channels)}",
+                where=where.get(component),
+                hint=f"add one to components.{component}.pins in versions.yaml",
+            )
+        result[component] = chosen
+    return result
+
+
+def request_of(versions: Versions, name: str, target: Target, pins: Mapping[str, Pin]) -> Request:
+    """What the target asks of the sources: the input of its lock. Raises InputError for a base that is not there."""
+    wanted = [target.base] if target.base else []
+    wanted += [p.builder for p in pins.values() if p.builder]
+    for base in wanted:
+        if base not in versions.bases:
+            raise InputError(f"{name}: no base is called {base!r}", hint="bases stand in versions.yaml")
+    python = versions.bases[target.base].python if target.base else ""
+    return Request(
+        target=name,
+        channel=target.channels[0],
+        python=".".join(python.split(".")[:2]),
+        bases={
+            base: BaseRequest(
+                suite=versions.bases[base].suite,
+                python=versions.bases[base].python,
+                packages=versions.bases[base].packages,
+            )
+            for base in dict.fromkeys(wanted)
+        },
+        wheels={normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel},
+        sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},
+    )

@@ -1,0 +1,1 @@
+"""What leaves the house: documents generated from data, registry, evidence."""

@@ -1,0 +1,149 @@
+"""Every generated file of the repository, from one function, so that a check and a rewrite cannot disagree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from primus.errors import InputError
+from primus.versions.lock import drift
+
+if TYPE_CHECKING:
+    from primus.images.project import Project
+
+__all__ = ["benchmark_page", "generated", "stale", "write"]
+
+_RESULTS = "benchmarks/results/engine.json"
+
+
+def generated(project: Path) -> dict[str, str]:
+    """Path in the repository → text, of every file that is generated."""
+    from primus.images.project import Project
+    from primus.images.target import Target
+    from primus.schema import json_schema
+    from primus.versions.model import Versions
+
+    readme = (project / "README.md").read_text(encoding="utf-8")
+    files = {
+        "docs/schemas/versions.json": _json(json_schema(Versions, title="versions.yaml: the file of pins")),
+        "docs/schemas/image.json": _json(json_schema(Target, title="images/<target>.yaml: what one image holds")),
+        "README.md": _between(readme, "targets", _targets(Project.find(project))),
+    }
+    results = project / _RESULTS
+    if results.exists():
+        try:
+            files["docs/benchmarks/engine.md"] = benchmark_page(json.loads(results.read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            hint = "run `nox -s bench` to make it again"
+            raise InputError(f"not a benchmark result: {error}", where=_RESULTS, hint=hint) from None
+    return files
+
+
+def stale(project: Path) -> tuple[str, ...]:
+    """Paths whose file is missing or differs from what would be generated."""
+
+    def current(path: Path) -> str | None:
+        return path.read_text(encoding="utf-8") if path.exists() else None
+
+    return tuple(name for name, text in generated(project).items() if current(project / name) != text)
+
+
+def write(project: Path) -> tuple[str, ...]:
+    """Write what is stale; the paths written."""
+    files = generated(project)
+    names = stale(project)
+    for name in names:
+        path = project / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files[name], encoding="utf-8")
+    return names
+
+
+def _between(text: str, marker: str, new: str) -> str:
+    """``text`` with ``new`` between the comment ``marker`` and the next one that says end."""
+    begin, end = f"<!-- {marker} -->\n", "<!-- end -->"
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise InputError(f"the markers {begin.strip()} and {end} are missing", where="README.md")
+    return head + begin + new + end + tail
+
+
+def _targets(project: Project) -> str:
+    rows = ["| target | channel | files in the lock | size of the files | status |", "|---|---|---|---|---|"]
+    for name in project.target_names():
+        target, lock = project.target(name), project.lock(name)
+        fresh = lock is not None and not drift(lock, project.request(name))
+        files = f"{len(lock.files)} | {sum(f.size for f in lock.files) / 1e6:,.0f} MB" if lock else "– | –"
+        status = "locked" if fresh else "its lock is stale" if lock else "not locked yet"
+        rows.append(f"| `{name}` | {target.channels[0]} | {files} | {status} |")
+    return "\n".join(rows) + "\n"
+
+
+def _json(data: object) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+
+
+def benchmark_page(result: Mapping[str, Any]) -> str:
+    """The page about one benchmark run; every figure in it stands in the result."""
+    machine, load, work = result["machine"], result["load_average"], result["workload"]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    title = "# Engine against BuildKit" + (" (quick run: no result)" if result["quick"] else "")
+    return "\n".join(
+        [
+            "<!-- Generated from benchmarks/results/engine.json by `nox -s docs`; do not edit. -->",
+            title,
+            "",
+            f"Measured on {result['date']} by `{result['command']}`: both builders in one run, turn by turn, on the "
+            "same files; medians, with the fastest and the slowest run in brackets.",
+            "",
+            f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
+            f"Linux {machine['kernel']}, Python {machine['python']}",
+            f"- Versions: {versions}",
+            f"- Load average before {_load(load['before'])}, after {_load(load['after'])}",
+            f"- Synthetic graph: {work['components']} components, each one {work['blob_megabytes']} MB file of random "
+            f"bytes and {work['small_files_per_component']} small files; a folder of recipes; no base image",
+            f"- A child process starts with its parent's peak memory: figures below "
+            f"{result['memory_floor_megabytes']:g} MB would mean nothing",
+            "",
+            "| what | ours | BuildKit | ours ÷ BuildKit | bar | met |",
+            "|---|---|---|---|---|---|",
+            *(_row(row, result["rows"]) for row in result["rows"]),
+            "",
+        ]
+    )
+
+
+def _row(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    unit = row["unit"]
+    met = ("yes" if row["met"] else "**no**") if "met" in row else "–"
+    ratio = f"{row['ratio']:.2f}×" if "ratio" in row else "–"
+    cells = [row["name"], _figure(row.get("ours"), unit), _figure(row.get("buildkit"), unit), ratio]
+    return "| " + " | ".join([*cells, _bar(row, rows), met]) + " |"
+
+
+def _figure(summary: Mapping[str, Any] | None, unit: str) -> str:
+    if summary is None:
+        return "–"
+    digits = 0 if unit == "MB" else 3 if summary["median"] < 1 else 2
+    low, high = f"{summary['min']:.{digits}f}", f"{summary['max']:.{digits}f}"
+    return f"{summary['median']:.{digits}f} {unit} ({low}–{high}, n={summary['repeats']})"
+
+
+def _bar(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    bar = row.get("bar")
+    if not bar:
+        return "–"
+    if "ratio" in bar:
+        return f"≤ {bar['ratio']:g}× BuildKit"
+    if "times" in bar:
+        name = next((r["name"] for r in rows if r["key"] == bar["of"]), bar["of"])
+        value = f" (is {row['value']:.2f}×)" if "value" in row else ""
+        return f"≤ {bar['times']:g}× “{name}”{value}"
+    return f"≤ {bar['seconds']:g} s" if "seconds" in bar else f"≤ {bar['megabytes']:g} MB"
+
+
+def _load(values: Sequence[float]) -> str:
+    return " / ".join(f"{v:.2f}" for v in values)

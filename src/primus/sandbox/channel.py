@@ -1,0 +1,48 @@
+"""How the runner and its helpers talk: a job as JSON through one descriptor, errors through another."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import Any
+
+from primus.errors import HostError, InputError, PrimusError
+
+__all__ = ["pack", "raise_reported", "report", "unpack"]
+
+
+def pack(job: dict[str, Any]) -> int:
+    """A descriptor from which a child process reads ``job``; close it when the child has started."""
+    number = os.memfd_create("primus-job", 0)
+    with open(number, "wb", closefd=False) as file:
+        file.write(json.dumps(job).encode())
+    os.lseek(number, 0, os.SEEK_SET)
+    return number
+
+
+def unpack(number: int) -> dict[str, Any]:
+    """Read the job in the child."""
+    with open(number, "rb") as file:
+        job: dict[str, Any] = json.loads(file.read())
+    return job
+
+
+def report(number: int, error: BaseException) -> None:
+    """Tell the runner why the helper gives up."""
+    hint = error.hint if isinstance(error, PrimusError) else None
+    message = error.message if isinstance(error, PrimusError) else str(error)
+    kind = "input" if isinstance(error, InputError) else "host"
+    with contextlib.suppress(OSError):
+        os.write(number, json.dumps({"kind": kind, "message": message[:3000], "hint": hint}).encode() + b"\n")
+
+
+def raise_reported(number: int) -> None:
+    """Read what helpers reported and raise the first of it; returns when there is nothing."""
+    with open(number, "rb", closefd=False) as file:
+        line = file.readline()
+    if not line:
+        return
+    told = json.loads(line)
+    error = InputError if told["kind"] == "input" else HostError
+    raise error(told["message"], hint=told["hint"])

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.errors import InputError
+from primus.release import docs
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def readme_command(name: str) -> str:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(rf"<!-- command: {name} -->\n```sh\n(.+)\n```\n<!-- end -->", text)
+    return str(line)
+
+
+def test_generated_files_are_up_to_date() -> None:
+    assert docs.stale(ROOT) == (), "run: nox -s docs"
+
+
+def test_a_missing_and_a_changed_file_are_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("versions.yaml", "README.md", "images", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name) if name != "README.md" else (tmp_path / name).write_bytes(
+            (ROOT / name).read_bytes()
+        )
+    project = ["--project", str(tmp_path)]
+    assert main(["docs", "--check", *project]) == 1
+    assert "out of date: docs/schemas/versions.json" in capsys.readouterr().out
+    assert main(["docs", *project]) == 0
+    assert main(["docs", "--check", *project]) == 0
+    schema = tmp_path / "docs/schemas/versions.json"
+    schema.write_text(schema.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    capsys.readouterr()
+    assert main(["docs", "--check", "--json", *project]) == 1
+    assert json.loads(capsys.readouterr().out) == {"stale": ["docs/schemas/versions.json"]}
+
+
+def test_broken_results_are_named(tmp_path: Path) -> None:
+    for name in ("versions.yaml", "images"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
+    results = tmp_path / "benchmarks/results/engine.json"
+    results.parent.mkdir(parents=True)
+    for text in ("{", "{}", "[]"):
+        results.write_text(text)
+        with pytest.raises(InputError) as caught:
+            docs.generated(tmp_path)
+        assert caught.value.where == "benchmarks/results/engine.json"
+
+
+def test_ci_runs_readmes_test_command() -> None:
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    # Only the function that reads README, so that nothing is installed.
+    (function,) = re.findall(r"^readme_command\(\) \{\n.*?^\}\n", script, re.DOTALL | re.MULTILINE)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"{function}\nreadme_command tests"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == readme_command("tests") + "\n"
+    assert 'bash -euo pipefail -c "$test_command"' in script
+    assert "nox -s tests" not in script
+
+
+def test_ci_script_parses_and_may_be_started() -> None:
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    subprocess.run(["bash", "-n", str(ROOT / ".ci/run")], check=True)
+
+
+@pytest.mark.parametrize("name", ["validate", "tests"])
+def test_readmes_commands_are_one_line_each(name: str) -> None:
+    line = readme_command(name)
+    assert "python3 -m venv .venv && .venv/bin/pip install -q -e '.[" in line
+    subprocess.run(["bash", "-n", "-c", line], check=True)
+
+
+def test_sessions_that_pages_name_exist() -> None:
+    listed = subprocess.run([sys.executable, "-m", "nox", "-l"], cwd=ROOT, capture_output=True, text=True, check=True)
+    sessions = set(re.findall(r"^[*-] ([\w-]+)", listed.stdout, re.MULTILINE))
+    named = {
+        (name, s)
+        for name, page in zip(NAMES, PAGES, strict=True)
+        for s in re.findall(r"nox -s ([\w-]+)", page.read_text())
+    }
+    assert {(name, s) for name, s in named if s not in sessions} == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_link_leads_somewhere(name: str) -> None:
+    page = ROOT / name
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name}: {target}"
+        assert file.is_relative_to(ROOT), f"{name}: {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{name}: {target}"
+
+
+def result(**changes: object) -> dict[str, object]:
+    side = {"median": 0.05, "min": 0.04, "max": 0.06, "repeats": 3, "samples": [0.04, 0.05, 0.06]}
+    return {
+        "date": "2026-11-20",
+        "command": "nox -s bench",
+        "quick": False,
+        "machine": {"cpu": "C", "cores": 2, "memory_gib": 24, "kernel": "6.1", "system": "Debian", "python": "3.11"},
+        "versions": {"docker.io": "20.10"},
+        "load_average": {"before": [0, 0, 0], "after": [1, 1, 1]},
+        "workload": {"components": 12, "blob_megabytes": 20, "small_files_per_component": 200},
+        "memory_floor_megabytes": 20,
+        "rows": [
+            {"key": "noop", "name": "no-op", "unit": "s", "ours": side, "buildkit": side, "ratio": 1.0, "value": 1.0,
+             "bar": {"ratio": 0.5}, "met": False},
+            {"key": "four", "name": "four", "unit": "s", "ours": side, "value": 1.0, "met": True,
+             "bar": {"times": 1.5, "of": "noop"}},
+            {"key": "memory", "name": "memory", "unit": "MB", "bar": {"megabytes": 300}},
+        ],
+        **changes,
+    }  # fmt: skip
+
+
+def test_benchmark_page_says_what_was_met_and_what_not() -> None:
+    page = docs.benchmark_page(result())
+    assert "Generated from benchmarks/results/engine.json" in page
+    short = "0.050 s (0.040–0.060, n=3)"
+    assert f"| no-op | {short} | {short} | 1.00× | ≤ 0.5× BuildKit | **no** |" in page
+    assert f"| four | {short} | – | – | ≤ 1.5× “no-op” (is 1.00×) | yes |" in page
+    assert "| memory | – | – | – | ≤ 300 MB | – |" in page
+
+
+def test_a_quick_run_is_no_result() -> None:
+    assert "no result" in docs.benchmark_page(result(quick=True)).split("\n")[1]

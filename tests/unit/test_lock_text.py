@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primus.errors import InputError
+from primus.versions.lock import BaseRequest, Lock, LockedFile, Request, drift, dumps, load, loads
+
+words = st.text(min_size=1, max_size=12)
+files = st.builds(
+    LockedFile,
+    kind=st.sampled_from(["wheel", "sdist", "deb"]),
+    name=words,
+    version=words,
+    file=words,
+    size=st.integers(min_value=0, max_value=2**40),
+    sha256=st.text("0123456789abcdef", min_size=64, max_size=64),
+    base=st.none() | words,
+)
+# (kind, base, name) tells the files of one lock apart.
+locks = st.builds(
+    Lock,
+    target=words,
+    channel=words,
+    pins=st.dictionaries(words, words, max_size=5),
+    files=st.lists(files, max_size=6, unique_by=lambda f: (f.kind, f.base or "", f.name)).map(tuple),
+)
+
+
+@given(locks)
+def test_round_trip(lock: Lock) -> None:
+    text = dumps(lock)
+    again = loads(text, "lock")
+    assert sorted(again.files, key=repr) == sorted(lock.files, key=repr)
+    assert dataclasses.replace(again, files=()) == dataclasses.replace(lock, files=())
+    assert dumps(again) == text
+
+
+@given(locks, st.randoms())
+def test_text_does_not_depend_on_order(lock: Lock, rng: object) -> None:
+    shuffled = list(lock.files)
+    rng.shuffle(shuffled)  # type: ignore[attr-defined]
+    pins = dict(reversed(list(lock.pins.items())))
+    assert dumps(dataclasses.replace(lock, files=tuple(shuffled), pins=pins)) == dumps(lock)
+
+
+@given(locks)
+def test_one_entry_per_line(lock: Lock) -> None:
+    entries = [line for line in dumps(lock).split("\n") if line.startswith("    ")]
+    assert len(entries) == len(lock.pins) + len(lock.files)
+
+
+def request(**changes: object) -> Request:
+    base = BaseRequest(suite="bookworm", python="3.11.2", packages=("b", "a"))
+    values: dict[str, object] = {
+        "target": "cpu",
+        "channel": "pypi",
+        "python": "3.11",
+        "bases": {"bookworm": base},
+        "wheels": {"torch": "2.13.0+cpu"},
+    }
+    return Request(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_drift_names_what_differs() -> None:
+    lock = Lock(target="cpu", channel="pypi", pins=request().flat(), files=())
+    assert drift(lock, request()) == ()
+    (changed,) = drift(lock, request(wheels={"torch": "2.14.0+cpu"}))
+    assert str(changed) == "wheel torch: locked 2.13.0+cpu, wanted 2.14.0+cpu"
+    gone, new = drift(lock, request(wheels={"triton": "3.9.0"}))
+    assert str(gone) == "wheel torch: locked 2.13.0+cpu, wanted nothing"
+    assert str(new) == "wheel triton: locked nothing, wanted 3.9.0"
+
+
+def test_package_order_is_no_drift() -> None:
+    base = BaseRequest(suite="bookworm", python="3.11.2", packages=("a", "b"))
+    lock = Lock(target="cpu", channel="pypi", pins=request().flat(), files=())
+    assert drift(lock, request(bases={"bookworm": base})) == ()
+
+
+def good() -> dict[str, object]:
+    return dict(json.loads(dumps(Lock(target="cpu", channel="pypi", pins={}, files=()))))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "lock.json:1:2: not JSON"),
+        ("[]", "not a lock"),
+        ("{}", "not a lock"),
+        (json.dumps({**good(), "format": 2}), "lock format 2 is not 1"),
+        (json.dumps({**good(), "files": [{"kind": "wheel"}]}), "not a lock"),
+        (json.dumps({**good(), "files": [3]}), "not a lock"),
+    ],
+)
+def test_what_is_no_lock(text: str, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        loads(text, "lock.json")
+    assert words in str(caught.value)
+    assert "primus lock" in (caught.value.hint or "")
+
+
+def test_load(tmp_path: Path) -> None:
+    assert load(tmp_path / "absent.json") is None
+    lock = Lock(target="cpu", channel="pypi", pins={"a": "1"}, files=())
+    (tmp_path / "lock.json").write_text(dumps(lock), encoding="utf-8")
+    assert load(tmp_path / "lock.json") == lock

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jsonschema
+import pytest
+
+from primus.errors import InputError
+from primus.schema import build, described, json_schema
+from primus.yamlfile import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    """An inner thing."""
+
+    size: int = described("How large.")
+    rate: float | None = described("How fast.", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """An outer thing."""
+
+    name: str = described("Its name.", pattern=r"[a-z]+", shape="lower-case letters")
+    kind: Literal["cold", "warm"] = described("Its kind.", default="cold")
+    on: bool = described("Whether it is on.", default=False)
+    items: tuple[Inner, ...] = described("Inner things.", default=())
+    table: Mapping[str, Inner] = described("Named inner things.", default_factory=dict)
+    tags: tuple[str, ...] = described("Tags.", pattern=r"[a-z]+", shape="lower-case letters", default=())
+    for_: str = described("A Python keyword as a key.", default="all")
+
+    def __post_init__(self) -> None:
+        if self.name == "forbidden":
+            raise ValueError("this name is forbidden")
+
+
+GOOD = (
+    "name: x\nkind: warm\non: true\nitems: [{size: 1_000, rate: 2e-3}]\ntable: {k: {size: -1}}\ntags: [a, b]\nfor: us\n"
+)
+
+
+def test_good() -> None:
+    assert build(Outer, parse(GOOD, "f")) == Outer(
+        name="x",
+        kind="warm",
+        on=True,
+        items=(Inner(size=1000, rate=0.002),),
+        table={"k": Inner(size=-1)},
+        tags=("a", "b"),
+        for_="us",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "message", "hint"),
+    [
+        ("name: x\nkinds: warm\n", "f:2:1", "unknown key 'kinds'", "did you mean 'kind'?"),
+        ("name: x\nzzzzzz: 1\n", "f:2:1", "unknown key 'zzzzzz'", "known here: name, kind"),
+        ("kind: warm\n", "f:1:1", "'name' is missing here", "Its name."),
+        ("name: X1\n", "f:1:1", "name must be lower-case letters, not 'X1'", None),
+        ("name: [x]\n", "f:1:1", "name must be text, not a list", None),
+        ("name:\n", "f:1:1", "name must be text, not nothing", None),
+        ("name: x\nkind: warn\n", "f:2:1", "kind must be one of cold, warm, not 'warn'", "did you mean 'warm'?"),
+        ("name: x\nkind: [warm]\n", "f:2:1", "kind must be one of cold, warm, not a list", None),
+        ("name: x\non: yes\n", "f:2:1", "on must be true or false, not 'yes'", None),
+        ("name: x\nitems: 3\n", "f:2:1", "items must be a list, not '3'", None),
+        ("name: x\nitems:\n  - {size: big}\n", "f:3:6", "size must be a whole number, not 'big'", None),
+        ("name: x\nitems:\n  - {size: 1.5}\n", "f:3:6", "size must be a whole number", None),
+        ("name: x\nitems:\n  - {size: 1, rate: fast}\n", "f:3:15", "rate must be a number", None),
+        ("name: x\nitems:\n  - {size: 1, rate: nan}\n", "f:3:15", "rate must be a number", None),
+        ("name: x\ntable: []\n", "f:2:1", "table must be a mapping, not a list", None),
+        ("name: x\ntable:\n  k: 3\n", "f:3:3", "k must be a mapping with size, rate", None),
+        ("name: x\ntags: [a, B]\n", "f:2:11", "tags must be lower-case letters, not 'B'", None),
+        ("name: forbidden\n", "f:1:1", "this name is forbidden", None),
+        ("- name\n", "f:1:1", "the file must be a mapping", None),
+        ("", "f:1:1", "the file must be a mapping", None),
+    ],
+)
+def test_strict(text: str, place: str, message: str, hint: str | None) -> None:
+    with pytest.raises(InputError) as caught:
+        build(Outer, parse(text, "f"))
+    assert caught.value.where == place
+    assert message in caught.value.message
+    if hint is not None:
+        assert hint in (caught.value.hint or "")
+
+
+def test_part_of_a_document() -> None:
+    document = parse("a: {size: 1}\nb: {size: x}\n", "f")
+    data = document.data
+    assert isinstance(data, dict)
+    assert build(Inner, document, data["a"], ("a",)) == Inner(size=1)
+    with pytest.raises(InputError) as caught:
+        build(Inner, document, data["b"], ("b",))
+    assert caught.value.where == "f:2:5"
+
+
+def test_json_schema_accepts_and_refuses_what_the_reader_does() -> None:
+    schema = json_schema(Outer, title="Outer")
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
+    good: dict[str, Any] = {"name": "x", "items": [{"size": 1}], "for": "us", "on": True, "tags": ["a"]}
+    assert not list(validator.iter_errors(good))
+    for change in ({"nam": "x"}, {"name": "X"}, {"kind": "hot"}, {"items": [{}]}, {"for_": "us"}, {"tags": ["A"]}):
+        assert list(validator.iter_errors({**good, **change})), change
+    assert list(validator.iter_errors({}))
+    assert schema["$defs"]["Outer"]["properties"]["name"]["description"] == "Its name."

@@ -1,0 +1,88 @@
+"""The stat index: unchanged files are not read, changed ones always are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from primus.errors import InputError
+from primus.images.stats import StatIndex
+
+
+def settle(path: Path) -> None:
+    """Let the file be older than the racy window, as most files are."""
+    past = time.time_ns() - 10**10
+    os.utime(path, ns=(past, past))
+    time.sleep(0.06)
+
+
+def test_unchanged_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a"
+    file.write_text("one")
+    settle(file)
+    index = StatIndex(tmp_path / "index")
+    assert index.sha256(str(file)) == hashlib.sha256(b"one").hexdigest()
+    index.save()
+    again = StatIndex(tmp_path / "index")
+    monkeypatch.setattr(Path, "open", lambda *a, **k: pytest.fail("the file was read again"))
+    assert again.sha256(str(file)) == hashlib.sha256(b"one").hexdigest()
+
+
+def test_same_size_same_mtime_is_still_seen(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("one")
+    settle(file)
+    index = StatIndex(tmp_path / "index")
+    stat = file.stat()
+    index.sha256(str(file))
+    file.write_text("two")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert index.sha256(str(file)) == hashlib.sha256(b"two").hexdigest()
+
+
+def test_file_written_just_now_is_not_remembered(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("one")
+    index = StatIndex(tmp_path / "index")
+    index.sha256(str(file))
+    index.save()
+    assert not (tmp_path / "index").exists()
+
+
+def test_tree_lists_files_links_and_modes_without_caches(tmp_path: Path) -> None:
+    root = tmp_path / "t"
+    (root / "sub/__pycache__").mkdir(parents=True)
+    (root / "sub/__pycache__/x.pyc").write_bytes(b"x")
+    (root / "sub/run").write_text("r")
+    (root / "sub/run").chmod(0o755)
+    (root / "link").symlink_to("sub/run")
+    digest = hashlib.sha256(b"r").hexdigest()
+    assert StatIndex(tmp_path / "i").tree(root) == [("link", "link", "sub/run"), ("sub/run", "exec", digest)]
+
+
+def test_include_takes_only_what_it_names(tmp_path: Path) -> None:
+    for name in ("a/x", "b/y", "c"):
+        path = tmp_path / "t" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    names = [n for n, _, _ in StatIndex(tmp_path / "i").tree(tmp_path / "t", ("a", "c"))]
+    assert names == ["a/x", "c"]
+
+
+def test_missing_folder_or_child_is_named(tmp_path: Path) -> None:
+    index = StatIndex(tmp_path / "i")
+    with pytest.raises(InputError, match="no such folder"):
+        index.tree(tmp_path / "absent")
+    with pytest.raises(InputError, match="no 'gone'"):
+        index.tree(tmp_path, ("gone",))
+
+
+def test_broken_index_only_costs_time(tmp_path: Path) -> None:
+    (tmp_path / "i").write_text("{")
+    file = tmp_path / "a"
+    file.write_text("x")
+    assert StatIndex(tmp_path / "i").sha256(str(file)) == hashlib.sha256(b"x").hexdigest()

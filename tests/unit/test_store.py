@@ -1,0 +1,154 @@
+"""The store: whole blobs only, records after blobs, damage seen, two builders at once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from primus.errors import HostError
+from primus.images.layer import read_paths, write_layer
+from primus.images.store import Blob, Store, storage_error
+from primus.images.tar import Entry
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(tmp_path / "store")
+    store.prepare()
+    return store
+
+
+def entries(data: bytes = b"hello") -> list[Entry]:
+    return [Entry(path="opt/a", size=len(data), source=data), Entry(path="opt/b", mode=0o755, size=0, source=b"")]
+
+
+def test_layout_is_an_oci_image_layout(store: Store) -> None:
+    assert json.loads((store.root / "oci-layout").read_bytes()) == {"imageLayoutVersion": "1.0.0"}
+    assert json.loads((store.root / "index.json").read_bytes())["manifests"] == []
+
+
+@pytest.mark.parametrize("compression", ["zstd", "gzip"])
+def test_same_entries_same_bytes_in_two_stores(tmp_path: Path, compression: str) -> None:
+    layers = []
+    for name in ("one", "two"):
+        store = Store(tmp_path / name)
+        store.prepare()
+        data = os.urandom(0) + bytes(range(256)) * 20_000
+        layers.append(write_layer(store, entries(data), compression=compression))
+        assert store.check(layers[-1].blob) is None
+    assert layers[0].blob == layers[1].blob
+    assert layers[0].diff_id == layers[1].diff_id
+
+
+def test_compression_does_not_change_the_content(store: Store) -> None:
+    one = write_layer(store, entries(), compression="zstd")
+    other = write_layer(store, entries(), compression="gzip")
+    assert one.diff_id == other.diff_id
+    assert one.blob.digest != other.blob.digest
+
+
+def test_zstd_bytes_do_not_depend_on_the_number_of_processors(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(i * i % 251 for i in range(3_000_000)) * 8
+    digests = set()
+    for count in (1, 2, 7):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        digests.add(write_layer(store, entries(data)).blob.digest)
+    assert len(digests) == 1
+
+
+def test_paths_are_kept_for_the_overlap_rule(store: Store) -> None:
+    layer = write_layer(store, entries())
+    assert read_paths(store, layer) == {
+        "opt": "dir 755 0:0",
+        "opt/a": "file 644 0:0",
+        "opt/b": "file 755 0:0",
+    }
+
+
+def test_damaged_blob_is_named(store: Store) -> None:
+    layer = write_layer(store, entries())
+    path = store.blob_path(layer.blob.digest)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert store.has(layer.blob)
+    assert "is damaged" in (store.check(layer.blob) or "")
+
+
+def test_record_without_its_whole_blob_does_not_count(store: Store) -> None:
+    layer = write_layer(store, entries())
+    store.save_layer("k" * 64, layer, {"name": "x"})
+    assert store.layer("k" * 64) == layer
+    path = store.blob_path(layer.blob.digest)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert store.layer("k" * 64) is None
+
+
+def test_source_that_fails_leaves_nothing(store: Store) -> None:
+    def broken() -> object:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(HostError, match="Input/output error"):
+        write_layer(store, [Entry(path="a", size=5, source=broken)])  # type: ignore[arg-type]
+    assert list((store.root / "tmp").iterdir()) == []
+    assert list((store.root / "blobs/sha256").iterdir()) == []
+
+
+def test_full_disk_is_a_sentence() -> None:
+    error = storage_error(OSError(errno.ENOSPC, "No space left on device"), Path("/store/x"))
+    assert "is full" in str(error)
+    assert error.exit_code == 3
+
+
+def test_broken_index_is_a_sentence(store: Store) -> None:
+    (store.root / "index.json").write_text("{")
+    with pytest.raises(HostError, match="not JSON"):
+        store.images()
+
+
+def test_tags_of_many_processes_all_stay(store: Store) -> None:
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        pool.starmap(_tag, [(store.root, i) for i in range(12)])
+    assert sorted(store.images()) == sorted(f"v1.0-t{i}" for i in range(12))
+
+
+def _tag(root: Path, number: int) -> None:
+    store = Store(root)
+    blob = store.put(f'{{"n":{number}}}'.encode(), "application/json")
+    store.tag(f"v1.0-t{number}", blob, {"os": "linux"})
+
+
+def _hang(root: Path) -> None:
+    store = Store(root)
+    with store.temporary() as out, store.folder("work") as folder:
+        out.write(b"half")
+        out.flush()
+        (folder / "x").write_text("y")
+        (root / "ready").touch()
+        time.sleep(60)
+
+
+def test_what_a_killed_builder_left_is_swept(store: Store) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=_hang, args=(store.root,))
+    process.start()
+    while not (store.root / "ready").exists():
+        time.sleep(0.02)
+    store.prepare()
+    assert len(list((store.root / "tmp").iterdir())) == 2, "work under way must stay"
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    store.prepare()
+    assert list((store.root / "tmp").iterdir()) == []
+    assert list((store.root / "blobs/sha256").iterdir()) == []
+
+
+def test_blob_descriptor() -> None:
+    blob = Blob(digest="sha256:ab", media_type="x/y", size=3)
+    assert blob.descriptor == {"mediaType": "x/y", "digest": "sha256:ab", "size": 3}

@@ -1,0 +1,139 @@
+"""The tar writer: read back by Python's own tarfile, the same bytes whatever the order, clean paths only."""
+
+from __future__ import annotations
+
+import io
+import string
+import tarfile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primus.images.tar import MTIME, Entry, in_order, write_tar
+
+NAME = st.text(st.sampled_from(string.ascii_letters + "._-é漢"), min_size=1, max_size=60).filter(
+    lambda name: name not in (".", "..")
+)
+PATH = st.lists(NAME, min_size=1, max_size=6).map("/".join)
+
+
+@st.composite
+def entry(draw: st.DrawFn) -> Entry:
+    path = draw(PATH)
+    kind = draw(st.sampled_from(["file", "file", "symlink", "dir"]))
+    owner = draw(st.sampled_from([0, 1000, 3_000_000]))
+    mode = draw(st.sampled_from([0o644, 0o755, 0o4755, 0o1777]))
+    if kind == "file":
+        data = draw(st.binary(max_size=2000))
+        xattrs = draw(st.sampled_from([{}, {"user.note": b"a\nb=c"}, {"security.capability": bytes(range(20))}]))
+        return Entry(path=path, mode=mode, uid=owner, gid=owner, size=len(data), source=data, xattrs=xattrs)
+    if kind == "symlink":
+        return Entry(path=path, kind="symlink", mode=0o777, link=draw(PATH))
+    return Entry(path=path, kind="dir", mode=mode, uid=owner, gid=owner)
+
+
+@st.composite
+def tree(draw: st.DrawFn) -> list[Entry]:
+    """Entries in which no path lies below a file or link."""
+    found: dict[str, Entry] = {}
+    for one in draw(st.lists(entry(), max_size=12)):
+        parts = one.path.split("/")
+        parents = ["/".join(parts[:i]) for i in range(1, len(parts))]
+        if one.path in found or any(p in found and found[p].kind != "dir" for p in parents):
+            continue
+        if one.kind != "dir" and any(other.startswith(one.path + "/") for other in found):
+            continue
+        found[one.path] = one
+    return list(found.values())
+
+
+def written(entries: list[Entry]) -> bytes:
+    out = io.BytesIO()
+    size = write_tar(in_order(entries), out)
+    assert size == len(out.getvalue())
+    return out.getvalue()
+
+
+def opened(entries: list[Entry]) -> tarfile.TarFile:
+    return tarfile.TarFile(fileobj=io.BytesIO(written(entries)))
+
+
+@given(tree())
+@settings(max_examples=150, deadline=None)
+def test_tarfile_reads_back_what_was_written(entries: list[Entry]) -> None:
+    archive = opened(entries)
+    members = {m.name: m for m in archive}
+    for one in entries:
+        member = members[one.path]
+        assert member.mtime == MTIME
+        if one.kind == "file":
+            stream = archive.extractfile(member)
+            assert stream is not None
+            assert stream.read() == one.source
+            assert (member.mode, member.uid, member.gid) == (one.mode, one.uid, one.gid)
+            for key, value in one.xattrs.items():
+                assert member.pax_headers[f"SCHILY.xattr.{key}"].encode("utf-8", "surrogateescape") == value
+        elif one.kind == "symlink":
+            assert member.issym()
+            assert member.linkname == one.link
+        else:
+            assert member.isdir()
+            assert member.mode == one.mode
+
+
+@given(tree(), st.randoms())
+@settings(max_examples=60, deadline=None)
+def test_order_of_entries_does_not_matter(entries: list[Entry], random: object) -> None:
+    shuffled = list(entries)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert written(shuffled) == written(entries)
+
+
+@given(tree())
+@settings(max_examples=60, deadline=None)
+def test_every_parent_comes_before_its_children(entries: list[Entry]) -> None:
+    seen = set()
+    for one in in_order(entries):
+        parent = one.path.rpartition("/")[0]
+        assert not parent or parent in seen
+        seen.add(one.path)
+
+
+@pytest.mark.parametrize("path", ["", "/etc", "a//b", "a/../b", "./a", "a/", "a\0b"])
+def test_unclean_path_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="clean relative path"):
+        Entry(path=path)
+
+
+def test_path_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="given twice"):
+        in_order([Entry(path="a"), Entry(path="a")])
+
+
+def test_file_that_shrinks_while_being_read_is_an_error() -> None:
+    with pytest.raises(OSError, match="it changed while being read"):
+        written([Entry(path="a", size=5, source=b"abc")])
+
+
+def test_size_beyond_ustar_goes_into_a_pax_header() -> None:
+    huge = Entry(path="huge", size=9 << 30)
+    head = io.BytesIO()
+
+    class Stop(Exception):
+        pass
+
+    class Sink:
+        def write(self, data: bytes) -> None:
+            head.write(data)
+            raise Stop
+
+    with pytest.raises(Stop):
+        write_tar([huge], Sink())
+    assert b"size=9663676416\n" in head.getvalue()
+
+
+def test_hard_link_comes_after_its_target() -> None:
+    entries = [Entry(path="a", kind="hardlink", link="z"), Entry(path="z", size=1, source=b"x")]
+    assert [e.path for e in in_order(entries)] == ["z", "a"]
+    assert opened(entries).getmember("a").islnk()

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primus.errors import InputError
+from primus.schema import build
+from primus.versions.model import Versions
+from primus.yamlfile import parse, read
+
+ROOT = Path(__file__).parents[2]
+
+HEAD = """\
+release: v26.11
+created: 2026-11-20
+bases:
+  bookworm: {suite: bookworm, python: 3.11.2, packages: [python3-minimal]}
+"""
+ONE = HEAD + "components:\n  torch:\n    name: PyTorch\n    pins:\n      - {PIN}\n"
+
+
+def versions(text: str) -> Versions:
+    return build(Versions, parse(text, "versions.yaml"))
+
+
+def refused(text: str) -> InputError:
+    with pytest.raises(InputError) as caught:
+        versions(text)
+    return caught.value
+
+
+def pin(text: str) -> str:
+    return ONE.replace("PIN", text)
+
+
+def test_our_own_file_is_good() -> None:
+    assert build(Versions, read(ROOT / "versions.yaml")).components
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["2.13.0", "2.13.0+cpu", "2.13.0+rocm7.15", "1.0rc1", "1.0.post2", "1.0.dev20261120", "2.0a1.dev3+git0123abc"],
+)
+def test_exact_versions_are_taken(version: str) -> None:
+    made = versions(pin(f"wheel: torch, version: {version}, channel: pypi"))
+    assert made.components["torch"].pins[0].version == version
+
+
+@pytest.mark.parametrize(
+    "moving", ["main", "latest", ">=2.13", "2.*", "~=2.13", "==2.13.0", "0a1b2c3", "v2.13.0", "2.13.0 ", "nightly"]
+)
+def test_moving_references_are_refused_with_the_reason(moving: str) -> None:
+    error = refused(pin(f"wheel: torch, version: {moving!r}, channel: pypi"))
+    assert error.where == "versions.yaml:9:24"
+    assert "one exact version" in error.message
+    assert "can mean other bytes tomorrow" in error.message
+
+
+@pytest.mark.parametrize("suite", ["stable", "oldstable", "testing", "unstable", "latest"])
+def test_a_moving_suite_is_refused_with_the_reason(suite: str) -> None:
+    error = refused(pin("wheel: torch, version: 1.0, channel: pypi").replace("suite: bookworm", f"suite: {suite}"))
+    assert (error.where or "").startswith("versions.yaml:4:")
+    assert "moves" in error.message
+    assert "codename" in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("version: 1.0, channel: pypi", "exactly one of wheel, sdist, path"),
+        ("wheel: a, sdist: b, version: 1.0, channel: pypi", "exactly one of wheel, sdist, path"),
+        ("wheel: a, channel: pypi", "needs an exact version"),
+        ("wheel: a, version: 1.0, channel: local", "channel other than local"),
+        ("path: src, channel: local", "has `to`"),
+        ("path: src, to: /opt, version: 1.0, channel: local", "its content is its version"),
+        ("path: src, to: opt, channel: local", "absolute path"),
+        ("sdist: a, version: 1.0, channel: pypi", "names the base that builds it"),
+        ("wheel: a, version: 1.0, channel: pypi, builder: bookworm", "names the base that builds it"),
+        ("sdist: a, version: 1.0, channel: pypi, builder: trixie", "no base is called 'trixie'"),
+        ("wheel: a, version: 1.0, channel: debain", "did you mean 'debian'?"),
+        ("wheel: a, verison: 1.0, channel: pypi", "did you mean 'version'?"),
+        ("wheel: a, version: 1.0", "'channel' is missing"),
+        ("wheel: a, version: 1.0, channel: pypi, line: 3", "unknown key 'line'"),
+    ],
+)
+def test_a_pin_says_one_thing(text: str, words: str) -> None:
+    error = refused(pin(text))
+    assert words in str(error)
+    assert (error.where or "").startswith("versions.yaml:")
+
+
+def test_one_pin_per_channel_and_target() -> None:
+    line = "- {wheel: torch, version: 1.0, channel: pypi, targets: [cpu]}"
+    text = pin("wheel: torch, version: 2.0, channel: pypi, targets: [cpu, h200]") + f"      {line}\n"
+    assert "two pins for channel pypi, target cpu" in refused(text).message
+
+
+def test_the_same_component_twice() -> None:
+    text = pin("wheel: torch, version: 2.0, channel: pypi")
+    error = refused(text + "  torch:\n    name: again\n    pins: []\n")
+    assert error.where == "versions.yaml:10:3"
+    assert "twice" in error.message
+
+
+@pytest.mark.parametrize("line", ["release: 26.11", "release: latest", "created: today", "created: 2026-1-2"])
+def test_the_head_is_exact(line: str) -> None:
+    key = line.partition(":")[0]
+    text = "\n".join(
+        line if row.startswith(key) else row for row in pin("wheel: a, version: 1.0, channel: pypi").split("\n")
+    )
+    assert f"{key} must be" in refused(text).message
+
+
+def test_names_are_plain() -> None:
+    text = pin("wheel: a, version: 1.0, channel: pypi").replace("  torch:", "  Torch_x:")
+    assert "'Torch_x' is no name" in refused(text).message
+
+
+def test_pin_in_words() -> None:
+    made = versions(pin("path: src, to: /opt, channel: local"))
+    assert made.components["torch"].pins[0].text == "src → /opt"

@@ -143,6 +143,19 @@ def test_a_file_archive_needs_no_server(archive: Server, tmp_path: Path, monkeyp
     assert archive.log == []
 
 
+def test_a_transport_only_apt_speaks_is_left_to_apt(
+    archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrors = tmp_path / "mirrors.txt"
+    mirrors.write_text(archive.url + "/\n")
+    _use(tmp_path, monkeypatch, f"deb [trusted=yes] mirror+file:{mirrors} bookworm main\n")
+    files = _resolve(_base())
+    cache = FileCache(tmp_path / "c")
+    _fetch(files.values(), cache)
+    assert all(cache.verify(f.sha256) for f in files.values())
+    assert [p.name for p in cache.root.iterdir()] == ["sha256"], "nothing is left beside the cache"
+
+
 def test_a_vanished_deb_is_gone_and_locked_again(archive: Server, tmp_path: Path) -> None:
     request = Request(target="t", channel="debian", python="3.11", bases={"b": _base()})
     lock = resolve(request, previous=None, progress=QuietProgress())

@@ -240,6 +240,36 @@ def test_a_replaced_file_is_convicted_by_its_index_entry(index: Server, tmp_path
     assert index.asked(small.file) == []
 
 
+@pytest.mark.parametrize("padding", [50, 50_000])
+def test_a_replaced_file_of_another_length_is_told_by_its_length(
+    index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, padding: int
+) -> None:
+    """Shorter or longer than the lock says, from an index that tells no hashes."""
+    make_wheel(index.root / "files", "small", "1.1", padding=1000)
+    small = _resolve(_request(small="1.1"))["small"]
+    other = make_wheel(index.root / "files", "small", "1.1", padding=padding)
+    with serve(index.root, hashes=False) as bare:
+        monkeypatch.setenv("PIP_INDEX_URL", bare.url + "/simple")
+        message = _within(5, lambda: _fetch([small], FileCache(tmp_path / "c")), WrongBytes)
+        assert f"has {other.stat().st_size} bytes" in message
+        bare.faults.no_length.add("/files/" + small.file)
+        error = WrongBytes if padding > 1000 else HostError
+        _within(9, lambda: _fetch([small], FileCache(tmp_path / "c")), error)
+
+
+def test_pips_own_proxy_wins_over_the_environment(
+    index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = _resolve(_request(small="1.1"))["small"]
+    monkeypatch.delenv("NO_PROXY")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("PIP_PROXY", index.url)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://index.invalid/simple")
+    cache = FileCache(tmp_path / "c")
+    _fetch([small], cache)
+    assert cache.verify(small.sha256)
+
+
 def test_another_place_with_the_right_bytes_is_taken(
     index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

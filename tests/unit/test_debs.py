@@ -131,10 +131,12 @@ def test_upstream(version: str, bare: str) -> None:
 
 
 @given(
-    st.integers(0, 99), st.from_regex(r"[0-9]{1,3}(\.[0-9]{1,3}){1,3}", fullmatch=True), st.from_regex(r"[0-9]{1,2}")
+    st.integers(0, 99),
+    st.from_regex(r"[0-9]{1,3}(\.[0-9]{1,3}){1,3}", fullmatch=True),
+    st.from_regex(r"[0-9]{1,2}", fullmatch=True),
 )
 def test_upstream_drops_epoch_and_revision(epoch: int, version: str, revision: str) -> None:
-    assert upstream(f"{epoch}:{version}-{revision.strip()}+deb12u1") == version
+    assert upstream(f"{epoch}:{version}-{revision}+deb12u1") == version
 
 
 def test_another_python_in_the_suite_is_named() -> None:

@@ -32,6 +32,10 @@ def test_what_each_change_makes_stale() -> None:
     assert relock.stale(_request(), lock, True) == {"wheels", "sdists", "base b"}
     assert relock.stale(_request(torch="3"), lock) == {"wheels"}
     assert relock.stale(_request(suite="trixie"), lock) == {"wheels", "base b"}
+    exact = Request(
+        **vars(_request()) | {"bases": {"b": BaseRequest(suite="bookworm", python="3.11.4", packages=("bash",))}}
+    )
+    assert relock.stale(exact, lock) == {"wheels", "base b"}
     assert relock.stale(_request(python="3.12"), lock) == {"wheels", "sdists", "base b"}
     assert relock.stale(_request(), lock, gone=[_file("deb", "bash", base="b")]) == {"base b"}
     assert relock.stale(_request(), lock, gone=[_file("wheel", "numpy")]) == {"wheels"}

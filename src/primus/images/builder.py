@@ -10,7 +10,7 @@ from primus.errors import InputError
 from primus.images.action import ImagePlan
 from primus.images.build import missing
 from primus.images.plan import plan_image
-from primus.versions.lock import Drift, LockedFile, drift, without
+from primus.versions.lock import Drift, LockedFile, drift
 
 if TYPE_CHECKING:
     from primus.images.build import Built
@@ -132,7 +132,7 @@ def _relock(
     for plan in plans:
         lock = project.lock(plan.target)
         if lock is not None and any(f in lock.files for f in gone):
-            lock = resolve(project.request(plan.target), previous=without(lock, gone), progress=progress)
+            lock = resolve(project.request(plan.target), previous=lock, gone=gone, progress=progress)
             project.write_lock(plan.target, lock)
         result.append(plan_image(project, plan.target, lock))
     return result

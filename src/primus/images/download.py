@@ -40,7 +40,7 @@ class WrongBytes(HostError):
 
     def __init__(self, file: LockedFile, got: str, source: str) -> None:
         super().__init__(
-            f"{file.file} from {redact(source)} has sha256 {got}, but {file.sha256} is locked",
+            f"{file.file} from {redact(source)} has {got}, but sha256 {file.sha256} ({file.size} bytes) is locked",
             hint="do not trust that source; if its maker replaced the file on purpose: primus lock --refresh",
         )
 
@@ -116,7 +116,7 @@ class _Transfer:
             meter.at(0)
             # The left-over may come from another source or a bad disk: only a file read in one go convicts the source.
             if not resumed:
-                raise WrongBytes(file, got, self.url)
+                raise WrongBytes(file, f"sha256 {got}", self.url)
             resumed = False
 
     def _complete(self) -> None:
@@ -127,9 +127,8 @@ class _Transfer:
         local = local_path(self.url)
         if local is not None:
             return self._copy()
-        faults = 0
+        faults, most = 0, self.part.size
         while True:
-            before = self.part.size
             reason = "it ended early"
             try:
                 if self._stream():
@@ -142,7 +141,9 @@ class _Transfer:
                 if status is not None and status < 500 and status not in (408, 425, 429):
                     hint = "give the host's pip or apt the credentials for it" if status in (401, 403, 407) else None
                     raise HostError(f"{redact(self.url)} cannot be fetched: {reason}", hint=hint) from None
-            faults = 1 if self.part.size > before else faults + 1
+            # Measured against the most there ever was: a server that starts over each time makes no progress.
+            faults = 1 if self.part.size > most else faults + 1
+            most = max(most, self.part.size)
             if faults >= _FAULTS:
                 raise HostError(
                     f"{redact(self.url)} cannot be fetched: {reason}, {_FAULTS} times",
@@ -161,6 +162,10 @@ class _Transfer:
                 part.restart()
                 return False
             response.raise_for_status()
+            total = _total(response)
+            if total is not None and total != self.file.size:
+                part.restart()
+                raise WrongBytes(self.file, f"{total} bytes", self.url)
             # A server that ignores Range starts over, and so do we.
             if part.size and response.status_code != 206:
                 part.restart()
@@ -188,6 +193,15 @@ class _Transfer:
                     raise Stopped
                 self.part.write(block)
                 self.meter.at(min(self.part.size, self.file.size))
+
+
+def _total(response: requests.Response) -> int | None:
+    """How long the whole file is by the server's word."""
+    if response.status_code == 206:
+        text = response.headers.get("Content-Range", "").rpartition("/")[2]
+    else:
+        text = response.headers.get("Content-Length", "")
+    return int(text) if text.isdigit() else None
 
 
 def speed(size: int, began: float) -> str:

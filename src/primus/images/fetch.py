@@ -6,11 +6,14 @@ A file is accepted by its sha256 alone, wherever it lies, so a mirror, a local f
 from __future__ import annotations
 
 import queue
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from primus.errors import HostError
 from primus.images.download import Meter, NotThere, Stopped, WrongBytes, download, speed
@@ -78,10 +81,10 @@ def fetch(
         )
     began, size = time.monotonic(), sum(f.size for f in wanted)
     progress.start("fetch", "fetch", size)
-    places = _Places(wanted, suites, architecture, progress)
-    work = _Work(places, cache, progress)
-    # Long files first: the last one alone on the line would be the longest wait.
-    work.run(sorted(wanted, key=lambda f: -f.size), jobs)
+    with _spill_folder(cache.root) as spill:
+        work = _Work(_Places(wanted, suites, architecture, spill), cache, progress)
+        # Long files first: the last one alone on the line would be the longest wait.
+        work.run(sorted(wanted, key=lambda f: -f.size), jobs)
     progress.finish("fetch", f"{len(wanted)} files, {speed(size, began)}")
     return FetchResult(fetched=wanted, kept=kept, size=size)
 
@@ -89,10 +92,8 @@ def fetch(
 class _Places:
     """Where to look for each kind of file; read from the host once, when first needed."""
 
-    def __init__(
-        self, wanted: Sequence[LockedFile], suites: Mapping[str, str], architecture: str, progress: Progress
-    ) -> None:
-        self._wanted, self._suites, self._architecture, self._progress = wanted, suites, architecture, progress
+    def __init__(self, wanted: Sequence[LockedFile], suites: Mapping[str, str], architecture: str, spill: Path) -> None:
+        self._wanted, self._suites, self._architecture, self._spill = wanted, suites, architecture, spill
         self._guards = {"indexes": threading.Lock(), "pools": threading.Lock()}
 
     @cached_property
@@ -109,11 +110,13 @@ class _Places:
         pools: dict[str, Pool] = {}
         for base in sorted({f.base for f in self._wanted if f.kind == "deb" and f.base}):
             debs = [f for f in self._wanted if f.base == base]
-            pools[base] = locate(debs, self._suites[base], self._architecture)
+            pools[base] = locate(debs, self._suites[base], self._architecture, self._spill)
         return pools
 
-    def pool(self, base: str) -> Pool:
+    def pool(self, base: str, stop: threading.Event) -> Pool:
         with self._guards["pools"]:
+            if stop.is_set():
+                raise Stopped
             return self._pools[base]
 
 
@@ -123,6 +126,7 @@ class _Work:
     def __init__(self, places: _Places, cache: FileCache, progress: Progress) -> None:
         self._places, self._cache, self._progress = places, cache, progress
         self._stop = threading.Event()
+        self._local = threading.local()
         self._gone: list[LockedFile] = []
         self._failed: list[BaseException] = []
 
@@ -137,13 +141,13 @@ class _Work:
             thread.start()
         try:
             for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.2)
-        except BaseException:
+                while thread.is_alive() and not self._failed:
+                    thread.join(0.1)
+        finally:
+            # On a failure or Ctrl-C the rest get a moment to leave their parts tidy, and no more than that.
             self._stop.set()
             for thread in threads:
                 thread.join(0.5)
-            raise
         if self._failed:
             raise self._failed[0]
         if self._gone:
@@ -176,17 +180,19 @@ class _Work:
         meter.end(speed(file.size, began))
 
     def _deb(self, file: LockedFile, meter: Meter) -> None:
-        pool = self._places.pool(file.base or "")
+        pool = self._places.pool(file.base or "", self._stop)
+        kept: dict[str, Callable[..., object]] = self._local.__dict__
+        get = kept.setdefault("apt", pool.get())
         for url in pool.urls(file):
             try:
-                return self._take(file, url, pool.get(), meter)
+                return self._take(file, url, get, meter)
             except NotThere:
                 continue
         raise NotThere(file.file)
 
     def _python(self, file: LockedFile, meter: Meter) -> None:
         indexes = self._places.indexes
-        session = indexes.session()
+        session = self._local.__dict__.setdefault("pip", indexes.session())
         refused: HostError | None = None
 
         def get(url: str, headers: Mapping[str, str]) -> object:
@@ -200,7 +206,7 @@ class _Work:
                 continue
             for link in offers:
                 if link.sha256 not in (None, file.sha256):
-                    refused = refused or WrongBytes(file, str(link.sha256), link.url)
+                    refused = refused or WrongBytes(file, f"sha256 {link.sha256}", link.url)
                     continue
                 try:
                     return self._take(file, link.url, get, meter)
@@ -212,6 +218,18 @@ class _Work:
 
     def _take(self, file: LockedFile, url: str, get: Callable[..., object], meter: Meter) -> None:
         download(file, url, self._cache, get=get, meter=meter, stop=self._stop)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _spill_folder(root: Path) -> Iterator[Path]:
+    """A folder beside the cache, so on the same disk, for what apt has to fetch itself."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="apt-", dir=root, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise HostError(f"{root} cannot be written: {error.strerror}") from None
+    with folder as name:
+        yield Path(name)
 
 
 def _names(files: Sequence[LockedFile]) -> str:

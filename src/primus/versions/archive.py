@@ -18,7 +18,7 @@ from pathlib import Path
 
 from primus.errors import HostError
 
-__all__ = ["Archive", "Stanza", "debian_stanzas", "open_archive", "parse_sources", "suite_of"]
+__all__ = ["Archive", "Stanza", "debian_stanzas", "open_archive", "parse_sources", "reason", "suite_of"]
 
 _CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental")
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
@@ -68,10 +68,11 @@ class Archive:
         }
         return [word for name, value in pairs.items() for word in ("-o", f"{name}={value}")]
 
-    def run(self, tool: str, *args: str) -> subprocess.CompletedProcess[str]:
+    def run(self, tool: str, *args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run ``apt-get`` or ``apt-cache`` on this archive; the caller judges the exit code."""
         return subprocess.run(
             [tool, *self.options, *args],
+            cwd=cwd,
             capture_output=True,
             text=True,
             check=False,
@@ -85,7 +86,7 @@ class Archive:
         text = done.stdout + done.stderr
         if done.returncode != 0:
             raise HostError(
-                "the Debian archive does not answer: " + _reason(text),
+                "the Debian archive does not answer: " + reason(text),
                 hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror it reaches",
             )
 
@@ -209,7 +210,7 @@ def _host_stanzas() -> tuple[Stanza, ...]:
     )
 
 
-def _reason(text: str) -> str:
+def reason(text: str) -> str:
     """The first cause in apt's output, without its URL (which may hold credentials)."""
     for mark, words in {
         "Connection refused": "connection refused",

@@ -90,7 +90,7 @@ class Indexes:
         )
 
     def session(self) -> requests.Session:
-        """A session with pip's CA, proxy and client certificate. Not for two threads at once."""
+        """A session with pip's client certificate. Not for two threads at once."""
         import requests
         from requests.adapters import HTTPAdapter
 
@@ -99,8 +99,6 @@ class Indexes:
         session.mount("https://", adapter)
         session.mount("http://", adapter)
         session.cert = self.client_cert
-        if self.proxy:
-            session.proxies = {"http": self.proxy, "https": self.proxy}
         return session
 
     def get(
@@ -121,6 +119,8 @@ class Indexes:
                 allow_redirects=True,
                 headers=dict(headers or {}),
                 auth=self.credentials.get(host),
+                # Not on the session: there the environment's proxies would win over pip's own setting.
+                proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
                 verify=False if trusted else self._ca(),
                 timeout=(CONNECT_S, READ_S),
             )

@@ -6,8 +6,8 @@ One file per target and channel, committed, one entry per line so that a diff re
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -119,16 +119,6 @@ def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
     return tuple(
         Drift(pin=n, locked=lock.pins.get(n), wanted=wanted.get(n)) for n in names if lock.pins.get(n) != wanted.get(n)
     )
-
-
-def without(lock: Lock, gone: Sequence[LockedFile]) -> Lock:
-    """The lock with the answers that hold ``gone`` files taken back: a package's pin, or a whole base for its debs."""
-    lost = {f"{f.kind} {f.name}" for f in gone} | {f"base {f.base} suite" for f in gone if f.kind == "deb"}
-    # A closure's wheel has no pin of its own: every wheel is then resolved again, with the others' versions kept.
-    if any(f.kind == "wheel" and f"wheel {f.name}" not in lock.pins for f in gone):
-        lost.add("python")
-    pins = {name: value for name, value in lock.pins.items() if name not in lost}
-    return replace(lock, pins=pins, files=tuple(f for f in lock.files if f not in gone))
 
 
 def dumps(lock: Lock) -> str:

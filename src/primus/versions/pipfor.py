@@ -1,4 +1,4 @@
-"""Runs pip as if on another Python: ``python pipfor.py 3.11 x86_64 install …``.
+"""Runs pip as if on another Python: ``python pipfor.py 3.11.2 x86_64 install …``.
 
 pip's own ``--python-version`` and ``--platform`` choose wheels, but leave environment markers to the running
 interpreter, so a host with another Python would lock other dependencies. This file is a program, not imported.
@@ -18,15 +18,15 @@ def main() -> None:
 
     environment = {
         "implementation_name": "cpython",
-        "implementation_version": f"{python}.0",
+        "implementation_version": python,
         "os_name": "posix",
         "platform_machine": machine,
         "platform_python_implementation": "CPython",
         "platform_release": "",
         "platform_system": "Linux",
         "platform_version": "",
-        "python_full_version": f"{python}.0",
-        "python_version": python,
+        "python_full_version": python,
+        "python_version": ".".join(python.split(".")[:2]),
         "sys_platform": "linux",
     }
     markers.default_environment = lambda: dict(environment)  # type: ignore[assignment,return-value,unused-ignore]

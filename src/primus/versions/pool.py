@@ -6,10 +6,12 @@ import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
-from primus.versions.archive import open_archive
+from primus.errors import HostError
+from primus.versions.archive import Archive, open_archive, reason
 from primus.versions.debs import parse_records, parse_uris
 from primus.versions.lock import LockedFile
 
@@ -89,8 +91,11 @@ class Pool:
         return self.access.get()
 
 
-def locate(debs: Sequence[LockedFile], suite: str, architecture: str) -> Pool:
-    """Look the debs up in the archive as it is now. Raises HostError when it is out of reach."""
+def locate(debs: Sequence[LockedFile], suite: str, architecture: str, spill: Path) -> Pool:
+    """Look the debs up in the archive as it is now. Raises HostError when it is out of reach.
+
+    Debs behind a transport only apt speaks (mirror lists, vendors' own methods) are fetched by apt into ``spill``.
+    """
     with open_archive(suite, architecture) as archive:
         asked = [f"{f.name}={f.version}" for f in debs]
         records = parse_records(archive.run("apt-cache", "show", *asked).stdout)
@@ -99,11 +104,30 @@ def locate(debs: Sequence[LockedFile], suite: str, architecture: str) -> Pool:
         if present:
             done = archive.run("apt-get", "download", "--print-uris", *(f"{n}={v}" for n, v in sorted(present)))
             exact = {key: uri for uri, key in _uris(done.stdout)}
+        spilled = _spill(archive, exact, spill)
         near: dict[str, tuple[str, ...]] = {}
-        for name in sorted({f.name for f in debs if (f.name, f.version) not in exact}):
-            done = archive.run("apt-get", "download", "--print-uris", name)
-            near[name] = tuple(uri.rpartition("/")[0] + "/" for uri, _ in _uris(done.stdout))
+        gone = sorted({f.name for f in debs if (f.name, f.version) not in exact})
+        known = {name for name, _ in parse_records(archive.run("apt-cache", "show", *gone).stdout)} if gone else set()
+        if known:
+            done = archive.run("apt-get", "download", "--print-uris", *sorted(known))
+            for uri, (name, _) in _uris(done.stdout):
+                near[name] = (*near.get(name, ()), uri.rpartition("/")[0] + "/")
+    exact |= spilled
     return Pool(exact=exact, near=near, access=AptAccess.of_host())
+
+
+def _spill(archive: Archive, exact: Mapping[tuple[str, str], str], spill: Path) -> dict[tuple[str, str], str]:
+    foreign = {key: uri for key, uri in exact.items() if urlsplit(uri).scheme not in ("http", "https", "file", "copy")}
+    if not foreign:
+        return {}
+    spill.mkdir(parents=True, exist_ok=True)
+    asked = [f"{name}={version}" for name, version in sorted(foreign)]
+    done = archive.run("apt-get", "-q", "download", *asked, cwd=spill)
+    if done.returncode != 0:
+        raise HostError("apt could not download from its sources: " + reason(done.stdout + done.stderr))
+    # apt names what it saves like its archive cache: package_version_architecture.deb, epoch escaped.
+    there = {key: file for file in spill.glob("*.deb") for key in parse_uris(f"'' {file.name} 0").items()}
+    return {key: there[key].resolve().as_uri() for key in foreign if key in there}
 
 
 def _uris(text: str) -> list[tuple[str, tuple[str, str]]]:
@@ -116,8 +140,6 @@ def _uris(text: str) -> list[tuple[str, tuple[str, str]]]:
 
 
 def _logins(settings: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    from pathlib import Path
-
     etc = Path(settings.get("dir", "/")) / settings.get("dir::etc", "etc/apt")
     files = [etc / settings.get("dir::etc::netrc", "auth.conf")]
     parts = etc / settings.get("dir::etc::netrcparts", "auth.conf.d")

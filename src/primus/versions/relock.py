@@ -25,9 +25,9 @@ def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: 
         kind, _, rest = one.pin.partition(" ")
         if kind in ("architecture", "python"):
             return frozenset(parts)
-        # A base's glibc decides which wheels fit it.
         changed |= {"wheel": {"wheels"}, "sdist": {"sdists"}, "base": {f"base {rest.rpartition(' ')[0]}"}}[kind]
-        if one.pin.endswith(" suite"):
+        # A base's glibc and exact Python decide which wheels fit it.
+        if one.pin.startswith("base ") and one.pin.endswith((" suite", " python")):
             changed.add("wheels")
     return frozenset(changed & parts)
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -128,22 +129,26 @@ def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
 
 def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -> dict[str, Any] | None:
     """pip's report; None when there is none with these constraints (without any it raises)."""
-    suites = {base.suite for base in request.bases.values() if base.python.startswith(request.python + ".")}
-    tags = platforms(min(suites, key=lambda s: GLIBC.get(s, 0)) if suites else "bookworm", request.architecture)
+    bases = [base for base in request.bases.values() if base.python.startswith(request.python + ".")]
+    if not bases:
+        raise InputError(f"no base of target {request.target} has Python {request.python}")
+    # Several bases with this Python: what runs on the oldest runs on all.
+    base = min(bases, key=lambda b: GLIBC.get(b.suite, 0))
+    tags = platforms(base.suite, request.architecture)
     abi = "cp" + request.python.replace(".", "")
     with tempfile.TemporaryDirectory(prefix="primus-pip-") as folder:
         out = Path(folder, "report.json")
         held = Path(folder, "constraints.txt")
         held.write_text("\n".join(constraints), encoding="utf-8")
         args = ["install", "--dry-run", "--ignore-installed", "--report", str(out), "--only-binary=:all:"]
-        args += ["--python-version", request.python, "--implementation", "cp", "--abi", abi, "--abi", "abi3"]
+        args += ["--python-version", base.python, "--implementation", "cp", "--abi", abi, "--abi", "abi3"]
         args += ["--abi", "none", *(part for tag in tags for part in ("--platform", tag))]
         args += ["--target", str(Path(folder, "target")), "--constraint", str(held)]
         args += ["--retries", "1", "--timeout", "10", "--no-input", "--disable-pip-version-check", "--no-color", *pins]
         # These would change what is resolved or clash with --target; indexes, CA and proxies stay the host's.
         off = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "PIP_QUIET": "0", "PIP_PRE": "0"}
         shim = [sys.executable, "-P", str(Path(__file__).with_name("pipfor.py"))]
-        command = [*shim, request.python, _MACHINES[request.architecture], *args]
+        command = [*shim, base.python, _MACHINES[request.architecture], *args]
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, env=os.environ | off, stdin=subprocess.DEVNULL
         )
@@ -203,9 +208,10 @@ def _no_such(name: str, version: str, offered: Iterable[str], what: str) -> Inpu
 
 
 def _measured(kind: Any, found: Sequence[Found], indexes: Indexes) -> tuple[LockedFile, ...]:
-    session = indexes.session()
+    local = threading.local()
 
     def measured(one: Found) -> LockedFile:
+        session = local.__dict__.setdefault("session", indexes.session())
         size, read = indexes.measure(session, one.url)
         sha256 = one.sha256 or read or indexes.digest(session, one.url)
         return LockedFile(kind=kind, name=one.name, version=one.version, file=one.file, size=size, sha256=sha256)

@@ -10,11 +10,15 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from primus.errors import InputError
-from primus.versions.lock import BaseRequest, Drift, Lock, Request, drift, dumps, load
+from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
+from primus.versions.lock import Drift, Lock, Request, drift
+
+if TYPE_CHECKING:
+    from primus.images.project import Project
+
+__all__ = ["EXAMPLE", "Change", "add_arguments", "compare", "run"]
 
 EXAMPLE = "primus lock cpu --check"
 
@@ -31,52 +35,56 @@ class Change:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help="targets to lock; all when left out")
+    add_targets(parser, required=False)
+    add_project_options(parser)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a lock is stale")
     parser.add_argument("--refresh", action="store_true", help="keep no earlier version: newest that fit the pins")
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Lock or check; 0 done or fresh, 1 stale under --check."""
-    folder = _root(Path.cwd())
-    requests = [(request, _lock_path(folder, request)) for request in _requests(folder, args.targets)]
-    return _check(folder, requests, args.json) if args.check else _lock(folder, requests, args)
+    project = open_project(args)
+    names = targets_of(project, args) if args.target else project.target_names()
+    requests = [request for name in names if _asks(request := project.request(name))]
+    return _check(project, requests, args.json) if args.check else _lock(project, requests, args)
 
 
-def _check(folder: Path, requests: Sequence[tuple[Request, Path]], as_json: bool) -> int:
+def _asks(request: Request) -> bool:
+    # A target of local folders alone has nothing to lock.
+    return bool(request.bases or request.wheels or request.sdists)
+
+
+def _check(project: Project, requests: Sequence[Request], as_json: bool) -> int:
     stale: list[dict[str, Any]] = []
-    for request, path in requests:
-        name = path.relative_to(folder).as_posix()
-        lock = load(path, name)
+    for request in requests:
+        name, lock = _name(project, request), project.lock(request.target)
         found = _all_new(request) if lock is None else drift(lock, request)
-        stale += [{"lock": name, **asdict(one), "where": _where(folder, one.pin)} for one in found]
+        rows = [{"lock": name, **asdict(one), "where": _where(project, request, one.pin)} for one in found]
+        stale += rows
         if not as_json:
-            for one in found:
-                print(f"{_where(folder, one.pin)}: {name} is stale: {one}")
+            for one, row in zip(found, rows, strict=True):
+                print(f"{row['where']}: {name} is stale: {one}")
             if not found:
                 print(f"✓ {name} answers versions.yaml")
     if as_json:
         print(json.dumps({"fresh": not stale, "stale": stale}, ensure_ascii=False, indent=2))
     elif stale:
-        print("  → primus lock " + " ".join(sorted({request.target for request, _ in requests})), file=sys.stderr)
+        print("  → primus lock " + " ".join(sorted({request.target for request in requests})), file=sys.stderr)
     return 1 if stale else 0
 
 
-def _lock(folder: Path, requests: Sequence[tuple[Request, Path]], args: argparse.Namespace) -> int:
+def _lock(project: Project, requests: Sequence[Request], args: argparse.Namespace) -> int:
     from primus.images.display import choose_progress
     from primus.versions.relock import resolve
 
     outcome: list[dict[str, Any]] = []
     with choose_progress(args.json) as progress:
-        for request, path in requests:
-            name = path.relative_to(folder).as_posix()
-            previous = load(path, name)
+        for request in requests:
+            name, previous = _name(project, request), project.lock(request.target)
             lock = resolve(request, previous=previous, refresh=args.refresh, progress=progress)
             changes = compare(previous, lock)
             if previous != lock:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _write(path, dumps(lock))
+                project.write_lock(request.target, lock)
             outcome.append({"lock": name, "files": len(lock.files), "changes": [asdict(c) for c in changes]})
             if not args.json:
                 progress.say(_table(name, lock, changes))
@@ -124,62 +132,24 @@ def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
     return "\n".join([f"{head}; {len(changes)} changed", *rows])
 
 
-def _where(folder: Path, pin: str) -> str:
+def _where(project: Project, request: Request, pin: str) -> str:
     """``versions.yaml:line:col`` of the pin (the file alone for a pin that is gone)."""
-    from primus import yamlfile
     from primus.versions.wheels import normalise
 
-    document = yamlfile.read(folder / "versions.yaml", "versions.yaml")
     kind, _, rest = pin.partition(" ")
     if kind == "base":
         name, _, field = rest.rpartition(" ")
-        return document.where(("bases", name, field))
-    data: Any = document.data if kind in ("wheel", "sdist") else {}
-    for component, body in data.get("components", {}).items():
-        for index, entry in enumerate(body.get("pins", ())):
-            if normalise(entry.get(kind) or "") == rest:
-                return document.where(("components", component, "pins", index, "version"))
+        return project.place("bases", name, field)
+    for component, entry in project.pins(request.target).items():
+        package = {"wheel": entry.wheel, "sdist": entry.sdist}.get(kind)
+        if package is not None and normalise(package) == rest:
+            return project.pin_place(component, entry)
     return "versions.yaml"
+
+
+def _name(project: Project, request: Request) -> str:
+    return project.lock_path(request.target).relative_to(project.root).as_posix()
 
 
 def _all_new(request: Request) -> tuple[Drift, ...]:
     return tuple(Drift(pin=pin, locked=None, wanted=text) for pin, text in request.flat().items())
-
-
-def _root(start: Path) -> Path:
-    for folder in (start, *start.parents):
-        if (folder / "versions.yaml").is_file():
-            return folder
-    raise InputError("no versions.yaml here or above", hint="run it inside the repository")
-
-
-def _lock_path(folder: Path, request: Request) -> Path:
-    return folder / "images" / "locks" / request.channel / f"{request.target}.json"
-
-
-def _requests(folder: Path, targets: Sequence[str]) -> list[Request]:
-    from primus import schema, yamlfile
-    from primus.versions.model import Versions
-    from primus.versions.wheels import normalise
-
-    versions = schema.build(Versions, yamlfile.read(folder / "versions.yaml", "versions.yaml"))
-    for target in targets:
-        if target != "cpu":
-            raise InputError(f"no target {target!r}", hint="known: cpu")
-    wheels = {
-        normalise(pin.wheel): pin.version
-        for component in versions.components.values()
-        for pin in component.pins
-        if pin.wheel and pin.version and pin.channel == "pypi" and "cpu" in (pin.targets or ("cpu",))
-    }
-    base = versions.bases["bookworm"]
-    asked = BaseRequest(suite=base.suite, python=base.python, packages=base.packages)
-    python = ".".join(base.python.split(".")[:2])
-    return [Request(target="cpu", channel="pypi", python=python, bases={"bookworm": asked}, wheels=wheels)]
-
-
-def _write(path: Path, text: str) -> None:
-    # A lock half-written by an interrupted run must never be read as a lock.
-    part = path.with_suffix(".json.new")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

@@ -1,0 +1,136 @@
+"""`primus lock` as a person types it, on a project whose wheels lie on 127.0.0.1 and whose debs in a file archive."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loopback import Server, index_debs, make_deb, make_wheel, serve
+from project_kit import Kit
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt"),
+]
+
+VERSIONS = """\
+release: v26.11
+created: 2026-11-20
+bases:
+  bookworm:
+    suite: bookworm
+    python: 3.11.2
+    packages: [python3.11-minimal]
+components:
+  tool:
+    name: Tool
+    pins:
+      - {wheel: tool, version: 1.0, channel: pypi}
+  local:
+    name: Local
+    pins:
+      - {path: part, to: /opt/part, channel: local}
+"""
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kit, Server]]:
+    root = tmp_path / "www"
+    for version in ("1.0", "1.1"):
+        make_wheel(root / "files", "tool", version, needs=("helper",))
+    make_wheel(root / "files", "helper", "1.0")
+    make_deb(root / "pool", "python3.11-minimal", "3.11.2-6", essential=True)
+    index_debs(root, "bookworm")
+    kit = Kit(tmp_path / "project")
+    kit.write("versions.yaml", VERSIONS)
+    kit.write("images/demo.yaml", "description: d\nbase: bookworm\nchannels: [pypi]\ncomponents: [tool, local]\n")
+    kit.write("images/plain.yaml", "description: d\nchannels: [local]\ncomponents: [local]\n")
+    kit.write("part/file", "x")
+    for name in [n for n in os.environ if n.startswith("PIP_") or n.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    sources = kit.write("apt/sources.list", f"deb [trusted=yes] file:{root}/ bookworm main\n")
+    conf = kit.write("apt/apt.conf", f'Dir::Etc::sourcelist "{sources}";\nDir::Etc::sourceparts "/dev/null";\n')
+    monkeypatch.setenv("APT_CONFIG", str(conf))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    with serve(root) as server:
+        monkeypatch.setenv("PIP_INDEX_URL", server.url + "/simple")
+        yield kit, server
+
+
+LOCK = "images/locks/pypi/demo.json"
+
+
+def test_from_no_lock_to_a_fresh_one(world: tuple[Kit, Server]) -> None:
+    kit, server = world
+    before = kit.primus("lock", "--check")
+    assert before.code == 1
+    assert f"versions.yaml:12:9: {LOCK} is stale: wheel tool: locked nothing, wanted 1.0\n" in before.out
+    assert f"versions.yaml:6:5: {LOCK} is stale: base bookworm python: locked nothing, wanted 3.11.2\n" in before.out
+    made = kit.primus("lock")
+    assert made.code == 0
+    assert f"{LOCK}: 3 files" in made.err
+    text = (kit.root / LOCK).read_text()
+    assert str(server.port) not in text
+    assert str(kit.root) not in text
+    assert [f["name"] for f in json.loads(text)["files"]] == ["python3.11-minimal", "helper", "tool"]
+    assert kit.primus("lock", "--check").code == 0
+    assert not (kit.root / "images/locks/local").exists(), "a target without pins has no lock"
+
+
+def test_a_changed_pin_is_named_by_line_and_changes_itself_alone(world: tuple[Kit, Server]) -> None:
+    kit, server = world
+    assert kit.primus("lock").code == 0
+    make_wheel(server.root / "files", "helper", "2.0")
+    kit.edit("versions.yaml", "{wheel: tool, version: 1.0", "{wheel: tool, version: 1.1")
+    stale = kit.primus("lock", "demo", "--check")
+    assert stale.code == 1
+    line = VERSIONS.splitlines().index("      - {wheel: tool, version: 1.0, channel: pypi}") + 1
+    assert stale.out.startswith(f"versions.yaml:{line}:")
+    assert "wheel tool: locked 1.0, wanted 1.1" in stale.out
+    (change,) = json.loads(kit.primus("lock", "--json").out)[0]["changes"]
+    assert change == {"kind": "wheel", "name": "tool", "old": "1.0", "new": "1.1"}
+    refreshed = kit.primus("lock", "--refresh")
+    assert refreshed.code == 0
+    assert [line.split() for line in refreshed.err.splitlines() if "→" in line] == [
+        ["wheel", "helper", "1.0", "→", "2.0"]
+    ]
+
+
+def test_a_fresh_lock_is_not_written_again_and_asks_nobody(world: tuple[Kit, Server]) -> None:
+    kit, server = world
+    assert kit.primus("lock").code == 0
+    stat = (kit.root / LOCK).stat()
+    server.log.clear()
+    again = kit.primus("lock")
+    assert "nothing changed" in again.err
+    assert (kit.root / LOCK).stat().st_mtime_ns == stat.st_mtime_ns
+    assert server.log == []
+
+
+def test_a_failure_leaves_the_old_lock_alone(world: tuple[Kit, Server]) -> None:
+    kit, _ = world
+    assert kit.primus("lock").code == 0
+    text = (kit.root / LOCK).read_text()
+    kit.edit("versions.yaml", "{wheel: tool, version: 1.0", "{wheel: tool, version: 9.9")
+    failed = kit.primus("lock")
+    assert failed.code == 2
+    assert "there is no wheel of tool 9.9" in failed.err
+    kit.edit("versions.yaml", "{wheel: tool, version: 9.9", "{wheel: tool, version: 1.0")
+    kit.edit("versions.yaml", "python: 3.11.2", "python: 3.11.7")
+    failed = kit.primus("lock")
+    assert failed.code == 2
+    assert "states Python 3.11.7, but Debian bookworm has 3.11.2" in failed.err
+    assert (kit.root / LOCK).read_text() == text
+
+
+def test_a_lock_that_is_no_lock_is_named(world: tuple[Kit, Server]) -> None:
+    kit, _ = world
+    kit.write(LOCK, "{")
+    broken = kit.primus("lock", "--check")
+    assert broken.code == 2
+    assert f"{LOCK}:1:2: not JSON" in broken.err

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from primus.errors import HostError
+from primus.images import tools
+from primus.progress import QuietProgress
+
+DEBIAN = 'PRETTY_NAME="Debian GNU/Linux 12"\nID=debian\n'
+
+
+class Listener(QuietProgress):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Debian host as root whose PATH holds only a fake apt-get, which logs and installs `mytool`."""
+    log, folder = tmp_path / "log", tmp_path / "bin"
+    folder.mkdir()
+    apt = folder / "apt-get"
+    apt.write_text(
+        f'#!/bin/sh\necho "$DEBIAN_FRONTEND $*" >> {log}\n'
+        f'case "$*" in *unheard*) echo "E: Unable to locate package unheard" >&2; exit 100;;\n'
+        f'*install*mypackage*) printf "#!/bin/sh\\n" > {folder}/mytool; /bin/chmod +x {folder}/mytool;; esac\n'
+    )
+    apt.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(tools, "_os_release", lambda: DEBIAN)
+    monkeypatch.setattr(tools, "_LISTS", tmp_path / "lists")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    return tmp_path
+
+
+def test_a_tool_that_is_there_costs_nothing(host: Path) -> None:
+    assert tools.need("apt-get", "apt", progress=QuietProgress()) == host / "bin/apt-get"
+    assert not (host / "log").exists()
+
+
+def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
+    listener = Listener()
+    assert tools.need("mytool", "mypackage", progress=listener) == host / "bin/mytool"
+    assert listener.said == [
+        "mytool is missing: installing it with `apt-get install -y --no-install-recommends mypackage`"
+    ]
+    assert (host / "log").read_text().splitlines() == [
+        "noninteractive -q update",
+        "noninteractive install -y --no-install-recommends mypackage",
+    ]
+
+
+def test_fresh_package_lists_are_not_asked_for_again(host: Path) -> None:
+    (host / "lists").mkdir()
+    (host / "lists/mirror_dists_bookworm_InRelease").touch()
+    tools.need("mytool", "mypackage", progress=QuietProgress())
+    assert "update" not in (host / "log").read_text()
+
+
+def test_apt_that_fails_says_why_and_what_to_type(host: Path) -> None:
+    with pytest.raises(HostError) as error:
+        tools.need("mytool", "unheard", progress=QuietProgress())
+    assert "could not be installed: Unable to locate package unheard" in str(error.value)
+    assert "apt-get install -y --no-install-recommends unheard" in str(error.value)
+
+
+def test_apt_that_succeeds_without_the_tool_is_no_success(host: Path) -> None:
+    with pytest.raises(HostError, match="brought no othertool"):
+        tools.need("othertool", "mypackage", progress=QuietProgress())
+
+
+def test_without_root_the_command_is_given(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(HostError) as error:
+        tools.need("mytool", "mypackage", progress=QuietProgress())
+    assert "sudo apt-get install -y --no-install-recommends mypackage" in str(error.value)
+    assert not (host / "log").exists()
+
+
+def test_another_distribution_is_left_alone(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "_os_release", lambda: "ID=fedora\n")
+    with pytest.raises(HostError, match="mytool is missing"):
+        tools.need("mytool", "mypackage", progress=QuietProgress())
+    assert not (host / "log").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "like"),
+    [
+        (DEBIAN, True),
+        ("ID=ubuntu\nID_LIKE=debian\n", True),
+        ('ID=linuxmint\nID_LIKE="ubuntu debian"\n', True),
+        ("ID=fedora\n", False),
+        ("", False),
+    ],
+)
+def test_is_debian_like(text: str, like: bool) -> None:
+    assert tools.is_debian_like(text) is like

@@ -96,9 +96,7 @@ def test_the_images_own_settings(engine, tiny, tmp_path):
     with out.open("wb") as o, open(os.devnull, "rb") as nothing:
         assert engine.run(tiny, Command(), stdin=nothing, stdout=o) == 0
     assert out.read_text() == "the cmd\n"
-    assert (
-        sh(engine, tiny, "pwd; echo $FROM_IMAGE-$MINE", tmp_path, env={"MINE": "a b"})[1] == "/srv\nyes-a b\n"
-    )
+    assert sh(engine, tiny, "pwd; echo $FROM_IMAGE-$MINE", tmp_path, env={"MINE": "a b"})[1] == "/srv\nyes-a b\n"
     assert sh(engine, tiny, "pwd", tmp_path, cwd="/new/place")[1] == "/new/place\n"
 
 
@@ -173,9 +171,7 @@ def test_read_only_root(engine, tiny, tmp_path):
 
 
 def test_no_network_but_loopback(engine, tiny, tmp_path):
-    code, out, _ = sh(
-        engine, tiny, "ip -o link | wc -l; ping -c1 -W1 127.0.0.1 >/dev/null && echo up", tmp_path
-    )
+    code, out, _ = sh(engine, tiny, "ip -o link | wc -l; ping -c1 -W1 127.0.0.1 >/dev/null && echo up", tmp_path)
     assert (code, out) == (0, "1\nup\n")
     code, out, _ = sh(engine, tiny, "ping -c1 -W1 $(hostname) >/dev/null && echo up", tmp_path)
     assert out == "up\n"
@@ -202,9 +198,7 @@ def test_memory_limit(engine, tiny, tmp_path):
 
 def test_cpu_limit(engine, tiny, tmp_path):
     # Ticks of CPU time over ticks of wall time, in percent: another load on this machine only lowers it.
-    script = (
-        "s=$(awk '{print int($1*100)}' /proc/uptime); i=0; while [ $i -lt 400000 ]; do i=$((i+1)); done; "
-    )
+    script = "s=$(awk '{print int($1*100)}' /proc/uptime); i=0; while [ $i -lt 400000 ]; do i=$((i+1)); done; "
     script += "e=$(awk '{print int($1*100)}' /proc/uptime); c=$(awk '{print $14+$15}' /proc/$$/stat); "
     script += "echo $((c*100/(e-s)))"
     assert int(sh(engine, tiny, script, tmp_path, limits=Limits(cpus=0.2))[1]) < 32

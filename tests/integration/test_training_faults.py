@@ -56,9 +56,7 @@ def healthy(python: str, jobs: dict[str, Job]) -> dict[str, Outcome]:
 
 
 @pytest.fixture
-def broken(
-    python: str, jobs: dict[str, Job], tmp_path: Path
-) -> Callable[[str, str], tuple[Outcome, list[str]]]:
+def broken(python: str, jobs: dict[str, Job], tmp_path: Path) -> Callable[[str, str], tuple[Outcome, list[str]]]:
     """Run the named job of the plan with a fault: what it left, and which basic checks fail."""
 
     def run(name: str, fault: str) -> tuple[Outcome, list[str]]:

@@ -19,9 +19,7 @@ def kfd(root: Path, *versions: int, node: bool = True) -> None:
         folder = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
         folder.mkdir(parents=True)
         simds = 0 if number == 0 else 1216
-        (folder / "properties").write_text(
-            f"cpu_cores_count 0\nsimd_count {simds}\ngfx_target_version {version}\n"
-        )
+        (folder / "properties").write_text(f"cpu_cores_count 0\nsimd_count {simds}\ngfx_target_version {version}\n")
     if node:
         (root / "dev").mkdir()
         (root / "dev/kfd").touch()
@@ -140,9 +138,7 @@ def test_a_shell_is_greeted_on_standard_error_only(tmp_path: Path) -> None:
     assert ended.stderr.startswith("Primus v26.11 cpu\n")
 
 
-@pytest.mark.parametrize(
-    "image", [None, "", "{broken", "[]", '{"components": 5}', '{"components": {"a": null}}']
-)
+@pytest.mark.parametrize("image", [None, "", "{broken", "[]", '{"components": 5}', '{"components": {"a": null}}'])
 def test_a_broken_image_file_never_stops_the_command(image: str | None, tmp_path: Path) -> None:
     assert greet("sh", image=image, tmp_path=tmp_path).returncode == 0
 

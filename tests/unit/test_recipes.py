@@ -88,9 +88,7 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
 
 def test_an_unknown_key_is_refused_with_its_place_and_the_nearest_name(edited: Path) -> None:
     change(edited, "  resume_at: 10", "  resume_att: 10\n  resume_at: 10")
-    with pytest.raises(
-        InputError, match=r"no key 'validation.resume_att'; did you mean 'validation.resume_at'"
-    ):
+    with pytest.raises(InputError, match=r"no key 'validation.resume_att'; did you mean 'validation.resume_at'"):
         resolve.resolve(str(edited))
     with pytest.raises(InputError) as caught:
         resolve.resolve(str(edited))
@@ -139,9 +137,7 @@ def test_what_is_no_recipe_is_refused(text: str) -> None:
 
 
 def test_overrides_reach_the_backend_without_its_name() -> None:
-    recipe = resolve.resolve(
-        "llama3-proxy", ["optimizer.lr=0.005", "model.args.dim=64", "checkpoint.enable=true"]
-    )
+    recipe = resolve.resolve("llama3-proxy", ["optimizer.lr=0.005", "model.args.dim=64", "checkpoint.enable=true"])
     assert recipe.get("torchtitan.optimizer.lr", float) == 0.005
     assert recipe.get("model.args.dim", int) == 64
     assert recipe.get("torchtitan.checkpoint.enable", bool) is True
@@ -172,9 +168,7 @@ def test_backend_keys_are_checked_where_the_backend_is_installed(monkeypatch: py
     rules = dict(schema.dataclass_rules(JOB_CONFIG, "JobConfig"))
     settings = load.parse(PROXY.read_text(), "r.yaml")
     rules |= {
-        key.removeprefix("torchtitan."): schema.Rule(types=frozenset())
-        for key in settings
-        if "torchtitan." in key
+        key.removeprefix("torchtitan."): schema.Rule(types=frozenset()) for key in settings if "torchtitan." in key
     }
     monkeypatch.setattr(schema, "torchtitan_rules", lambda: rules)
     resolve.resolve("llama3-proxy")

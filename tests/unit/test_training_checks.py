@@ -11,9 +11,7 @@ from primus.training.logs import Series, Step
 NAN, INF = math.nan, math.inf
 
 
-def series(
-    *losses: float, norms: tuple[float, ...] | None = None, first: int = 1, exact: bool = True
-) -> Series:
+def series(*losses: float, norms: tuple[float, ...] | None = None, first: int = 1, exact: bool = True) -> Series:
     norms = norms or (0.5,) * len(losses)
     return Series(
         steps=tuple(

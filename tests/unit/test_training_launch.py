@@ -90,9 +90,7 @@ def test_a_signal_ends_the_ranks_and_then_the_command(tmp_path: Path, number: si
     assert not alive(int(pid_file.read_text()))
 
 
-def test_train_dry_run_shows_values_with_their_origins(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_train_dry_run_shows_values_with_their_origins(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [
         "train",
         "llama3-proxy",
@@ -122,9 +120,7 @@ def test_train_dry_run_shows_values_with_their_origins(
         (["llama3-proxy", "training.steps=many"], "must be a whole number"),
     ],
 )
-def test_bad_input_is_a_sentence_and_2(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
+def test_bad_input_is_a_sentence_and_2(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert main(["train", *words]) == 2
     assert message in capsys.readouterr().err
 

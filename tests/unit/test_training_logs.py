@@ -21,9 +21,7 @@ def test_reads_a_line_as_torchtitan_0_2_2_prints_it() -> None:
         "memory: -0.00GiB(-0.00%)  tps: 13,986  tflops: 1,234.01  mfu: N/A"
     )
     step = logs.step_in(text)
-    assert step == logs.Step(
-        step=3, loss=6.01418, grad_norm=0.8882, tokens_per_second=13986.0, memory_gib=0.0
-    )
+    assert step == logs.Step(step=3, loss=6.01418, grad_norm=0.8882, tokens_per_second=13986.0, memory_gib=0.0)
 
 
 def test_reads_through_colour() -> None:

@@ -42,9 +42,7 @@ def leave(job: Job, *, exit_code: int = 0, values: dict[int, tuple[float, float]
         "versions": {"torch": "2.13.0+cpu"}, "parameters": 501408, "device": "cpu", "backend": "gloo",
     }  # fmt: skip
     (job.output / "facts.json").write_text(json.dumps(facts))
-    (job.output / "result.json").write_text(
-        json.dumps({"exit_code": exit_code, "seconds": 8.5, "argv": ["x"]})
-    )
+    (job.output / "result.json").write_text(json.dumps({"exit_code": exit_code, "seconds": 8.5, "argv": ["x"]}))
     return JobResult(exit_code=min(exit_code, 1), output=job.output)
 
 
@@ -110,9 +108,7 @@ def test_when_the_base_run_fails_nothing_else_runs_and_nothing_passes(jobs: tupl
     outcomes, failed = judged(jobs, run)
     assert ran == ["base"]
     verdicts = suite.judge(jobs, outcomes)
-    assert {"base: exit code", "base: steps logged", "repeat: exit code", "resume", "accumulation"} <= set(
-        failed
-    )
+    assert {"base: exit code", "base: steps logged", "repeat: exit code", "resume", "accumulation"} <= set(failed)
     made = record.make(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", made="")
     assert made["passed"] is False
     assert "was not run" in page(made)

@@ -67,11 +67,7 @@ def _nvidia(root: Path) -> Found | None:
     names = []
     for gpu in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         model = next(
-            (
-                line.partition(":")[2].strip()
-                for line in _lines(gpu / "information")
-                if line.startswith("Model")
-            ),
+            (line.partition(":")[2].strip() for line in _lines(gpu / "information") if line.startswith("Model")),
             "",
         )
         names.append(model or "unknown NVIDIA GPU")
@@ -80,9 +76,7 @@ def _nvidia(root: Path) -> Found | None:
         names = ["unknown NVIDIA GPU"] * len(nodes)
     if not names:
         return None
-    obstacle = (
-        "" if any(_openable(node) for node in nodes) else "no /dev/nvidia* can be opened: pass --gpus all"
-    )
+    obstacle = "" if any(_openable(node) for node in nodes) else "no /dev/nvidia* can be opened: pass --gpus all"
     return Found(vendor="nvidia", names=tuple(names), usable=not obstacle, obstacle=obstacle)
 
 

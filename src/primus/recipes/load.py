@@ -44,9 +44,7 @@ def find(name: str) -> Path:
         known = names()
         near = get_close_matches(name, known, 1)
         there_are = f"recipes in {folder()}: {', '.join(known)}" if known else f"{folder()} holds no recipes"
-        raise InputError(
-            f"no recipe {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), hint=there_are
-        )
+        raise InputError(f"no recipe {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), hint=there_are)
     return path
 
 
@@ -105,9 +103,7 @@ def _scalar(node: yaml.ScalarNode, key: str, file: str) -> Scalar:
     except yaml.YAMLError as error:
         raise InputError(f"{key}: {node.value!r} is not a plain value", where=_where(node, file)) from error
     if value is not None and not isinstance(value, (str, int, float, bool)):
-        raise InputError(
-            f"{key}: {node.value!r} reads as a {type(value).__name__}; quote it", where=_where(node, file)
-        )
+        raise InputError(f"{key}: {node.value!r} reads as a {type(value).__name__}; quote it", where=_where(node, file))
     return value
 
 

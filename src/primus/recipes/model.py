@@ -68,11 +68,7 @@ class Recipe:
     def section(self, prefix: str) -> dict[str, Value]:
         """All values below ``prefix``, keyed by the rest of their names, in the recipe's order."""
         head = prefix + "."
-        return {
-            key.removeprefix(head): setting.value
-            for key, setting in self.settings.items()
-            if key.startswith(head)
-        }
+        return {key.removeprefix(head): setting.value for key, setting in self.settings.items() if key.startswith(head)}
 
     def asset(self, key: str) -> Path:
         """Where the file or folder named by ``assets.KEY`` is."""

@@ -40,9 +40,7 @@ def _override(word: str, backend: str) -> tuple[str, Setting]:
     key, separator, text = word.partition("=")
     if not separator or not key:
         raise InputError(f"{word!r} is not key=value", where="command line", hint="example: training.steps=5")
-    known = (
-        key in schema.RECIPE or key.startswith(("model.args.", backend)) or key.split(".")[0] in _OWN_SECTIONS
-    )
+    known = key in schema.RECIPE or key.startswith(("model.args.", backend)) or key.split(".")[0] in _OWN_SECTIONS
     try:
         value: Value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:

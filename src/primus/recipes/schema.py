@@ -28,9 +28,7 @@ class Rule:
     def objection(self, value: Value) -> str | None:
         """Why ``value`` is not accepted, as the end of a sentence; None when it is."""
         if self.choices and isinstance(value, str):
-            return (
-                None if value in self.choices else f"must be one of {', '.join(self.choices)}, not {value!r}"
-            )
+            return None if value in self.choices else f"must be one of {', '.join(self.choices)}, not {value!r}"
         given = "None" if value is None else type(value).__name__
         accepted = self.types | ({"int"} if "float" in self.types else frozenset())
         if given in accepted or not self.types:

@@ -57,9 +57,7 @@ def line_chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) ->
         parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 19}" text-anchor="middle">{mark:g}</text>')
     parts.append(f'<line class="axis" x1="{LEFT}" y1="{base}" x2="{WIDTH - RIGHT}" y2="{base}"/>')
     middle_x, middle_y = (LEFT + WIDTH - RIGHT) / 2, (TOP + base) / 2
-    parts.append(
-        f'<text class="label" x="{middle_x}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_title)}</text>'
-    )
+    parts.append(f'<text class="label" x="{middle_x}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_title)}</text>')
     parts.append(
         f'<text class="label" transform="translate(14 {middle_y}) rotate(-90)" text-anchor="middle">'
         f"{escape(y_title)}</text>"
@@ -71,9 +69,7 @@ def line_chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) ->
     return "".join(parts)
 
 
-def _draw(
-    line: Line, across: Callable[[float], float], down: Callable[[float], float], base: float
-) -> list[str]:
+def _draw(line: Line, across: Callable[[float], float], down: Callable[[float], float], base: float) -> list[str]:
     parts: list[str] = []
     run: list[str] = []
 
@@ -85,9 +81,7 @@ def _draw(
     for x, y in line.points:
         if y is None or not math.isfinite(y):
             flush()
-            parts.append(
-                f'<text class="gap" x="{across(x):.1f}" y="{base - 4}" text-anchor="middle">✕</text>'
-            )
+            parts.append(f'<text class="gap" x="{across(x):.1f}" y="{base - 4}" text-anchor="middle">✕</text>')
             continue
         run.append(f"{across(x):.1f},{down(y):.1f}")
         at = f'cx="{across(x):.1f}" cy="{down(y):.1f}"'

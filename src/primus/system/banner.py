@@ -61,9 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
     The codes are those of a shell: 127 for a command that is not found, 126 for one that cannot be run.
     """
-    command = list(argv) or [
-        next((shell for shell in ("/bin/bash", "/bin/sh") if Path(shell).exists()), "sh")
-    ]
+    command = list(argv) or [next((shell for shell in ("/bin/bash", "/bin/sh") if Path(shell).exists()), "sh")]
     with suppress(Exception):
         _greet(command)
     try:

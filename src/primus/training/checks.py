@@ -156,9 +156,7 @@ def precision(facts: Mapping[str, Any], asked: str) -> Verdict:
     linears = facts.get("linears")
     expected = _DTYPES.get(asked, asked)
     if not linears:
-        return Verdict(
-            name="precision", passed=False, reason="the run left no facts on its dtypes", limit=expected
-        )
+        return Verdict(name="precision", passed=False, reason="the run left no facts on its dtypes", limit=expected)
     complaints = [
         f"{count} linear {side}s in {dtype}"
         for side in ("weight", "input", "output")
@@ -167,9 +165,7 @@ def precision(facts: Mapping[str, Any], asked: str) -> Verdict:
     ]
     if not linears["weight_dtypes"]:
         complaints.append("no linear layer was called")
-    complaints += [
-        f"{count} {kind}" for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS
-    ]
+    complaints += [f"{count} {kind}" for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS]
     if asked == "fp32" and (setting := facts.get("float32_matmul_precision")) != "highest":
         complaints.append(f"float32 matmul precision is {setting!r}")
     ran = ", ".join(linears["weight_dtypes"]) or "nothing"
@@ -220,9 +216,7 @@ def _compare(name: str, base: Series, other: Series, tolerance: float, *, first:
     limit = "equal to the last bit" if tolerance == 0 else f"relative gap ≤ {tolerance:g}"
     wanted = [step for step in base.steps if step.step >= first]
     if not wanted:
-        return Verdict(
-            name=name, passed=False, reason="the base run has no steps to compare with", limit=limit
-        )
+        return Verdict(name=name, passed=False, reason="the base run has no steps to compare with", limit=limit)
     worst, at, missing = 0.0, first, []
     for step in wanted:
         twin = other.at(step.step)

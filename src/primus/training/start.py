@@ -42,9 +42,7 @@ def prepare(job: Job) -> None:
         (job.output / "job.json").write_text(render.job_file(job), encoding="utf-8")
         (job.output / "torchtitan.toml").write_text(render.toml(job), encoding="utf-8")
     except OSError as error:
-        raise HostError(
-            f"cannot write to {job.output}: {error.strerror}", hint="choose another --output"
-        ) from error
+        raise HostError(f"cannot write to {job.output}: {error.strerror}", hint="choose another --output") from error
 
 
 def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verdict, ...], Summary]:

@@ -77,9 +77,7 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
         if left is None:
             verdicts.append(Verdict(name=f"{job.name}: exit code", passed=False, reason="was not run"))
             continue
-        verdicts += [
-            replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in outcome.basic_verdicts(left)
-        ]
+        verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in outcome.basic_verdicts(left)]
     nothing = Outcome(job=jobs[0], exit_code=1, series=Series())
     base, repeat, resumed, split = (
         outcomes.get(name, nothing) for name in ("base", "repeat", "resume", "accumulation")
@@ -111,9 +109,7 @@ def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
     first, second = base.facts.get("weights_sha256"), repeat.facts.get("weights_sha256")
     name, limit = "same weights again", "equal" if tolerance == 0 else "told, not judged"
     if first is None or second is None:
-        return Verdict(
-            name=name, passed=False, reason="a run ended without the digest of its weights", limit=limit
-        )
+        return Verdict(name=name, passed=False, reason="a run ended without the digest of its weights", limit=limit)
     equal = first == second
     return Verdict(
         name=name,
@@ -127,16 +123,12 @@ def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
 def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdict:
     """The recipe the runs resolved (inside the image) is the one planned here, byte for byte."""
     wrong = [
-        job.name
-        for job in jobs
-        if job.name not in outcomes or outcomes[job.name].recipe_sha256 != job.recipe.digest
+        job.name for job in jobs if job.name not in outcomes or outcomes[job.name].recipe_sha256 != job.recipe.digest
     ]
     return Verdict(
         name="recipe",
         passed=not wrong,
-        reason=f"another recipe was run in: {', '.join(wrong)}"
-        if wrong
-        else "the runs resolved the planned recipe",
+        reason=f"another recipe was run in: {', '.join(wrong)}" if wrong else "the runs resolved the planned recipe",
         measured=f"{len(jobs) - len(wrong)} of {len(jobs)}",
         limit="all",
     )

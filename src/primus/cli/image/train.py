@@ -33,16 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # argparse alone takes positional words in one go: key=value after an option would be refused.
     parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
     parser.add_argument("recipe", metavar="RECIPE")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="settings that replace the recipe's"
-    )
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the recipe's")
     parser.add_argument("--output", type=Path, help="folder of this run (default: runs/RECIPE-TIME)")
     parser.add_argument("--ranks", type=int, help="processes to start")
     parser.add_argument("--steps", type=int, help="optimizer steps")
     parser.add_argument("--seed", type=int, help="seed of weights and data")
-    parser.add_argument(
-        "--resume-from", type=Path, metavar="DIR", help="a checkpoint, or a run: its newest one"
-    )
+    parser.add_argument("--resume-from", type=Path, metavar="DIR", help="a checkpoint, or a run: its newest one")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved job and start nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
 

@@ -93,9 +93,7 @@ def _register_model(job: dict[str, Any], exact: Path) -> None:
         replace(
             spec,
             model_args={**spec.model_args, FLAVOR: arguments(**job["model"]["args"])},
-            build_metrics_processor_fn=lambda config, dims, _args=None, tag=None: ExactMetrics(
-                config, dims, tag
-            ),
+            build_metrics_processor_fn=lambda config, dims, _args=None, tag=None: ExactMetrics(config, dims, tag),
         ),
     )
 

@@ -25,6 +25,7 @@ def private_dockerd(tmp_path: Path, binary: str = "/usr/sbin/dockerd") -> Iterat
         pytest.skip(f"needs root and {binary} (apt-get install docker.io)")
     # A socket's path must be short, and pytest's are not.
     run = Path(tempfile.mkdtemp(prefix="dockerd-"))
+    tmp_path.mkdir(parents=True, exist_ok=True)
     log = tmp_path / "dockerd.log"
     argv = [
         binary,

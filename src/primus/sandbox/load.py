@@ -25,7 +25,7 @@ _BLOCK = 512
 _PATIENCE_S = 2
 
 
-def connect(timeout_s: float = 600) -> docker.DockerClient:
+def connect(timeout_s: int = 600) -> docker.DockerClient:
     """A client for the engine that DOCKER_HOST or the default socket names, which answered within 2 s.
 
     Raises HostError when none does.

@@ -123,6 +123,9 @@ def load(
             f"the Docker engine refuses {root.name}: {error.explanation or error}",
             hint="look at the free space of its disk (docker system df)",
         ) from error
+    finally:
+        if client is None:
+            engine.close()
     return found
 
 

@@ -107,9 +107,17 @@ def test_a_wrong_type_is_refused_with_its_place(edited: Path) -> None:
     [
         ("ranks: 2", "ranks: true", "must be a whole number"),
         ("precision: fp32", "precision: fp64", "must be one of fp32, bf16"),
-        ("precision: fp32", "precision: bf16", "the torchtitan settings below give fp32"),
+        ("precision: fp32", "precision: bf16", "the torchtitan settings give fp32"),
         ("name: llama3-proxy", "nam: llama3-proxy", "name is missing"),
         ("ranks: 2", "ranks: 0", "at least 1"),
+        ("accumulation: 2", "accumulation: 0", "at least 1"),
+        ("data_parallel_shard_degree: -1", "tensor_parallel_degree: 0", "at least 1"),
+        (
+            "data_parallel_shard_degree: -1",
+            "tensor_parallel_degree: 4",
+            "2 ranks do not divide by TP·PP·CP·replicas = 4",
+        ),
+        ("    steps: 20\n", "", "torchtitan.training.steps: is missing"),
         ("ranks: 2", "ranks: 3", "not a multiple of local batch × data parallel size = 12"),
         ("accumulation: 2", "accumulation: 3", "must divide the local batch of 4"),
         ("corpus: assets/corpus.jsonl", "corpus: assets/gone.jsonl", "there is no"),

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import json
 import math
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from primus.training import logs, metrics
 
@@ -105,3 +109,22 @@ def test_json_lines_hold_no_nan() -> None:
     assert json.loads(text) == {
         "step": 1, "loss": None, "grad_norm": None, "tokens_per_second": 3986.0, "memory_gib": 0.59,
     }  # fmt: skip
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 99), st.floats(0.001, 99)), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_any_interleaving_of_any_number_of_ranks_is_one_series(
+    values: list[tuple[float, float]], ranks: int, order: random.Random
+) -> None:
+    rounded = [(f"{loss:8.5f}", f"{norm:7.4f}") for loss, norm in values]
+    lines = [line(n, loss, norm) for n, (loss, norm) in enumerate(rounded, 1)] * ranks
+    order.shuffle(lines)
+    series = logs.parse_torchtitan("noise\n".join(lines))
+    assert series.problems == ()
+    assert [(step.step, step.loss, step.grad_norm) for step in series.steps] == [
+        (n, float(loss), float(norm)) for n, (loss, norm) in enumerate(rounded, 1)
+    ]
+    assert logs.with_exact(series, dict(enumerate(values, 1))).problems == ()

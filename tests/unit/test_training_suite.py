@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from primus.errors import InputError
+from primus.recipes.resolve import resolve
 from primus.report.html import page
 from primus.report.plot import Line, line_chart, ticks
 from primus.training import outcome, record, start, suite
@@ -183,6 +184,16 @@ def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:
     assert suite.digest(one) != suite.digest(other)
 
 
+def test_a_suite_too_short_to_resume_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="leaves no step of 10 to resume"):
+        suite.plan("llama3-proxy", tmp_path, ["training.steps=10"])
+
+
+def test_the_record_names_the_recipe_as_it_was_asked_for(jobs: tuple[Job, ...]) -> None:
+    made = record.make(jobs, {}, (), target="cpu", image={}, gpu="none", made="")
+    assert made["recipe"]["sha256"] == resolve("llama3-proxy").digest
+
+
 def test_the_toml_is_what_torchtitan_reads(jobs: tuple[Job, ...]) -> None:
     config = tomllib.loads(render.toml(jobs[2]))
     assert config["training"]["steps"] == 20
@@ -194,13 +205,13 @@ def test_the_toml_is_what_torchtitan_reads(jobs: tuple[Job, ...]) -> None:
 
 
 def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: tuple[Job, ...]) -> None:
-    made = render.environment(jobs[0], {"PATH": "/bin", "HF_HUB_OFFLINE": "0"}, gpu=False)
+    made = render.environment(jobs[0], {"PATH": "/bin", "HF_HUB_OFFLINE": "0"})
     assert made["HF_HUB_OFFLINE"] == "1"
     assert made["OMP_NUM_THREADS"] == "1"
     assert made["PATH"] == "/bin"
     for name in ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
         assert made[name].startswith(str(jobs[0].output))
-    assert "OMP_NUM_THREADS" not in render.environment(jobs[0], {}, gpu=True)
+    assert render.environment(jobs[0], {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
 
 
 def test_a_folder_that_holds_a_run_is_not_reused(jobs: tuple[Job, ...]) -> None:

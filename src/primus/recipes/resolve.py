@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -14,7 +15,7 @@ from primus.recipes import load, schema
 from primus.recipes.model import Recipe, Setting, Value
 from primus.recipes.schema import Rule
 
-__all__ = ["derived_precision", "resolve"]
+__all__ = ["data_parallel", "derived_precision", "resolve"]
 
 
 def resolve(name: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -23,7 +24,7 @@ def resolve(name: str, overrides: Sequence[str] = ()) -> Recipe:
     Keys of the backend's section may be given without its name: ``training.steps=5``.
     Raises InputError with the place that set the offending value and, for a key, the nearest valid one.
     """
-    path = load.find(name)
+    path = load.find(name).absolute()
     settings = load.parse(path.read_text(encoding="utf-8"), str(path))
     backend = settings.get("backend")
     prefix = f"{backend.value}." if backend else ""
@@ -80,49 +81,64 @@ def _check_keys(settings: Mapping[str, Setting], path: Path) -> None:
             raise InputError(f"{key} {objection}", where=setting.origin)
 
 
+_TRAINING = "torchtitan.training"
+_AT_LEAST_ONE = (
+    "ranks",
+    f"{_TRAINING}.steps",
+    f"{_TRAINING}.seq_len",
+    f"{_TRAINING}.local_batch_size",
+    "validation.resume_at",
+    "validation.accumulation",
+)
+_MODEL_PARALLEL = tuple(
+    f"torchtitan.parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "context")
+)
+_REPLICAS = "torchtitan.parallelism.data_parallel_replicate_degree"
+
+
 def _check_sense(recipe: Recipe) -> None:
+    """What no schema says: presence, sizes that must divide, files that must exist, one precision."""
+
     def refuse(key: str, why: str, hint: str | None = None) -> None:
         origin = recipe.settings[key].origin if key in recipe.settings else f"{recipe.path}:1:1"
         raise InputError(f"{key}: {why}", where=origin, hint=hint)
 
-    for key in ("ranks", "torchtitan.training.steps", "torchtitan.training.seq_len",
-                "torchtitan.training.local_batch_size"):  # fmt: skip
+    for key in _AT_LEAST_ONE:
         if key not in recipe.settings:
-            refuse(key, "is missing; torchtitan's default would not be visible in the recipe")
-        if recipe.get(key, int) < 1:
+            refuse(key, "is missing; torchtitan's own default would not be visible in the recipe")
+    for key in (*_AT_LEAST_ONE, *_MODEL_PARALLEL, _REPLICAS):
+        if recipe.find(key, 1) < 1:
             refuse(key, "must be at least 1")
     for key in recipe.section("assets"):
         if not recipe.asset(key).exists():
             refuse(f"assets.{key}", f"there is no {recipe.asset(key)}")
 
-    ranks, steps = recipe.get("ranks", int), recipe.steps
-    degrees = 1
-    for kind in ("tensor", "pipeline", "context", "data_parallel_replicate"):
-        name = kind if kind.startswith("data") else f"{kind}_parallel"
-        degrees *= recipe.find(f"torchtitan.parallelism.{name}_degree", 1)
+    ranks = recipe.get("ranks", int)
+    degrees = math.prod(recipe.find(key, 1) for key in (*_MODEL_PARALLEL, _REPLICAS))
     if ranks % degrees:
         refuse("ranks", f"{ranks} ranks do not divide by TP·PP·CP·replicas = {degrees}")
-    model_parallel = degrees // recipe.find("torchtitan.parallelism.data_parallel_replicate_degree", 1)
-    local = recipe.get("torchtitan.training.local_batch_size", int)
-    batch = recipe.find("torchtitan.training.global_batch_size", -1)
-    together = local * ranks // model_parallel
+    local = recipe.get(f"{_TRAINING}.local_batch_size", int)
+    batch = recipe.find(f"{_TRAINING}.global_batch_size", -1)
+    together = local * data_parallel(recipe)
     if batch > 0 and batch % together:
         refuse(
-            "torchtitan.training.global_batch_size",
+            f"{_TRAINING}.global_batch_size",
             f"{batch} is not a multiple of local batch × data parallel size = {together}",
         )
-    if recipe.get("validation.resume_at", int) < 1:
-        refuse("validation.resume_at", "must be at least 1")
     if local % recipe.get("validation.accumulation", int):
         refuse("validation.accumulation", f"must divide the local batch of {local}")
-    proven, asked = derived_precision(recipe), recipe.get("precision", str)
-    if proven != asked:
+    given, asked = derived_precision(recipe), recipe.get("precision", str)
+    if given != asked:
         refuse(
-            "precision", f"{asked} is asked, but the torchtitan settings below give {proven}",
-            "set torchtitan.training.mixed_precision_param (float32: fp32, bfloat16: bf16)",
-        )  # fmt: skip
-    if steps < 1:
-        refuse("torchtitan.training.steps", "must be at least 1")
+            "precision",
+            f"{asked} is asked, but the torchtitan settings give {given}",
+            f"set {_TRAINING}.mixed_precision_param (float32: fp32, bfloat16: bf16)",
+        )
+
+
+def data_parallel(recipe: Recipe) -> int:
+    """How many ranks see different data: all of them ÷ (TP · PP · CP)."""
+    return recipe.get("ranks", int) // math.prod(recipe.find(key, 1) for key in _MODEL_PARALLEL)
 
 
 def derived_precision(recipe: Recipe) -> str:
@@ -134,4 +150,4 @@ def derived_precision(recipe: Recipe) -> str:
     if recipe.section("torchtitan").get("model.converters"):
         return "converted"
     dtype = recipe.find("torchtitan.training.mixed_precision_param", "bfloat16")
-    return {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+    return {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, dtype)

@@ -36,7 +36,7 @@ def make(
     the GPU's name or "none"; ``made`` is the time in ISO 8601, given by the caller. ``passed`` is true only
     when there are verdicts, all of them passed, and every planned job left a series.
     """
-    recipe = jobs[0].recipe
+    recipe = suite.recipe_of(jobs)
     base = outcomes.get(jobs[0].name)
     ran = all(job.name in outcomes and outcomes[job.name].series.steps for job in jobs)
     return {

@@ -12,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from primus.errors import HostError, InputError
-from primus.gpus.detect import detect
 from primus.training import launch, metrics, outcome
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
@@ -48,7 +47,7 @@ def prepare(job: Job) -> None:
 def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verdict, ...], Summary]:
     """Run ``job``, which :func:`prepare` prepared, and judge it by the rules that hold for any run."""
     argv = render.argv(job, sys.executable)
-    environment = render.environment(job, os.environ, gpu=detect().usable)
+    environment = render.environment(job, os.environ)
     ended = launch.run(argv, log=job.output / "log.txt", environment=environment, on_line=on_line)
     left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}
     write_atomically(job.output / "result.json", json.dumps(left, indent=2) + "\n")

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from primus.errors import InputError
 from primus.recipes.model import Recipe
-from primus.recipes.resolve import resolve
+from primus.recipes.resolve import data_parallel, resolve
 from primus.training import checks, outcome
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
@@ -17,7 +18,7 @@ from primus.training.logs import Series
 from primus.training.outcome import Outcome
 from primus.training.torchtitan import render
 
-__all__ = ["digest", "judge", "plan", "run"]
+__all__ = ["digest", "judge", "plan", "recipe_of", "run"]
 
 # Raised when a rule or the plan changes its meaning: a record of another suite proves something else.
 FORMAT = 1
@@ -31,13 +32,18 @@ def plan(recipe: str, root: Path, overrides: Sequence[str] = ()) -> tuple[Job, .
     """
     whole = resolve(recipe, overrides)
     middle = whole.get("validation.resume_at", int)
+    if middle >= whole.steps:
+        raise InputError(
+            f"validation.resume_at: {middle} leaves no step of {whole.steps} to resume",
+            where=whole.settings["validation.resume_at"].origin,
+        )
     base = _job("base", recipe, root, overrides, "checkpoint.enable=true", f"checkpoint.interval={middle}")
     repeat = _job("repeat", recipe, root, overrides)
     resumed = replace(
         _job("resume", recipe, root, overrides), resume_from=base.output / "checkpoint" / f"step-{middle}"
     )
     asked = render.expected_facts(base)
-    local, together = asked["local_batch_size"], asked["accumulation_steps"] * render.data_parallel(whole)
+    local, together = asked["local_batch_size"], asked["accumulation_steps"] * data_parallel(whole)
     parts = whole.get("validation.accumulation", int)
     split = _job(
         "accumulation", recipe, root, overrides,
@@ -50,6 +56,11 @@ def plan(recipe: str, root: Path, overrides: Sequence[str] = ()) -> tuple[Job, .
 
 def _job(name: str, recipe: str, root: Path, overrides: Sequence[str], *more: str) -> Job:
     return Job(name=name, recipe=resolve(recipe, [*overrides, *more]), output=root / name)
+
+
+def recipe_of(jobs: Sequence[Job]) -> Recipe:
+    """The recipe as the caller asked for it: that of the one job the suite adds nothing to."""
+    return next(job.recipe for job in jobs if job.name == "repeat")
 
 
 def run(jobs: Sequence[Job], run_job: Callable[[Job], JobResult]) -> dict[str, Outcome]:
@@ -82,7 +93,7 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
     base, repeat, resumed, split = (
         outcomes.get(name, nothing) for name in ("base", "repeat", "resume", "accumulation")
     )
-    recipe = jobs[0].recipe
+    recipe = recipe_of(jobs)
 
     def limit(key: str) -> float:
         return recipe.get(f"validation.{key}", float)

@@ -1,7 +1,7 @@
 """Breaks torchtitan on purpose. Python imports this at start-up when its folder is on PYTHONPATH.
 
-``PRIMUS_FAULT`` names the fault. A module of torchtitan is changed after it was loaded; the code under test is
-the shipped code, unchanged and unaware.
+``PRIMUS_FAULT`` names the fault. A module of torchtitan is changed after it was loaded; the code under test
+is the shipped code, unchanged and unaware.
 """
 
 from __future__ import annotations

@@ -15,8 +15,17 @@ from typing import Any, NoReturn
 __all__ = ["apply", "leave"]
 
 
-def apply() -> None:
-    """Make the CPU torchtitan's device, on this process only."""
+def apply(threads: int) -> None:
+    """Make the CPU torchtitan's device, on this process only.
+
+    ``threads`` is fixed, whatever the environment says: sums are then always taken in the same order, and a
+    run can be repeated to the last bit.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    # All ranks are on this machine. Without a name gloo looks the host's up, which a sandbox may not know.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _device()
     _barrier()
     _gradient_reduction()

@@ -27,8 +27,7 @@ def main(argv: list[str]) -> None:
 
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
-        cpu.apply()
-        torch.set_num_threads(int(job["threads"]))
+        cpu.apply(int(job["threads"]))
     _register_corpus()
     exact = Path(job["output"]) / "exact.jsonl"
     _register_model(job, exact)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primus.recipes.model import Recipe, Value
+from primus.recipes.model import Value
+from primus.recipes.resolve import data_parallel
 from primus.training.job import Job
 
-__all__ = ["argv", "checkpoints", "data_parallel", "environment", "expected_facts", "job_file", "toml"]
+__all__ = ["argv", "checkpoints", "environment", "expected_facts", "job_file", "toml"]
 
 ENTRY = "primus.training.torchtitan.entry"
 
@@ -93,11 +94,12 @@ def argv(job: Job, python: str) -> list[str]:
         "--nproc-per-node", str(job.recipe.get("ranks", int)),
         # Port 0: jobs side by side never meet. The address is named so that no host name is looked up.
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
+        "--log-dir", str(job.output / "cache" / "torchrun"),
         "-m", ENTRY, "--job.config_file", str(job.output / "torchtitan.toml"),
     ]  # fmt: skip
 
 
-def environment(job: Job, given: Mapping[str, str], *, gpu: bool) -> dict[str, str]:
+def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
     """The environment of the ranks, made from ``given``: no network, caches in the job's own folder.
 
     The root file system may be read-only, the user id unknown to the system and HOME not writable.
@@ -115,24 +117,10 @@ def environment(job: Job, given: Mapping[str, str], *, gpu: bool) -> dict[str, s
         "PYTHONDONTWRITEBYTECODE": "1",
         "NO_COLOR": "1",
     }
-    if not gpu:
-        # One thread per rank: sums are then always taken in the same order.
-        made |= {
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "TP_SOCKET_IFNAME": "lo",
-        }
+    # torchrun's own default, which it only announces loudly when it is not set.
+    made.setdefault("OMP_NUM_THREADS", "1")
     made.setdefault("USER", "primus")
     return made
-
-
-def data_parallel(recipe: Recipe) -> int:
-    """How many ranks see different data: all of them ÷ (TP · PP · CP)."""
-    ranks = recipe.get("ranks", int)
-    for name in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
-        ranks //= recipe.find(f"torchtitan.parallelism.{name}_degree", 1)
-    return ranks
 
 
 def expected_facts(job: Job) -> dict[str, Any]:

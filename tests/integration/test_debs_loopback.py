@@ -38,6 +38,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]
     make_deb(pool, "python3.11-minimal", "3.11.2-6+deb12u9", needs="libthing (>= 1)", padding=400_000)
     make_deb(pool, "libthing", "1.0-1")
     make_deb(pool, "unrelated", "1")
+    make_deb(pool, "apt", "2.6.1")
     index_debs(root, "bookworm")
     with serve(root) as server:
         _use(tmp_path, monkeypatch, f"deb [trusted=yes] {server.url}/ bookworm main\n")

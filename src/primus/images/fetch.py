@@ -140,14 +140,15 @@ class _Work:
         for thread in threads:
             thread.start()
         try:
-            for thread in threads:
-                while thread.is_alive() and not self._failed:
-                    thread.join(0.1)
+            # Not join(): Python 3.11 takes a thread for dead whose join is interrupted.
+            while not self._failed and any(thread.is_alive() for thread in threads):
+                time.sleep(0.02)
         finally:
             # On a failure or Ctrl-C the rest get a moment to leave their parts tidy, and no more than that.
             self._stop.set()
-            for thread in threads:
-                thread.join(0.5)
+            until = time.monotonic() + 0.5
+            while time.monotonic() < until and any(thread.is_alive() for thread in threads):
+                time.sleep(0.02)
         if self._failed:
             raise self._failed[0]
         if self._gone:

@@ -88,6 +88,7 @@ def build_images(
     store.prepare()
     if rehash:
         _drop_damaged(project, plans)
+    before = {plan.key: image for plan in plans if (image := current(store, plan)) is not None}
     with choose_progress(quiet) as progress:
         workshop = Workshop(project=project, files=FileCache(project.work / "files"), progress=progress, engine=engine)
         todo = missing(plans, workshop.done)
@@ -95,7 +96,7 @@ def build_images(
             plans = _fetch(project, workshop, plans, may_relock=not (locked or offline), offline=offline)
             todo = missing(plans, workshop.done)
         done_here = run_actions(workshop, todo)
-        return [current(store, plan) or assemble(project, plan, done_here) for plan in plans]
+        return [before.get(plan.key) or assemble(project, plan, done_here) for plan in plans]
 
 
 def _fetch(

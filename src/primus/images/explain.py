@@ -47,7 +47,7 @@ def changes(state: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:
     out: the cause is named, not its echo.
     """
     if state is None:
-        return [Change(action=plan.target, input="image", old=None, new="never built")]
+        return [Change(action="image", input=plan.ref, old=None, new="its first build")]
     old, new = state["inputs"], tree_record(plan)
     found: list[Change] = []
     for name in (*new["actions"], *(n for n in old["actions"] if n not in new["actions"])):
@@ -60,7 +60,7 @@ def changes(state: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:
                     input="layer" if kind != "build" else "build",
                     old=_summary(before),
                     new=_summary(after),
-                    where=_where(after or before),
+                    where=_where(after) if after else "",
                 )
             )
         elif before["key"] != after["key"]:
@@ -73,7 +73,7 @@ def changes(state: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:
 def _summary(action: Mapping[str, Any] | None) -> str | None:
     if action is None:
         return None
-    return ", ".join(f"{n} {v[0]}" for n, v in list(action["inputs"].items())[:3] if n != "assembler")
+    return ", ".join(f"{n} {short(v[0])}" for n, v in list(action["inputs"].items())[:3] if n != "assembler")
 
 
 def _where(action: Mapping[str, Any]) -> str:

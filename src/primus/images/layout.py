@@ -58,9 +58,7 @@ def _index(store: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise HostError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{path} is no OCI image index: {error}", hint="delete the store and build again"
-        ) from error
+        raise InputError(f"{path} is no OCI image index: {error}", hint="delete the store and build again") from error
 
 
 def image_refs(store: Path) -> list[str]:
@@ -86,9 +84,7 @@ def open_image(store: Path, ref: str) -> OciImage:
     """Read the image called ``ref``. InputError for an unknown or broken one, HostError when unreadable."""
     entry = next((e for e in reversed(_index(store)) if e["annotations"][REF_NAME] == ref), None)
     if entry is None:
-        raise InputError(
-            f"no image {ref!r} in {store}", hint=f"there are {', '.join(image_refs(store)) or 'none'}"
-        )
+        raise InputError(f"no image {ref!r} in {store}", hint=f"there are {', '.join(image_refs(store)) or 'none'}")
     digest = str(entry["digest"])
     try:
         manifest_bytes = _verified(store, digest)
@@ -124,9 +120,7 @@ def _verified(store: Path, digest: str) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise HostError(
-            f"blob {digest} cannot be read: {error.strerror} ({path})", hint="build it again"
-        ) from error
+        raise HostError(f"blob {digest} cannot be read: {error.strerror} ({path})", hint="build it again") from error
     found = "sha256:" + hashlib.sha256(data).hexdigest()
     if found != digest:
         raise HostError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from primus.images.action import ImagePlan
+from primus.images.action import Action, ImagePlan
 from primus.images.store import Store
 
 __all__ = ["bytes_text", "outline", "outline_text"]
@@ -24,12 +25,17 @@ def outline(store: Store, plan: ImagePlan) -> list[dict[str, Any]]:
                 "kind": action.kind,
                 "key": action.key,
                 "do": "reuse" if layer else "build",
-                "bytes": layer.blob.size if layer else sum(f.size for f in action.files),
+                "bytes": layer.blob.size if layer else _source_bytes(action),
                 "digest": layer.blob.digest if layer else None,
                 "inputs": len(action.files) or len(action.tree),
             }
         )
     return rows
+
+
+def _source_bytes(action: Action) -> int:
+    tree = (Path(action.root) / name for name, kind, _ in action.tree if kind != "link")
+    return sum(f.size for f in action.files) + sum(path.stat().st_size for path in tree)
 
 
 def outline_text(plan: ImagePlan, rows: list[dict[str, Any]]) -> str:

@@ -36,6 +36,7 @@ class Target:
     environment: tuple[Variable, ...] = described("Environment of every container.", default=())
     entrypoint: tuple[str, ...] = described("Command that every command line is given to.", default=())
     command: tuple[str, ...] = described("Command line when none is given.", default=())
+    recipes: tuple[str, ...] = described("Recipes that validate it, the default first.", default=())
     workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
     compression: Literal["zstd", "gzip"] = described("How layers are compressed.", default="zstd")
     budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)

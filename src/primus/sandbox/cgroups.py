@@ -59,9 +59,7 @@ class _Controller:
 
 def limited(name: str, limits: Limits) -> Groups:
     """Make control groups ``name`` that enforce ``limits``; HostError when this machine or user cannot."""
-    wanted = [
-        key for key, value in (("memory", limits.memory_bytes), ("cpu", limits.cpus)) if value is not None
-    ]
+    wanted = [key for key, value in (("memory", limits.memory_bytes), ("cpu", limits.cpus)) if value is not None]
     made: list[Path] = []
     try:
         found = {key: _find(key) for key in wanted}
@@ -74,8 +72,7 @@ def limited(name: str, limits: Limits) -> Groups:
     except OSError as error:
         Groups(paths=tuple(made)).remove()
         raise HostError(
-            f"this machine does not let you set a {' or '.join(wanted)} limit: {error.strerror} "
-            f"({error.filename})",
+            f"this machine does not let you set a {' or '.join(wanted)} limit: {error.strerror} ({error.filename})",
             hint="run as root, use --engine docker, or start primus without the limit under: "
             "systemd-run --user --scope -p MemoryMax=… -p CPUQuota=…",
         ) from error

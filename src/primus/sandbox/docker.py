@@ -65,13 +65,9 @@ class DockerEngine:
             options = _options(root, command, image, terminal)
             return _run(client, options, _Streams(stdin, stdout, stderr, terminal))
         except docker.errors.APIError as error:
-            raise HostError(
-                f"the Docker engine refuses to run {root.name}: {error.explanation or error}"
-            ) from error
+            raise HostError(f"the Docker engine refuses to run {root.name}: {error.explanation or error}") from error
         except requests.RequestException as error:
-            raise HostError(
-                f"the Docker engine stopped answering: {error}", hint="look at its log"
-            ) from error
+            raise HostError(f"the Docker engine stopped answering: {error}", hint="look at its log") from error
         finally:
             client.close()
 
@@ -115,8 +111,7 @@ def _sweep(client: docker.DockerClient) -> None:
 def _options(root: RootFs, command: Command, image: str, terminal: bool) -> dict[str, Any]:
     check_mounts(command)
     binds = [
-        f"{mount.source.absolute()}:{mount.target}:{'ro' if mount.read_only else 'rw'}"
-        for mount in command.mounts
+        f"{mount.source.absolute()}:{mount.target}:{'ro' if mount.read_only else 'rw'}" for mount in command.mounts
     ]
     settings = root.config.get("config") or {}
     host: dict[str, Any] = {
@@ -163,9 +158,7 @@ class _NoInit(Exception):
     """The engine was installed without docker-init."""
 
 
-def _once(
-    client: docker.DockerClient, options: dict[str, Any], host: dict[str, Any], streams: _Streams
-) -> int:
+def _once(client: docker.DockerClient, options: dict[str, Any], host: dict[str, Any], streams: _Streams) -> int:
     import docker
 
     api = client.api

@@ -201,9 +201,7 @@ def _unpack_in_namespace(root: RootFs, cache: Path, wanted: list[str]) -> None:
     report_read, report_write = os.pipe()
     argv, env = userns.helper("primus.sandbox.unpack_helper", str(job_fd), str(report_write))
     try:
-        with userns.child(
-            argv, pass_fds=(job_fd, report_write), env=env, stdin=subprocess.DEVNULL, cwd="/"
-        ) as process:
+        with userns.child(argv, pass_fds=(job_fd, report_write), env=env, stdin=subprocess.DEVNULL, cwd="/") as process:
             os.close(report_write)
             report_write = -1
             code = process.wait()

@@ -30,6 +30,4 @@ def choose(name: str = "auto", say: Callable[[str], None] | None = None) -> Engi
             if lack is None:
                 return engine
             lacks[candidate] = lack
-    raise HostError(
-        "nothing here can run an image: " + "; ".join(f"{n}: {lack}" for n, lack in lacks.items())
-    )
+    raise HostError("nothing here can run an image: " + "; ".join(f"{n}: {lack}" for n, lack in lacks.items()))

@@ -119,9 +119,7 @@ def _become(who: Identity) -> None:
         os.setresgid(who.gid, who.gid, who.gid)
         os.setresuid(who.uid, who.uid, who.uid)
     except OSError as error:
-        raise HostError(
-            f"cannot become user {who.uid}:{who.gid}, which is outside your subordinate ids"
-        ) from error
+        raise HostError(f"cannot become user {who.uid}:{who.gid}, which is outside your subordinate ids") from error
 
 
 def _execute(argv: list[str], env: dict[str, str]) -> None:

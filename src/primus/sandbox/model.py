@@ -161,9 +161,7 @@ def check_mounts(command: Command) -> None:
     """InputError for a mount or device that cannot be."""
     for mount in command.mounts:
         if not mount.target.startswith("/") or mount.target.strip("/") in ("", "proc", "sys", "dev"):
-            raise InputError(
-                f"{mount.target!r} is no place for a mount", hint="give an absolute path inside the image"
-            )
+            raise InputError(f"{mount.target!r} is no place for a mount", hint="give an absolute path inside the image")
         if not mount.source.exists():
             raise InputError(
                 f"{mount.source} does not exist, so it cannot be mounted at {mount.target}",

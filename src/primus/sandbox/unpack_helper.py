@@ -17,9 +17,7 @@ def main(args: list[str]) -> int:
     job = channel.unpack(int(args[0]))
     try:
         for entry in job["layers"]:
-            unpack_layer(
-                LayerRef(**entry["layer"]), Path(entry["blob"]), Path(job["cache"]), user_namespace=True
-            )
+            unpack_layer(LayerRef(**entry["layer"]), Path(entry["blob"]), Path(job["cache"]), user_namespace=True)
     except (PrimusError, OSError) as error:
         channel.report(int(args[1]), error)
         return 1

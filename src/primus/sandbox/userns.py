@@ -108,9 +108,7 @@ def missing() -> tuple[str, str] | None:
     if absent:
         return f"{' and '.join(absent)} is not installed", "as root: apt-get install uidmap"
     user, uid = _user()
-    lacking = [
-        str(path) for path in (Path("/etc/subuid"), Path("/etc/subgid")) if not _ranges(path, user, uid)
-    ]
+    lacking = [str(path) for path in (Path("/etc/subuid"), Path("/etc/subgid")) if not _ranges(path, user, uid)]
     if lacking:
         return (
             f"user {user} has no subordinate ids in {' and '.join(lacking)}",
@@ -131,9 +129,7 @@ def _map(ranges: Sequence[_Range], own: int) -> list[str]:
 class Namespace:
     """Starts processes that are root of a new user namespace (or, for root, plain processes)."""
 
-    def start(
-        self, argv: Sequence[str], *, pass_fds: Sequence[int] = (), **options: Any
-    ) -> subprocess.Popen[bytes]:
+    def start(self, argv: Sequence[str], *, pass_fds: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
         """Start ``argv`` and return it running; ``options`` go to Popen. HostError when refused."""
         if not needed():
             return subprocess.Popen(list(argv), pass_fds=tuple(pass_fds), **options)
@@ -191,8 +187,7 @@ class Namespace:
             if done.returncode:
                 raise HostError(
                     f"{tool} refuses the ids that {path} gives to {user}: {done.stderr.strip()}",
-                    hint=f"{tool} must be setuid root and ranges must not overlap: "
-                    "apt-get install --reinstall uidmap",
+                    hint=f"{tool} must be setuid root and ranges must not overlap: apt-get install --reinstall uidmap",
                 )
 
 

@@ -42,9 +42,7 @@ def identity(spec: str | None, passwd: Path, group: Path) -> Identity:
     if row is None and user.isdigit():
         row = next((r for r in users if r[2] == user), None)
     if row is None and not user.isdigit():
-        raise InputError(
-            f"the image has no user {user!r}", hint="name one of its users, or a numeric uid[:gid]"
-        )
+        raise InputError(f"the image has no user {user!r}", hint="name one of its users, or a numeric uid[:gid]")
     uid, gid = (int(row[2]), int(row[3])) if row else (int(user), 0)
     name = row[0] if row else ""
     known = [r for r in _rows(group, 3) if r[2].isdigit()]
@@ -52,9 +50,7 @@ def identity(spec: str | None, passwd: Path, group: Path) -> Identity:
     if wanted:
         match = next((r for r in known if r[0] == wanted), None)
         if match is None and not wanted.isdigit():
-            raise InputError(
-                f"the image has no group {wanted!r}", hint="name one of its groups, or a numeric gid"
-            )
+            raise InputError(f"the image has no group {wanted!r}", hint="name one of its groups, or a numeric gid")
         gid = int(match[2]) if match else int(wanted)
     elif name:
         groups = tuple(int(r[2]) for r in known if len(r) > 3 and name in r[3].split(","))

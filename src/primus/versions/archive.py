@@ -135,7 +135,8 @@ def debian_stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str,
     if not any(suite in stanza["Suites"].split() for stanza in found.values()):
         raise HostError(
             f"apt on this host names no source of Debian {suite}",
-            hint="set PRIMUS_DEBIAN_MIRROR to the URIs of a Debian mirror and its debian-security (and PRIMUS_DEBIAN_KEYRING to its keyring)",
+            hint="set PRIMUS_DEBIAN_MIRROR to the URIs of a Debian mirror and its debian-security "
+            "(and PRIMUS_DEBIAN_KEYRING to its keyring)",
         )
     return tuple(found.values())
 

@@ -131,30 +131,33 @@ class Indexes:
         # pip trusts the system's store; requests alone would not see a company's own CA there.
         return configured or ssl.get_default_verify_paths().cafile or True
 
-    def links(self, session: requests.Session, name: str) -> Iterator[Link]:
-        """Every file offered for the project ``name``, nearest first: local places before remote ones.
-
-        Raises HostError when a place does not answer; a place that does not know the project is passed over.
-        """
+    def places(self, name: str) -> tuple[str, ...]:
+        """Pages and folders that may offer files of the project ``name``, local ones first."""
         pages = [url.rstrip("/") + f"/{name}/" for url in self.index_urls]
-        places = sorted((*self.find_links, *pages), key=lambda place: _local(place) is None)
-        for place in places:
-            local = _local(place)
-            yield from _folder(local) if local is not None else self._page(session, place)
+        return tuple(sorted((*self.find_links, *pages), key=lambda place: local_path(place) is None))
+
+    def offers(self, session: requests.Session, place: str) -> tuple[Link, ...]:
+        """What one place offers; nothing when it does not know the project. HostError when it does not answer."""
+        local = local_path(place)
+        if local is not None:
+            return _folder(local)
+        answer = self._answer(session, place)
+        if answer is None:
+            return ()
+        text, kind, final = answer
+        return parse_page(text, kind, final)
+
+    def links(self, session: requests.Session, name: str) -> Iterator[Link]:
+        """Every file offered for the project ``name``, place after place. Raises HostError like :meth:`offers`."""
+        for place in self.places(name):
+            yield from self.offers(session, place)
 
     def probe(self, name: str) -> None:
         """Raise HostError within seconds when an index does not answer (asked for the page of ``name``)."""
         session = self.session()
         for url in self.index_urls:
-            if _local(url) is None:
+            if local_path(url) is None:
                 self._answer(session, url.rstrip("/") + f"/{name}/", head=True)
-
-    def _page(self, session: requests.Session, url: str) -> tuple[Link, ...]:
-        answer = self._answer(session, url)
-        if answer is None:
-            return ()
-        text, kind, final = answer
-        return parse_page(text, kind, final)
 
     def _answer(self, session: requests.Session, url: str, head: bool = False) -> tuple[str, str, str] | None:
         import requests
@@ -182,7 +185,7 @@ class Indexes:
 
         import requests
 
-        local = _local(url)
+        local = local_path(url)
         if local is not None:
             return local.stat().st_size, None
         plain = {"Accept-Encoding": "identity"}
@@ -211,7 +214,7 @@ class Indexes:
         import requests
 
         digest = hashlib.sha256()
-        local = _local(url)
+        local = local_path(url)
         if local is not None:
             with local.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
@@ -317,9 +320,6 @@ def local_path(url: str) -> Path | None:
     if parts.scheme in ("file", "copy"):
         return Path(url2pathname(parts.path))
     return Path(url).expanduser() if parts.scheme == "" else None
-
-
-_local = local_path
 
 
 def _folder(path: Path) -> tuple[Link, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from primus.progress import Progress
@@ -15,12 +15,12 @@ __all__ = ["Stale", "resolve", "stale"]
 Stale = frozenset[str]
 
 
-def stale(request: Request, previous: Lock | None, refresh: bool) -> Stale:
+def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: Collection[LockedFile] = ()) -> Stale:
     """The parts to resolve anew: ``"wheels"``, ``"sdists"`` and ``"base NAME"``."""
     parts = {f"base {name}" for name in request.bases} | {"wheels", "sdists"}
     if previous is None or refresh:
         return frozenset(parts)
-    changed: set[str] = set()
+    changed = {{"wheel": "wheels", "sdist": "sdists"}.get(f.kind, f"base {f.base}") for f in gone}
     for one in drift(previous, request):
         kind, _, rest = one.pin.partition(" ")
         if kind in ("architecture", "python"):
@@ -32,13 +32,24 @@ def stale(request: Request, previous: Lock | None, refresh: bool) -> Stale:
     return frozenset(changed & parts)
 
 
-def resolve(request: Request, *, previous: Lock | None, refresh: bool = False, progress: Progress) -> Lock:
+def resolve(
+    request: Request,
+    *,
+    previous: Lock | None,
+    refresh: bool = False,
+    gone: Collection[LockedFile] = (),
+    progress: Progress,
+) -> Lock:
     """The lock that answers ``request``. With ``refresh`` nothing of ``previous`` is kept.
+
+    ``gone`` are files of ``previous`` that no source offers any more: they and what hangs on them are taken anew.
 
     Raises InputError when the pins cannot be met and HostError when a source is out of reach.
     """
-    parts = stale(request, previous, refresh)
-    keep = {} if refresh or previous is None else {f.name: f.version for f in previous.of("wheel")}
+    parts = stale(request, previous, refresh, gone)
+    keep: dict[str, str] = {}
+    if previous is not None and not refresh:
+        keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
     work: list[Callable[[], Sequence[LockedFile]]] = []
     kept: list[LockedFile] = []
     if "wheels" in parts:

@@ -150,7 +150,8 @@ def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -
         if done.returncode != 0 or not out.is_file():
             if constraints and not pip_failure_hides_network(done.stderr):
                 return None
-            raise explain(done.stderr)
+            # pip writes what failed to stderr and why to stdout.
+            raise explain(f"{done.stderr}\n{done.stdout}\n\n")
         report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     if report.get("environment", {}).get("python_version") != request.python:
         raise HostError(
@@ -159,27 +160,31 @@ def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -
     return report
 
 
-def explain(stderr: str) -> InputError | HostError:
-    """pip's error output as one sentence and what to do."""
-    if pip_failure_hides_network(stderr):
+def explain(output: str) -> InputError | HostError:
+    """pip's output on failing as one sentence and what to do."""
+    if pip_failure_hides_network(output):
         return HostError(
             "a Python index stopped answering while pip resolved", hint="check the network and run it again"
         )
+    if "DO NOT MATCH THE HASHES" in output:
+        return HostError(
+            "a Python index serves other bytes than it announces", hint="do not trust that index; choose another mirror"
+        )
     missing = re.search(
-        r"satisfies the requirement ([A-Za-z0-9._-]+)==?=?([^ ]+)[^\n]*\(from versions: ([^)]*)\)", stderr
+        r"satisfies the requirement ([A-Za-z0-9._-]+)==?=?([^ ]+)[^\n]*\(from versions: ([^)]*)\)", output
     )
     if missing:
         offered = [] if missing[3].strip() == "none" else [v.strip() for v in missing[3].split(",")]
         return _no_such(missing[1], missing[2], offered, "wheel")
     # ResolutionImpossible: the lines between the heading and the advice are the conflict itself.
-    conflict = re.search(r"The conflict is caused by:\n(.*?)\n\n", stderr, re.S)
+    conflict = re.search(r"The conflict is caused by:\n(.*?)\n\n", output, re.S)
     if conflict:
         lines = [line.strip() for line in conflict[1].splitlines() if line.strip()]
         return InputError("the pins do not fit together: " + "; ".join(lines), hint="change one pin in versions.yaml")
-    python = re.search(r"ERROR: (Package .* requires a different Python[^\n]*)", stderr)
+    python = re.search(r"ERROR: (Package .* requires a different Python[^\n]*)", output)
     if python:
         return InputError(python[1], hint="pin a version for the base's Python")
-    lines = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR:")]
+    lines = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR:")]
     return InputError("pip found no answer: " + (lines[0] if lines else "no reason given"))
 
 

@@ -22,9 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from primus.cli.host.targets import add_store_argument
 
     parser.add_argument("target", metavar="TARGET", help="cpu, h200, mi300x, …")
-    parser.add_argument(
-        "--tag", metavar="NAME:TAG", help="name in the engine (default: rocm/primus:RELEASE-TARGET)"
-    )
+    parser.add_argument("--tag", metavar="NAME:TAG", help="name in the engine (default: rocm/primus:RELEASE-TARGET)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_store_argument(parser)
 
@@ -37,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
     image = image_of(args.target, args.store)
     tag = args.tag or f"rocm/primus:{image.ref}"
     if not _TAG.match(tag):
-        raise InputError(
-            f"--tag {tag!r} is no image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu"
-        )
+        raise InputError(f"--tag {tag!r} is no image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
     sent = 0
 
     def count(amount: int) -> None:

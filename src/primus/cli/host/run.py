@@ -49,9 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K=V|K",
         help="set a variable; K alone copies yours",
     )
-    parser.add_argument(
-        "--device", action="append", default=[], metavar="DEV", help="show a host device inside"
-    )
+    parser.add_argument("--device", action="append", default=[], metavar="DEV", help="show a host device inside")
     parser.add_argument("--memory", metavar="SIZE", help="most memory, e.g. 2g")
     parser.add_argument("--shm-size", metavar="SIZE", help="most that /dev/shm may hold (default: 8g)")
     parser.add_argument("--cpus", type=float, metavar="N", help="most CPU cores, e.g. 1.5")
@@ -69,9 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="start through the image's entrypoint (default: yes)",
     )
-    parser.add_argument(
-        "-t", "--tty", action="store_true", default=None, help="give it a terminal in any case"
-    )
+    parser.add_argument("-t", "--tty", action="store_true", default=None, help="give it a terminal in any case")
     add_store_argument(parser)
 
 
@@ -130,9 +126,7 @@ def _mount(item: str) -> Mount:
     parts = item.split(":")
     mode = parts.pop() if len(parts) > 2 and parts[-1] in ("ro", "rw") else "rw"
     if len(parts) != 2 or not parts[0] or not parts[1].startswith("/"):
-        raise InputError(
-            f"-v {item!r} is no volume", hint="-v SOURCE:/path/inside, with :ro to forbid writing"
-        )
+        raise InputError(f"-v {item!r} is no volume", hint="-v SOURCE:/path/inside, with :ro to forbid writing")
     from primus.sandbox.model import Mount
 
     return Mount(source=Path(parts[0]).expanduser(), target=parts[1], read_only=mode == "ro")
@@ -144,7 +138,5 @@ def _bytes(option: str, text: str | None) -> int | None:
     found = _SIZE.match(text.strip())
     amount = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
     if amount < 1 << 20:
-        raise InputError(
-            f"{option} {text!r} is no size of at least 1 MiB", hint=f"{option} 512m, {option} 2g"
-        )
+        raise InputError(f"{option} {text!r} is no size of at least 1 MiB", hint=f"{option} 512m, {option} 2g")
     return amount

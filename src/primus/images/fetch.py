@@ -1,0 +1,219 @@
+"""Bring locked files into the cache, through the host's own pip and apt configuration; only what is missing.
+
+A file is accepted by its sha256 alone, wherever it lies, so a mirror, a local folder and the origin are all as good.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from primus.errors import HostError
+from primus.images.download import Meter, NotThere, Stopped, WrongBytes, download, speed
+from primus.images.filecache import FileCache
+from primus.progress import Progress
+from primus.versions.indexes import Indexes
+from primus.versions.lock import LockedFile
+from primus.versions.pool import Pool, locate
+
+__all__ = ["FetchResult", "GoneError", "fetch", "missing"]
+
+# Smaller files only move the bar of all: a line each for a hundred small debs hides what matters.
+_OWN_BAR = 16_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchResult:
+    """What a fetch did; ``size`` counts the bytes of the files that came in."""
+
+    fetched: tuple[LockedFile, ...]
+    kept: int
+    size: int
+
+
+class GoneError(HostError):
+    """Locked files that no source offers any more: ``files``. Lock them again, or find a source that has them."""
+
+    def __init__(self, files: Sequence[LockedFile]) -> None:
+        super().__init__(
+            f"no source offers any more: {_names(files)}",
+            hint="take their successors: primus lock --refresh; or point pip or apt at an archive that keeps them",
+        )
+        self.files = tuple(files)
+
+
+def missing(files: Sequence[LockedFile], cache: FileCache) -> tuple[LockedFile, ...]:
+    """The files that the cache lacks, each content once."""
+    lacking = {f.sha256: f for f in files if not cache.has(f.sha256, f.size)}
+    return tuple(lacking.values())
+
+
+def fetch(
+    files: Sequence[LockedFile],
+    cache: FileCache,
+    *,
+    suites: Mapping[str, str],
+    architecture: str = "amd64",
+    offline: bool = False,
+    progress: Progress,
+    jobs: int = 4,
+) -> FetchResult:
+    """Bring every file into the cache. ``suites`` maps base names to Debian suites.
+
+    Raises GoneError when sources no longer have files, HostError when a source is out of reach, offers other bytes,
+    or the disk is full; WrongBytes is such a HostError. What was fetched before stays.
+    """
+    wanted = missing(files, cache)
+    kept = len({f.sha256 for f in files}) - len(wanted)
+    if not wanted:
+        return FetchResult(fetched=(), kept=kept, size=0)
+    if offline:
+        raise HostError(
+            f"offline, and {len(wanted)} file{'s are' if len(wanted) > 1 else ' is'} not here: {_names(wanted)}",
+            hint="run it once without --offline",
+        )
+    began, size = time.monotonic(), sum(f.size for f in wanted)
+    progress.start("fetch", "fetch", size)
+    places = _Places(wanted, suites, architecture, progress)
+    work = _Work(places, cache, progress)
+    # Long files first: the last one alone on the line would be the longest wait.
+    work.run(sorted(wanted, key=lambda f: -f.size), jobs)
+    progress.finish("fetch", f"{len(wanted)} files, {speed(size, began)}")
+    return FetchResult(fetched=wanted, kept=kept, size=size)
+
+
+class _Places:
+    """Where to look for each kind of file; read from the host once, when first needed."""
+
+    def __init__(
+        self, wanted: Sequence[LockedFile], suites: Mapping[str, str], architecture: str, progress: Progress
+    ) -> None:
+        self._wanted, self._suites, self._architecture, self._progress = wanted, suites, architecture, progress
+        self._guards = {"indexes": threading.Lock(), "pools": threading.Lock()}
+
+    @cached_property
+    def _indexes(self) -> Indexes:
+        return Indexes.of_host()
+
+    @property
+    def indexes(self) -> Indexes:
+        with self._guards["indexes"]:
+            return self._indexes
+
+    @cached_property
+    def _pools(self) -> dict[str, Pool]:
+        pools: dict[str, Pool] = {}
+        for base in sorted({f.base for f in self._wanted if f.kind == "deb" and f.base}):
+            debs = [f for f in self._wanted if f.base == base]
+            pools[base] = locate(debs, self._suites[base], self._architecture)
+        return pools
+
+    def pool(self, base: str) -> Pool:
+        with self._guards["pools"]:
+            return self._pools[base]
+
+
+class _Work:
+    """Daemon threads over a queue: Ctrl-C must not wait for a server that stalls."""
+
+    def __init__(self, places: _Places, cache: FileCache, progress: Progress) -> None:
+        self._places, self._cache, self._progress = places, cache, progress
+        self._stop = threading.Event()
+        self._gone: list[LockedFile] = []
+        self._failed: list[BaseException] = []
+
+    def run(self, files: Sequence[LockedFile], jobs: int) -> None:
+        todo: queue.SimpleQueue[LockedFile] = queue.SimpleQueue()
+        for file in files:
+            todo.put(file)
+        threads = [
+            threading.Thread(target=self._worker, args=(todo,), daemon=True) for _ in range(min(jobs, len(files)))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)
+        except BaseException:
+            self._stop.set()
+            for thread in threads:
+                thread.join(0.5)
+            raise
+        if self._failed:
+            raise self._failed[0]
+        if self._gone:
+            raise GoneError(sorted(self._gone, key=lambda f: f.name))
+
+    def _worker(self, todo: queue.SimpleQueue[LockedFile]) -> None:
+        while not self._stop.is_set():
+            try:
+                file = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self._one(file)
+            except Stopped:
+                return
+            except NotThere:
+                self._gone.append(file)
+            except BaseException as error:  # noqa: BLE001 - carried to the caller's thread and raised there
+                self._failed.append(error)
+                self._stop.set()
+                return
+
+    def _one(self, file: LockedFile) -> None:
+        meter, began = Meter(self._progress, file, file.size >= _OWN_BAR), time.monotonic()
+        meter.begin()
+        if file.kind == "deb":
+            self._deb(file, meter)
+        else:
+            self._python(file, meter)
+        meter.end(speed(file.size, began))
+
+    def _deb(self, file: LockedFile, meter: Meter) -> None:
+        pool = self._places.pool(file.base or "")
+        for url in pool.urls(file):
+            try:
+                return self._take(file, url, pool.get(), meter)
+            except NotThere:
+                continue
+        raise NotThere(file.file)
+
+    def _python(self, file: LockedFile, meter: Meter) -> None:
+        indexes = self._places.indexes
+        session = indexes.session()
+        refused: HostError | None = None
+
+        def get(url: str, headers: Mapping[str, str]) -> object:
+            return indexes.get(session, url, headers=headers)
+
+        for place in indexes.places(file.name):
+            try:
+                offers = [link for link in indexes.offers(session, place) if link.file == file.file]
+            except HostError as error:
+                refused = refused or error
+                continue
+            for link in offers:
+                if link.sha256 not in (None, file.sha256):
+                    refused = refused or WrongBytes(file, str(link.sha256), link.url)
+                    continue
+                try:
+                    return self._take(file, link.url, get, meter)
+                except NotThere:
+                    continue
+                except WrongBytes as error:
+                    refused = refused or error
+        raise refused or NotThere(file.file)
+
+    def _take(self, file: LockedFile, url: str, get: Callable[..., object], meter: Meter) -> None:
+        download(file, url, self._cache, get=get, meter=meter, stop=self._stop)  # type: ignore[arg-type]
+
+
+def _names(files: Sequence[LockedFile]) -> str:
+    shown = ", ".join(f.label for f in files[:5])
+    return shown + (f" and {len(files) - 5} more" if len(files) > 5 else "")

@@ -1,0 +1,133 @@
+"""Run the validation suite in an image, a container per job, and keep the evidence."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from primus.errors import InputError
+from primus.images.roots import root_of_image
+
+if TYPE_CHECKING:
+    from primus.images.project import Project
+    from primus.training.job import Job, JobResult
+
+__all__ = ["outcome_text", "validate"]
+
+_INSIDE = Path("/out")
+
+
+def validate(
+    project: Project, target: str, *, recipe: str | None, output: Path, engine: str, quiet: bool
+) -> tuple[dict[str, Any], Path]:
+    """Train ``recipe`` in the image of ``target``; the record, and the folder it lies in.
+
+    The recipe is resolved here and again in the image; a difference between the two fails the record.
+    """
+    from primus.report.html import page
+    from primus.sandbox.engines import choose
+    from primus.training import record as records
+    from primus.training import suite
+
+    name = recipe or _default_recipe(project, target)
+    runner = choose(engine)
+    root = root_of_image(project.store, project.work / "unpacked", target, release=project.versions.release)
+    folder = output / target / Path(name).stem
+    jobs = suite.plan(_recipe_file(project, name), _INSIDE)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def run_job(job: Job) -> JobResult:
+        from primus.sandbox.model import Command, Mount
+        from primus.training.job import JobResult
+
+        here = folder / job.output.relative_to(_INSIDE)
+        _clear(here)
+        if not quiet:
+            _say(f"▸ {job.name}: primus {' '.join(job.arguments())}")
+        command = Command(
+            argv=("primus", *job.arguments()),
+            env={"PRIMUS_NO_BANNER": "1"},
+            mounts=(Mount(source=folder, target=str(_INSIDE), read_only=False),),
+            tty=False,
+        )
+        with (folder / f"{job.name}.console.txt").open("wb") as log:
+            code = runner.run(root, command, stdout=log, stderr=log if quiet else None)
+        return JobResult(exit_code=code, output=here)
+
+    outcomes = suite.run(jobs, run_job)
+    state = project.store.images()[root.name]
+    evidence = records.make(
+        jobs,
+        outcomes,
+        suite.judge(jobs, outcomes),
+        target=target,
+        image={"ref": root.name, "manifest": state["digest"], "content": _content(root.config_bytes)},
+        gpu="none",
+        made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        extra={"engine": runner.name},
+    )
+    records.write(evidence, folder / "record.json")
+    (folder / "report.html").write_text(page(evidence), encoding="utf-8")
+    return evidence, folder
+
+
+def _default_recipe(project: Project, target: str) -> str:
+    recipes = project.target(target).recipes
+    if not recipes:
+        raise InputError(
+            f"target {target} names no recipe", where=project.target_place(target), hint="primus validate --recipe NAME"
+        )
+    return recipes[0]
+
+
+def _recipe_file(project: Project, name: str) -> str:
+    path = project.root / "recipes" / f"{name}.yaml"
+    return str(path) if path.is_file() else name
+
+
+def _content(config: bytes) -> str:
+    from primus.images.canonical import digest_of
+
+    return digest_of(config)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an earlier validation left, so that none of it can be taken for this one's."""
+    import shutil
+
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _say(text: str) -> None:
+    import sys
+
+    print(text, file=sys.stderr, flush=True)
+
+
+def outcome_text(record: dict[str, Any], folder: Path) -> str:
+    """Verdicts and the loss in a few lines."""
+    lines = []
+    for verdict in record["verdicts"]:
+        sign = "✓" if verdict["passed"] else "✗"
+        lines.append(f"  {sign} {verdict['name']}: {verdict['reason']}")
+    losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
+    if losses:
+        lines.append(f"  loss {losses[0]:.4f} → {losses[-1]:.4f} over {len(losses)} steps  {_spark(losses)}")
+    failed = sum(not v["passed"] for v in record["verdicts"])
+    lines.append(
+        f"{'FAILED' if not record['passed'] else 'passed'}: {len(record['verdicts']) - failed} checks passed, "
+        f"{failed} failed"
+    )
+    lines.append(f"  → {os.path.relpath(folder / 'report.html')}")
+    return "\n".join(lines)
+
+
+def _spark(values: list[float]) -> str:
+    """The curve in one line of text."""
+    low, high = min(values), max(values)
+    blocks = "▁▂▃▄▅▆▇█"
+    step = max(1, len(values) // 40)
+    return "".join(blocks[round((v - low) / (high - low or 1) * 7)] for v in values[::step])

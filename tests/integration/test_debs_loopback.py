@@ -1,0 +1,186 @@
+"""apt's resolver and our fetch against a real Debian archive on 127.0.0.1."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loopback import Server, index_debs, make_deb, serve
+from primus.errors import HostError, InputError
+from primus.images.fetch import GoneError, fetch
+from primus.images.filecache import FileCache
+from primus.progress import QuietProgress
+from primus.versions.debs import resolve_debs
+from primus.versions.lock import BaseRequest, LockedFile, Request
+from primus.versions.relock import resolve
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt"),
+]
+
+SUITES = {"b": "bookworm"}
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    root = tmp_path / "www"
+    pool = root / "pool"
+    make_deb(pool, "core", "1:1.0-1", essential=True, needs="usrmerge | usr-is-merged")
+    make_deb(pool, "usrmerge", "37", needs="perl-all")
+    make_deb(pool, "usr-is-merged", "37")
+    make_deb(pool, "perl-all", "5.36-1")
+    make_deb(pool, "python3.11-minimal", "3.11.2-6+deb12u9", needs="libthing (>= 1)", padding=400_000)
+    make_deb(pool, "libthing", "1.0-1")
+    make_deb(pool, "unrelated", "1")
+    index_debs(root, "bookworm")
+    with serve(root) as server:
+        _use(tmp_path, monkeypatch, f"deb [trusted=yes] {server.url}/ bookworm main\n")
+        yield server
+
+
+def _use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str) -> None:
+    parts = tmp_path / "sources.list.d"
+    parts.mkdir(exist_ok=True)
+    (parts / "test.list").write_text(sources)
+    conf = tmp_path / "apt.conf"
+    conf.write_text(
+        f'Dir::Etc::sourcelist "/dev/null";\nDir::Etc::sourceparts "{parts}";\nAcquire::http::Proxy "DIRECT";\n'
+    )
+    monkeypatch.setenv("APT_CONFIG", str(conf))
+    for name in ("PRIMUS_DEBIAN_MIRROR", "PRIMUS_DEBIAN_KEYRING", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def _base(*packages: str, python: str = "3.11.2") -> BaseRequest:
+    return BaseRequest(suite="bookworm", python=python, packages=packages or ("python3.11-minimal",))
+
+
+def _resolve(base: BaseRequest) -> dict[str, LockedFile]:
+    return {f.name: f for f in resolve_debs("b", base, "amd64", progress=QuietProgress())}
+
+
+def _fetch(files: object, cache: FileCache) -> None:
+    fetch(list(files), cache, suites=SUITES, progress=QuietProgress())  # type: ignore[call-overload]
+
+
+def test_closure_is_essential_and_asked_without_usrmerge(archive: Server) -> None:
+    found = _resolve(_base())
+    assert set(found) == {"core", "usr-is-merged", "python3.11-minimal", "libthing"}
+    core = found["core"]
+    data = (archive.root / "pool" / core.file).read_bytes()
+    assert (core.version, core.file, core.base) == ("1:1.0-1", "core_1.0-1_amd64.deb", "b")
+    assert (core.size, core.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+def test_what_this_host_has_installed_does_not_matter(archive: Server) -> None:
+    """dpkg, bash and libc6 are installed here; an archive without them still resolves to its own packages alone."""
+    assert not {"dpkg", "bash", "libc6"} & set(_resolve(_base()))
+
+
+def test_wrong_python_and_unknown_package_are_named(archive: Server) -> None:
+    with pytest.raises(InputError, match=r"states Python 3\.11\.9, but Debian bookworm has 3\.11\.2"):
+        _resolve(_base(python="3.11.9"))
+    with pytest.raises(InputError, match="Debian bookworm has no package nothere"):
+        _resolve(_base("nothere"))
+
+
+def test_unmet_needs_are_one_sentence(archive: Server) -> None:
+    make_deb(archive.root / "pool", "broken", "1", needs="libthing (>= 9)")
+    index_debs(archive.root, "bookworm")
+    with pytest.raises(InputError, match=r"do not fit together: .*broken : Depends: libthing \(>= 9\)"):
+        _resolve(_base("broken"))
+
+
+def test_unreachable_archive_answers_in_seconds(
+    archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = _resolve(_base()).values()
+    _use(tmp_path, monkeypatch, "deb [trusted=yes] http://me:SECRET@127.0.0.1:9/ bookworm main\n")
+    for work in (lambda: _resolve(_base()), lambda: _fetch(files, FileCache(tmp_path / "c"))):
+        began = time.monotonic()
+        with pytest.raises(HostError, match="the Debian archive does not answer: connection refused") as caught:
+            work()
+        assert time.monotonic() - began < 5
+        assert "SECRET" not in str(caught.value)
+
+
+def test_a_suite_the_archive_lacks_is_named(archive: Server) -> None:
+    with pytest.raises(HostError, match="it has no such suite"):
+        resolve_debs(
+            "b", BaseRequest(suite="trixie", python="3.13.5", packages=("a",)), "amd64", progress=QuietProgress()
+        )
+
+
+def test_an_untrusted_archive_is_refused(archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(tmp_path, monkeypatch, f"deb {archive.url}/ bookworm main\n")
+    with pytest.raises(HostError, match="the Debian archive"):
+        _resolve(_base())
+
+
+def test_debs_are_fetched_resumed_and_verified(archive: Server, tmp_path: Path) -> None:
+    files = _resolve(_base())
+    python = files["python3.11-minimal"]
+    archive.faults.cut["/pool/" + python.file] = [150_000]
+    cache = FileCache(tmp_path / "c")
+    _fetch(files.values(), cache)
+    assert all(cache.verify(f.sha256) for f in files.values())
+    assert archive.asked(python.file) == [None, "bytes=150000-"]
+
+
+def test_a_file_archive_needs_no_server(archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(tmp_path, monkeypatch, f"deb [trusted=yes] file:{archive.root}/ bookworm main\n")
+    archive.log.clear()
+    files = _resolve(_base())
+    cache = FileCache(tmp_path / "c")
+    _fetch(files.values(), cache)
+    assert all(cache.verify(f.sha256) for f in files.values())
+    assert archive.log == []
+
+
+def test_a_vanished_deb_is_gone_and_locked_again(archive: Server, tmp_path: Path) -> None:
+    request = Request(target="t", channel="debian", python="3.11", bases={"b": _base()})
+    lock = resolve(request, previous=None, progress=QuietProgress())
+    pool = archive.root / "pool"
+    (pool / "libthing_1.0-1_amd64.deb").unlink()
+    make_deb(pool, "libthing", "1.0-2")
+    index_debs(archive.root, "bookworm")
+    cache = FileCache(tmp_path / "c")
+    with pytest.raises(GoneError, match=r"libthing 1\.0-1") as caught:
+        _fetch(lock.files, cache)
+    assert [f.name for f in caught.value.files] == ["libthing"]
+    assert resolve(request, previous=lock, progress=QuietProgress()) == lock, "without being told, a lock stays"
+    again = resolve(request, previous=lock, gone=caught.value.files, progress=QuietProgress())
+    assert {f.name: f.version for f in again.files} == {f.name: f.version for f in lock.files} | {"libthing": "1.0-2"}
+    _fetch(again.files, cache)
+    assert all(cache.verify(f.sha256) for f in again.files)
+
+
+def test_a_deb_that_left_the_index_but_not_the_pool_is_still_found(archive: Server, tmp_path: Path) -> None:
+    files = _resolve(_base())
+    make_deb(archive.root / "pool", "libthing", "1.0-2")
+    index_debs(archive.root, "bookworm", keep=lambda file: file != "libthing_1.0-1_amd64.deb")
+    cache = FileCache(tmp_path / "c")
+    _fetch(files.values(), cache)
+    assert cache.verify(files["libthing"].sha256)
+
+
+def test_credentials_in_auth_conf_reach_the_pool(
+    archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive.faults.login = ("me", "SECRET")
+    with pytest.raises(HostError):
+        _resolve(_base())
+    netrc = tmp_path / "auth.conf"
+    netrc.write_text("machine http://127.0.0.1 login me password SECRET\n")
+    with (tmp_path / "apt.conf").open("a") as conf:
+        conf.write(f'Dir::Etc::netrc "{netrc}";\n')
+    files = _resolve(_base())
+    cache = FileCache(tmp_path / "c")
+    _fetch(files.values(), cache)
+    assert all(cache.verify(f.sha256) for f in files.values())

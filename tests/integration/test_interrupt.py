@@ -1,0 +1,134 @@
+"""An interrupt at any moment: the store stays valid, the next run goes on, two builders do not disturb each other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from project_kit import Kit, make_project
+
+pytestmark = pytest.mark.integration
+
+SIZE = 30_000_000
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    kit = make_project(tmp_path / "project")
+    for part in ("alpha", "beta"):
+        kit.write(f"parts/{part}/blob", random.Random(part).randbytes(SIZE))
+    return kit
+
+
+def assert_valid(store: Path) -> None:
+    """Every blob hashes to its name, whatever happened."""
+    for blob in (store / "blobs/sha256").iterdir():
+        with blob.open("rb") as stream:
+            assert hashlib.file_digest(stream, "sha256").hexdigest() == blob.name
+    json.loads((store / "index.json").read_bytes())
+
+
+def start(kit: Kit, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        kit.command("build", "demo", *words),
+        cwd=kit.root,
+        env=kit.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_killed_at_any_moment(kit: Kit, how: signal.Signals) -> None:
+    want = kit.build("demo", "--store", "clean").digest
+    moments = random.Random(how)
+    ended_early = 0
+    for _ in range(8):
+        process = start(kit)
+        time.sleep(moments.uniform(0.05, 0.7))
+        process.send_signal(how)
+        out, err = process.communicate(timeout=60)
+        assert "Traceback" not in err
+        if process.returncode == 0:
+            assert out.splitlines()[-1] == want
+        else:
+            ended_early += 1
+        if (kit.root / ".primus/store/index.json").exists():
+            assert_valid(kit.root / ".primus/store")
+        for path in (kit.root / ".primus/store/targets").glob("*"):
+            path.unlink()
+        victims = sorted((kit.root / ".primus/store/actions").glob("*"))
+        if victims:
+            moments.choice(victims).unlink()
+    assert ended_early >= 3, "the interrupts came too late to prove anything"
+    assert kit.build().digest == want
+    assert_valid(kit.root / ".primus/store")
+    assert list((kit.root / ".primus/store/tmp").iterdir()) == []
+
+
+def test_ctrl_c_says_what_is_kept(kit: Kit) -> None:
+    process = start(kit)
+    time.sleep(0.35)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    if process.returncode != 0:
+        assert process.returncode == 130
+        assert "what was finished is kept" in err
+
+
+def test_two_builders_share_the_work(kit: Kit) -> None:
+    builders = [start(kit, "--json") for _ in range(3)]
+    results = [json.loads(b.communicate(timeout=120)[0])["images"][0] for b in builders]
+    assert len({r["digest"] for r in results}) == 1
+    for name in ("alpha", "beta", "recipes"):
+        made = [line["built"] for r in results for line in r["layers"] if line["name"] == name]
+        assert sum(made) == 1, f"{name} was made {sum(made)} times"
+    assert_valid(kit.root / ".primus/store")
+
+
+def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
+    kit = make_project(tmp_path / "project")
+    with (kit.root / "parts/alpha/blob").open("wb") as stream:
+        for _ in range(60):
+            stream.write(os.urandom(1 << 20) * 10)
+    process = subprocess.Popen(kit.command("build", "demo"), cwd=kit.root, env=kit.env, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert usage.ru_maxrss < 300_000, f"{usage.ru_maxrss} KiB for a layer of 600 MiB"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_full_disk_is_a_sentence_and_loses_nothing(kit: Kit, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", disk], check=True)
+    try:
+        store = str(disk / "store")
+        result = kit.primus("build", "demo", "--store", store)
+        assert result.code == 3
+        assert "is full" in result.err
+        assert_valid(disk / "store")
+        assert list((disk / "store/tmp").iterdir()) == []
+        subprocess.run(["mount", "-o", "remount,size=200m", disk], check=True)
+        assert kit.build("demo", "--store", store).digest == kit.build().digest
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_read_only_store_is_a_sentence(kit: Kit, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    result = kit.primus("build", "demo", "--store", str(file / "store"))
+    assert result.code == 3
+    assert "cannot write" in result.err

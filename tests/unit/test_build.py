@@ -1,0 +1,213 @@
+"""The engine through its command line: only what changed, the same bytes, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from project_kit import Kit, make_project
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    return make_project(tmp_path / "project")
+
+
+def blobs(kit: Kit, store: str = ".primus/store") -> list[Path]:
+    return sorted((kit.root / store / "blobs/sha256").iterdir())
+
+
+def test_last_line_is_the_digest_of_the_manifest(kit: Kit) -> None:
+    result = kit.build()
+    index = json.loads((kit.root / ".primus/store/index.json").read_bytes())
+    (entry,) = index["manifests"]
+    assert result.digest == entry["digest"]
+    assert entry["annotations"]["org.opencontainers.image.ref.name"] == "v26.11-demo"
+    assert "3 layers built, 0 reused" in result.err
+
+
+def test_second_build_does_nothing(kit: Kit) -> None:
+    first = kit.build()
+    before = {p: p.stat().st_mtime_ns for p in blobs(kit)}
+    second = kit.build()
+    assert second.digest == first.digest
+    assert "nothing to do" in second.err
+    assert {p: p.stat().st_mtime_ns for p in blobs(kit)} == before
+
+
+def test_two_stores_two_folders_same_digest(kit: Kit, tmp_path: Path) -> None:
+    digest = kit.build().digest
+    copy = Kit(tmp_path / "elsewhere" / "deep")
+    shutil.copytree(kit.root, copy.root, symlinks=True, ignore=shutil.ignore_patterns(".primus"))
+    for path in copy.root.rglob("*"):
+        if not path.is_symlink():
+            os.utime(path, (1, 1))
+    old = os.umask(0o077)
+    try:
+        assert copy.build().digest == digest
+        assert copy.build("demo", "--store", str(tmp_path / "store")).digest == digest
+    finally:
+        os.umask(old)
+
+
+def test_only_the_changed_component_is_built(kit: Kit) -> None:
+    first = kit.build().digest
+    kit.write("parts/beta/blob", b"new")
+    assert kit.layers() == {"alpha": False, "beta": True, "recipes": False}
+    kit.write("parts/beta/blob", ("beta" * 251).encode()[:1000])
+    again = kit.build()
+    assert again.digest == first, "the old input gives the old image"
+    assert "0 layers built" in again.err
+
+
+def test_targets_share_layers(kit: Kit) -> None:
+    kit.build("demo")
+    before = len(blobs(kit))
+    result = json.loads(kit.build("demo", "other", "--json").out)
+    assert [line["built"] for line in result["images"][1]["layers"]] == [False] * 3
+    assert len(blobs(kit)) == before + 1, "another image with the same settings is one manifest"
+
+
+def test_mode_link_added_and_removed_files_are_changes(kit: Kit) -> None:
+    digests = [kit.build().digest]
+    (kit.root / "parts/alpha/sub/run").chmod(0o644)
+    digests.append(kit.build().digest)
+    (kit.root / "parts/alpha/link").unlink()
+    digests.append(kit.build().digest)
+    kit.write("parts/alpha/new", "")
+    digests.append(kit.build().digest)
+    assert len(set(digests)) == 4
+
+
+def test_environment_change_builds_no_layer(kit: Kit) -> None:
+    kit.build()
+    kit.edit("images/demo.yaml", "red", "blue")
+    assert not any(kit.layers().values())
+
+
+def test_missing_blob_is_built_again(kit: Kit) -> None:
+    first = kit.build().digest
+    result = json.loads(kit.build("--json", "demo").out)
+    digest = result["images"][0]["layers"][1]["digest"]
+    (kit.root / ".primus/store/blobs/sha256" / digest.removeprefix("sha256:")).unlink()
+    assert kit.layers() == {"alpha": False, "beta": True, "recipes": False}
+    assert kit.build().digest == first
+
+
+def test_damaged_blob_is_found_and_built_again(kit: Kit) -> None:
+    first = kit.build().digest
+    result = json.loads(kit.build("--json", "demo").out)
+    digest = result["images"][0]["layers"][0]["digest"]
+    path = kit.root / ".primus/store/blobs/sha256" / digest.removeprefix("sha256:")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+    again = kit.build("demo", "--rehash")
+    assert "alpha: blob" in again.err
+    assert "is damaged" in again.err
+    assert again.digest == first
+    assert path.read_bytes() != bytes(data)
+
+
+def test_unreadable_state_only_costs_a_look(kit: Kit) -> None:
+    first = kit.build().digest
+    for path in (kit.root / ".primus/store").glob("targets/*.json"):
+        path.write_text("{")
+    for path in (kit.root / ".primus/cache").iterdir():
+        path.write_text("[")
+    assert kit.build().digest == first
+
+
+def test_overlap_names_both_owners_and_ships_nothing(kit: Kit) -> None:
+    kit.edit("versions.yaml", "/opt/beta", "/opt/alpha")
+    result = kit.primus("build", "demo")
+    assert result.code == 1
+    assert "/opt/alpha/blob is in both alpha" in result.err
+    assert "beta" in result.err
+    assert json.loads((kit.root / ".primus/store/index.json").read_bytes())["manifests"] == []
+
+
+def test_over_budget_names_the_largest(kit: Kit) -> None:
+    kit.write("images/demo.yaml", (kit.root / "images/demo.yaml").read_text() + "budget_gb: 0.0000001\n")
+    result = kit.primus("build", "demo")
+    assert result.code == 1
+    assert "its budget is 0.00 GB: " in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("build", "dmo"), "did you mean 'demo'?"),
+        (("build",), "name a target"),
+        (("plan", "x"), "no target is called 'x'"),
+        (("build", "demo", "--project", "/nonexistent"), "no versions.yaml"),
+    ],
+)
+def test_bad_input_is_a_sentence(kit: Kit, words: tuple[str, ...], sentence: str) -> None:
+    result = kit.primus(*words)
+    assert result.code == 2
+    assert sentence in result.err
+
+
+def test_missing_folder_is_named(kit: Kit) -> None:
+    shutil.rmtree(kit.root / "parts/beta")
+    result = kit.primus("build", "demo")
+    assert result.code == 2
+    assert "parts/beta: there is no such folder" in result.err
+
+
+def test_unknown_component_has_its_line(kit: Kit) -> None:
+    kit.edit("images/demo.yaml", "beta", "betta")
+    result = kit.primus("build", "demo")
+    assert result.code == 2
+    assert "images/demo.yaml:3:21: no component is called 'betta'" in result.err
+    assert "did you mean 'beta'?" in result.err
+
+
+def test_dry_run_and_plan_build_nothing(kit: Kit) -> None:
+    for words in (("build", "demo", "--dry-run"), ("plan", "demo")):
+        result = kit.primus(*words)
+        assert result.code == 0
+        assert "3 to build" in result.out
+        assert not (kit.root / ".primus/store").exists()
+
+
+def test_image_is_a_valid_oci_image(kit: Kit) -> None:
+    digest = kit.build().digest
+    store = kit.root / ".primus/store/blobs/sha256"
+    manifest = json.loads((store / digest.removeprefix("sha256:")).read_bytes())
+    config = json.loads((store / manifest["config"]["digest"].removeprefix("sha256:")).read_bytes())
+    assert manifest["mediaType"] == "application/vnd.oci.image.manifest.v1+json"
+    assert len(config["rootfs"]["diff_ids"]) == len(manifest["layers"]) == len(config["history"]) == 3
+    assert config["config"]["Env"] == ["COLOR=red"]
+    assert config["created"] == "2026-11-20T00:00:00Z"
+    for name in ("created", "title", "description", "version", "source"):
+        assert f"org.opencontainers.image.{name}" in manifest["annotations"]
+
+
+def test_noop_imports_nothing_heavy(kit: Kit) -> None:
+    kit.build()
+    code = (
+        "import sys; from primus.cli.main import main; code = main(['build', 'demo']);"
+        "heavy = {'docker', 'requests', 'torch', 'jsonschema', 'yaml', 'rich', 'zstandard', 'tarfile', 'nox',"
+        " 'importlib.metadata', 'subprocess', 'concurrent.futures'} & set(sys.modules);"
+        "print(sorted(heavy)); sys.exit(code or bool(heavy))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=kit.root, env=kit.env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_store_is_read_by_its_parts(kit: Kit) -> None:
+    """Every record points to blobs that are there."""
+    kit.build("demo", "other")
+    for record in (kit.root / ".primus/store/actions").iterdir():
+        layer = json.loads(record.read_bytes())["layer"]
+        assert (kit.root / ".primus/store/blobs/sha256" / layer["blob"]["digest"].removeprefix("sha256:")).is_file()

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primus.errors import HostError, InputError
+from primus.versions.archive import debian_stanzas, parse_sources, suite_of
+from primus.versions.debs import check_python, parse_records, parse_uris, upstream
+from primus.versions.lock import BaseRequest
+
+HOST = """\
+# a comment
+Types: deb
+URIs: http://mirror.example/debian
+Suites: bookworm bookworm-updates
+Components: main contrib
+Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
+
+Types: deb
+URIs: http://mirror.example/debian-security
+Suites: bookworm-security
+Components: main
+Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
+
+Types: deb
+URIs: http://vendor.example/apt
+Suites: bookworm
+Components: main
+Signed-By: /usr/share/keyrings/vendor.gpg
+
+Enabled: no
+Types: deb
+URIs: http://off.example/debian
+Suites: bookworm
+Components: main
+"""
+
+
+def _pairs(suite: str, host: str = HOST, deb822: bool = True) -> list[tuple[str, str]]:
+    return [(s["URIs"], s["Suites"]) for s in debian_stanzas(parse_sources(host, deb822), suite, {})]
+
+
+def test_sources_of_another_suite_come_from_the_hosts_own() -> None:
+    assert _pairs("trixie") == [
+        ("http://mirror.example/debian", "trixie trixie-updates"),
+        ("http://mirror.example/debian-security", "trixie-security"),
+    ]
+
+
+def test_sid_has_no_pockets() -> None:
+    assert _pairs("sid") == [("http://mirror.example/debian", "sid")]
+
+
+def test_vendor_and_disabled_sources_stay_out_and_components_are_main() -> None:
+    stanzas = debian_stanzas(parse_sources(HOST, True), "bookworm", {})
+    assert not any("vendor" in s["URIs"] or "off." in s["URIs"] for s in stanzas)
+    assert {s["Components"] for s in stanzas} == {"main"}
+    assert all("debian-archive" in s["Signed-By"] for s in stanzas)
+
+
+def test_one_line_sources_keep_their_options() -> None:
+    text = (
+        "deb [arch=amd64 trusted=yes] http://m.example/debian bookworm main # c\n"
+        "deb-src http://m.example/debian bookworm main\n"
+    )
+    (stanza,) = debian_stanzas(parse_sources(text, False), "trixie", {})
+    assert stanza["Trusted"] == "yes"
+    assert stanza["Architectures"] == "amd64"
+    assert stanza["Suites"] == "trixie"
+
+
+def test_a_host_without_debian_says_what_to_set() -> None:
+    ubuntu = "deb http://archive.example/ubuntu noble main universe\n"
+    with pytest.raises(HostError) as error:
+        _pairs("bookworm", ubuntu, deb822=False)
+    assert "PRIMUS_DEBIAN_MIRROR" in str(error.value)
+
+
+def test_the_mirror_variable_wins_and_knows_security() -> None:
+    env = {"PRIMUS_DEBIAN_MIRROR": "http://x/debian http://x/debian-security", "PRIMUS_DEBIAN_KEYRING": "/k.gpg"}
+    stanzas = debian_stanzas(parse_sources(HOST, True), "trixie", env)
+    assert [(s["URIs"], s["Suites"], s["Signed-By"]) for s in stanzas] == [
+        ("http://x/debian", "trixie", "/k.gpg"),
+        ("http://x/debian-security", "trixie-security", "/k.gpg"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("bookworm", ("bookworm", "")),
+        ("bookworm-updates", ("bookworm", "-updates")),
+        ("bookworm-pgdg", ("", "?")),
+        ("cloud-sdk-bookworm", ("", "?")),
+        ("noble", ("", "?")),
+        ("stable-security", ("stable", "-security")),
+    ],
+)
+def test_suite_of(word: str, parts: tuple[str, str]) -> None:
+    assert suite_of(word) == parts
+
+
+def test_print_uris_gives_names_and_versions_with_epochs() -> None:
+    text = (
+        "Reading package lists...\nThe following NEW packages will be installed:\n  libcap2\n"
+        "'http://h/pool/libcap2_2.66-4%2bdeb12u3_amd64.deb' libcap2_1%3a2.66-4+deb12u3_amd64.deb 28000 MD5Sum:00\n"
+        "'http://h/pool/media_10_all.deb' media-types_10.0.0_all.deb 26204 SHA256:00\n"
+    )
+    assert parse_uris(text) == {"libcap2": "1:2.66-4+deb12u3", "media-types": "10.0.0"}
+
+
+def test_records_need_every_field_and_the_first_wins() -> None:
+    def block(sha: str) -> str:
+        return (
+            f"Package: a\nVersion: 1\nInstalled-Size: 9\nFilename: pool/a_1.deb\nSize: 5\nSHA256: {sha}\nDescription: x"
+        )
+
+    records = parse_records("\n\n".join([block("aa"), block("bb"), "Package: b\nVersion: 1"]))
+    assert list(records) == [("a", "1")]
+    assert records["a", "1"]["SHA256"] == "aa"
+    assert records["a", "1"]["Size"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("version", "bare"),
+    [("3.11.2-6+deb12u9", "3.11.2"), ("1:3.13.5-2", "3.13.5"), ("3.12.0~rc1-1", "3.12.0"), ("3.11.2", "3.11.2")],
+)
+def test_upstream(version: str, bare: str) -> None:
+    assert upstream(version) == bare
+
+
+@given(
+    st.integers(0, 99), st.from_regex(r"[0-9]{1,3}(\.[0-9]{1,3}){1,3}", fullmatch=True), st.from_regex(r"[0-9]{1,2}")
+)
+def test_upstream_drops_epoch_and_revision(epoch: int, version: str, revision: str) -> None:
+    assert upstream(f"{epoch}:{version}-{revision.strip()}+deb12u1") == version
+
+
+def test_another_python_in_the_suite_is_named() -> None:
+    base = BaseRequest(suite="bookworm", python="3.11.9", packages=("python3.11-minimal",))
+    with pytest.raises(InputError, match=r"states Python 3\.11\.9, but Debian bookworm has 3\.11\.2"):
+        check_python("bookworm", base, {"python3.11-minimal": "3.11.2-6+deb12u9"})
+    check_python("tools", base, {"gcc": "1"})
+    with pytest.raises(InputError, match="bring another one"):
+        check_python("bookworm", base, {"python3.12-minimal": "3.12.1-1"})

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from primus.cli.host.lock import Change, compare
+from primus.progress import QuietProgress
+from primus.versions import relock
+from primus.versions.lock import BaseRequest, Lock, LockedFile, Request
+
+
+def _request(torch: str = "2", suite: str = "bookworm", python: str = "3.11") -> Request:
+    base = BaseRequest(suite=suite, python="3.11.2", packages=("bash",))
+    return Request(target="cpu", channel="pypi", python=python, bases={"b": base}, wheels={"torch": torch})
+
+
+def _file(kind: Any, name: str, version: str = "1", base: str | None = None) -> LockedFile:
+    return LockedFile(kind=kind, name=name, version=version, file=name, size=1, sha256="0" * 64, base=base)
+
+
+def _lock(request: Request) -> Lock:
+    files = (_file("deb", "bash", base="b"), _file("wheel", "numpy"), _file("wheel", "torch", request.wheels["torch"]))
+    return Lock(target="cpu", channel="pypi", pins=request.flat(), files=files)
+
+
+def test_what_each_change_makes_stale() -> None:
+    lock = _lock(_request())
+    assert relock.stale(_request(), None) == {"wheels", "sdists", "base b"}
+    assert relock.stale(_request(), lock) == set()
+    assert relock.stale(_request(), lock, True) == {"wheels", "sdists", "base b"}
+    assert relock.stale(_request(torch="3"), lock) == {"wheels"}
+    assert relock.stale(_request(suite="trixie"), lock) == {"wheels", "base b"}
+    assert relock.stale(_request(python="3.12"), lock) == {"wheels", "sdists", "base b"}
+    assert relock.stale(_request(), lock, gone=[_file("deb", "bash", base="b")]) == {"base b"}
+    assert relock.stale(_request(), lock, gone=[_file("wheel", "numpy")]) == {"wheels"}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
+
+    def wheels(request: Request, *, progress: object, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
+        seen.append(("wheels", dict(keep)))
+        return (_file("wheel", "numpy", "9"), _file("wheel", "torch", request.wheels["torch"]))
+
+    def debs(name: str, base: BaseRequest, architecture: str, *, progress: object) -> tuple[LockedFile, ...]:
+        seen.append(("debs", name))
+        return (_file("deb", "bash", "9", base=name),)
+
+    monkeypatch.setattr(relock, "resolve_wheels", wheels)
+    monkeypatch.setattr(relock, "resolve_debs", debs)
+    return seen
+
+
+def test_a_fresh_lock_asks_nobody(calls: list[Any]) -> None:
+    lock = _lock(_request())
+    assert relock.resolve(_request(), previous=lock, progress=QuietProgress()) == lock
+    assert calls == []
+
+
+def test_a_changed_wheel_keeps_the_debs_and_offers_the_old_versions(calls: list[Any]) -> None:
+    new = relock.resolve(_request(torch="3"), previous=_lock(_request()), progress=QuietProgress())
+    assert calls == [("wheels", {"numpy": "1", "torch": "2"})]
+    assert new.of("deb")[0].version == "1"
+    assert new.pins["wheel torch"] == "3"
+
+
+def test_a_gone_wheel_is_not_held(calls: list[Any]) -> None:
+    relock.resolve(_request(), previous=_lock(_request()), gone=[_file("wheel", "numpy")], progress=QuietProgress())
+    assert calls == [("wheels", {"torch": "2"})]
+
+
+def test_refresh_holds_nothing(calls: list[Any]) -> None:
+    new = relock.resolve(_request(), previous=_lock(_request()), refresh=True, progress=QuietProgress())
+    assert ("wheels", {}) in calls
+    assert new.of("deb")[0].version == "9"
+
+
+def test_a_base_no_longer_asked_for_leaves_the_lock(calls: list[Any]) -> None:
+    request = Request(target="cpu", channel="pypi", python="3.11", wheels={"torch": "2"})
+    assert relock.resolve(request, previous=_lock(_request()), progress=QuietProgress()).of("deb") == ()
+
+
+def test_compare_names_old_and_new() -> None:
+    old, new = _lock(_request()), _lock(_request(torch="3"))
+    assert compare(old, new) == (Change(kind="wheel", name="torch", old="2", new="3"),)
+    assert compare(old, old) == ()
+    assert [c.old for c in compare(None, old)] == [None] * 3

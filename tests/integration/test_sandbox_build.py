@@ -20,6 +20,7 @@ from primus.sandbox.build import log_tail, run_isolated
 from primus.sandbox.engines import choose
 from primus.sandbox.load import archive_chunks, image_id, load
 from primus.sandbox.model import Command, Limits, RootFs
+from project_kit import Kit
 
 pytestmark = [pytest.mark.integration, needs_busybox]
 
@@ -89,9 +90,7 @@ def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
 
     def work(number: int, script: str) -> None:
         place = tmp_path / str(number)
-        codes[number] = run_isolated(
-            tiny, ["sh", "-c", script], inputs={}, outputs=place, env={}, log=place / "log"
-        )
+        codes[number] = run_isolated(tiny, ["sh", "-c", script], inputs={}, outputs=place, env={}, log=place / "log")
 
     def all_of(script: str) -> list[threading.Thread]:
         threads = [threading.Thread(target=work, args=(n, script)) for n in range(4)]
@@ -115,9 +114,7 @@ def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
 def test_limits_leave_no_group_behind(tiny):
     with Path(os.devnull).open("r+b") as nothing:
         limits = Limits(memory_bytes=64 << 20, cpus=1)
-        code = choose("embedded").run(
-            tiny, Command(argv=("true",), limits=limits), stdin=nothing, stdout=nothing
-        )
+        code = choose("embedded").run(tiny, Command(argv=("true",), limits=limits), stdin=nothing, stdout=nothing)
     assert code == 0
     assert list(Path("/sys/fs/cgroup").rglob("primus-*")) == []
 
@@ -157,7 +154,9 @@ def layout(tmp_path: Path, kind: str = "tar+zstd") -> RootFs:
     name = "org.opencontainers.image.ref.name"
     entry = {"digest": sha(raw), "size": len(raw), "annotations": {name: "v26.11-cpu"}}
     (store / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
-    (tmp_path / "versions.yaml").write_text("# pins\nrelease: v26.11  # this one\n")
+    Kit(tmp_path).write("versions.yaml", "release: v26.11\ncreated: 2026-11-20\nbases: {}\ncomponents: {}\n")
+    for target in ("cpu", "h200"):
+        Kit(tmp_path).write(f"images/{target}.yaml", "description: x\nchannels: [local]\ncomponents: []\n")
     return root
 
 
@@ -182,10 +181,10 @@ def test_the_verb_run(tmp_path, monkeypatch, capfd):
     ]
     script = "pwd; ls; echo $MINE $A ${NOT_SET-unset}; exit 3"
     assert main(["run", "cpu", *words, "--", "sh", "-c", script]) == 3
-    assert capfd.readouterr().out == "/there\ndeep\nversions.yaml\nmine b=c unset\n"
+    assert capfd.readouterr().out == "/there\ndeep\nimages\nversions.yaml\nmine b=c unset\n"
     assert main(["run", "h200"]) == 2
     err = capfd.readouterr().err
-    assert "there are v26.11-cpu" in err
+    assert "v26.11-h200 is not built; the store has v26.11-cpu" in err
     assert "primus build h200" in err
     assert main(["run", "cpu", "-v", "/nowhere-at-all:/x", "--", "true"]) == 2
     assert main(["run", "cpu", "--user", "nobody-here", "--", "true"]) == 2

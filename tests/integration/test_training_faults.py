@@ -22,19 +22,30 @@ FAULTS = Path(__file__).with_name("faults")
 
 
 @pytest.fixture(scope="module")
-def python() -> str:
-    """A Python that can import torch and torchtitan: the image's, or any venv that holds them."""
+def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """How to start Python with torch: that of PRIMUS_TEST_PYTHON, else the cpu image's, in the sandbox."""
     chosen = os.environ.get("PRIMUS_TEST_PYTHON")
-    if not chosen:
-        pytest.skip("set PRIMUS_TEST_PYTHON to a Python with torch and torchtitan to run real training")
-    return chosen
+    if chosen:
+        return ["env", f"PYTHONPATH={FAULTS}:{ROOT / 'src'}", chosen]
+    kit = request.getfixturevalue("cpu_image")
+    outputs = tmp_path_factory.getbasetemp()
+    lend = [
+        "-v",
+        f"{outputs}:{outputs}",
+        "-v",
+        f"{FAULTS}:/faults:ro",
+        "-e",
+        "PYTHONPATH=/faults",
+        "-e",
+        "PRIMUS_FAULT",
+    ]
+    return kit.command("run", "cpu", "--project", str(kit.root), *lend, "--", "python3")
 
 
-def train(python: str, job: Job, fault: str = "") -> JobResult:
-    environment = os.environ | {"PYTHONPATH": f"{FAULTS}:{ROOT / 'src'}", "PRIMUS_FAULT": fault}
+def train(python: list[str], job: Job, fault: str = "") -> JobResult:
     ended = subprocess.run(
-        [python, "-m", "primus.cli.main", *job.arguments(), "--json"],
-        env=environment,
+        [*python, "-m", "primus.cli.main", *job.arguments(), "--json"],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": fault},
         capture_output=True,
         text=True,
         timeout=300,
@@ -51,12 +62,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
 
 
 @pytest.fixture(scope="module")
-def healthy(python: str, jobs: dict[str, Job]) -> dict[str, Outcome]:
+def healthy(python: list[str], jobs: dict[str, Job]) -> dict[str, Outcome]:
     return suite.run(list(jobs.values()), lambda job: train(python, job))
 
 
 @pytest.fixture
-def broken(python: str, jobs: dict[str, Job], tmp_path: Path) -> Callable[[str, str], tuple[Outcome, list[str]]]:
+def broken(python: list[str], jobs: dict[str, Job], tmp_path: Path) -> Callable[[str, str], tuple[Outcome, list[str]]]:
     """Run the named job of the plan with a fault: what it left, and which basic checks fail."""
 
     def run(name: str, fault: str) -> tuple[Outcome, list[str]]:
@@ -127,7 +138,7 @@ def test_a_lost_micro_batch_fails(
 
 
 def test_a_resume_that_forgets_its_place_in_the_data_fails(
-    python: str, jobs: dict[str, Job], healthy: dict[str, Outcome], tmp_path: Path
+    python: list[str], jobs: dict[str, Job], healthy: dict[str, Outcome], tmp_path: Path
 ) -> None:
     whole = jobs["resume"]
     words = (*whole.recipe.overrides, "checkpoint.exclude_from_loading=[dataloader]")
@@ -138,7 +149,7 @@ def test_a_resume_that_forgets_its_place_in_the_data_fails(
 
 
 def test_another_seed_fails_the_repeat(
-    python: str, jobs: dict[str, Job], healthy: dict[str, Outcome], tmp_path: Path
+    python: list[str], jobs: dict[str, Job], healthy: dict[str, Outcome], tmp_path: Path
 ) -> None:
     whole = jobs["repeat"]
     words = (*whole.recipe.overrides, "debug.seed=43")

@@ -211,3 +211,14 @@ def test_store_is_read_by_its_parts(kit: Kit) -> None:
     for record in (kit.root / ".primus/store/actions").iterdir():
         layer = json.loads(record.read_bytes())["layer"]
         assert (kit.root / ".primus/store/blobs/sha256" / layer["blob"]["digest"].removeprefix("sha256:")).is_file()
+
+
+def test_run_needs_the_image_and_says_which_there_are(kit: Kit) -> None:
+    result = kit.primus("run", "demo", "--", "true")
+    assert result.code == 2
+    assert "v26.11-demo is not built; the store has no image" in result.err
+    kit.build("other")
+    result = kit.primus("load", "demo")
+    assert result.code == 2
+    assert "the store has v26.11-other" in result.err
+    assert "primus build demo" in result.err

@@ -14,7 +14,6 @@ import pytest
 
 from primus.cli.host import run as run_verb
 from primus.errors import HostError, InputError
-from primus.images.layout import find_image
 from primus.sandbox import cgroups, channel, userns
 from primus.sandbox.build import log_tail
 from primus.sandbox.engines import choose
@@ -261,19 +260,6 @@ def test_a_missing_controller_is_a_sentence(tmp_path, monkeypatch):
     with pytest.raises(HostError, match="no memory control group"):
         cgroups.limited("x", Limits(memory_bytes=1 << 30))
     assert cgroups.limited("x", Limits()).paths == ()
-
-
-def test_images_are_named_when_the_target_is_unknown(tmp_path):
-    with pytest.raises(InputError, match="none yet") as caught:
-        find_image(tmp_path, "cpu")
-    assert "primus build cpu" in str(caught.value)
-    entry = {"digest": "sha256:0", "annotations": {"org.opencontainers.image.ref.name": "v26.11-h200"}}
-    (tmp_path / "index.json").write_text(json.dumps({"manifests": [entry, {"digest": "sha256:1"}]}))
-    with pytest.raises(InputError, match=r"there are v26\.11-h200"):
-        find_image(tmp_path, "cpu")
-    (tmp_path / "index.json").write_text("[]")
-    with pytest.raises(InputError, match="no OCI image index"):
-        find_image(tmp_path, "cpu")
 
 
 def test_the_sandbox_imports_little():

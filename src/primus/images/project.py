@@ -35,12 +35,17 @@ class Project:
 
     @classmethod
     def find(cls, start: Path | None = None, *, store: Path | None = None) -> Project:
-        """The project of ``start`` (default: the current folder) or of the nearest parent that is one."""
-        here = (start or Path.cwd()).absolute()
-        for folder in (here, *here.parents) if start is None else (here,):
-            if (folder / "versions.yaml").is_file():
-                return cls(folder, store=store)
-        raise InputError(f"there is no versions.yaml in {here}" + ("" if start else " or above it"))
+        """The project at ``start``, or, when none is given, of the current folder or its nearest parent that is one."""
+        folder = start.absolute() if start else cls.here()
+        if folder is None or not (folder / "versions.yaml").is_file():
+            raise InputError(f"there is no versions.yaml in {folder or Path.cwd()}" + ("" if start else " or above it"))
+        return cls(folder, store=store)
+
+    @staticmethod
+    def here() -> Path | None:
+        """The nearest folder, from the current one up, that holds a versions.yaml."""
+        current = Path.cwd()
+        return next((f for f in (current, *current.parents) if (f / "versions.yaml").is_file()), None)
 
     @cached_property
     def stats(self) -> StatIndex:

@@ -34,13 +34,14 @@ def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs
 
 
 def root_of_image(store: Store, cache: Path, target: str, *, release: str | None = None) -> RootFs:
-    """The image of ``target`` (of ``release``, or the one image there is).
+    """The image of ``target`` (of ``release``, or of the newest there is).
 
     Raises InputError naming the images there are when this one is not built, HostError when its manifest or config
     is damaged.
     """
     images = store.images()
-    ref = f"{release}-{target}" if release else next((r for r in images if r.endswith(f"-{target}")), "")
+    found = sorted(ref for ref in images if ref.endswith(f"-{target}"))
+    ref = f"{release}-{target}" if release else next(reversed(found), "")
     if ref not in images:
         known = ", ".join(sorted(images)) or "no image"
         raise InputError(f"{ref or target} is not built; the store has {known}", hint=f"primus build {target}")

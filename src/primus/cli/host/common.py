@@ -11,15 +11,31 @@ from primus.errors import InputError
 
 if TYPE_CHECKING:
     from primus.images.project import Project
+    from primus.sandbox.model import RootFs
 
-__all__ = ["add_build_options", "add_project_options", "add_targets", "open_project", "targets_of"]
+__all__ = [
+    "add_build_options",
+    "add_project_options",
+    "add_target",
+    "add_targets",
+    "image_root",
+    "open_project",
+    "targets_of",
+]
 
 
-def add_project_options(parser: argparse.ArgumentParser) -> None:
-    """--project, --store and --json."""
+def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
+    """--project, --store and, unless the verb's output is another program's, --json."""
     parser.add_argument("--project", type=Path, metavar="DIR", help="folder of versions.yaml (default: here or above)")
     parser.add_argument("--store", type=Path, metavar="DIR", help="image store (default: .primus/store)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """TARGET with completion from images/*.yaml."""
+    action = parser.add_argument("target", metavar="TARGET", help="the image, for example cpu")
+    action.completer = complete_target  # type: ignore[attr-defined]
 
 
 def add_targets(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -57,3 +73,20 @@ def targets_of(project: Project, args: argparse.Namespace) -> Sequence[str]:
     if not names:
         raise InputError("name a target", hint="targets: " + ", ".join(project.target_names()))
     return names
+
+
+def image_root(args: argparse.Namespace) -> RootFs:
+    """The image of ``args.target`` as a sandbox takes it; it must be in the store.
+
+    With --store alone no project is needed: the store's newest image of the target is meant.
+    """
+    from primus.images.project import Project
+    from primus.images.roots import root_of_image
+    from primus.images.store import Store
+
+    if args.store and args.project is None and not Project.here():
+        store = args.store.absolute()
+        return root_of_image(Store(store), store.parent / "unpacked", args.target)
+    project = open_project(args)
+    project.target(args.target)
+    return root_of_image(project.store, project.work / "unpacked", args.target, release=project.versions.release)

@@ -10,6 +10,7 @@ import json
 import re
 import sys
 
+from primus.cli.host.common import add_project_options, add_target, image_root
 from primus.errors import InputError
 
 EXAMPLE = "primus load cpu --tag rocm/primus:v26.11-cpu"
@@ -19,21 +20,18 @@ _TAG = re.compile(r"^[a-z0-9]+(?:[._/:-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9._-]{
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    from primus.cli.host.targets import add_store_argument
-
-    parser.add_argument("target", metavar="TARGET", help="cpu, h200, mi300x, …")
+    add_target(parser)
     parser.add_argument("--tag", metavar="NAME:TAG", help="name in the engine (default: rocm/primus:RELEASE-TARGET)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    add_store_argument(parser)
+    add_project_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the image and print its id."""
-    from primus.cli.host.targets import image_of, root_of
+    from primus.images.canonical import digest_of
     from primus.sandbox.load import load
 
-    image = image_of(args.target, args.store)
-    tag = args.tag or f"rocm/primus:{image.ref}"
+    root = image_root(args)
+    tag = args.tag or f"rocm/primus:{root.name}"
     if not _TAG.match(tag):
         raise InputError(f"--tag {tag!r} is no image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
     sent = 0
@@ -42,9 +40,11 @@ def run(args: argparse.Namespace) -> int:
         nonlocal sent
         sent += amount
 
-    found = load(root_of(image), tag, sent=count)
+    found = load(root, tag, sent=count)
     if args.json:
-        print(json.dumps({"image_id": found, "tag": tag, "manifest": image.digest, "bytes_sent": sent}))
+        print(
+            json.dumps({"image_id": found, "tag": tag, "manifest": digest_of(root.manifest or b""), "bytes_sent": sent})
+        )
         return 0
     note = f"sent {sent / 1e6:.1f} MB" if sent else "it was there already, nothing sent"
     print(f"{tag}: {note}", file=sys.stderr)

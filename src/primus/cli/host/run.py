@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from primus.cli.host.common import add_project_options, add_target, image_root
 from primus.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,10 +28,8 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    from primus.cli.host.targets import add_store_argument
-
     parser.usage = "primus run TARGET [options] [-- COMMAND ...]"
-    parser.add_argument("target", metavar="TARGET", help="cpu, h200, mi300x, …")
+    add_target(parser)
     _split_at_dashes(parser)
     parser.add_argument(
         "--engine",
@@ -68,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start through the image's entrypoint (default: yes)",
     )
     parser.add_argument("-t", "--tty", action="store_true", default=None, help="give it a terminal in any case")
-    add_store_argument(parser)
+    add_project_options(parser, json=False)
 
 
 def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +87,6 @@ def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from primus.cli.host.targets import image_of, root_of
     from primus.sandbox.engines import choose
     from primus.sandbox.model import GIB, Command, Limits
 
@@ -107,8 +105,7 @@ def run(args: argparse.Namespace) -> int:
         entrypoint=args.entrypoint,
         shm_bytes=_bytes("--shm-size", args.shm_size) or 8 * GIB,
     )
-    root = root_of(image_of(args.target, args.store))
-    return choose(args.engine, _say).run(root, command)
+    return choose(args.engine, _say).run(image_root(args), command)
 
 
 def _say(text: str) -> None:

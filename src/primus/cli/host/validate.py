@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from primus.cli.host.common import add_build_options, add_project_options, complete_target, open_project
+from primus.cli.host.common import add_build_options, add_project_options, add_target, open_project
 
 EXAMPLE = "primus validate cpu --recipe llama3-proxy"
 
@@ -19,8 +19,7 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus validate``."""
-    target = parser.add_argument("target", metavar="TARGET", help="the image to validate, for example cpu")
-    target.completer = complete_target  # type: ignore[attr-defined]
+    add_target(parser)
     parser.add_argument("--recipe", metavar="NAME", help="recipe to train (default: the target's own)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the evidence (default: out/validation)")
     parser.add_argument("--engine", choices=("auto", "embedded", "docker"), default="auto", help="what runs the jobs")

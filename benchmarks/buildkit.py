@@ -41,6 +41,8 @@ class BuildKit:
         images = self.ask("image", "ls", "-q", "--filter", "reference=bench*").split()
         if images:
             self.ask("image", "rm", "-f", *sorted(set(images)))
+        # What lost its name when a later build took it.
+        self.ask("image", "prune", "-f")
         self.ask("builder", "prune", "-af")
 
     def load_root(self, tar: IO[bytes] | None, name: str) -> None:

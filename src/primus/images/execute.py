@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Workshop"]
 
-_PIP_WHEEL = (
-    "/usr/bin/python3",
-    *("-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir"),
-    *("--wheel-dir", "/out"),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
@@ -168,7 +162,7 @@ class Workshop:
             inside = f"/in/{source.file}"
             code = run_isolated(
                 self.root(action.needs[0]),
-                [*_PIP_WHEEL, inside],
+                ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside],
                 inputs={inside: self._file(source)},
                 outputs=out,
                 env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"},

@@ -13,6 +13,7 @@ from primus.images.canonical import key_of
 from primus.images.layer import assembler
 from primus.images.prefix import Prefix
 from primus.images.skeleton import console_script, distribution, environment
+from primus.images.source import WHEEL_SCRIPT
 from primus.images.target import normalised
 from primus.images.trim import TRIM
 from primus.versions.lock import Lock, LockedFile
@@ -219,7 +220,7 @@ def _build(project: Project, name: str, pin: Pin, lock: Lock | None, where: str,
         name=f"build {package}",
         kind="build",
         inputs=(Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),),
-        spec={"package": package},
+        spec={"package": package, "script": WHEEL_SCRIPT},
         needs=(builder,),
         files=(source,),
     )

@@ -31,11 +31,13 @@ def validate(
     from primus.training import record as records
     from primus.training import suite
 
+    # The same folder that the image's recipes layer is made from, wherever this code is installed.
+    os.environ["PRIMUS_RECIPES"] = str(project.root / "recipes")
     name = recipe or _default_recipe(project, target)
     runner = choose(engine)
     root = root_of_image(project.store, project.work / "unpacked", target, release=project.versions.release)
     folder = output / target / Path(name).stem
-    jobs = suite.plan(_recipe_file(project, name), _INSIDE)
+    jobs = suite.plan(name, _INSIDE)
     folder.mkdir(parents=True, exist_ok=True)
 
     def run_job(job: Job) -> JobResult:
@@ -80,11 +82,6 @@ def _default_recipe(project: Project, target: str) -> str:
             f"target {target} names no recipe", where=project.target_place(target), hint="primus validate --recipe NAME"
         )
     return recipes[0]
-
-
-def _recipe_file(project: Project, name: str) -> str:
-    path = project.root / "recipes" / f"{name}.yaml"
-    return str(path) if path.is_file() else name
 
 
 def _content(config: bytes) -> str:

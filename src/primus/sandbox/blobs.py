@@ -6,7 +6,7 @@ import hashlib
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from primus.errors import HostError
 from primus.sandbox.model import LayerRef
@@ -34,13 +34,13 @@ class BlobReader:
         self._layer = layer
         self._path = path
         try:
-            self._raw: IO[bytes] = path.open("rb", buffering=0)
+            self._file: IO[bytes] = path.open("rb", buffering=0)
         except OSError as error:
             raise HostError(
                 f"blob {layer.digest} of the image cannot be read: {error.strerror} ({path})",
                 hint="build the image again",
             ) from error
-        self._blob_hash = hashlib.sha256()
+        self._raw = _Raw(self._file)
         self._plain_hash = hashlib.sha256()
         self._compressed = not layer.media_type.endswith("tar")
         self._pending = b""
@@ -48,24 +48,18 @@ class BlobReader:
 
     def close(self) -> None:
         """Close the file."""
-        self._raw.close()
-
-    def _raw_chunks(self) -> Iterator[bytes]:
-        while chunk := self._raw.read(_CHUNK):
-            self._blob_hash.update(chunk)
-            yield chunk
+        self._file.close()
 
     def _plain(self) -> Iterator[bytes]:
         if not self._compressed:
-            yield from self._raw_chunks()
+            yield from _copied(self._raw)
             return
         decode = _gunzip if self._layer.media_type.endswith("gzip") else _unzstd
         try:
-            for chunk in decode(self._raw_chunks()):
+            for chunk in decode(self._raw):
                 self._plain_hash.update(chunk)
                 yield chunk
         except (zlib.error, ValueError) as error:
-            self._drain_raw()
             raise damaged(self._layer, self._path, f"it does not decompress ({error})") from error
 
     def read(self, size: int) -> bytes:
@@ -80,16 +74,13 @@ class BlobReader:
         out, self._pending = self._pending[:size], self._pending[size:]
         return out
 
-    def _drain_raw(self) -> None:
-        for _ in self._raw_chunks():
-            pass
-
     def finish(self) -> None:
         """Read what is left and compare both digests; HostError when one differs."""
         for _ in self._chunks:
             pass
-        self._drain_raw()
-        found = "sha256:" + self._blob_hash.hexdigest()
+        for _ in _copied(self._raw):
+            pass
+        found = "sha256:" + self._raw.hash.hexdigest()
         if found != self._layer.digest:
             raise damaged(self._layer, self._path, f"its bytes hash to {found}")
         plain = found if not self._compressed else "sha256:" + self._plain_hash.hexdigest()
@@ -101,34 +92,46 @@ class BlobReader:
             )
 
 
-def _gunzip(chunks: Iterator[bytes]) -> Iterator[bytes]:
+class _Raw:
+    """The blob's bytes; every one that is read is hashed."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.hash = hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self.hash.update(data)
+        return data
+
+
+def _copied(raw: _Raw) -> Iterator[bytes]:
+    while chunk := raw.read(_CHUNK):
+        yield chunk
+
+
+def _gunzip(raw: _Raw) -> Iterator[bytes]:
     decoder = zlib.decompressobj(31)
-    for chunk in chunks:
-        data = chunk
-        while data:
-            plain = decoder.decompress(data)
-            if plain:
-                yield plain
-            data = decoder.unused_data
-            # gzip files may be several members one after the other.
-            if decoder.eof:
-                decoder = zlib.decompressobj(31)
+    data = b""
+    while data or (data := raw.read(_CHUNK)):
+        # Bounded output: a few kilobytes may stand for gigabytes of zeros.
+        plain = decoder.decompress(data, _CHUNK)
+        if plain:
+            yield plain
+        data = decoder.unused_data if decoder.eof else decoder.unconsumed_tail
+        # gzip files may be several members one after the other.
+        if decoder.eof:
+            decoder = zlib.decompressobj(31)
 
 
-def _unzstd(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _unzstd(raw: _Raw) -> Iterator[bytes]:
     import zstandard
 
-    factory = zstandard.ZstdDecompressor()
-    decoder: Any = factory.decompressobj()
+    reader = zstandard.ZstdDecompressor().stream_reader(
+        cast("Any", raw), read_size=_CHUNK, read_across_frames=True, closefd=False
+    )
     try:
-        for chunk in chunks:
-            data = chunk
-            while data:
-                if decoder.eof:
-                    decoder = factory.decompressobj()
-                plain = decoder.decompress(data)
-                if plain:
-                    yield plain
-                data = decoder.unused_data if decoder.eof else b""
+        while chunk := reader.read(_CHUNK):
+            yield chunk
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error

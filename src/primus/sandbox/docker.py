@@ -164,14 +164,13 @@ def _once(client: docker.DockerClient, options: dict[str, Any], host: dict[str, 
     api = client.api
     container = api.create_container(**options, host_config=api.create_host_config(**host))["Id"]
     try:
-        attached = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
-        wire = getattr(attached, "_sock", attached)
-        try:
-            api.start(container)
-        except docker.errors.APIError as error:
-            return _not_started(str(error.explanation or error), options["entrypoint"][0], streams)
-        with _listening() as wake:
-            _Wire(api, container, wire, streams, wake).carry()
+        with _attached(api, container) as wire:
+            try:
+                api.start(container)
+            except docker.errors.APIError as error:
+                return _not_started(str(error.explanation or error), options["entrypoint"][0], streams)
+            with _listening() as wake:
+                _Wire(api, container, wire, streams, wake).carry()
         code = int(api.wait(container)["StatusCode"])
         state = api.inspect_container(container)["State"]
         if state.get("OOMKilled"):
@@ -181,6 +180,19 @@ def _once(client: docker.DockerClient, options: dict[str, Any], host: dict[str, 
     finally:
         with contextlib.suppress(docker.errors.APIError):
             api.remove_container(container, force=True, v=True)
+
+
+@contextlib.contextmanager
+def _attached(api: docker.APIClient, container: str) -> Iterator[socket.socket]:
+    wrapper = api.attach_socket(container, params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+    wire = getattr(wrapper, "_sock", wrapper)
+    try:
+        yield wire
+    finally:
+        # Three objects share the descriptor; it is closed when all of them are.
+        for part in (getattr(wrapper, "_response", None), wrapper, wire):
+            if part is not None:
+                part.close()
 
 
 def _not_started(reason: str, name: str, streams: _Streams) -> int:

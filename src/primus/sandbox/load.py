@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +22,10 @@ __all__ = ["archive_chunks", "connect", "image_id", "load"]
 
 _CHUNK = 1 << 20
 _BLOCK = 512
+_PATIENCE_S = 2
 
 
-def connect(timeout_s: float = 600) -> docker.DockerClient:
+def connect(timeout_s: int = 600) -> docker.DockerClient:
     """A client for the engine that DOCKER_HOST or the default socket names, which answered within 2 s.
 
     Raises HostError when none does.
@@ -35,10 +38,28 @@ def connect(timeout_s: float = 600) -> docker.DockerClient:
             f"the Python package {error.name!r} is not installed", hint="pip install 'primus-images[images]'"
         ) from error
     try:
-        docker.from_env(timeout=2).ping()
-        return docker.from_env(timeout=timeout_s)  # type: ignore[arg-type]
+        _ping()
+        client = docker.from_env(timeout=_PATIENCE_S)
+        client.ping()
+        # Loading may keep the engine busy for minutes.
+        client.api.timeout = timeout_s
+        return client
     except (docker.errors.DockerException, requests.RequestException, OSError, ValueError) as error:
         raise HostError(f"no Docker engine answers: {_reason(error)}", hint=_advice(error)) from error
+
+
+def _ping() -> None:
+    """Raise OSError unless the engine answers within two seconds (only asked of a local socket)."""
+    # The SDK would leave a socket behind for each engine that does not answer.
+    kind, _, path = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").partition("://")
+    if kind != "unix":
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(_PATIENCE_S)
+        probe.connect(path)
+        probe.sendall(b"GET /_ping HTTP/1.0\r\nHost: docker\r\n\r\n")
+        if not probe.recv(16).startswith(b"HTTP/"):
+            raise OSError("it is no Docker engine")
 
 
 def _reason(error: BaseException) -> str:
@@ -102,6 +123,9 @@ def load(
             f"the Docker engine refuses {root.name}: {error.explanation or error}",
             hint="look at the free space of its disk (docker system df)",
         ) from error
+    finally:
+        if client is None:
+            engine.close()
     return found
 
 

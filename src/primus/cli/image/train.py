@@ -1,0 +1,180 @@
+"""Run a recipe on this machine: start its ranks, show the loss as it falls, judge the outcome.
+
+RECIPE is a recipe's name or the path of its file. key=value words override single settings; keys of the
+backend may be given without its name. Exit code 0: trained and every check passed; 1: the job or a check
+failed; 2: bad input; 3: torch or torchtitan is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from primus.errors import InputError
+from primus.recipes.model import Recipe
+from primus.recipes.resolve import resolve
+from primus.training import logs, start
+from primus.training.checks import Verdict
+from primus.training.job import Job, step_of
+from primus.training.metrics import Summary
+from primus.training.torchtitan import render
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+EXAMPLE = "primus train llama3-proxy --steps 30 optimizer.lr=0.005"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    # argparse alone takes positional words in one go: key=value after an option would be refused.
+    parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
+    parser.add_argument("recipe", metavar="RECIPE")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the recipe's")
+    parser.add_argument("--output", type=Path, help="folder of this run (default: runs/RECIPE-TIME)")
+    parser.add_argument("--ranks", type=int, help="processes to start")
+    parser.add_argument("--steps", type=int, help="optimizer steps")
+    parser.add_argument("--seed", type=int, help="seed of weights and data")
+    parser.add_argument("--resume-from", type=Path, metavar="DIR", help="a checkpoint, or a run: its newest one")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved job and start nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Resolve, launch, judge. Returns 0 or 1; raises InputError and HostError."""
+    words = list(options.overrides)
+    for flag, key in (
+        ("ranks", "ranks"),
+        ("steps", "torchtitan.training.steps"),
+        ("seed", "torchtitan.debug.seed"),
+    ):
+        if getattr(options, flag) is not None:
+            words.append(f"{key}={getattr(options, flag)}")
+    recipe = resolve(options.recipe, words)
+    output = options.output or Path("runs") / f"{Path(recipe.name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    checkpoint = _checkpoint(options.resume_from) if options.resume_from else None
+    job = Job(name=output.name, recipe=recipe, output=output.absolute(), resume_from=checkpoint)
+    if job.first_step > job.last_step:
+        raise InputError(
+            f"{checkpoint} is already at step {job.first_step - 1} of {job.last_step}", hint="raise --steps"
+        )
+    if options.dry_run:
+        _show_plan(job, as_json=options.json)
+        return 0
+    start.check_backend()
+    start.prepare(job)
+    if not options.json:
+        print(_headline(job), file=sys.stderr)
+    progress = _Progress(job, quiet=options.json)
+    outcome, verdicts, summary = start.start(job, progress.line)
+    progress.end()
+    passed = all(verdict.passed for verdict in verdicts)
+    if options.json:
+        document = {
+            "passed": passed,
+            "output": str(job.output),
+            "exit_code": outcome.exit_code,
+            "seconds": outcome.seconds,
+            "recipe_sha256": recipe.digest,
+            "summary": asdict(summary),
+            "verdicts": [asdict(verdict) for verdict in verdicts],
+        }
+        print(json.dumps(document, ensure_ascii=False, indent=2))
+    else:
+        _show_end(job, verdicts, summary, outcome.seconds)
+    return 0 if passed else 1
+
+
+def _checkpoint(path: Path) -> Path:
+    if not path.is_dir():
+        raise InputError(f"there is no checkpoint folder {path}")
+    found = path.absolute()
+    if not (found / ".metadata").is_file():
+        kept = [step for step in render.checkpoints(found) if (step / ".metadata").is_file()]
+        if not kept:
+            raise InputError(
+                f"{path} holds no checkpoint", hint="name a folder …/checkpoint/step-N, or a run that has one"
+            )
+        found = kept[-1]
+    try:
+        step_of(found)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return found
+
+
+def _headline(job: Job) -> str:
+    recipe = job.recipe
+    batch = recipe.find("torchtitan.training.global_batch_size", -1)
+    seq_len = recipe.get("torchtitan.training.seq_len", int)
+    parts = [
+        f"{recipe.name}: {recipe.backend}, {recipe.get('precision', str)}, {recipe.get('ranks', int)} ranks",
+        f"steps {job.first_step}–{job.last_step}",
+        f"batch {batch if batch > 0 else 'local × ranks'} × {seq_len} tokens",
+        f"seed {recipe.find('torchtitan.debug.seed', -1)}",
+    ]
+    return " · ".join(parts) + f"\n→ {job.output}"
+
+
+def _show_plan(job: Job, *, as_json: bool) -> None:
+    if as_json:
+        print(render.job_file(job), end="")
+        return
+    print(_headline(job))
+    width = max(map(len, job.recipe.settings))
+    for key, setting in job.recipe.settings.items():
+        print(f"  {key:<{width}}  {setting.value!s:<28}  {_short(setting.origin, job.recipe)}")
+    print("\n" + " ".join(render.argv(job, "python3")))
+
+
+def _short(origin: str, recipe: Recipe) -> str:
+    return origin.replace(str(recipe.path), recipe.path.name)
+
+
+class _Progress:
+    """One line that is rewritten on a terminal; a few lines in a log."""
+
+    def __init__(self, job: Job, *, quiet: bool) -> None:
+        self._job = job
+        self._quiet = quiet
+        self._live = sys.stderr.isatty()
+        self._last = 0
+        if not quiet and self._live:
+            print("  starting the ranks …", end="", file=sys.stderr, flush=True)
+
+    def line(self, text: str) -> None:
+        step = logs.step_in(text)
+        if self._quiet or step is None or step.step <= self._last:
+            return
+        self._last = step.step
+        shown = (
+            f"  step {step.step}/{self._job.last_step}  loss {step.loss:.4f}  "
+            f"gradient norm {step.grad_norm:.3f}  {step.tokens_per_second:,.0f} tokens/s/rank"
+        )
+        every = max(1, (self._job.last_step - self._job.first_step + 1) // 5)
+        if self._live:
+            print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
+        elif step.step in (self._job.first_step, self._job.last_step) or step.step % every == 0:
+            print(shown, file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if not self._quiet and self._live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _show_end(job: Job, verdicts: tuple[Verdict, ...], summary: Summary, seconds: float) -> None:
+    for verdict in verdicts:
+        if not verdict.passed:
+            limits = f"measured {verdict.measured or 'nothing'}, limit {verdict.limit}"
+            print(f"✗ {verdict.name}: {verdict.reason} ({limits})")
+    if any(not verdict.passed for verdict in verdicts):
+        print(f"failed after {seconds:.0f} s\n  → the log is {job.output / 'log.txt'}")
+        return
+    print(
+        f"✓ {summary.steps} steps in {seconds:.0f} s, "
+        f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}, "
+        f"{summary.tokens_per_second or 0:,.0f} tokens/s/rank\n  → {job.output / 'metrics.jsonl'}"
+    )

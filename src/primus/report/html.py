@@ -1,0 +1,213 @@
+"""One self-contained HTML page from a validation record: no script, no outside file, light and dark."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from primus.report.plot import Line, line_chart
+
+__all__ = ["page"]
+
+_STYLE = """
+:root{color-scheme:light dark;--bg:#fff;--fg:#1c2127;--soft:#5b6673;--rule:#dfe3e8;
+--card:#f6f8fa;
+--good:#11753a;--goodbg:#e2f5e9;--bad:#b3261e;--badbg:#fdeceb;--a:#1f5fbf;--b:#c2571a;--c:#7a3fb0}
+@media(prefers-color-scheme:dark){:root{--bg:#14181d;--fg:#e6e9ed;--soft:#9aa5b1;--rule:#2f363e;
+--card:#1c2229;
+--good:#6fd596;--goodbg:#163423;--bad:#ff9a92;--badbg:#40191a;--a:#78aef5;--b:#f0a06a;--c:#c79bf0}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1080px;padding:28px 20px 60px;background:var(--bg);color:var(--fg);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+h1{font-size:24px;margin:0 0 4px}h2{font-size:17px;margin:34px 0 10px}p{margin:4px 0}
+.sub{color:var(--soft)}code,pre{font:13px/1.45 ui-monospace,"SF Mono",Menlo,Consolas,monospace}
+pre{background:var(--card);padding:10px 12px;border-radius:6px;margin:6px 0;white-space:pre-wrap;
+overflow-wrap:anywhere}
+.outcome{border-radius:8px;padding:14px 16px;margin:18px 0;font-size:16px}
+.outcome.pass{background:var(--goodbg);color:var(--good)}
+.outcome.fail{background:var(--badbg);color:var(--bad)}
+.outcome ul{margin:8px 0 0;padding-left:20px}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(136px,1fr));gap:10px;margin:0}
+.figures div{background:var(--card);border-radius:8px;padding:10px 14px}
+.figures dt{color:var(--soft);font-size:13px}
+.figures dd{margin:0;font-size:19px;font-variant-numeric:tabular-nums}
+.wide{overflow-x:auto}
+table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:6px 12px 6px 0;vertical-align:top;
+border-bottom:1px solid var(--rule)}th{font-weight:600;color:var(--soft);font-size:13px}
+td.num{font-variant-numeric:tabular-nums;white-space:nowrap}td.name{white-space:nowrap}
+table+table,.wide+.wide{margin-top:22px}
+.pass-mark{color:var(--good);font-weight:600;white-space:nowrap}
+.fail-mark{color:var(--bad);font-weight:700;white-space:nowrap}tr.fail{background:var(--badbg)}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:18px}
+svg{width:100%;height:auto;background:var(--card);border-radius:8px}
+svg text{fill:var(--fg);font:12px system-ui,sans-serif}svg .title{font-size:14px;font-weight:600}
+svg .tick,svg .label{fill:var(--soft)}svg .gap{fill:var(--bad);font-size:14px}
+svg .grid{stroke:var(--rule)}svg .axis{stroke:var(--soft)}
+svg polyline{fill:none;stroke-width:1.6}svg polyline.a{stroke-width:3;opacity:.55}
+svg .a{stroke:var(--a)}svg circle.a{fill:var(--a)}svg .b{stroke:var(--b);stroke-dasharray:5 4}
+svg circle.b{fill:var(--b);stroke:none}svg circle.c{fill:none;stroke:var(--c);stroke-width:1.6}
+details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}
+"""
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The whole page. Everything shown comes from ``record`` (see :mod:`primus.training.record`)."""
+    recipe = record["recipe"]
+    title = f"Validation of {record['target']} with {recipe['name']}"
+    return "".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width,initial-scale=1">',
+            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+            f"<h1>{escape(title)}</h1>",
+            f'<p class="sub">{escape(str(recipe.get("description", "")))}</p>',
+            _outcome(record),
+            _figures(record),
+            f'<h2>Curves</h2><div class="charts">{_charts(record["jobs"])}</div>',
+            f"<h2>Checks</h2>{_verdicts(record['verdicts'])}",
+            f"<h2>What ran</h2>{_what(record)}",
+            f"<h2>Commands</h2>{_commands(record['jobs'])}",
+            "</body></html>\n",
+        ]
+    )
+
+
+def _outcome(record: Mapping[str, Any]) -> str:
+    verdicts = record["verdicts"]
+    failed = [verdict for verdict in verdicts if not verdict["passed"]]
+    if record["passed"]:
+        return f'<div class="outcome pass"><strong>✓ Passed.</strong> All {len(verdicts)} checks hold.</div>'
+    items = "".join(f"<li>{escape(item['name'])}: {escape(item['reason'])}</li>" for item in failed)
+    return (
+        f'<div class="outcome fail"><strong>✗ Failed.</strong> {len(failed)} of {len(verdicts)} checks '
+        f"do not hold.<ul>{items}</ul></div>"
+    )
+
+
+def _figures(record: Mapping[str, Any]) -> str:
+    found = record["measurements"]
+    seconds = sum(job.get("seconds", 0.0) for job in record["jobs"])
+
+    def number(key: str, form: str) -> str:
+        value = found.get(key)
+        return "—" if value is None else format(value, form)
+
+    shown = {
+        "First loss": number("first_loss", ".4f"),
+        "Last loss": number("last_loss", ".4f"),
+        "Tokens/s per rank": number("tokens_per_second", ",.0f"),
+        "Spread of it": number("spread", ".0%"),
+        "Memory, peak": number("memory_gib", ".2f") + (" GiB" if found.get("memory_gib") is not None else ""),
+        "Precision": str(record["recipe"]["precision"]),
+        "All jobs": f"{seconds:.0f} s",
+    }
+    return '<dl class="figures">' + "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in shown.items()
+    ) + "</dl>"  # fmt: skip
+
+
+_STYLES = {"base": "a", "repeat": "b", "resume": "c"}
+
+
+def _charts(jobs: Sequence[Mapping[str, Any]]) -> str:
+    drawn = [job for job in jobs if job["name"] in _STYLES and job.get("series")]
+
+    def lines(key: str, names: Sequence[str]) -> list[Line]:
+        return [
+            Line(
+                label=job["name"],
+                style=_STYLES[job["name"]],
+                points=[(step["step"], step[key]) for step in job["series"]],
+            )
+            for job in drawn
+            if job["name"] in names
+        ]
+
+    everyone = list(_STYLES)
+    return (
+        line_chart("Loss", "step", "cross entropy, nats", lines("loss", everyone))
+        + line_chart("Gradient norm", "step", "norm before clipping", lines("grad_norm", everyone))
+        + line_chart("Throughput", "step", "tokens/s per rank", lines("tokens_per_second", ["base"]))
+    )
+
+
+def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> str:
+    """Rules over the whole suite with their reasons; those on single jobs as a grid of checks by jobs."""
+    overall = [verdict for verdict in verdicts if ": " not in verdict["name"]]
+    single = [verdict for verdict in verdicts if ": " in verdict["name"]]
+    rows = "".join(_row(verdict) for verdict in [*overall, *(item for item in single if not item["passed"])])
+    head = "<tr><th></th><th>Check</th><th>Measured</th><th>Limit</th><th>Reason</th></tr>"
+    return f'<div class="wide"><table>{head}{rows}</table></div>' + _grid(single)
+
+
+def _row(verdict: Mapping[str, Any]) -> str:
+    mark = ("pass-mark", "✓ pass") if verdict["passed"] else ("fail-mark", "✗ fail")
+    return (
+        f'<tr class="{"" if verdict["passed"] else "fail"}"><td class="{mark[0]}">{mark[1]}</td>'
+        f'<td class="name">{escape(verdict["name"])}</td><td class="num">{escape(verdict["measured"])}</td>'
+        f'<td class="num">{escape(verdict["limit"])}</td><td>{escape(verdict["reason"])}</td></tr>'
+    )
+
+
+def _grid(verdicts: Sequence[Mapping[str, Any]]) -> str:
+    cells = {tuple(verdict["name"].split(": ", 1)): verdict for verdict in verdicts}
+    jobs = list(dict.fromkeys(job for job, _ in cells))
+    checks = list(dict.fromkeys(check for _, check in cells))
+    rows = []
+    for check in checks:
+        row = [f'<td class="name">{escape(check)}</td>']
+        for job in jobs:
+            verdict = cells.get((job, check))
+            if verdict is None:
+                row.append('<td class="sub">—</td>')
+                continue
+            mark = ("pass-mark", "✓") if verdict["passed"] else ("fail-mark", "✗")
+            measured = escape(verdict["measured"])
+            shown = f'<span class="{mark[0]}">{mark[1]}</span> {measured}'
+            row.append(f'<td title="{escape(verdict["reason"])}">{shown}</td>')
+        rows.append(f"<tr>{''.join(row)}</tr>")
+    head = "".join(f"<th>{escape(job)}</th>" for job in jobs)
+    return f'<div class="wide"><table><tr><th>Check of each job</th>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _what(record: Mapping[str, Any]) -> str:
+    facts = record.get("facts", {})
+    linears = facts.get("linears", {})
+    shown: dict[str, Any] = {
+        "Made": record["made"],
+        **{f"Image {key}": value for key, value in record["image"].items()},
+        "GPU": record["gpu"],
+        "Recipe sha256": record["recipe"]["sha256"],
+        "Suite sha256": record["suite"]["sha256"],
+        "Ranks": facts.get("world_size", "—"),
+        "Device, collectives": f"{facts.get('device', '—')}, {facts.get('backend', '—')}",
+        "Parameters": f"{facts['parameters']:,}" if "parameters" in facts else "—",
+        "Linear weights in forward": _counted(linears.get("weight_dtypes", {})),
+        "Linear inputs in forward": _counted(linears.get("input_dtypes", {})),
+        "Attention kernels": ", ".join(facts.get("attention", [])) or "—",
+        "Final weights sha256": facts.get("weights_sha256", "—"),
+        **{f"{name}": version for name, version in record["versions"].items()},
+    }
+    rows = "".join(
+        f'<tr><td class="name">{escape(name)}</td><td><code>{escape(str(value))}</code></td></tr>'
+        for name, value in shown.items()
+    )
+    return f'<div class="wide"><table>{rows}</table></div>'
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} × {name}" for name, count in counts.items()) or "—"
+
+
+def _commands(jobs: Sequence[Mapping[str, Any]]) -> str:
+    parts = []
+    for job in jobs:
+        end = f"exit code {job['exit_code']}, {job['seconds']:.0f} s" if job["ran"] else "was not run"
+        parts.append(f"<p><strong>{escape(job['name'])}</strong> <span class='sub'>{escape(end)}</span></p>")
+        parts.append(f"<pre>{escape(shlex.join(job['command']))}</pre>")
+        if job.get("argv"):
+            launcher = escape(shlex.join(job["argv"]))
+            parts.append(f"<details><summary>what it starts</summary><pre>{launcher}</pre></details>")
+    return "".join(parts)

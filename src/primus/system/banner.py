@@ -1,0 +1,78 @@
+"""Entry point of the image: ``python3 -m primus.system.banner COMMAND…`` greets, then becomes the command.
+
+Whatever goes wrong with the greeting, the command runs. ``PRIMUS_NO_BANNER=1`` silences it; by default it is
+shown to people: before a shell, or when standard error is a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["compose", "main", "wanted"]
+
+IMAGE_FILE = Path("/etc/primus/image.json")
+SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
+
+
+def wanted(command: Sequence[str], environment: Mapping[str, str], *, terminal: bool) -> bool:
+    """Whether to greet: not when silenced; else before a bare shell, or on a terminal."""
+    if environment.get("PRIMUS_NO_BANNER", "0") not in ("", "0"):
+        return False
+    # "sh -c …" is a script that happens to use a shell: nobody reads its greeting.
+    return terminal or (Path(command[0]).name in SHELLS and "-c" not in command)
+
+
+def compose(image: Mapping[str, Any], gpu: str) -> str:
+    """The greeting. ``image`` is the content of ``/etc/primus/image.json``; what it lacks is left out."""
+    title = " ".join(str(image[key]) for key in ("release", "target") if image.get(key)) or "unnamed build"
+    channel = f" ({image['channel']} channel)" if image.get("channel") else ""
+    lines = [f"Primus {title}{channel}"]
+    components = image.get("components")
+    if isinstance(components, Mapping) and components:
+        width = max(map(len, components))
+        lines += [f"  {name:<{width}}  {version}" for name, version in components.items()]
+    lines += [f"  GPU: {gpu}", "  start: primus train llama3-proxy    help: primus --help"]
+    return "\n".join(lines) + "\n"
+
+
+def _greet(command: Sequence[str]) -> None:
+    if not wanted(command, os.environ, terminal=sys.stderr.isatty()):
+        return
+    image: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        image = json.loads(IMAGE_FILE.read_text(encoding="utf-8"))
+    gpu = "unknown"
+    with suppress(Exception):
+        from primus.gpus.detect import detect
+
+        gpu = detect().sentence()
+    sys.stderr.write(compose(image, gpu))
+    sys.stderr.flush()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Greet and replace this process by ``argv`` (default: bash, else sh). Returns only when it cannot.
+
+    The codes are those of a shell: 127 for a command that is not found, 126 for one that cannot be run.
+    """
+    command = list(argv) or [next((shell for shell in ("/bin/bash", "/bin/sh") if Path(shell).exists()), "sh")]
+    with suppress(Exception):
+        _greet(command)
+    try:
+        os.execvp(command[0], command)
+    except FileNotFoundError:
+        print(f"primus: there is no command {command[0]!r}", file=sys.stderr)
+        return 127
+    except OSError as error:
+        print(f"primus: {command[0]!r} cannot be run: {error.strerror}", file=sys.stderr)
+        return 126
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,288 @@
+"""Rules on a run's outcome: pure functions to a verdict that says what was measured and what was allowed.
+
+No rule passes on missing evidence: a run without a series, or without facts, fails them all.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from primus.training.logs import Series
+
+__all__ = [
+    "Verdict", "accumulation", "exit_code", "finite", "grad_norm_steady", "loss_falls", "loss_plausible",
+    "precision", "ran_as_asked", "reproducible", "resume", "steps_logged",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One rule applied once. ``measured`` and ``limit`` are for people: short, with their units."""
+
+    name: str
+    passed: bool
+    reason: str
+    measured: str = ""
+    limit: str = ""
+
+
+def exit_code(code: int) -> Verdict:
+    """The launcher's exit code; torchrun is non-zero when any rank was. Negative: a signal."""
+    if code == 0:
+        reason = "all ranks ended with 0"
+    elif code < 0:
+        reason = f"killed by signal {-code}"
+    else:
+        reason = f"the job ended with exit code {code}"
+    return Verdict(name="exit code", passed=code == 0, reason=reason, measured=str(code), limit="0")
+
+
+def steps_logged(series: Series, first: int, last: int) -> Verdict:
+    """Exactly the steps ``first`` … ``last`` are in the log, and the log does not contradict itself."""
+    seen = {step.step for step in series.steps}
+    expected = set(range(first, last + 1))
+    complaints = list(series.problems)
+    if missing := sorted(expected - seen):
+        complaints.append(f"missing: {_ranges(missing)}")
+    if extra := sorted(seen - expected):
+        complaints.append(f"not asked for: {_ranges(extra)}")
+    return Verdict(
+        name="steps logged",
+        passed=not complaints,
+        reason="; ".join(complaints) or "every step is in the log once",
+        measured=f"{len(seen & expected)} of {len(expected)}",
+        limit=f"{first}–{last}",
+    )
+
+
+def finite(series: Series) -> Verdict:
+    """Loss and gradient norm are finite at every step, and the gradient norm is above zero."""
+    bad = [
+        f"step {step.step}: loss {step.loss:g}, gradient norm {step.grad_norm:g}"
+        for step in series.steps
+        if not (math.isfinite(step.loss) and math.isfinite(step.grad_norm) and step.grad_norm > 0)
+    ]
+    if not series.steps:
+        bad = ["no step was logged"]
+    return Verdict(
+        name="finite",
+        passed=not bad,
+        reason=_first(bad) or "loss and gradient norm are finite at every step",
+        measured=f"{len(bad)} bad of {len(series.steps)} steps",
+        limit="0 bad",
+    )
+
+
+def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict:
+    """Random weights know nothing: the first loss is near ln(vocabulary).
+
+    A first loss far off means masked, unshifted or mislabelled data (or weights that are not random).
+    """
+    expected = math.log(vocabulary)
+    limit = f"{expected:.3f} ± {tolerance:.0%}"
+    step = series.at(1)
+    if step is None:
+        return Verdict(name="first loss", passed=False, reason="step 1 was not logged", limit=limit)
+    passed = abs(step.loss - expected) <= tolerance * expected
+    return Verdict(
+        name="first loss",
+        passed=passed,
+        reason=f"ln({vocabulary}) = {expected:.3f}" + ("" if passed else "; data or labels are wrong"),
+        measured=f"{step.loss:.5f}",
+        limit=limit,
+    )
+
+
+def loss_falls(series: Series, drop: float) -> Verdict:
+    """The mean loss of the last fifth is below that of the first fifth by at least the share ``drop``."""
+    limit = f"−{drop:.0%}"
+    losses = series.losses
+    if len(losses) < 5:
+        return Verdict(
+            name="loss falls",
+            passed=False,
+            reason="needs at least 5 steps",
+            measured=f"{len(losses)}",
+            limit=limit,
+        )
+    fifth = len(losses) // 5
+    start, end = statistics.fmean(losses[:fifth]), statistics.fmean(losses[-fifth:])
+    fell = 1 - end / start if start else math.nan
+    return Verdict(
+        name="loss falls",
+        passed=fell >= drop,
+        reason=f"mean of the first fifth {start:.4f}, of the last {end:.4f}",
+        measured=f"{-fell:+.1%}".replace("-", "−"),
+        limit=limit,
+    )
+
+
+def grad_norm_steady(series: Series, jump: float) -> Verdict:
+    """No gradient norm exceeds ``jump`` times the median of those before it.
+
+    Such a jump is what a wrong scaling looks like (a pipeline run with norms × 512: torchtitan#2972).
+    """
+    worst, at = 0.0, 0
+    for position in range(3, len(series.steps)):
+        before = statistics.median(step.grad_norm for step in series.steps[:position])
+        ratio = series.steps[position].grad_norm / before if before else math.inf
+        if math.isnan(ratio):
+            ratio = math.inf
+        if ratio > worst:
+            worst, at = ratio, series.steps[position].step
+    enough = len(series.steps) > 3
+    return Verdict(
+        name="gradient norm steady",
+        passed=enough and worst <= jump,
+        reason=f"largest against the running median at step {at}" if enough else "needs at least 4 steps",
+        measured=f"×{worst:.2f}",
+        limit=f"×{jump:g}",
+    )
+
+
+_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
+
+
+def precision(facts: Mapping[str, Any], asked: str) -> Verdict:
+    """The dtypes that every linear layer really used in the first step are those of the precision asked for.
+
+    Evidence: weight, input and output dtypes seen inside forward (FSDP2's cast included), the types of the
+    layers, and for fp32 that torch was not allowed to compute products in bf16 behind it.
+    """
+    linears = facts.get("linears")
+    expected = _DTYPES.get(asked, asked)
+    if not linears:
+        return Verdict(name="precision", passed=False, reason="the run left no facts on its dtypes", limit=expected)
+    complaints = [
+        f"{count} linear {side}s in {dtype}"
+        for side in ("weight", "input", "output")
+        for dtype, count in linears[f"{side}_dtypes"].items()
+        if dtype != expected
+    ]
+    if not linears["weight_dtypes"]:
+        complaints.append("no linear layer was called")
+    complaints += [f"{count} {kind}" for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS]
+    if asked == "fp32" and (setting := facts.get("float32_matmul_precision")) != "highest":
+        complaints.append(f"float32 matmul precision is {setting!r}")
+    ran = ", ".join(linears["weight_dtypes"]) or "nothing"
+    return Verdict(
+        name="precision",
+        passed=not complaints,
+        reason=f"{asked} asked, but: " + "; ".join(complaints)
+        if complaints
+        else f"{sum(linears['weight_dtypes'].values())} linear calls, weights, inputs and outputs",
+        measured=ran.replace("torch.", ""),
+        limit=expected.replace("torch.", ""),
+    )
+
+
+_PLAIN_LINEARS = {"Linear", "FSDPLinear"}
+
+
+def ran_as_asked(facts: Mapping[str, Any], asked: Mapping[str, Any]) -> Verdict:
+    """The run's own view of its configuration equals the recipe's; ``asked`` has keys of the facts."""
+    wrong = [
+        f"{key} is {facts.get(key, 'unknown')!r}, not {value!r}"
+        for key, value in asked.items()
+        if facts.get(key) != value
+    ]
+    return Verdict(
+        name="configuration",
+        passed=not wrong,
+        reason="; ".join(wrong) or "the run saw what the recipe asks: " + ", ".join(asked),
+        measured=f"{len(asked) - len(wrong)} of {len(asked)}",
+        limit="all",
+    )
+
+
+def reproducible(base: Series, repeat: Series, tolerance: float) -> Verdict:
+    """A second run with the same seed gives the same loss and gradient norm at every step."""
+    return _compare("same result again", base, repeat, tolerance, first=1)
+
+
+def resume(base: Series, resumed: Series, first: int, tolerance: float) -> Verdict:
+    """A run resumed from a checkpoint gives, from step ``first`` on, what the unbroken run gave.
+
+    Catches a lost optimizer, learning-rate or data-loader state (Megatron-LM#5974, torchtune#2093).
+    """
+    return _compare("resume", base, resumed, tolerance, first=first)
+
+
+def _compare(name: str, base: Series, other: Series, tolerance: float, *, first: int) -> Verdict:
+    limit = "equal to the last bit" if tolerance == 0 else f"relative gap ≤ {tolerance:g}"
+    wanted = [step for step in base.steps if step.step >= first]
+    if not wanted:
+        return Verdict(name=name, passed=False, reason="the base run has no steps to compare with", limit=limit)
+    worst, at, missing = 0.0, first, []
+    for step in wanted:
+        twin = other.at(step.step)
+        if twin is None:
+            missing.append(step.step)
+            continue
+        gap = max(_gap(step.loss, twin.loss), _gap(step.grad_norm, twin.grad_norm))
+        if gap > worst:
+            worst, at = gap, step.step
+    if missing:
+        reason = f"not logged in the second run: {_ranges(missing)}"
+    elif worst > tolerance:
+        reason = f"differs most at step {at}"
+    else:
+        reason = f"{len(wanted)} steps agree"
+        if not (base.exact and other.exact):
+            reason += ", as far as the log's digits go"
+    return Verdict(
+        name=name,
+        passed=not missing and worst <= tolerance,
+        reason=reason,
+        measured=f"largest relative gap {worst:.2g}",
+        limit=limit,
+    )
+
+
+def accumulation(base: Series, split: Series, tolerance: float) -> Verdict:
+    """The same global batch in one micro-batch or in several gives the same first loss and gradient norm.
+
+    Catches a dropped micro-batch and a wrong normalisation (Primus#1046, torchtitan#1733).
+    """
+    limit = f"relative gap ≤ {tolerance:g}"
+    whole, parts = base.at(1), split.at(1)
+    if whole is None or parts is None:
+        return Verdict(name="accumulation", passed=False, reason="step 1 was not logged", limit=limit)
+    loss, norm = _gap(whole.loss, parts.loss), _gap(whole.grad_norm, parts.grad_norm)
+    passed = loss <= tolerance and norm <= tolerance
+    return Verdict(
+        name="accumulation",
+        passed=passed,
+        reason=f"gradient norm {whole.grad_norm:.6f} in one, {parts.grad_norm:.6f} in several micro-batches",
+        measured=f"loss {loss:.1e}, gradient norm {norm:.1e}",
+        limit=limit,
+    )
+
+
+def _gap(left: float, right: float) -> float:
+    if left == right:
+        return 0.0
+    if not (math.isfinite(left) and math.isfinite(right)):
+        return math.inf
+    return abs(left - right) / max(abs(left), abs(right))
+
+
+def _first(items: list[str]) -> str:
+    return items[0] + (f" (and {len(items) - 1} more)" if len(items) > 1 else "") if items else ""
+
+
+def _ranges(numbers: list[int]) -> str:
+    parts: list[str] = []
+    start = previous = numbers[0]
+    for number in [*numbers[1:], None]:
+        if number is not None and number == previous + 1:
+            previous = number
+            continue
+        parts.append(str(start) if start == previous else f"{start}–{previous}")
+        if number is not None:
+            start = previous = number
+    return ", ".join(parts)

@@ -1,0 +1,55 @@
+"""One run of a resolved recipe: what is asked, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from primus.recipes.model import Recipe
+
+__all__ = ["Job", "JobResult", "step_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run to start. ``output`` is a folder of its own; ``resume_from`` is a checkpoint folder ``…/step-N``.
+
+    Paths are those the job itself sees: inside a container they are the container's.
+    """
+
+    name: str
+    recipe: Recipe
+    output: Path
+    resume_from: Path | None = None
+
+    @property
+    def first_step(self) -> int:
+        """The first step this run logs: 1, or the one after its checkpoint."""
+        return 1 if self.resume_from is None else step_of(self.resume_from) + 1
+
+    @property
+    def last_step(self) -> int:
+        """The last step this run logs."""
+        return self.recipe.steps
+
+    def arguments(self) -> list[str]:
+        """The words after ``primus`` that start this job from a shell."""
+        resume = ["--resume-from", str(self.resume_from)] if self.resume_from else []
+        return ["train", self.recipe.name, "--output", str(self.output), *resume, *self.recipe.overrides]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """A run that ended: the exit code of ``primus train``, and where this process sees the job's folder."""
+
+    exit_code: int
+    output: Path
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step a checkpoint folder holds (``step-10`` → 10). ValueError when the name does not tell."""
+    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    if not match:
+        raise ValueError(f"{checkpoint} is not named step-N")
+    return int(match[1])

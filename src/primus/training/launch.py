@@ -1,0 +1,135 @@
+"""Start a job's processes, keep their log, end them when asked, return the launcher's own exit code."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+__all__ = ["Ended", "run"]
+
+GRACE_SECONDS = 15.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a launch ended: the process's exit code (negative: the signal that killed it), wall seconds."""
+
+    exit_code: int
+    seconds: float
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    log: Path,
+    environment: Mapping[str, str],
+    on_line: Callable[[str], None] = lambda _line: None,
+) -> Ended:
+    """Run ``argv``, write all it prints to ``log`` and pass each line to ``on_line``.
+
+    SIGINT and SIGTERM end the ranks first (after ``GRACE_SECONDS`` by force), then raise KeyboardInterrupt.
+    No process of the job outlives this call, even when the launcher itself was killed.
+    """
+    _adopt_orphans()
+    others = _children(os.getpid())
+    started = time.monotonic()
+    stop = threading.Event()
+    with log.open("w", encoding="utf-8", errors="replace") as file, _signals(stop):
+        process = subprocess.Popen(
+            list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace", start_new_session=True,
+        )  # fmt: skip
+
+        def copy() -> None:
+            for line in process.stdout or ():
+                file.write(line)
+                file.flush()
+                on_line(line)
+
+        reader = threading.Thread(target=copy, daemon=True)
+        reader.start()
+        code = _wait(process, stop)
+        # Ranks run in sessions of their own; whatever the launcher left is ours now.
+        _end(_children(os.getpid()) - others)
+        reader.join(timeout=10)
+        if process.stdout is not None and not reader.is_alive():
+            process.stdout.close()
+    if stop.is_set():
+        raise KeyboardInterrupt
+    return Ended(exit_code=code, seconds=time.monotonic() - started)
+
+
+def _wait(process: subprocess.Popen[str], stop: threading.Event) -> int:
+    while True:
+        try:
+            return process.wait(timeout=0.2)
+        except subprocess.TimeoutExpired:
+            if stop.is_set():
+                break
+    process.terminate()
+    try:
+        return process.wait(timeout=GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+class _signals:
+    """While inside, SIGINT and SIGTERM set ``stop`` instead of leaving the children behind."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._set)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _set(self, _number: int, _frame: FrameType | None) -> None:
+        self._stop.set()
+
+
+def _adopt_orphans() -> None:
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children(parent: int) -> set[int]:
+    """All living descendants of ``parent``, from /proc."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError, IndexError):
+                # The command name, in brackets, may hold spaces.
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    frontier = {parent}
+    while frontier:
+        frontier = {child for child, above in parents.items() if above in frontier} - found
+        found |= frontier
+    return found
+
+
+def _end(pids: set[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)

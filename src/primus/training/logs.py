@@ -1,0 +1,135 @@
+"""From a training log to a series of steps. What a log says twice, differently, is a problem."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+__all__ = ["Series", "Step", "parse_torchtitan", "read_exact", "step_in", "with_exact"]
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# Loss and gradient norm are taken as any word: a NaN must be read, not skipped.
+_TORCHTITAN = re.compile(
+    r"(?<!validate )step:\s*(\d+)\s+loss:\s*(\S+)\s+grad_norm:\s*(\S+)\s+"
+    r"memory:\s*(-?[\d.]+)\s*GiB\((-?[\d.]+)%\)\s+tps:\s*([\d,]+)\s+tflops:\s*([\d,.]+)\s+mfu:\s*([\d.]+%|N/A)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step: ``tokens_per_second`` of the slowest rank, ``memory_gib`` of the fullest."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens_per_second: float
+    memory_gib: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Steps in ascending order, one each, and what was wrong with the log they came from.
+
+    ``exact`` tells that loss and gradient norm carry all their bits rather than the log's rounding.
+    """
+
+    steps: tuple[Step, ...] = ()
+    problems: tuple[str, ...] = ()
+    exact: bool = False
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The loss of every step, in order."""
+        return tuple(step.loss for step in self.steps)
+
+    def at(self, number: int) -> Step | None:
+        """Step ``number``, if it was logged."""
+        return next((step for step in self.steps if step.step == number), None)
+
+
+def step_in(line: str) -> Step | None:
+    """The step a torchtitan log line reports, if it reports one. A word that is no number counts as NaN."""
+    match = _TORCHTITAN.search(_COLOUR.sub("", line))
+    if not match:
+        return None
+    return Step(
+        step=int(match[1]),
+        loss=_number(match[2]),
+        grad_norm=_number(match[3]),
+        memory_gib=max(0.0, float(match[4])),
+        tokens_per_second=float(match[6].replace(",", "")),
+    )
+
+
+def parse_torchtitan(text: str) -> Series:
+    """Read a torchtitan log of any number of ranks.
+
+    Every rank prints every step with the same global loss and gradient norm, so repeats are merged; a repeat
+    with other values is a problem (two runs in one log, or ranks that drifted apart).
+    """
+    found: dict[int, Step] = {}
+    problems: list[str] = []
+    for line in text.splitlines():
+        step = step_in(line)
+        if step is None:
+            continue
+        known = found.get(step.step)
+        if known is None:
+            found[step.step] = step
+            continue
+        if not (_same(known.loss, step.loss) and _same(known.grad_norm, step.grad_norm)):
+            problems.append(
+                f"step {step.step} is logged twice: loss {known.loss} and {step.loss}, "
+                f"gradient norm {known.grad_norm} and {step.grad_norm}"
+            )
+        found[step.step] = replace(
+            known,
+            tokens_per_second=min(known.tokens_per_second, step.tokens_per_second),
+            memory_gib=max(known.memory_gib, step.memory_gib),
+        )
+    return Series(steps=tuple(found[number] for number in sorted(found)), problems=tuple(problems))
+
+
+def read_exact(lines: Iterable[str]) -> dict[int, tuple[float, float]]:
+    """Step → (loss, gradient norm) from the run's own unrounded lines; a half-written line is left out."""
+    values: dict[int, tuple[float, float]] = {}
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            values[int(entry["step"])] = (float(entry["loss"]), float(entry["grad_norm"]))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return values
+
+
+def with_exact(series: Series, exact: Mapping[int, tuple[float, float]]) -> Series:
+    """Replace the log's rounded values by the exact ones; a pair further apart than rounding is a problem."""
+    steps, problems = [], list(series.problems)
+    for step in series.steps:
+        if step.step not in exact:
+            steps.append(step)
+            continue
+        loss, norm = exact[step.step]
+        # torchtitan prints the loss with 5 decimals and the gradient norm with 4.
+        if not (_same(step.loss, loss, 1.1e-5) and _same(step.grad_norm, norm, 1.1e-4)):
+            problems.append(
+                f"step {step.step}: the log says loss {step.loss}, gradient norm {step.grad_norm}; "
+                f"the run's own figures are {loss}, {norm}"
+            )
+        steps.append(replace(step, loss=loss, grad_norm=norm))
+    complete = bool(steps) and all(step.step in exact for step in steps)
+    return Series(steps=tuple(steps), problems=tuple(problems), exact=complete)
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word.replace(",", ""))
+    except ValueError:
+        return math.nan
+
+
+def _same(left: float, right: float, within: float = 0.0) -> bool:
+    return left == right or abs(left - right) <= within or (math.isnan(left) and math.isnan(right))

@@ -1,0 +1,87 @@
+"""What a job left behind, read back from its folder: log, exact figures, facts, result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from primus.training import checks, logs
+from primus.training.checks import Verdict
+from primus.training.job import Job, JobResult
+from primus.training.logs import Series
+from primus.training.torchtitan import render
+
+__all__ = ["Outcome", "basic_verdicts", "read"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """All that can be judged about a run that ended.
+
+    ``exit_code`` is the launcher's or, when that was 0, what else went wrong around it; ``facts`` is empty
+    when no rank lived long enough to write them; ``seconds`` is wall time of the launcher; ``recipe_sha256``
+    is what the run itself resolved.
+    """
+
+    job: Job
+    exit_code: int
+    series: Series
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    argv: tuple[str, ...] = ()
+    seconds: float = 0.0
+    recipe_sha256: str | None = None
+
+
+def read(job: Job, result: JobResult) -> Outcome:
+    """Read the folder of a job that ended. Missing or broken files read as no evidence, never as an error."""
+    folder = result.output
+    left = _json(folder / "result.json")
+    series = logs.parse_torchtitan(_text(folder / "log.txt"))
+    exact = logs.read_exact(_text(folder / "exact.jsonl").splitlines())
+    return Outcome(
+        job=job,
+        exit_code=_exit_code(left, result.exit_code),
+        series=logs.with_exact(series, exact),
+        facts=_json(folder / "facts.json"),
+        argv=tuple(left.get("argv", ())),
+        seconds=float(left.get("seconds", 0.0)),
+        recipe_sha256=_json(folder / "job.json").get("recipe", {}).get("sha256"),
+    )
+
+
+def _exit_code(left: Mapping[str, Any], command: int) -> int:
+    launched = left.get("exit_code")
+    if isinstance(launched, int) and launched != 0:
+        return launched
+    # Exit code 1 of the command then means that one of its checks failed. That check speaks for itself here.
+    return 0 if launched == 0 and command == 1 and left.get("passed") is False else command
+
+
+def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
+    """The rules that any run must pass, however short and from whatever weights."""
+    job = outcome.job
+    return (
+        checks.exit_code(outcome.exit_code),
+        checks.steps_logged(outcome.series, job.first_step, job.last_step),
+        checks.finite(outcome.series),
+        checks.precision(outcome.facts, job.recipe.get("precision", str)),
+        checks.ran_as_asked(outcome.facts, render.expected_facts(job)),
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(_text(path) or "{}")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,91 @@
+"""The evidence of a validation in one JSON file: which image and recipe, what was measured and judged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from primus.training import metrics, suite
+from primus.training.checks import Verdict
+from primus.training.job import Job
+from primus.training.outcome import Outcome
+from primus.training.start import write_atomically
+
+__all__ = ["make", "write"]
+
+FORMAT = 1
+
+
+def make(
+    jobs: Sequence[Job],
+    outcomes: Mapping[str, Outcome],
+    verdicts: Sequence[Verdict],
+    *,
+    target: str,
+    image: Mapping[str, Any],
+    gpu: str,
+    made: str,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The record of one validation.
+
+    ``image`` says which bytes ran (``{"digest": "sha256:…"}``, whatever else the caller knows); ``gpu`` is
+    the GPU's name or "none"; ``made`` is the time in ISO 8601, given by the caller. ``passed`` is true only
+    when there are verdicts, all of them passed, and every planned job left a series.
+    """
+    recipe = suite.recipe_of(jobs)
+    base = outcomes.get(jobs[0].name)
+    ran = all(job.name in outcomes and outcomes[job.name].series.steps for job in jobs)
+    return {
+        "format": FORMAT,
+        "made": made,
+        "passed": bool(verdicts) and ran and all(verdict.passed for verdict in verdicts),
+        "target": target,
+        "image": dict(image),
+        "gpu": gpu,
+        "recipe": {
+            "name": recipe.name,
+            "description": recipe.find("description", ""),
+            "sha256": recipe.digest,
+            "precision": recipe.get("precision", str),
+            "ranks": recipe.get("ranks", int),
+            "settings": {key: setting.value for key, setting in recipe.settings.items()},
+        },
+        "suite": {"sha256": suite.digest(recipe), "format": suite.FORMAT},
+        "versions": dict(base.facts.get("versions", {})) if base else {},
+        "facts": dict(base.facts) if base else {},
+        "measurements": asdict(metrics.summarize(base.series, recipe.get("validation.warmup_steps", int)))
+        if base
+        else {},
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "jobs": [_job(job, outcomes.get(job.name)) for job in jobs],
+        **(extra or {}),
+    }
+
+
+def _job(job: Job, left: Outcome | None) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "name": job.name,
+        "command": ["primus", *job.arguments()],
+        "ran": left is not None,
+    }
+    if left is None:
+        return content
+    lines = metrics.as_json_lines(left.series).splitlines()
+    return {
+        **content,
+        "argv": list(left.argv),
+        "exit_code": left.exit_code,
+        "seconds": left.seconds,
+        "exact": left.series.exact,
+        "series": [json.loads(line) for line in lines],
+    }
+
+
+def write(record: Mapping[str, Any], path: Path) -> None:
+    """Write the record so that ``path`` is never half a record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

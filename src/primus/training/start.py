@@ -1,0 +1,79 @@
+"""Run one job on this machine: write its files, launch its ranks, judge it, leave the result behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+from primus.errors import HostError, InputError
+from primus.training import launch, metrics, outcome
+from primus.training.checks import Verdict
+from primus.training.job import Job, JobResult
+from primus.training.metrics import Summary
+from primus.training.outcome import Outcome
+from primus.training.torchtitan import render
+
+__all__ = ["check_backend", "prepare", "run_directly", "start", "write_atomically"]
+
+
+def check_backend() -> None:
+    """HostError when a package that training needs is not installed."""
+    missing = [name for name in ("torch", "torchtitan") if find_spec(name) is None]
+    if missing:
+        raise HostError(
+            f"{' and '.join(missing)} cannot be imported by {sys.executable}",
+            hint="run this inside a primus image, or install them beside primus",
+        )
+
+
+def prepare(job: Job) -> None:
+    """Make the job's folder and write what the ranks read. InputError when the folder holds another run."""
+    if (job.output / "log.txt").exists() or (job.output / "checkpoint").exists():
+        raise InputError(f"{job.output} already holds a run", hint="choose another --output, or delete it")
+    try:
+        (job.output / "cache").mkdir(parents=True, exist_ok=True)
+        (job.output / "job.json").write_text(render.job_file(job), encoding="utf-8")
+        (job.output / "torchtitan.toml").write_text(render.toml(job), encoding="utf-8")
+    except OSError as error:
+        raise HostError(f"cannot write to {job.output}: {error.strerror}", hint="choose another --output") from error
+
+
+def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verdict, ...], Summary]:
+    """Run ``job``, which :func:`prepare` prepared, and judge it by the rules that hold for any run."""
+    argv = render.argv(job, sys.executable)
+    environment = render.environment(job, os.environ)
+    ended = launch.run(argv, log=job.output / "log.txt", environment=environment, on_line=on_line)
+    left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}
+    write_atomically(job.output / "result.json", json.dumps(left, indent=2) + "\n")
+
+    result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=job.output))
+    verdicts = outcome.basic_verdicts(result)
+    summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int))
+    write_atomically(job.output / "metrics.jsonl", metrics.as_json_lines(result.series))
+    left |= {
+        "passed": all(verdict.passed for verdict in verdicts),
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "summary": asdict(summary),
+    }
+    write_atomically(job.output / "result.json", json.dumps(left, indent=2, ensure_ascii=False) + "\n")
+    return result, verdicts, summary
+
+
+def run_directly(job: Job) -> JobResult:
+    """Run ``job`` as a user would, by ``primus train`` on this machine without a container."""
+    command = [sys.executable, "-m", "primus.cli.main", *job.arguments(), "--json"]
+    ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+    return JobResult(exit_code=ended.returncode, output=job.output)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` so that ``path`` is either as before or complete."""
+    waiting = path.with_name(f".{path.name}.{os.getpid()}")
+    waiting.write_text(text, encoding="utf-8")
+    waiting.replace(path)

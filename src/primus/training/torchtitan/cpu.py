@@ -1,0 +1,101 @@
+"""What torchtitan 0.2.2 needs to train on a machine without a GPU. Applied before its trainer is imported.
+
+Each patch states what breaks without it. On a GPU none is applied.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+__all__ = ["apply", "leave"]
+
+
+def apply(threads: int) -> None:
+    """Make the CPU torchtitan's device, on this process only.
+
+    ``threads`` is fixed, whatever the environment says: sums are then always taken in the same order, and a
+    run can be repeated to the last bit.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    # All ranks are on this machine. Without a name gloo looks the host's up, which a sandbox may not know.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _device()
+    _barrier()
+    _gradient_reduction()
+
+
+def leave() -> NoReturn:
+    """End this process with exit code 0, now: call it when training is over and its groups are destroyed.
+
+    A gloo thread that still holds the last reference to a finished collective takes the GIL to drop it. When
+    that falls into the interpreter's finalization, CPython ends the thread by unwinding it, the destructor it
+    is in may not throw, and the whole process aborts: about one good run in fifteen on busy cores would be
+    reported as failed (pytorch#190489, pytorch#179291). What is skipped here is only that finalization.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _device() -> None:
+    """torchtitan asks torch for the accelerator and falls back to cuda, which a CPU build cannot set."""
+    import torch
+    import torch._utils
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    properties = SimpleNamespace(name="cpu", total_memory=memory)
+    additions: dict[str, Callable[..., Any]] = {
+        "get_device_name": lambda _device=None: "cpu",
+        "get_device_properties": lambda _device=None: properties,
+        "reset_peak_memory_stats": lambda _device=None: None,
+        "empty_cache": lambda: None,
+        "memory_stats": lambda _device=None: _memory_stats(),
+    }
+    torch._utils._get_available_device_type = lambda: "cpu"
+    for name, function in additions.items():
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, function)
+
+
+def _memory_stats() -> dict[str, int]:
+    """Peak resident memory of this process, under the names of an accelerator's caching allocator."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "active_bytes.all.peak": peak,
+        "reserved_bytes.all.peak": peak,
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
+    }
+
+
+def _barrier() -> None:
+    """torchtitan passes ``device_ids`` to the barrier; gloo refuses them."""
+    import torch.distributed as dist
+
+    barrier = dist.barrier
+
+    def without_device_ids(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_ids", None)
+        return barrier(*args, **kwargs)
+
+    dist.barrier = without_device_ids
+
+
+def _gradient_reduction() -> None:
+    """With a gradient divisor set, FSDP2 reduces by PREMUL_SUM, which gloo lacks; a plain sum is the same."""
+    from torch.distributed.fsdp import FSDPModule
+
+    set_factor = FSDPModule.set_gradient_divide_factor
+
+    def with_plain_sum(module: Any, factor: float) -> None:
+        set_factor(module, factor)
+        module.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = with_plain_sum

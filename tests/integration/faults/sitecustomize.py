@@ -1,0 +1,123 @@
+"""Breaks torchtitan on purpose. Python imports this at start-up when its folder is on PYTHONPATH.
+
+``PRIMUS_FAULT`` names the fault. A module of torchtitan is changed after it was loaded; the code under test
+is the shipped code, unchanged and unaware.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def nan(train: Any) -> None:
+    """The weights turn NaN before step 5."""
+    step = train.Trainer.train_step
+
+    def train_step(self: Any, data: Any) -> None:
+        if self.step == 5:
+            for parameter in self.model_parts[0].parameters():
+                parameter.data.mul_(float("nan"))
+        step(self, data)
+
+    train.Trainer.train_step = train_step
+
+
+def early_stop(train: Any) -> None:
+    """The loop ends after step 7 as if all were done, with exit code 0."""
+    train.Trainer.should_continue_training = lambda self: self.step < min(7, self.job_config.training.steps)
+
+
+def bad_exit(train: Any) -> None:
+    """All steps are trained and logged; then rank 1 ends with 7."""
+    close = train.Trainer.close
+
+    def closing(self: Any) -> None:
+        close(self)
+        if os.environ["RANK"] == "1":
+            os._exit(7)
+
+    train.Trainer.close = closing
+
+
+def crash(train: Any) -> None:
+    """Rank 1 is killed in step 4, as by the kernel when memory runs out."""
+    step = train.Trainer.train_step
+
+    def train_step(self: Any, data: Any) -> None:
+        if self.step == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), 9)
+        step(self, data)
+
+    train.Trainer.train_step = train_step
+
+
+def bf16(parallelize: Any) -> None:
+    """The job file says float32, FSDP2 computes in bfloat16."""
+    import torch
+
+    fsdp = parallelize.apply_fsdp
+
+    def apply_fsdp(*args: Any, **kwargs: Any) -> Any:
+        kwargs["param_dtype"] = torch.bfloat16
+        return fsdp(*args, **kwargs)
+
+    parallelize.apply_fsdp = apply_fsdp
+
+
+def lost_micro_batch(train: Any) -> None:
+    """Every second micro-batch is counted in the loss, but its gradient is lost."""
+    run = train.Trainer.forward_backward_step
+
+    def forward_backward_step(self: Any, **kwargs: Any) -> Any:
+        self.micro = getattr(self, "micro", 0) + 1
+        loss_fn = self.loss_fn
+        if self.micro % 2 == 0:
+            self.loss_fn = lambda *args: (whole := loss_fn(*args)).detach() + 0 * whole
+        try:
+            return run(self, **kwargs)
+        finally:
+            self.loss_fn = loss_fn
+
+    train.Trainer.forward_backward_step = forward_backward_step
+
+
+PARALLELIZE = "torchtitan.models.llama3.infra.parallelize"
+FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "nan": ("torchtitan.train", nan),
+    "early_stop": ("torchtitan.train", early_stop),
+    "bad_exit": ("torchtitan.train", bad_exit),
+    "crash": ("torchtitan.train", crash),
+    "bf16": (PARALLELIZE, bf16),
+    "lost_micro_batch": ("torchtitan.train", lost_micro_batch),
+}
+
+
+class Breaker(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, fault: Callable[[Any], None]) -> None:
+        self.name = name
+        self.fault = fault
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        load = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            load(module)
+            self.fault(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if fault := os.environ.get("PRIMUS_FAULT"):
+    sys.meta_path.insert(0, Breaker(*FAULTS[fault]))

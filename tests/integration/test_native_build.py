@@ -1,0 +1,155 @@
+"""Source → wheel → layer → image, for real: a C extension from PyPI built in the sandbox of a Debian root."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from project_kit import Kit
+
+pytestmark = pytest.mark.integration
+
+REPOSITORY = Path(__file__).parents[2]
+
+VERSIONS = """\
+release: v26.11
+created: 2026-11-20
+bases:
+  bookworm-build:
+    suite: bookworm
+    python: 3.11.2
+    packages: [gcc, libc6-dev, python3-dev, python3-pip, python3-setuptools, python3-wheel]
+components:
+  psutil:
+    name: psutil
+    pins:
+      - {sdist: psutil, version: 6.1.1, channel: pypi, builder: bookworm-build}
+"""
+TARGET = """\
+description: A package with a C extension, built from source
+base: bookworm-build
+channels: [pypi]
+components: [psutil]
+command: [sh]
+"""
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    kit = Kit(tmp_path_factory.mktemp("native"))
+    kit.write("versions.yaml", VERSIONS)
+    kit.write("images/native.yaml", TARGET)
+    lend_files(kit)
+    kit.build("native")
+    yield kit
+
+
+def lend_files(kit: Kit) -> None:
+    """Files that the repository's own builds fetched already need not be fetched twice."""
+    own = REPOSITORY / ".primus/files/sha256"
+    here = kit.root / ".primus/files/sha256"
+    here.mkdir(parents=True)
+    for path in own.glob("*") if own.is_dir() else ():
+        if not path.name.endswith(".part"):
+            try:
+                os.link(path, here / path.name)
+            except OSError:
+                return
+
+
+def test_extension_works_in_the_image(native: Kit) -> None:
+    code = "import psutil, psutil._psutil_linux as c; print(psutil.__version__, c.__file__)"
+    result = native.primus("run", "native", "--", "python3", "-c", code)
+    assert result.code == 0, result.err
+    version, path = result.out.split()
+    assert version == "6.1.1"
+    assert path.startswith("/opt/venv/lib/python3.11/site-packages/psutil/_psutil_linux.")
+
+
+def test_the_wheel_was_built_here_and_only_its_wheel_was_taken(native: Kit) -> None:
+    (record,) = [
+        data
+        for path in (native.root / ".primus/store/actions").iterdir()
+        if "wheel" in (data := json.loads(path.read_bytes()))
+    ]
+    assert record["kind"] == "build"
+    assert record["wheel"]["file"].startswith("psutil-6.1.1-")
+    log = next((native.root / ".primus/logs").glob("build-psutil-*.log")).read_text()
+    assert "Building wheel for psutil" in log
+
+
+def test_same_bytes_twice(native: Kit) -> None:
+    result = native.primus("verify", "native", timeout=900)
+    assert result.code == 0, result.out + result.err
+    assert "same bytes twice" in result.out
+
+
+def test_bytecode_is_used_and_still_checked(native: Kit) -> None:
+    code = (
+        "import sys, importlib.util as u, psutil._common as m;"
+        "head = open(m.__cached__, 'rb').read(8); print(int.from_bytes(head[4:], 'little'))"
+    )
+    assert native.primus("run", "native", "--", "python3", "-c", code).out.strip() == "3"
+
+
+def test_a_failed_build_shows_its_log(native: Kit, tmp_path: Path) -> None:
+    """Without the compiler's headers the build fails; the log's end and its path are in the error."""
+    kit = Kit(tmp_path / "broken")
+    kit.write("versions.yaml", VERSIONS.replace("python3-dev, ", ""))
+    kit.write("images/native.yaml", TARGET)
+    lend_files(kit)
+    for path in (native.root / ".primus/files/sha256").iterdir():
+        target = kit.root / ".primus/files/sha256" / path.name
+        if not target.exists():
+            os.link(path, target)
+    result = kit.primus("build", "native", timeout=900)
+    assert result.code == 1
+    assert "build psutil ended with exit code 1" in result.err
+    assert "Python.h" in result.err
+    assert "full log: " in result.err
+
+
+def test_damaged_fetched_file_is_named_and_fetched_again(native: Kit) -> None:
+    lock = json.loads((native.root / "images/locks/pypi/native.json").read_text())
+    sdist = next(f for f in lock["files"] if f["kind"] == "sdist")
+    path = native.root / ".primus/files/sha256" / sdist["sha256"]
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.chmod(0o644)
+    path.unlink()
+    path.write_bytes(data)
+    for record in (native.root / ".primus/store/actions").iterdir():
+        if "psutil" in json.loads(record.read_bytes())["name"]:
+            record.unlink()
+    (native.root / ".primus/store/targets/native.json").unlink()
+    result = native.primus("build", "native")
+    assert result.code == 3
+    assert f"the fetched {sdist['file']} is damaged" in result.err
+    assert native.primus("build", "native").code == 0
+
+
+def test_offline_names_what_is_missing(native: Kit, tmp_path: Path) -> None:
+    kit = Kit(tmp_path / "offline")
+    kit.write("versions.yaml", VERSIONS)
+    kit.write("images/native.yaml", TARGET)
+    result = kit.primus("build", "native", "--offline")
+    assert result.code == 2
+    assert "native has no lock yet" in result.err
+    kit.write("images/locks/pypi/native.json", (native.root / "images/locks/pypi/native.json").read_text())
+    result = kit.primus("build", "native", "--offline")
+    assert result.code == 3
+    assert "psutil-6.1.1.tar.gz" in result.err
+
+
+def test_stale_lock_stops_with_locked_and_has_its_line(native: Kit, tmp_path: Path) -> None:
+    kit = Kit(tmp_path / "stale")
+    kit.write("versions.yaml", VERSIONS.replace("6.1.1", "6.1.0"))
+    kit.write("images/native.yaml", TARGET)
+    kit.write("images/locks/pypi/native.json", (native.root / "images/locks/pypi/native.json").read_text())
+    result = kit.primus("build", "native", "--locked")
+    assert result.code == 2
+    assert "versions.yaml:12:9: the lock of native is stale: sdist psutil: locked 6.1.1, wanted 6.1.0" in result.err

@@ -1,0 +1,268 @@
+"""Isolated builds, loading, and the verbs run and load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from docker_engine import private_dockerd
+from sandbox_kit import Entry, image, needs_busybox, sha
+
+from primus.cli.main import main
+from primus.errors import HostError
+from primus.sandbox import embedded
+from primus.sandbox.build import log_tail, run_isolated
+from primus.sandbox.engines import choose
+from primus.sandbox.load import archive_chunks, image_id, load
+from primus.sandbox.model import Command, Limits, RootFs
+
+pytestmark = [pytest.mark.integration, needs_busybox]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> RootFs:
+    return image(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_build_sees_its_inputs_and_nothing_else(tiny, tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/f").write_text("input")
+    os.environ["SECRET_OF_THE_HOST"] = "x"
+    try:
+        script = (
+            "cat /in/f > /out/copy; env | sort > /out/env; ip -o link | wc -l > /out/links; "
+            "touch /in/f 2>/dev/null || echo read-only > /out/ro; umask > /out/umask; touch /tmp/gone; "
+            "read x || echo no-stdin > /out/stdin; "
+            "cat /proc/1/environ /proc/1/cmdline > /out/proc 2>/dev/null; true"
+        )
+        code = run_isolated(
+            tiny,
+            ["sh", "-c", script],
+            inputs={"/in": tmp_path / "src"},
+            outputs=tmp_path / "out",
+            env={"MAX_JOBS": "2"},
+            log=tmp_path / "log/build.log",
+        )
+    finally:
+        del os.environ["SECRET_OF_THE_HOST"]
+    out = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert code == 0
+    assert out["copy"] == "input"
+    assert (out["links"], out["ro"], out["umask"], out["stdin"]) == (
+        "1\n",
+        "read-only\n",
+        "0022\n",
+        "no-stdin\n",
+    )
+    assert [line for line in out["env"].splitlines() if not line.startswith("SHLVL=")] == [
+        "FROM_IMAGE=yes",
+        "HOME=/tmp/home",
+        "HOSTNAME=build",
+        "LC_ALL=C.UTF-8",
+        "MAX_JOBS=2",
+        "PATH=/bin:/usr/bin",
+        "PWD=/",
+        "PYTHONHASHSEED=0",
+        "SOURCE_DATE_EPOCH=315532800",
+        "TZ=UTC",
+    ]
+    assert "SECRET" not in out["proc"]
+    assert str(tmp_path) not in out["proc"]
+
+
+def test_a_failed_build_shows_its_end(tiny, tmp_path):
+    log = tmp_path / "log"
+    script = "i=0; while [ $i -lt 100 ]; do echo line $i; i=$((i+1)); done; echo oops >&2; exit 4"
+    code = run_isolated(tiny, ["sh", "-c", script], inputs={}, outputs=tmp_path / "out", env={}, log=log)
+    assert code == 4
+    assert log_tail(log).splitlines()[-3:] == ["line 99", "oops", f"full log: {log}"]
+    assert len(log_tail(log).splitlines()) == 31
+
+
+def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
+    codes = {}
+
+    def work(number: int, script: str) -> None:
+        place = tmp_path / str(number)
+        codes[number] = run_isolated(
+            tiny, ["sh", "-c", script], inputs={}, outputs=place, env={}, log=place / "log"
+        )
+
+    def all_of(script: str) -> list[threading.Thread]:
+        threads = [threading.Thread(target=work, args=(n, script)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    for thread in all_of("echo hi > /out/f"):
+        thread.join()
+    assert codes == dict.fromkeys(range(4), 0)
+    threads = all_of("touch /out/started; sleep 100")
+    while not all((tmp_path / str(n) / "started").exists() for n in range(4)):
+        threads[0].join(0.05)
+    embedded.stop_all()
+    for thread in threads:
+        thread.join(20)
+    assert codes == dict.fromkeys(range(4), 137)
+    assert list((tiny.cache.parent / "runs").iterdir()) == []
+
+
+def test_limits_leave_no_group_behind(tiny):
+    with Path(os.devnull).open("r+b") as nothing:
+        limits = Limits(memory_bytes=64 << 20, cpus=1)
+        code = choose("embedded").run(
+            tiny, Command(argv=("true",), limits=limits), stdin=nothing, stdout=nothing
+        )
+    assert code == 0
+    assert list(Path("/sys/fs/cgroup").rglob("primus-*")) == []
+
+
+def test_a_hundred_layers(tmp_path):
+    root = image(tmp_path, *([Entry(name=f"l{n}", data=b"x")] for n in range(120)))
+    out = tmp_path / "out"
+    with out.open("wb") as o:
+        assert choose("embedded").run(root, Command(argv=("sh", "-c", "ls -d /l* | wc -l")), stdout=o) == 0
+    assert out.read_text() == "120\n"
+
+
+def test_the_container_cannot_reach_the_host(tiny, tmp_path):
+    script = (
+        "exec 2>/dev/null; mount -t tmpfs x /mnt && echo mounted; hostname x && echo host; "
+        "echo 1 > /proc/sys/vm/drop_caches && echo sysctl; test -w /proc/sysrq-trigger && echo sysrq; "
+        "cat /proc/1/environ && echo environ; ls /proc/1/root/ && echo root; "
+        "ls /proc/self/fd"
+    )
+    out = tmp_path / "out"
+    with out.open("wb") as o, Path(os.devnull).open("r+b") as nothing:
+        command = Command(argv=("sh", "-c", script))
+        assert choose("embedded").run(tiny, command, stdin=nothing, stdout=o, stderr=nothing) == 0
+    assert out.read_text().split() == ["0", "1", "2", "3"]
+
+
+def layout(tmp_path: Path, kind: str = "tar+zstd") -> RootFs:
+    store = tmp_path / ".primus" / "store"
+    root = image(store, Cmd=["echo", "hello"], kind=kind)
+    manifest = {
+        "schemaVersion": 2,
+        "config": {"digest": sha(root.config_bytes), "size": len(root.config_bytes)},
+        "layers": [{"digest": x.digest, "size": x.size, "mediaType": x.media_type} for x in root.layers],
+    }
+    raw = json.dumps(manifest).encode()
+    (store / "blobs/sha256" / sha(raw).partition(":")[2]).write_bytes(raw)
+    name = "org.opencontainers.image.ref.name"
+    entry = {"digest": sha(raw), "size": len(raw), "annotations": {name: "v26.11-cpu"}}
+    (store / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
+    (tmp_path / "versions.yaml").write_text("# pins\nrelease: v26.11  # this one\n")
+    return root
+
+
+def test_the_verb_run(tmp_path, monkeypatch, capfd):
+    layout(tmp_path)
+    (tmp_path / "deep").mkdir()
+    monkeypatch.chdir(tmp_path / "deep")
+    monkeypatch.setenv("MINE", "mine")
+    assert main(["run", "cpu"]) == 0
+    assert capfd.readouterr().out == "hello\n"
+    words = [
+        "-e",
+        "MINE",
+        "-e",
+        "A=b=c",
+        "-e",
+        "NOT_SET",
+        "-v",
+        f"{tmp_path}:/there:ro",
+        "--workdir",
+        "/there",
+    ]
+    script = "pwd; ls; echo $MINE $A ${NOT_SET-unset}; exit 3"
+    assert main(["run", "cpu", *words, "--", "sh", "-c", script]) == 3
+    assert capfd.readouterr().out == "/there\ndeep\nversions.yaml\nmine b=c unset\n"
+    assert main(["run", "h200"]) == 2
+    err = capfd.readouterr().err
+    assert "there are v26.11-cpu" in err
+    assert "primus build h200" in err
+    assert main(["run", "cpu", "-v", "/nowhere-at-all:/x", "--", "true"]) == 2
+    assert main(["run", "cpu", "--user", "nobody-here", "--", "true"]) == 2
+    assert "no user 'nobody-here'" in capfd.readouterr().err
+    monkeypatch.chdir("/")
+    assert main(["run", "cpu"]) == 2
+    assert "versions.yaml" in capfd.readouterr().err
+    assert main(["run", "cpu", "--store", str(tmp_path / ".primus/store")]) == 0
+
+
+@pytest.mark.parametrize("kind", ["tar", "tar+gzip", "tar+zstd"])
+def test_the_archive_is_what_docker_save_writes(tmp_path, kind):
+    import io
+    import tarfile
+
+    root = image(tmp_path, kind=kind)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(archive_chunks(root, "a/b:c")))) as archive:
+        entry = json.loads(archive.extractfile("manifest.json").read())[0]
+        assert entry["RepoTags"] == ["a/b:c"]
+        assert sha(archive.extractfile(entry["Config"]).read()) == image_id(root)
+        layer = archive.extractfile(entry["Layers"][0]).read()
+    assert sha(layer) == (root.layers[0].digest if kind == "tar+gzip" else root.layers[0].diff_id)
+
+
+def test_a_damaged_blob_is_not_loaded(tmp_path):
+    root = image(tmp_path)
+    path = root.blob(root.layers[0].digest)
+    data = bytearray(path.read_bytes())
+    data[1000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(HostError, match="damaged"):
+        list(archive_chunks(root, None))
+
+
+BINARIES = ["/usr/sbin/dockerd", os.environ.get("PRIMUS_TEST_DOCKERD", "")]
+
+
+@pytest.mark.parametrize("binary", [b for b in BINARIES if b])
+def test_the_verb_load(tmp_path, monkeypatch, capfd, binary):
+    import docker
+
+    root = layout(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with private_dockerd(tmp_path / "engine", binary) as host:
+        monkeypatch.setenv("DOCKER_HOST", host)
+        assert main(["load", "cpu"]) == 0
+        shown = capfd.readouterr()
+        assert shown.out.splitlines()[-1] == image_id(root)
+        assert "sent" in shown.err
+        assert main(["load", "cpu", "--tag", "rocm/primus:other", "--json"]) == 0
+        told = json.loads(capfd.readouterr().out)
+        assert told["bytes_sent"] == 0
+        client = docker.from_env()
+        assert sorted(client.images.get(told["image_id"]).tags) == [
+            "rocm/primus:other",
+            "rocm/primus:v26.11-cpu",
+        ]
+        # Every kind of layer arrives, also without a name.
+        for kind in ("tar", "tar+gzip"):
+            other = image(tmp_path / kind, kind=kind, Cmd=[kind])
+            assert load(other, None, client=client) == image_id(other)
+        bad = image(tmp_path / "bad", [Entry(name="x", data=os.urandom(100_000))])
+        blob = bad.blob(bad.layers[1].digest)
+        blob.write_bytes(blob.read_bytes()[:-10])
+        with pytest.raises(HostError, match="damaged"):
+            load(bad, None, client=client)
+        assert main(["load", "cpu", "--tag", "UPPER"]) == 2
+        client.close()
+    assert main(["load", "cpu"]) == 3
+    assert "no Docker engine answers" in capfd.readouterr().err
+
+
+def test_start_up_is_quick(tiny, tmp_path):
+    code = "import sys; from primus.cli.main import main; sys.exit(main(['run', '--help']))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert "primus.sandbox.embedded" not in done.stderr
+    assert "primus run cpu" in done.stdout

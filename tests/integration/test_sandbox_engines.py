@@ -1,0 +1,337 @@
+"""One behaviour, both engines: every test here runs on each engine this machine has."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from docker_engine import private_dockerd
+from sandbox_kit import Entry, directory, image, needs_busybox
+
+from primus.errors import InputError
+from primus.sandbox.engines import choose
+from primus.sandbox.model import Command, Engine, Limits, Mount, RootFs
+
+pytestmark = [pytest.mark.integration, needs_busybox]
+
+CURRENT = os.environ.get("PRIMUS_TEST_DOCKERD", "")
+
+
+@pytest.fixture(scope="session", params=["embedded", "docker", "docker-current"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    if request.param == "embedded":
+        found = choose("auto")
+        assert found.name == "embedded"
+        yield found
+        return
+    if request.param == "docker-current" and not CURRENT:
+        pytest.skip("PRIMUS_TEST_DOCKERD names no other dockerd")
+    binary = CURRENT if request.param == "docker-current" else "/usr/sbin/dockerd"
+    with private_dockerd(tmp_path_factory.mktemp(request.param), binary) as host:
+        former = os.environ.get("DOCKER_HOST")
+        os.environ["DOCKER_HOST"] = host
+        yield choose("docker")
+        if former is None:
+            del os.environ["DOCKER_HOST"]
+        else:
+            os.environ["DOCKER_HOST"] = former
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> RootFs:
+    upper = [
+        directory("srv"),
+        Entry(name="srv/a", data=b"one"),
+        Entry(name="srv/b", hard="srv/a"),
+        Entry(name="srv/setuid", data=b"x", mode=0o4755, uid=1000, gid=109),
+        directory("srv/full"),
+        Entry(name="srv/full/low", data=b"low"),
+        Entry(name="srv/gone", data=b"gone"),
+    ]
+    top = [
+        directory("srv"),
+        Entry(name="srv/.wh.gone"),
+        directory("srv/full"),
+        Entry(name="srv/full/.wh..wh..opq"),
+        Entry(name="srv/full/high", data=b"high"),
+    ]
+    return image(tmp_path_factory.mktemp("tiny"), upper, top, WorkingDir="/srv", Cmd=["echo", "the", "cmd"])
+
+
+def sh(engine: Engine, root: RootFs, script: str, tmp_path: Path, **options: object) -> tuple[int, str, str]:
+    out, err = tmp_path / "out", tmp_path / "err"
+    command = Command(argv=("sh", "-c", script), **options)  # type: ignore[arg-type]
+    with out.open("wb") as o, err.open("wb") as e, Path(os.devnull).open("rb") as nothing:
+        code = engine.run(root, command, stdin=nothing, stdout=o, stderr=e)
+    return code, out.read_text(), err.read_text()
+
+
+def test_exit_code_and_streams(engine, tiny, tmp_path):
+    assert sh(engine, tiny, "echo out; echo err >&2; exit 7", tmp_path) == (7, "out\n", "err\n")
+
+
+def test_death_by_signal_is_128_plus_n(engine, tiny, tmp_path):
+    assert sh(engine, tiny, "kill -TERM $$", tmp_path)[0] == 143
+    assert sh(engine, tiny, "kill -KILL $$", tmp_path)[0] == 137
+
+
+@pytest.mark.parametrize(("name", "code"), [("no-such-tool", 127), ("/etc/not-a-program", 126)])
+def test_what_cannot_start(engine, tiny, tmp_path, name, code):
+    err = tmp_path / "err"
+    with err.open("wb") as e, Path(os.devnull).open("rb") as nothing:
+        assert engine.run(tiny, Command(argv=(name,)), stdin=nothing, stdout=e, stderr=e) == code
+    assert name in err.read_text()
+
+
+def test_the_images_own_settings(engine, tiny, tmp_path):
+    out = tmp_path / "out"
+    with out.open("wb") as o, Path(os.devnull).open("rb") as nothing:
+        assert engine.run(tiny, Command(), stdin=nothing, stdout=o) == 0
+    assert out.read_text() == "the cmd\n"
+    assert sh(engine, tiny, "pwd; echo $FROM_IMAGE-$MINE", tmp_path, env={"MINE": "a b"})[1] == "/srv\nyes-a b\n"
+    assert sh(engine, tiny, "pwd", tmp_path, cwd="/new/place")[1] == "/new/place\n"
+
+
+def test_entrypoint(engine, tmp_path):
+    root = image(tmp_path / "i", Entrypoint=["echo", "entry"], Cmd=["cmd"])
+    out = tmp_path / "out"
+    for command, text in (
+        (Command(), "entry cmd\n"),
+        (Command(argv=("x",)), "entry x\n"),
+        (Command(argv=("echo", "x"), entrypoint=False), "x\n"),
+    ):
+        with out.open("wb") as o, Path(os.devnull).open("rb") as nothing:
+            assert engine.run(root, command, stdin=nothing, stdout=o) == 0
+        assert out.read_text() == text
+
+
+def test_layers_hide_and_link(engine, tiny, tmp_path):
+    script = "ls /srv /srv/full; stat -c '%h %a %u %g' b setuid; stat -c %Y a"
+    code, out, err = sh(engine, tiny, script, tmp_path)
+    assert (code, err) == (0, "")
+    names, stats = out.split("\n\n/srv/full:\n")[0], out.split("/srv/full:\n")[1]
+    assert names == "/srv:\na\nb\nfull\nsetuid"
+    assert stats == "high\n2 644 0 0\n1 4755 1000 109\n315532800\n"
+
+
+def test_changes_are_thrown_away(engine, tiny, tmp_path):
+    assert sh(engine, tiny, "echo x > /srv/a; rm b; cat a", tmp_path)[1] == "x\n"
+    assert sh(engine, tiny, "cat /srv/a /srv/b", tmp_path)[1] == "oneone"
+
+
+@pytest.mark.parametrize(
+    ("user", "expected"),
+    [
+        ("worker", "1000 1000 1000 109 /home/worker\n"),
+        ("1000:109", "1000 109 109 /home/worker\n"),
+        ("4321", "4321 0 0 /\n"),
+        ("4321:8765", "4321 8765 8765 /\n"),
+        (None, "0 0 0 /root\n"),
+    ],
+)
+def test_users(engine, tiny, tmp_path, user, expected):
+    code, out, _ = sh(engine, tiny, "echo $(id -u) $(id -g) $(id -G) $HOME", tmp_path, user=user)
+    assert code == 0
+    # Engines differ in whether root gets the supplementary groups of its own group.
+    assert out == expected
+
+
+def test_mounts(engine, tiny, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "f").write_text("hello")
+    (tmp_path / "rw").mkdir()
+    mounts = (
+        Mount(source=tmp_path / "in", target="/data"),
+        Mount(source=tmp_path / "in" / "f", target="/etc/one-file"),
+        Mount(source=tmp_path / "rw", target="/new/deep/rw", read_only=False),
+    )
+    script = "cat /data/f /etc/one-file; echo kept > /new/deep/rw/g; echo no > /data/f"
+    code, out, err = sh(engine, tiny, script, tmp_path, mounts=mounts)
+    assert code == 1
+    assert out == "hellohello"
+    assert "Read-only" in err
+    assert (tmp_path / "rw" / "g").read_text() == "kept\n"
+    assert (tmp_path / "in" / "f").read_text() == "hello"
+    with pytest.raises(InputError, match="does not exist"):
+        sh(engine, tiny, "true", tmp_path, mounts=(Mount(source=tmp_path / "no", target="/x"),))
+
+
+def test_read_only_root(engine, tiny, tmp_path):
+    code, _, err = sh(engine, tiny, "echo x > /srv/a", tmp_path, read_only_root=True)
+    assert code == 1
+    assert "Read-only" in err
+
+
+def test_no_network_but_loopback(engine, tiny, tmp_path):
+    code, out, _ = sh(engine, tiny, "ip -o link | wc -l; ping -c1 -W1 127.0.0.1 >/dev/null && echo up", tmp_path)
+    assert (code, out) == (0, "1\nup\n")
+    code, out, _ = sh(engine, tiny, "ping -c1 -W1 $(hostname) >/dev/null && echo up", tmp_path)
+    assert out == "up\n"
+
+
+def test_host_network(engine, tiny, tmp_path):
+    mine = str(Path("/proc/self/ns/net").readlink())
+    assert sh(engine, tiny, "readlink /proc/self/ns/net", tmp_path, network=True)[1].strip() == mine
+    assert sh(engine, tiny, "readlink /proc/self/ns/net", tmp_path)[1].strip() != mine
+
+
+def test_memory_limit(engine, tiny, tmp_path):
+    assert sh(engine, tiny, "dd if=/dev/zero of=/dev/null bs=300M count=1", tmp_path)[0] == 0
+    command = Command(
+        argv=("dd", "if=/dev/zero", "of=/dev/null", "bs=300M", "count=1"),
+        limits=Limits(memory_bytes=64 << 20),
+    )
+    with (tmp_path / "e").open("wb") as e, Path(os.devnull).open("rb") as nothing:
+        assert engine.run(tiny, command, stdin=nothing, stdout=e, stderr=e) == 137
+    assert "memory limit of 64 MiB" in (tmp_path / "e").read_text()
+
+
+def test_cpu_limit(engine, tiny, tmp_path):
+    # Ticks of CPU time over ticks of wall time, in percent: another load on this machine only lowers it.
+    script = "s=$(awk '{print int($1*100)}' /proc/uptime); i=0; while [ $i -lt 400000 ]; do i=$((i+1)); done; "
+    script += "e=$(awk '{print int($1*100)}' /proc/uptime); c=$(awk '{print $14+$15}' /proc/$$/stat); "
+    script += "echo $((c*100/(e-s)))"
+    assert int(sh(engine, tiny, script, tmp_path, limits=Limits(cpus=0.2))[1]) < 32
+
+
+def test_shared_memory_size(engine, tiny, tmp_path):
+    out = sh(engine, tiny, "df -k /dev/shm | tail -n1 | awk '{print $2}'", tmp_path, shm_bytes=3 << 30)[1]
+    assert int(out) == 3 << 20
+
+
+def test_stdin_passes_through(engine, tiny, tmp_path):
+    (tmp_path / "in").write_bytes(bytes(range(256)) * 4096)
+    with (tmp_path / "in").open("rb") as i, (tmp_path / "out").open("wb") as o:
+        assert engine.run(tiny, Command(argv=("cat",)), stdin=i, stdout=o) == 0
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
+
+
+def test_descendants_end_with_the_command(engine, tiny, tmp_path):
+    words = str(random.randrange(10**6, 10**9))
+    sh(engine, tiny, f"sleep {words} & true", tmp_path)
+    assert not alive(f"sleep\0{words}")
+
+
+def alive(words: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                text = (entry / "cmdline").read_text(errors="replace")
+            except OSError:
+                continue
+            if words in text:
+                found.append(int(entry.name))
+    return found
+
+
+RUNNER = """
+import sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from sandbox_kit import image
+from primus.sandbox.engines import choose
+from primus.sandbox.model import Command
+root = image(Path({place!r}))
+sys.exit(choose({engine!r}).run(root, Command(argv=("sh", "-c", {script!r}))))
+"""
+
+
+@contextlib.contextmanager
+def runner(engine: Engine, place: Path, script: str, **options: object) -> Iterator[subprocess.Popen[bytes]]:
+    code = RUNNER.format(here=str(Path(__file__).parent), place=str(place), engine=engine.name, script=script)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, **options) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            # A failed assertion must not wait for a command that never ends.
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_signals_reach_the_command(engine, tmp_path, number):
+    name = number.name.removeprefix("SIG")
+    script = f"trap 'echo got; exit 42' {name}; echo ready; while true; do sleep 0.1; done"
+    with runner(engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        assert process.stdout.read() == b"got\n"
+        assert process.wait() == 42
+
+
+def test_sigterm_ends_a_command_without_handler(engine, tmp_path):
+    script = "echo ready; exec sleep 60"
+    with runner(engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        assert process.stdout.readline() == b"ready\n"
+        process.terminate()
+        assert process.wait(10) == 143
+
+
+def test_killed_runner_leaves_nothing(engine, tmp_path):
+    one, two = (str(random.randrange(10**6, 10**9)) for _ in "ab")
+    script = f"echo ready; sleep {one} & sleep {two}"
+    with runner(engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
+        assert process.stdout.readline() == b"ready\n"
+        for _ in range(100):
+            if alive(f"sleep\0{one}"):
+                break
+            time.sleep(0.05)
+        assert alive(f"sleep\0{one}")
+        process.kill()
+    if engine.name == "docker":
+        # The daemon knows nothing of our death; the next run cleans up.
+        sh(engine, image(tmp_path), "true", tmp_path)
+    for _ in range(100):
+        if not alive(f"sleep\0{one}") and not alive(f"sleep\0{two}"):
+            break
+        time.sleep(0.05)
+    assert not alive(f"sleep\0{one}")
+    assert not alive(f"sleep\0{two}")
+    if engine.name == "embedded":
+        assert list((tmp_path / "runs").glob("*/upper"))
+        sh(engine, image(tmp_path), "true", tmp_path)
+        assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_terminal(engine, tmp_path):
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    script = "test -t 0 && test -t 1 && tty; stty size; read x; echo got:$x; trap 'echo int; exit 5' INT; "
+    script += "echo more; while true; do sleep 0.1; done"
+    image(tmp_path)
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 99, 0, 0))
+    before = termios.tcgetattr(slave)
+    with runner(engine, tmp_path, script, stdin=slave, stdout=slave, stderr=slave) as process:
+        seen = b""
+
+        def until(text: bytes) -> None:
+            nonlocal seen
+            end = time.time() + 30
+            while text not in seen and time.time() < end:
+                seen += os.read(master, 4096)
+            assert text in seen
+
+        until(b"33 99")
+        os.write(master, b"hello\r")
+        until(b"got:hello")
+        until(b"more")
+        os.write(master, b"\x03")
+        until(b"int")
+        assert process.wait(20) == 5
+    assert b"/dev/pts/" in seen or b"/dev/console" in seen
+    assert termios.tcgetattr(slave) == before
+    os.close(master)
+    os.close(slave)

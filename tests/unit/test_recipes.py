@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primus.errors import InputError
+from primus.recipes import load, resolve, schema
+
+ROOT = Path(__file__).resolve().parents[2]
+PROXY = ROOT / "recipes" / "llama3-proxy.yaml"
+
+# The shape of torchtitan's own job_config.py, so that its keys are judged without torchtitan installed.
+JOB_CONFIG = """
+@dataclass
+class DataLoader:
+    num_workers: int = 0
+
+@dataclass
+class Training:
+    steps: int = 10000
+    max_norm: float | int = 1.0
+    dataset_path: str | None = None
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+    def __post_init__(self):
+        pass
+
+@dataclass
+class Model:
+    converters: list[str] = field(default_factory=list)
+
+@dataclass
+class JobConfig:
+    training: Training = field(default_factory=Training)
+    model: Model = field(default_factory=Model)
+"""
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Path:
+    """A copy of the proxy recipe beside its assets, to be broken."""
+    (tmp_path / "assets").symlink_to(ROOT / "recipes" / "assets")
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(PROXY.read_text())
+    return copy
+
+
+def change(recipe: Path, old: str, new: str) -> None:
+    text = recipe.read_text()
+    assert old in text
+    recipe.write_text(text.replace(old, new, 1))
+
+
+def place(recipe: Path, word: str) -> str:
+    """file:line:col of the first ``word`` in the recipe."""
+    before = recipe.read_text().partition(word)[0]
+    return f"{recipe}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+
+
+def test_the_proxy_resolves_and_every_value_has_an_origin() -> None:
+    recipe = resolve.resolve("llama3-proxy", ["training.steps=7"])
+    assert recipe.steps == 7
+    assert recipe.settings["torchtitan.training.steps"].origin == "command line: training.steps=7"
+    assert recipe.settings["ranks"].origin == place(PROXY, "2\nassets")
+    assert recipe.asset("corpus").is_file()
+
+
+def test_the_digest_follows_values_and_assets_not_names(edited: Path) -> None:
+    whole = resolve.resolve("llama3-proxy")
+    assert resolve.resolve(str(edited)).digest == whole.digest
+    assert resolve.resolve("llama3-proxy", ["training.steps=20"]).digest == whole.digest
+    assert resolve.resolve("llama3-proxy", ["training.steps=21"]).digest != whole.digest
+    (edited.parent / "assets").unlink()
+    (edited.parent / "assets" / "tokenizer").mkdir(parents=True)
+    (edited.parent / "assets" / "corpus.jsonl").write_text("{}")
+    assert resolve.resolve(str(edited)).digest != whole.digest
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="did you mean 'llama3-proxy'") as caught:
+        resolve.resolve("lama3-proxy")
+    assert caught.value.exit_code == 2
+    with pytest.raises(InputError, match="no recipe file"):
+        resolve.resolve("./nowhere.yaml")
+
+
+def test_an_unknown_key_is_refused_with_its_place_and_the_nearest_name(edited: Path) -> None:
+    change(edited, "  resume_at: 10", "  resume_att: 10\n  resume_at: 10")
+    with pytest.raises(InputError, match=r"no key 'validation.resume_att'; did you mean 'validation.resume_at'"):
+        resolve.resolve(str(edited))
+    with pytest.raises(InputError) as caught:
+        resolve.resolve(str(edited))
+    assert caught.value.where == place(edited, "10\n  resume_at: 10")
+
+
+def test_a_wrong_type_is_refused_with_its_place(edited: Path) -> None:
+    change(edited, "ranks: 2", "ranks: two")
+    with pytest.raises(InputError, match="ranks must be a whole number, not 'two'") as caught:
+        resolve.resolve(str(edited))
+    assert caught.value.where == place(edited, "two\nassets")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("ranks: 2", "ranks: true", "must be a whole number"),
+        ("precision: fp32", "precision: fp64", "must be one of fp32, bf16"),
+        ("precision: fp32", "precision: bf16", "the torchtitan settings give fp32"),
+        ("name: llama3-proxy", "nam: llama3-proxy", "name is missing"),
+        ("ranks: 2", "ranks: 0", "at least 1"),
+        ("accumulation: 2", "accumulation: 0", "at least 1"),
+        ("data_parallel_shard_degree: -1", "tensor_parallel_degree: 0", "at least 1"),
+        (
+            "data_parallel_shard_degree: -1",
+            "tensor_parallel_degree: 4",
+            "2 ranks do not divide by TP·PP·CP·replicas = 4",
+        ),
+        ("    steps: 20\n", "", "torchtitan.training.steps: is missing"),
+        ("ranks: 2", "ranks: 3", "not a multiple of local batch × data parallel size = 12"),
+        ("accumulation: 2", "accumulation: 3", "must divide the local batch of 4"),
+        ("corpus: assets/corpus.jsonl", "corpus: assets/gone.jsonl", "there is no"),
+        ("ranks: 2", "ranks: 2\nranks: 4", "ranks is given twice"),
+        ("ranks: 2", "ranks: [2", "this is not YAML"),
+        ("ranks: 2", "ranks: 2026-11-20", "reads as a date; quote it"),
+        ("steps: 20", "steps: 0", "at least 1"),
+        ("    mode: none", "    mode: none\n  job:\n    dump_folder: x", "is set by primus"),
+    ],
+)
+def test_nonsense_is_refused(edited: Path, old: str, new: str, message: str) -> None:
+    change(edited, old, new)
+    with pytest.raises(InputError, match=message) as caught:
+        resolve.resolve(str(edited))
+    assert caught.value.where is not None
+    assert caught.value.where.startswith(str(edited))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- a\n- b\n", "just text", "a: {? [1]: 2}", "a: [[1]]", "a: !!python/name:os.system x"]
+)
+def test_what_is_no_recipe_is_refused(text: str) -> None:
+    with pytest.raises(InputError):
+        load.parse(text, "x.yaml")
+
+
+def test_overrides_reach_the_backend_without_its_name() -> None:
+    recipe = resolve.resolve("llama3-proxy", ["optimizer.lr=0.005", "model.args.dim=64", "checkpoint.enable=true"])
+    assert recipe.get("torchtitan.optimizer.lr", float) == 0.005
+    assert recipe.get("model.args.dim", int) == 64
+    assert recipe.get("torchtitan.checkpoint.enable", bool) is True
+    with pytest.raises(InputError, match="is not key=value"):
+        resolve.resolve("llama3-proxy", ["steps"])
+
+
+def test_precision_is_derived_from_the_settings() -> None:
+    recipe = resolve.resolve("llama3-proxy", ["training.mixed_precision_param=bfloat16", "precision=bf16"])
+    assert resolve.derived_precision(recipe) == "bf16"
+
+
+def test_backend_rules_are_read_from_its_source() -> None:
+    rules = schema.dataclass_rules(JOB_CONFIG, "JobConfig")
+    assert sorted(rules) == [
+        "model.converters", "training.dataloader.num_workers", "training.dataset_path", "training.dtype",
+        "training.max_norm", "training.steps",
+    ]  # fmt: skip
+    assert rules["training.steps"].objection("x") == "must be a whole number, not 'x'"
+    assert rules["training.steps"].objection(True) is not None
+    assert rules["training.max_norm"].objection(1) is None
+    assert rules["training.dataset_path"].objection(None) is None
+    assert rules["training.dtype"].objection("fp8") == "must be one of bfloat16, float32, not 'fp8'"
+    assert rules["model.converters"].objection(["float8"]) is None
+
+
+def test_backend_keys_are_checked_where_the_backend_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = dict(schema.dataclass_rules(JOB_CONFIG, "JobConfig"))
+    settings = load.parse(PROXY.read_text(), "r.yaml")
+    rules |= {
+        key.removeprefix("torchtitan."): schema.Rule(types=frozenset()) for key in settings if "torchtitan." in key
+    }
+    monkeypatch.setattr(schema, "torchtitan_rules", lambda: rules)
+    resolve.resolve("llama3-proxy")
+    with pytest.raises(
+        InputError, match=r"no key 'torchtitan.training.stepz'; did you mean 'torchtitan.training.steps'"
+    ):
+        resolve.resolve("llama3-proxy", ["training.stepz=3"])
+
+
+def test_the_recipes_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PRIMUS_RECIPES", str(tmp_path))
+    assert load.names() == []
+    with pytest.raises(InputError, match="no recipe 'llama3-proxy'"):
+        load.find("llama3-proxy")

@@ -1,0 +1,286 @@
+"""The parts of the sandbox that need no root: users, paths, options, scratch, groups, errors."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primus.cli.host import run as run_verb
+from primus.errors import HostError, InputError
+from primus.images.layout import find_image
+from primus.sandbox import cgroups, channel, userns
+from primus.sandbox.build import log_tail
+from primus.sandbox.engines import choose
+from primus.sandbox.model import Command, Limits, RootFs, final_argv, host_name, image_env
+from primus.sandbox.rootfs import resolve_inside
+from primus.sandbox.scratch import scratch
+from primus.sandbox.users import identity
+
+PASSWD = """# comment
+root:x:0:0:root:/root:/bin/sh
+worker:x:1000:1000:w:/home/worker:/bin/sh
+broken
+42:x:7:8::/h:/s
+"""
+GROUP = "root:x:0:\nworker:x:1000:\nrender:x:109:worker,other\n"
+
+
+@pytest.mark.parametrize(
+    ("spec", "uid", "gid", "groups", "home"),
+    [
+        (None, 0, 0, (), "/root"),
+        ("", 0, 0, (), "/root"),
+        ("worker", 1000, 1000, (109,), "/home/worker"),
+        ("1000", 1000, 1000, (109,), "/home/worker"),
+        ("worker:render", 1000, 109, (), "/home/worker"),
+        ("worker:5", 1000, 5, (), "/home/worker"),
+        ("4321:8765", 4321, 8765, (), "/"),
+        ("4321", 4321, 0, (), "/"),
+        ("42", 7, 8, (), "/h"),
+    ],
+)
+def test_identity(tmp_path, spec, uid, gid, groups, home):
+    (tmp_path / "p").write_text(PASSWD)
+    (tmp_path / "g").write_text(GROUP)
+    who = identity(spec, tmp_path / "p", tmp_path / "g")
+    assert (who.uid, who.gid, who.groups, who.home) == (uid, gid, groups, home)
+
+
+@pytest.mark.parametrize("spec", ["nobody-here", "worker:nogroup", "99999999999"])
+def test_identity_refuses(tmp_path, spec):
+    (tmp_path / "p").write_text(PASSWD)
+    with pytest.raises(InputError):
+        identity(spec, tmp_path / "p", tmp_path / "absent")
+
+
+def test_links_stay_inside_the_root(tmp_path):
+    (tmp_path / "usr/lib").mkdir(parents=True)
+    (tmp_path / "lib").symlink_to("usr/lib")
+    (tmp_path / "abs").symlink_to("/usr/lib")
+    (tmp_path / "up").symlink_to("../../../../../etc/passwd")
+    (tmp_path / "loop").symlink_to("loop")
+    root = str(tmp_path)
+    assert resolve_inside(root, "/lib/x") == f"{root}/usr/lib/x"
+    assert resolve_inside(root, "abs/../../x") == f"{root}/x"
+    assert resolve_inside(root, "/up") == f"{root}/etc/passwd"
+    assert resolve_inside(root, "/../../etc") == f"{root}/etc"
+    assert resolve_inside(root, "/new/place") == f"{root}/new/place"
+    with pytest.raises(InputError, match="symbolic links"):
+        resolve_inside(root, "/loop/x")
+
+
+def root_with(**settings: object) -> RootFs:
+    return RootFs(layers=(), config={"config": settings}, blob=Path, cache=Path("c"), name="v1.2_cpu")
+
+
+def test_entrypoint_and_cmd():
+    root = root_with(Entrypoint=["e"], Cmd=["c"])
+    assert final_argv(root, Command()) == ["e", "c"]
+    assert final_argv(root, Command(argv=("a",))) == ["e", "a"]
+    assert final_argv(root, Command(argv=("a",), entrypoint=False)) == ["a"]
+    with pytest.raises(InputError, match="no command of its own"):
+        final_argv(root_with(), Command())
+
+
+def test_environment_and_host_name():
+    root = root_with(Env=["A=1", "B=x=y"])
+    env = image_env(root, Command(env={"A": "2"}))
+    assert env["A"] == "2"
+    assert env["B"] == "x=y"
+    assert "/usr/bin" in env["PATH"]
+    assert set(env) == {"A", "B", "PATH"}
+    assert host_name(root, Command()) == "v1-2-cpu"
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    run_verb.add_arguments(parser)
+    return parser.parse_args(list(words))
+
+
+def test_run_options():
+    args = parsed("cpu", "-v", "/a:/b", "-e", "K=V", "--", "train", "-v", "--", "x")
+    assert args.target == "cpu"
+    assert args.volume == ["/a:/b"]
+    assert args.command == ["train", "-v", "--", "x"]
+    assert parsed("cpu").command == []
+    assert parsed("-t", "cpu", "--no-entrypoint").entrypoint is False
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [("2g", 2 << 30), ("1.5GiB", 3 << 29), ("512M", 512 << 20), ("1048576", 1 << 20), ("64 mb", 64 << 20)],
+)
+def test_sizes(text, amount):
+    assert run_verb._bytes("--memory", text) == amount
+
+
+@pytest.mark.parametrize("text", ["", "2x", "-1g", "12", "g", "1e9"])
+def test_bad_sizes(text):
+    with pytest.raises(InputError, match="--memory"):
+        run_verb._bytes("--memory", text)
+
+
+def test_volumes():
+    assert run_verb._mount("/a:/b:ro").read_only
+    assert not run_verb._mount("/a:/b").read_only
+    assert not run_verb._mount("/a:/b:rw").read_only
+    for bad in ("/a", "/a:b", ":/b", "/a:/b:no", "a:b:/c:ro"):
+        with pytest.raises(InputError, match="no volume"):
+            run_verb._mount(bad)
+
+
+def test_scratch_removes_itself_and_the_dead_but_not_the_living(tmp_path):
+    removed = []
+
+    def remove(path: Path) -> None:
+        removed.append(path.name)
+        if path.exists():
+            path.rmdir()
+
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead.lock").write_text(json.dumps(["/nowhere/primus-dead"]))
+    (tmp_path / "living").mkdir()
+    with (tmp_path / "living.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(RuntimeError), scratch(tmp_path, remove) as own:
+            assert own.path.is_dir()
+            raise RuntimeError
+    assert removed == ["dead", own.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["living", "living.lock"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_scratch_where_nothing_may_be_written():
+    with pytest.raises(HostError, match="cannot keep"), scratch(Path("/proc/x"), lambda _: None):
+        pass
+
+
+def test_errors_cross_processes():
+    for error in (InputError("bad", hint="do"), HostError("gone")):
+        read, write = os.pipe()
+        channel.report(write, error)
+        os.close(write)
+        with pytest.raises(type(error)) as caught:
+            channel.raise_reported(read)
+        os.close(read)
+        assert (caught.value.message, caught.value.hint) == (error.message, error.hint)
+
+
+def test_log_tail(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("".join(f"line {n}\n" for n in range(100000)))
+    tail = log_tail(log).splitlines()
+    assert tail[0] == "line 99970"
+    assert tail[-2:] == ["line 99999", f"full log: {log}"]
+    assert len(tail) == 31
+
+
+def test_no_subordinate_ids(tmp_path, monkeypatch):
+    (tmp_path / "subuid").write_text("somebody:1:2\n\nme:100000:0\nme:x:y\n5000:200000:65536\n")
+    assert userns._ranges(tmp_path / "subuid", "me", 1) == []
+    assert userns._ranges(tmp_path / "subuid", "other", 5000) == [(200000, 65536)]
+    assert userns._map([(200000, 10), (300000, 5)], 5000) == [
+        *("0", "5000", "1"),
+        *("1", "200000", "10"),
+        *("11", "300000", "5"),
+    ]
+
+
+def test_unknown_engine():
+    with pytest.raises(InputError, match="no engine 'podman'"):
+        choose("podman")
+
+
+def test_no_engine_is_one_sentence(monkeypatch):
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent.sock")
+    monkeypatch.setattr("primus.sandbox.embedded.EmbeddedEngine._lack", lambda _: ("broken", "fix it"))
+    with pytest.raises(HostError) as caught:
+        choose("auto")
+    text = str(caught.value)
+    assert "embedded: broken (fix it)" in text
+    assert "docker: no Docker engine answers: its socket does not exist" in text
+    assert "\n" not in text
+
+
+def test_a_silent_engine_costs_two_seconds(monkeypatch, tmp_path):
+    import socket
+    import time
+
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "s"))
+        silent.listen()
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path / 's'}")
+        start = time.monotonic()
+        with pytest.raises(HostError, match="silent"):
+            choose("docker")
+        assert time.monotonic() - start < 4
+
+
+def fake_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    mount = tmp_path / "cgroup"
+    (mount / "a.slice/b.scope").mkdir(parents=True)
+    (mount / "cgroup.controllers").write_text("cpu memory pids\n")
+    (mount / "cgroup.subtree_control").write_text("cpu memory\n")
+    (mount / "a.slice/cgroup.subtree_control").write_text("memory cpu\n")
+    (mount / "a.slice/b.scope/cgroup.subtree_control").write_text("\n")
+    texts = {
+        "/proc/self/cgroup": "0::/a.slice/b.scope\n",
+        "/proc/self/mountinfo": f"31 23 0:28 / {mount} rw,relatime - cgroup2 cgroup2 rw\n",
+    }
+    plain = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: texts.get(str(self)) or plain(self, *a, **k))
+    return mount
+
+
+def test_version_two_groups_go_beside_ours(tmp_path, monkeypatch):
+    mount = fake_v2(tmp_path, monkeypatch)
+    made = mount / "a.slice/primus-x"
+    made.mkdir()
+    for name in ("memory.max", "memory.swap.max", "cpu.max"):
+        (made / name).touch()
+    groups = cgroups.limited("x", Limits(memory_bytes=1 << 30, cpus=1.5))
+    assert groups.paths == (made,)
+    assert (made / "memory.max").read_text() == str(1 << 30)
+    assert (made / "memory.swap.max").read_text() == "0"
+    assert (made / "cpu.max").read_text() == "150000 100000"
+    (made / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    assert groups.oom_kills() == 2
+
+
+def test_a_missing_controller_is_a_sentence(tmp_path, monkeypatch):
+    mount = fake_v2(tmp_path, monkeypatch)
+    (mount / "cgroup.controllers").write_text("cpu pids\n")
+    with pytest.raises(HostError, match="no memory control group"):
+        cgroups.limited("x", Limits(memory_bytes=1 << 30))
+    assert cgroups.limited("x", Limits()).paths == ()
+
+
+def test_images_are_named_when_the_target_is_unknown(tmp_path):
+    with pytest.raises(InputError, match="none yet") as caught:
+        find_image(tmp_path, "cpu")
+    assert "primus build cpu" in str(caught.value)
+    entry = {"digest": "sha256:0", "annotations": {"org.opencontainers.image.ref.name": "v26.11-h200"}}
+    (tmp_path / "index.json").write_text(json.dumps({"manifests": [entry, {"digest": "sha256:1"}]}))
+    with pytest.raises(InputError, match=r"there are v26\.11-h200"):
+        find_image(tmp_path, "cpu")
+    (tmp_path / "index.json").write_text("[]")
+    with pytest.raises(InputError, match="no OCI image index"):
+        find_image(tmp_path, "cpu")
+
+
+def test_the_sandbox_imports_little():
+    code = (
+        "import sys, primus.sandbox.engines, primus.sandbox.build; "
+        "print([m for m in ('docker', 'requests', 'rich', 'zstandard', 'primus.images') if m in sys.modules])"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

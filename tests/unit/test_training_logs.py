@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import math
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primus.training import logs, metrics
+
+HEAD = "[titan] 2026-11-20 15:08:39,146 - root - INFO - "
+
+
+def line(step: int, loss: str, norm: str, tps: str = "3,986", memory: str = "0.59") -> str:
+    return (
+        f"{HEAD}step: {step:2}  loss: {loss:>8}  grad_norm: {norm:>7}  memory:  {memory}GiB(2.49%)  "
+        f"tps: {tps}  tflops: 0.01  mfu: 0.00%\n"
+    )
+
+
+def test_reads_a_line_as_torchtitan_0_2_2_prints_it() -> None:
+    text = (
+        "[titan] 2026-11-20 15:08:39,146 - root - INFO - step:  3  loss:  6.01418  grad_norm:  0.8882  "
+        "memory: -0.00GiB(-0.00%)  tps: 13,986  tflops: 1,234.01  mfu: N/A"
+    )
+    step = logs.step_in(text)
+    assert step == logs.Step(step=3, loss=6.01418, grad_norm=0.8882, tokens_per_second=13986.0, memory_gib=0.0)
+
+
+def test_reads_through_colour() -> None:
+    text = (
+        "\x1b[31mstep:  1  \x1b[32mloss:  7.37894  \x1b[38;2;180;60;0mgrad_norm:  0.6748  "
+        "\x1b[38;2;54;234;195mmemory:  0.59GiB(2.49%)  \x1b[34mtps: 1,132  \x1b[36mtflops: 0.00  "
+        "\x1b[35mmfu: 0.00%\x1b[39m"
+    )
+    step = logs.step_in(text)
+    assert step is not None
+    assert (step.step, step.loss) == (1, 7.37894)
+
+
+def test_leaves_validation_lines_and_chatter_out() -> None:
+    text = f"{HEAD}validate step: 10  loss:  3.1060  memory:  0.59GiB(2.49%)  tps: 9,000\nstep by step\n"
+    assert logs.parse_torchtitan(text) == logs.Series()
+
+
+def test_ranks_are_merged_into_one_series_in_order() -> None:
+    text = line(2, "6.9", "0.7", "900") + line(1, "7.3", "0.6", "100") + line(1, "7.3", "0.6", "90", "0.70")
+    series = logs.parse_torchtitan(text)
+    assert [step.step for step in series.steps] == [1, 2]
+    assert series.steps[0].tokens_per_second == 90
+    assert series.steps[0].memory_gib == 0.70
+    assert series.problems == ()
+
+
+def test_a_step_logged_twice_with_other_values_is_a_problem() -> None:
+    series = logs.parse_torchtitan(line(1, "7.3", "0.6") + line(1, "7.2", "0.6"))
+    assert series.problems == ("step 1 is logged twice: loss 7.3 and 7.2, gradient norm 0.6 and 0.6",)
+
+
+def test_nan_and_unreadable_losses_are_read_as_nan_not_skipped() -> None:
+    series = logs.parse_torchtitan(line(1, "nan", "nan") * 2 + line(2, "inf", "0.1") + line(3, "--", "0.1"))
+    assert math.isnan(series.steps[0].loss)
+    assert math.isinf(series.steps[1].loss)
+    assert math.isnan(series.steps[2].loss)
+    assert series.problems == ()
+
+
+def test_exact_figures_replace_rounded_ones() -> None:
+    series = logs.with_exact(
+        logs.parse_torchtitan(line(1, "7.37894", "0.6748")), {1: (7.378942489624023, 0.6747741103172302)}
+    )
+    assert series.exact
+    assert series.steps[0].loss == 7.378942489624023
+    assert series.problems == ()
+
+
+def test_exact_figures_that_contradict_the_log_are_a_problem() -> None:
+    series = logs.with_exact(logs.parse_torchtitan(line(1, "7.37894", "0.6748")), {1: (7.3, 0.6747741)})
+    assert "the log says loss 7.37894" in series.problems[0]
+
+
+def test_a_series_with_some_steps_rounded_is_not_exact() -> None:
+    text = line(1, "7.37894", "0.6748") + line(2, "7.0", "0.6")
+    assert not logs.with_exact(logs.parse_torchtitan(text), {1: (7.378942, 0.674774)}).exact
+    assert not logs.with_exact(logs.Series(), {}).exact
+
+
+def test_a_half_written_exact_line_is_left_out() -> None:
+    lines = ['{"step": 1, "loss": "7.5", "grad_norm": "0.5"}', '{"step": 2, "lo', "[]", ""]
+    assert logs.read_exact(lines) == {1: (7.5, 0.5)}
+
+
+def test_summary_leaves_the_warm_up_out() -> None:
+    text = "".join(line(n, "5.0", "0.5", tps) for n, tps in enumerate(["10", "20", "100", "110", "120"], 1))
+    summary = metrics.summarize(logs.parse_torchtitan(text), warmup_steps=2)
+    assert summary.tokens_per_second == 110
+    assert summary.spread is not None and math.isclose(summary.spread, 20 / 110)
+    assert (summary.steps, summary.memory_gib) == (5, 0.59)
+
+
+def test_summary_of_nothing_and_of_less_than_the_warm_up() -> None:
+    assert metrics.summarize(logs.Series(), 2).tokens_per_second is None
+    assert metrics.summarize(logs.parse_torchtitan(line(1, "5.0", "0.5", "70")), 2).tokens_per_second == 70
+
+
+def test_json_lines_hold_no_nan() -> None:
+    text = metrics.as_json_lines(logs.parse_torchtitan(line(1, "nan", "inf")))
+    assert json.loads(text) == {
+        "step": 1, "loss": None, "grad_norm": None, "tokens_per_second": 3986.0, "memory_gib": 0.59,
+    }  # fmt: skip
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 99), st.floats(0.001, 99)), min_size=1, max_size=12),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_any_interleaving_of_any_number_of_ranks_is_one_series(
+    values: list[tuple[float, float]], ranks: int, order: random.Random
+) -> None:
+    rounded = [(f"{loss:8.5f}", f"{norm:7.4f}") for loss, norm in values]
+    lines = [line(n, loss, norm) for n, (loss, norm) in enumerate(rounded, 1)] * ranks
+    order.shuffle(lines)
+    series = logs.parse_torchtitan("noise\n".join(lines))
+    assert series.problems == ()
+    assert [(step.step, step.loss, step.grad_norm) for step in series.steps] == [
+        (n, float(loss), float(norm)) for n, (loss, norm) in enumerate(rounded, 1)
+    ]
+    assert logs.with_exact(series, dict(enumerate(values, 1))).problems == ()

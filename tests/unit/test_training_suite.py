@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus.errors import InputError
+from primus.recipes.resolve import resolve
+from primus.report.html import page
+from primus.report.plot import Line, line_chart, ticks
+from primus.training import outcome, record, start, suite
+from primus.training.job import Job, JobResult
+from primus.training.torchtitan import render
+
+LINEARS: dict[str, Any] = {
+    "types": {"Linear": 21, "FSDPLinear": 1},
+    **{f"{side}_dtypes": {"torch.float32": 22} for side in ("weight", "input", "output")},
+}
+
+
+def losses(job: Job) -> dict[int, tuple[float, float]]:
+    return {n: (7.3 - 0.2 * n, 0.5 + 0.01 * (n % 3)) for n in range(job.first_step, job.last_step + 1)}
+
+
+def leave(job: Job, *, exit_code: int = 0, values: dict[int, tuple[float, float]] | None = None) -> JobResult:
+    """What a healthy run leaves in its folder."""
+    values = losses(job) if values is None else values
+    start.prepare(job)
+    log = "".join(
+        f"[titan] - INFO - step: {n:2}  loss: {loss:8.5f}  grad_norm: {norm:7.4f}  memory:  0.59GiB(2.49%)  "
+        "tps: 5,000  tflops: 0.01  mfu: 0.00%\n" * 2
+        for n, (loss, norm) in values.items()
+    )
+    (job.output / "log.txt").write_text(log)
+    exact = [{"step": n, "loss": repr(loss), "grad_norm": repr(norm)} for n, (loss, norm) in values.items()]
+    (job.output / "exact.jsonl").write_text("".join(json.dumps(line) + "\n" for line in exact))
+    facts = render.expected_facts(job) | {
+        "linears": LINEARS, "float32_matmul_precision": "highest", "weights_sha256": "ab" * 32,
+        "versions": {"torch": "2.13.0+cpu"}, "parameters": 501408, "device": "cpu", "backend": "gloo",
+    }  # fmt: skip
+    (job.output / "facts.json").write_text(json.dumps(facts))
+    (job.output / "result.json").write_text(json.dumps({"exit_code": exit_code, "seconds": 8.5, "argv": ["x"]}))
+    return JobResult(exit_code=min(exit_code, 1), output=job.output)
+
+
+def judged(jobs: tuple[Job, ...], run: Any = leave) -> tuple[dict[str, outcome.Outcome], list[str]]:
+    outcomes = suite.run(jobs, run)
+    return outcomes, [verdict.name for verdict in suite.judge(jobs, outcomes) if not verdict.passed]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> tuple[Job, ...]:
+    return suite.plan("llama3-proxy", tmp_path / "suite")
+
+
+def test_four_jobs_serve_all_comparisons(jobs: tuple[Job, ...]) -> None:
+    base, repeat, resume, split = jobs
+    assert [job.name for job in jobs] == ["base", "repeat", "resume", "accumulation"]
+    assert (base.first_step, base.last_step, resume.first_step, resume.last_step) == (1, 20, 11, 20)
+    assert resume.resume_from == base.output / "checkpoint" / "step-10"
+    assert "checkpoint" not in " ".join(repeat.arguments())
+    one, two = render.expected_facts(base), render.expected_facts(split)
+    assert (one["local_batch_size"], one["accumulation_steps"]) == (4, 1)
+    assert (two["local_batch_size"], two["accumulation_steps"]) == (2, 2)
+
+
+def test_a_job_is_a_command_anyone_can_type(jobs: tuple[Job, ...]) -> None:
+    words = jobs[2].arguments()
+    assert words[:3] == ["train", "llama3-proxy", "--output"]
+    assert words[4] == "--resume-from"
+
+
+def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(jobs: tuple[Job, ...], tmp_path: Path) -> None:
+    outcomes, failed = judged(jobs)
+    assert failed == []
+    verdicts = suite.judge(jobs, outcomes)
+    made = record.make(
+        jobs,
+        outcomes,
+        verdicts,
+        target="cpu",
+        image={"digest": "sha256:0"},
+        gpu="none",
+        made="2026-11-20T15:00:00Z",
+    )
+    assert made["passed"] is True
+    assert made["versions"] == {"torch": "2.13.0+cpu"}
+    assert [len(job["series"]) for job in made["jobs"]] == [20, 20, 10, 2]
+    record.write(made, tmp_path / "deep" / "record.json")
+    assert json.loads((tmp_path / "deep" / "record.json").read_text()) == made
+    html = page(made)
+    assert "✓ Passed" in html
+    assert html.count("<svg") == 3
+    assert "<script" not in html
+    assert "http" not in html
+
+
+def test_when_the_base_run_fails_nothing_else_runs_and_nothing_passes(jobs: tuple[Job, ...]) -> None:
+    ran: list[str] = []
+
+    def run(job: Job) -> JobResult:
+        ran.append(job.name)
+        return leave(job, exit_code=3, values={1: (7.3, 0.5)})
+
+    outcomes, failed = judged(jobs, run)
+    assert ran == ["base"]
+    verdicts = suite.judge(jobs, outcomes)
+    assert {"base: exit code", "base: steps logged", "repeat: exit code", "resume", "accumulation"} <= set(failed)
+    made = record.make(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", made="")
+    assert made["passed"] is False
+    assert "was not run" in page(made)
+
+
+def test_a_run_that_left_nothing_is_never_a_pass(jobs: tuple[Job, ...]) -> None:
+    outcomes = suite.run(jobs, lambda job: JobResult(exit_code=0, output=job.output))
+    verdicts = suite.judge(jobs, outcomes)
+    made = record.make(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", made="")
+    assert made["passed"] is False
+    assert record.make(jobs, {}, (), target="cpu", image={}, gpu="none", made="")["passed"] is False
+    assert "nothing to draw" in page(made)
+
+
+@pytest.mark.parametrize(
+    ("job_name", "spoil", "expected"),
+    [
+        ("repeat", {3: (6.70001, 0.5)}, ["same result again"]),
+        ("resume", {15: (4.31, 0.5)}, ["resume"]),
+        ("accumulation", {1: (7.1, 0.26)}, ["accumulation"]),
+    ],
+)
+def test_each_comparison_fails_alone(
+    jobs: tuple[Job, ...], job_name: str, spoil: dict[int, tuple[float, float]], expected: list[str]
+) -> None:
+    def run(job: Job) -> JobResult:
+        return leave(job, values=losses(job) | (spoil if job.name == job_name else {}))
+
+    assert judged(jobs, run)[1] == expected
+
+
+def test_other_final_weights_fail(jobs: tuple[Job, ...]) -> None:
+    def run(job: Job) -> JobResult:
+        result = leave(job)
+        if job.name == "repeat":
+            facts = json.loads((job.output / "facts.json").read_text()) | {"weights_sha256": "cd" * 32}
+            (job.output / "facts.json").write_text(json.dumps(facts))
+        return result
+
+    assert judged(jobs, run)[1] == ["same weights again"]
+
+
+def test_a_run_of_another_recipe_fails(jobs: tuple[Job, ...]) -> None:
+    def run(job: Job) -> JobResult:
+        result = leave(job)
+        asked = json.loads((job.output / "job.json").read_text())
+        asked["recipe"]["sha256"] = "0" * 64
+        (job.output / "job.json").write_text(json.dumps(asked))
+        return result
+
+    assert judged(jobs, run)[1] == ["recipe"]
+
+
+def test_exit_codes_of_launcher_and_command(jobs: tuple[Job, ...]) -> None:
+    job = jobs[1]
+    leave(job, exit_code=7)
+    assert outcome.read(job, JobResult(exit_code=1, output=job.output)).exit_code == 7
+    result = job.output / "result.json"
+    result.write_text(json.dumps({"exit_code": 0, "passed": False}))
+    assert outcome.read(job, JobResult(exit_code=1, output=job.output)).exit_code == 0
+    result.write_text(json.dumps({"exit_code": 0, "passed": True}))
+    assert outcome.read(job, JobResult(exit_code=1, output=job.output)).exit_code == 1
+    assert outcome.read(job, JobResult(exit_code=137, output=job.output)).exit_code == 137
+    result.write_text("{broken")
+    assert outcome.read(job, JobResult(exit_code=1, output=job.output)).exit_code == 1
+
+
+def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:
+    one, other = (
+        suite.plan("llama3-proxy", tmp_path, words)[0].recipe for words in ((), ("validation.loss_drop=0.2",))
+    )
+    assert suite.digest(one) != suite.digest(other)
+
+
+def test_a_suite_too_short_to_resume_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="leaves no step of 10 to resume"):
+        suite.plan("llama3-proxy", tmp_path, ["training.steps=10"])
+
+
+def test_the_record_names_the_recipe_as_it_was_asked_for(jobs: tuple[Job, ...]) -> None:
+    made = record.make(jobs, {}, (), target="cpu", image={}, gpu="none", made="")
+    assert made["recipe"]["sha256"] == resolve("llama3-proxy").digest
+
+
+def test_the_toml_is_what_torchtitan_reads(jobs: tuple[Job, ...]) -> None:
+    config = tomllib.loads(render.toml(jobs[2]))
+    assert config["training"]["steps"] == 20
+    assert config["metrics"] == {"log_freq": 1, "disable_color_printing": True}
+    assert config["checkpoint"]["initial_load_path"].endswith("/base/checkpoint/step-10")
+    assert config["checkpoint"]["initial_load_model_only"] is False
+    assert config["model"]["flavor"] == "recipe"
+    assert tomllib.loads(render.toml(jobs[0]))["checkpoint"] == {"enable": True, "interval": 10}
+
+
+def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: tuple[Job, ...]) -> None:
+    made = render.environment(jobs[0], {"PATH": "/bin", "HF_HUB_OFFLINE": "0"})
+    assert made["HF_HUB_OFFLINE"] == "1"
+    assert made["OMP_NUM_THREADS"] == "1"
+    assert made["PATH"] == "/bin"
+    for name in ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
+        assert made[name].startswith(str(jobs[0].output))
+    assert render.environment(jobs[0], {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+
+
+def test_a_folder_that_holds_a_run_is_not_reused(jobs: tuple[Job, ...]) -> None:
+    leave(jobs[0])
+    with pytest.raises(InputError, match="already holds a run"):
+        start.prepare(jobs[0])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "about", "expected"),
+    [
+        (0, 10, 5, [0, 2, 4, 6, 8, 10]),
+        (2.66, 7.38, 5, [2, 3, 4, 5, 6, 7, 8]),
+        (1, 1, 4, [1, 1.5, 2]),
+        (-0.3, 0.1, 4, [-0.3, -0.2, -0.1, 0, 0.1]),
+    ],
+)
+def test_ticks_are_round_and_cover(low: float, high: float, about: int, expected: list[float]) -> None:
+    assert ticks(low, high, about) == pytest.approx(expected)
+
+
+def test_a_gap_is_drawn_and_text_is_escaped() -> None:
+    svg = line_chart("<b>", "x", "y", [Line(label="a&b", style="a", points=[(1, 1.0), (2, None), (3, 2.0)])])
+    assert "✕" in svg
+    assert "&lt;b&gt;" in svg
+    assert "<b>" not in svg
+    assert "a&b" not in svg
+
+
+def test_a_page_of_a_failed_record_says_why(jobs: tuple[Job, ...]) -> None:
+    outcomes, _ = judged(jobs, lambda job: leave(job, values={1: (7.3, float("nan"))}))
+    verdicts = suite.judge(jobs, outcomes)
+    html = page(record.make(jobs, outcomes, verdicts, target="<cpu>", image={}, gpu="none", made=""))
+    assert "✗ Failed" in html
+    assert "&lt;cpu&gt;" in html
+    assert "gradient norm nan" in html
+    assert all(asdict(verdict)["reason"] for verdict in verdicts)

@@ -89,9 +89,7 @@ def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
 
     def work(number: int, script: str) -> None:
         place = tmp_path / str(number)
-        codes[number] = run_isolated(
-            tiny, ["sh", "-c", script], inputs={}, outputs=place, env={}, log=place / "log"
-        )
+        codes[number] = run_isolated(tiny, ["sh", "-c", script], inputs={}, outputs=place, env={}, log=place / "log")
 
     def all_of(script: str) -> list[threading.Thread]:
         threads = [threading.Thread(target=work, args=(n, script)) for n in range(4)]
@@ -115,9 +113,7 @@ def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
 def test_limits_leave_no_group_behind(tiny):
     with Path(os.devnull).open("r+b") as nothing:
         limits = Limits(memory_bytes=64 << 20, cpus=1)
-        code = choose("embedded").run(
-            tiny, Command(argv=("true",), limits=limits), stdin=nothing, stdout=nothing
-        )
+        code = choose("embedded").run(tiny, Command(argv=("true",), limits=limits), stdin=nothing, stdout=nothing)
     assert code == 0
     assert list(Path("/sys/fs/cgroup").rglob("primus-*")) == []
 

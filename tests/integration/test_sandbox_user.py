@@ -218,6 +218,4 @@ def test_too_few_subordinate_ids(place):
 
 def test_no_newuidmap(user, place):
     code = "os.environ['PATH'] = '/nowhere'\n" + SH.format("true", "")
-    assert run(user, place, code)[1].startswith(
-        "the embedded engine cannot run here: newuidmap and newgidmap"
-    )
+    assert run(user, place, code)[1].startswith("the embedded engine cannot run here: newuidmap and newgidmap")

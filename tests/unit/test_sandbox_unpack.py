@@ -118,9 +118,7 @@ def test_owners(tmp_path):
 
 
 @as_root
-@pytest.mark.parametrize(
-    ("inside", "name"), [(False, "trusted.overlay.opaque"), (True, "user.overlay.opaque")]
-)
+@pytest.mark.parametrize(("inside", "name"), [(False, "trusted.overlay.opaque"), (True, "user.overlay.opaque")])
 def test_whiteouts(tmp_path, inside, name):
     plain = tar(
         member("d", tarfile.DIRTYPE),
@@ -239,9 +237,7 @@ def test_a_damaged_blob_leaves_nothing(tmp_path, kind, damage):
 
 def test_a_wrong_diff_id(tmp_path):
     ref, blob = layer(tmp_path, tar((member("f"), b"x")), "tar+zstd")
-    wrong = LayerRef(
-        digest=ref.digest, diff_id="sha256:" + "0" * 64, size=ref.size, media_type=ref.media_type
-    )
+    wrong = LayerRef(digest=ref.digest, diff_id="sha256:" + "0" * 64, size=ref.size, media_type=ref.media_type)
     with pytest.raises(HostError, match="the config says sha256:0000"):
         unpack_layer(wrong, blob, tmp_path / "cache")
     assert left(tmp_path / "cache") == []
@@ -313,9 +309,7 @@ def test_memory_stays_small(tmp_path, kind):
     # Highly compressible: a reader that inflates a whole input chunk at once would need hundreds of MiB.
     plain = tar((member("big"), bytes(200 << 20)))
     blob = tmp_path / "blob"
-    packed = (
-        gzip.compress(plain, 1) if kind == "tar+gzip" else zstandard.ZstdCompressor(level=1).compress(plain)
-    )
+    packed = gzip.compress(plain, 1) if kind == "tar+gzip" else zstandard.ZstdCompressor(level=1).compress(plain)
     blob.write_bytes(packed)
     digest = "sha256:" + hashlib.sha256(blob.read_bytes()).hexdigest()
     diff_id = "sha256:" + hashlib.sha256(plain).hexdigest()

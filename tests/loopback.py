@@ -6,6 +6,7 @@ import base64
 import hashlib
 import http.server
 import json
+import ssl
 import subprocess
 import threading
 import time
@@ -37,10 +38,11 @@ class Server:
     port: int
     faults: Faults
     log: list[tuple[str, str, str | None]] = field(default_factory=list)
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.scheme}://127.0.0.1:{self.port}"
 
     def asked(self, end: str, method: str = "GET") -> list[str | None]:
         """The Range headers of the requests whose path ends so."""
@@ -48,7 +50,9 @@ class Server:
 
 
 @contextmanager
-def serve(root: Path, *, as_json: bool = False, hashes: bool = True) -> Iterator[Server]:
+def serve(
+    root: Path, *, as_json: bool = False, hashes: bool = True, certificate: Path | None = None
+) -> Iterator[Server]:
     """Serve ``root`` as files, and ``root``/files/* as a simple index under /simple/NAME/."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -157,7 +161,12 @@ def serve(root: Path, *, as_json: bool = False, hashes: bool = True) -> Iterator
 
     done = threading.Event()
     httpd = Quiet(("127.0.0.1", 0), Handler)
-    server = Server(root=root, port=httpd.server_address[1], faults=Faults())
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        httpd.socket = context.wrap_socket(httpd.socket, server_side=True)
+    scheme = "https" if certificate else "http"
+    server = Server(root=root, port=httpd.server_address[1], faults=Faults(), scheme=scheme)
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
@@ -167,6 +176,15 @@ def serve(root: Path, *, as_json: bool = False, hashes: bool = True) -> Iterator
         httpd.shutdown()
         httpd.server_close()
         thread.join()
+
+
+def make_certificate(path: Path) -> Path:
+    """A self-signed certificate for 127.0.0.1 and its key, in one file."""
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "3650", "-subj", "/CN=test"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{path}.key", "-out", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    path.write_text(path.read_text() + Path(f"{path}.key").read_text())
+    return path
 
 
 def _project(file: str) -> str:

@@ -124,6 +124,13 @@ def test_an_untrusted_archive_is_refused(archive: Server, tmp_path: Path, monkey
         _resolve(_base())
 
 
+def test_a_missing_keyring_says_how_to_get_it(archive: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIMUS_DEBIAN_MIRROR", archive.url)
+    monkeypatch.setenv("PRIMUS_DEBIAN_KEYRING", "/nowhere.gpg")
+    with pytest.raises(HostError, match=r"no keyring /nowhere\.gpg"):
+        _resolve(_base())
+
+
 def test_debs_are_fetched_resumed_and_verified(archive: Server, tmp_path: Path) -> None:
     files = _resolve(_base())
     python = files["python3.11-minimal"]

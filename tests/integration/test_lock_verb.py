@@ -11,6 +11,13 @@ from pathlib import Path
 import pytest
 
 from loopback import Server, index_debs, make_deb, make_wheel, serve
+from primus.images import builder
+from primus.images.builder import plan_images
+from primus.images.execute import Workshop
+from primus.images.fetch import GoneError
+from primus.images.filecache import FileCache
+from primus.images.project import Project
+from primus.progress import QuietProgress
 from project_kit import Kit
 
 pytestmark = [
@@ -134,3 +141,28 @@ def test_a_lock_that_is_no_lock_is_named(world: tuple[Kit, Server]) -> None:
     broken = kit.primus("lock", "--check")
     assert broken.code == 2
     assert f"{LOCK}:1:2: not JSON" in broken.err
+
+
+def test_a_build_locks_again_what_is_gone_unless_locked(
+    world: tuple[Kit, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The build's own fetch, without the build: the tiny debs of this archive make no root file system."""
+    kit, server = world
+    assert kit.primus("lock").code == 0
+    (server.root / "pool/python3.11-minimal_3.11.2-6_amd64.deb").unlink()
+    make_deb(server.root / "pool", "python3.11-minimal", "3.11.2-7", essential=True)
+    index_debs(server.root, "bookworm")
+    make_wheel(server.root / "files", "helper", "2.0")
+    project = Project.find(kit.root)
+    project.store.prepare()
+    workshop = Workshop(project=project, files=FileCache(project.work / "files"), progress=QuietProgress())
+    plans = plan_images(project, ["demo"])
+    text = (kit.root / LOCK).read_text()
+    with pytest.raises(GoneError, match=r"python3\.11-minimal 3\.11\.2-6"):
+        builder._fetch(project, workshop, plans, may_relock=False, offline=False)
+    assert (kit.root / LOCK).read_text() == text
+    builder._fetch(project, workshop, plans, may_relock=True, offline=False)
+    lock = project.lock("demo")
+    assert lock is not None
+    assert {f.name: f.version for f in lock.files} == {"python3.11-minimal": "3.11.2-7", "tool": "1.0", "helper": "1.0"}
+    assert all(workshop.files.verify(f.sha256) for f in lock.files)

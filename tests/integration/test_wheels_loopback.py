@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from loopback import Server, make_wheel, serve
+from loopback import Server, make_certificate, make_wheel, serve
 from primus.errors import HostError, InputError
 from primus.images.download import WrongBytes
 from primus.images.fetch import FetchResult, GoneError, fetch
@@ -312,6 +312,23 @@ def test_credentials_of_the_index_reach_its_files_and_no_message(
     netrc.chmod(0o600)
     monkeypatch.setenv("NETRC", str(netrc))
     assert _resolve(_request(small="1.1"))["small"] == small
+
+
+def test_a_private_ca_is_pips_own_setting(index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = make_certificate(tmp_path / "ca.pem")
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with serve(index.root, certificate=certificate) as secure:
+        monkeypatch.setenv("PIP_INDEX_URL", secure.url + "/simple")
+        message = _within(5, lambda: _resolve(_request(small="1.1")), HostError)
+        assert "its certificate is not trusted" in message
+        for setting, value in (("PIP_CERT", str(certificate)), ("PIP_TRUSTED_HOST", "127.0.0.1")):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(setting, value)
+                small = _resolve(_request(small="1.1"))["small"]
+                cache = FileCache(tmp_path / setting)
+                _fetch([small], cache)
+                assert cache.verify(small.sha256)
 
 
 def test_offline_names_what_is_missing_and_asks_nobody(index: Server, tmp_path: Path) -> None:

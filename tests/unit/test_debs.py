@@ -8,6 +8,7 @@ from primus.errors import HostError, InputError
 from primus.versions.archive import debian_stanzas, parse_sources, suite_of
 from primus.versions.debs import check_python, parse_records, parse_uris, upstream
 from primus.versions.lock import BaseRequest
+from primus.versions.pool import AptAccess
 
 HOST = """\
 # a comment
@@ -50,6 +51,26 @@ def test_sources_of_another_suite_come_from_the_hosts_own() -> None:
 
 def test_sid_has_no_pockets() -> None:
     assert _pairs("sid") == [("http://mirror.example/debian", "sid")]
+
+
+def test_experimental_stands_on_sid() -> None:
+    assert _pairs("experimental") == [("http://mirror.example/debian", "sid experimental")]
+    env = {"PRIMUS_DEBIAN_MIRROR": "http://x/debian http://x/debian-security"}
+    assert [(s["URIs"], s["Suites"]) for s in debian_stanzas((), "experimental", env)] == [
+        ("http://x/debian", "sid experimental")
+    ]
+
+
+def test_apt_logins_cover_their_scheme_host_and_path_alone() -> None:
+    logins = (("https://host", ("a", "1")), ("http://plain:8080/debian", ("b", "2")))
+    access = AptAccess(settings={}, logins=logins)
+    assert access.login("https://host/debian/pool/x.deb") == ("a", "1")
+    assert access.login("https://host:8443/x.deb") == ("a", "1")
+    assert access.login("http://host/x.deb") is None, "a password for https never goes over http"
+    assert access.login("https://host.evil.example/x.deb") is None
+    assert access.login("http://plain:8080/debian/x.deb") == ("b", "2")
+    assert access.login("http://plain:8080/debian-security/x.deb") is None
+    assert "'1'" not in repr(access)
 
 
 def test_vendor_and_disabled_sources_stay_out_and_components_are_main() -> None:

@@ -44,7 +44,8 @@ class GoneError(HostError):
     def __init__(self, files: Sequence[LockedFile]) -> None:
         super().__init__(
             f"no source offers any more: {_names(files)}",
-            hint="take their successors: primus lock --refresh; or point pip or apt at an archive that keeps them",
+            hint="take their successors (build without --locked, or primus lock --refresh), "
+            "or point pip or apt at an archive that keeps them",
         )
         self.files = tuple(files)
 

@@ -102,6 +102,12 @@ def open_archive(suite: str, architecture: str) -> Iterator[Archive]:
             (folder / part).mkdir(parents=True)
         (folder / "state/status").touch()
         stanzas = debian_stanzas(_host_stanzas(), suite, os.environ)
+        for keyring in {s["Signed-By"] for s in stanzas if s.get("Signed-By", "").startswith("/")}:
+            if not Path(keyring).exists():
+                raise HostError(
+                    f"there is no keyring {keyring} to check the Debian archive with",
+                    hint="apt-get install debian-archive-keyring, or set PRIMUS_DEBIAN_KEYRING",
+                )
         text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         archive = Archive(folder=folder, architecture=architecture)
@@ -118,9 +124,11 @@ def debian_stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str,
     if mirrors:
         signed = {"Signed-By": environment.get("PRIMUS_DEBIAN_KEYRING") or _KEYRING}
         common = {"Types": "deb", "Components": "main", **signed}
+        security = [uri.rstrip("/").endswith("-security") for uri in mirrors]
         return tuple(
-            {**common, "URIs": uri, "Suites": f"{suite}-security" if uri.rstrip("/").endswith("-security") else suite}
-            for uri in mirrors
+            {**common, "URIs": uri, "Suites": f"{suite}-security" if secure else _grounded(suite)}
+            for uri, secure in zip(mirrors, security, strict=True)
+            if not (secure and suite in _NO_POCKETS)
         )
     found: dict[tuple[str, str], Stanza] = {}
     for stanza in host:
@@ -130,7 +138,8 @@ def debian_stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str,
         suites = [suite + p for p in _POCKETS[:3] if p in pockets and not (p and suite in _NO_POCKETS)]
         # A pocket that only repeats on another mirror is kept once per URI.
         if suites:
-            wanted: dict[str, str] = {**stanza, "Types": "deb", "Suites": " ".join(suites), "Components": "main"}
+            wanted: dict[str, str] = {**stanza, "Types": "deb", "Components": "main"}
+            wanted["Suites"] = _grounded(" ".join(suites))
             wanted.pop("Enabled", None)
             found[(stanza["URIs"], wanted["Suites"])] = wanted
     if not any(suite in stanza["Suites"].split() for stanza in found.values()):
@@ -140,6 +149,11 @@ def debian_stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str,
             "(and PRIMUS_DEBIAN_KEYRING to its keyring)",
         )
     return tuple(found.values())
+
+
+def _grounded(suites: str) -> str:
+    # experimental holds only what differs from sid, so nothing in it installs without sid.
+    return "sid experimental" if suites == "experimental" else suites
 
 
 def suite_of(word: str) -> tuple[str, str]:

@@ -94,6 +94,11 @@ class Indexes:
         import requests
         from requests.adapters import HTTPAdapter
 
+        if self.trusted_hosts:
+            import urllib3
+
+            # Whoever wrote trusted-host knows; pip does not warn either.
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         session = requests.Session()
         adapter = HTTPAdapter(max_retries=0, pool_maxsize=16)
         session.mount("https://", adapter)
@@ -105,25 +110,20 @@ class Indexes:
         self, session: requests.Session, url: str, *, method: str = "GET", headers: Mapping[str, str] | None = None
     ) -> requests.Response:
         """One streamed request with the right CA and credentials. Raises ``requests`` errors as they are."""
-        import warnings
-
         host = urlsplit(url).netloc
         trusted = host in self.trusted_hosts or (urlsplit(url).hostname or "") in self.trusted_hosts
-        with warnings.catch_warnings():
-            if trusted:
-                warnings.simplefilter("ignore")
-            return session.request(
-                method,
-                url,
-                stream=True,
-                allow_redirects=True,
-                headers=dict(headers or {}),
-                auth=self.credentials.get(host),
-                # Not on the session: there the environment's proxies would win over pip's own setting.
-                proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
-                verify=False if trusted else self._ca(),
-                timeout=(CONNECT_S, READ_S),
-            )
+        return session.request(
+            method,
+            url,
+            stream=True,
+            allow_redirects=True,
+            headers=dict(headers or {}),
+            auth=self.credentials.get(host),
+            # Not on the session: there the environment's proxies would win over pip's own setting.
+            proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
+            verify=False if trusted else self._ca(),
+            timeout=(CONNECT_S, READ_S),
+        )
 
     def _ca(self) -> str | bool:
         env = os.environ

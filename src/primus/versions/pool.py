@@ -26,7 +26,7 @@ class AptAccess:
     """apt's ``Acquire`` settings and its ``auth.conf`` entries, as far as http and https go."""
 
     settings: Mapping[str, str]
-    logins: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
+    logins: Sequence[tuple[str, tuple[str, str]]] = field(default=(), repr=False)
 
     @classmethod
     def of_host(cls) -> AptAccess:
@@ -40,6 +40,10 @@ class AptAccess:
         import requests
 
         session = requests.Session()
+        if "false" in {v.lower() for k, v in self.settings.items() if "verify-peer" in k}:
+            import urllib3
+
+            urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
 
         def get(url: str, headers: Mapping[str, str]) -> requests.Response:
             parts = urlsplit(url)
@@ -49,18 +53,25 @@ class AptAccess:
             proxy = self._setting(parts.scheme, "proxy", parts.hostname or "")
             proxies = {parts.scheme: "" if proxy == "DIRECT" else proxy} if proxy else None
             ca = self._setting(parts.scheme, "cainfo", parts.hostname or "")
+            certificate = self._setting(parts.scheme, "sslcert", parts.hostname or "")
+            key = self._setting(parts.scheme, "sslkey", parts.hostname or "")
             peer = self._setting(parts.scheme, "verify-peer", parts.hostname or "") or "true"
             return session.get(
                 bare,
                 stream=True,
                 headers=dict(headers),
                 timeout=(4.0, 20.0),
-                auth=(user, password) if login else self.logins.get(parts.hostname or ""),
+                auth=(user, password) if login else self.login(bare),
+                cert=(certificate, key) if certificate and key else certificate or None,
                 proxies=proxies,
                 verify=False if peer.lower() in ("false", "no", "0") else (ca or _system_ca()),
             )
 
         return get
+
+    def login(self, url: str) -> tuple[str, str] | None:
+        """User and password of the first auth.conf entry that covers ``url``; one without a scheme means https."""
+        return next((pair for place, pair in self.logins if re.match(re.escape(place) + r"(?=[/:]|$)", url)), None)
 
     def _setting(self, scheme: str, name: str, host: str) -> str:
         for key in (f"acquire::{scheme}::{name}::{host}", f"acquire::{scheme}::{host}::{name}"):
@@ -139,22 +150,22 @@ def _uris(text: str) -> list[tuple[str, tuple[str, str]]]:
     return found
 
 
-def _logins(settings: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def _logins(settings: Mapping[str, str]) -> tuple[tuple[str, tuple[str, str]], ...]:
     etc = Path(settings.get("dir", "/")) / settings.get("dir::etc", "etc/apt")
     files = [etc / settings.get("dir::etc::netrc", "auth.conf")]
     parts = etc / settings.get("dir::etc::netrcparts", "auth.conf.d")
     if parts.is_dir():
         files += sorted(parts.glob("*.conf"))
-    found: dict[str, tuple[str, str]] = {}
+    found: list[tuple[str, tuple[str, str]]] = []
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
         except OSError:
             continue
         for host, user, password in re.findall(r"machine\s+(\S+)\s+login\s+(\S+)\s+password\s+(\S+)", text):
-            bare = host.rpartition("//")[2].partition("/")[0].partition(":")[0]
-            found.setdefault(bare, (user, password))
-    return found
+            place = host if "://" in host else f"https://{host}"
+            found.append((place.rstrip("/"), (user, password)))
+    return tuple(found)
 
 
 def _system_ca() -> str | bool:

@@ -90,9 +90,7 @@ _AT_LEAST_ONE = (
     "validation.resume_at",
     "validation.accumulation",
 )
-_MODEL_PARALLEL = tuple(
-    f"torchtitan.parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "context")
-)
+_MODEL_PARALLEL = tuple(f"torchtitan.parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "context"))
 _REPLICAS = "torchtitan.parallelism.data_parallel_replicate_degree"
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["outcome_text", "validate"]
 
 _INSIDE = Path("/out")
+# A proxy trains in well under a minute; what takes longer than this hangs, and hangs must fail (exit code 124).
+_JOB_SECONDS = 900
 
 
 def validate(
@@ -49,7 +51,7 @@ def validate(
         if not quiet:
             _say(f"▸ {job.name}: primus {' '.join(job.arguments())}")
         command = Command(
-            argv=("primus", *job.arguments()),
+            argv=("timeout", "--kill-after=20", str(_JOB_SECONDS), "primus", *job.arguments()),
             env={"PRIMUS_NO_BANNER": "1"},
             mounts=(Mount(source=folder, target=str(_INSIDE), read_only=False),),
             tty=False,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.buildkit import BuildKit
-from benchmarks.measure import Finished, run
+from benchmarks.measure import PRIMUS, Finished, run
 from primus.errors import CheckFailed, HostError, InputError
 
 __all__ = ["TARGET", "CpuProject", "prepare"]
@@ -32,7 +32,7 @@ class CpuProject:
     def command(self, targets: Sequence[str], *, offline: bool = True) -> list[str]:
         """The command line that builds ``targets``."""
         places = ["--project", str(self.root), "--store", str(self.store), *(["--offline"] if offline else [])]
-        return [sys.executable, "-m", "primus.cli.main", "build", *targets, *places]
+        return [*PRIMUS, "build", *targets, *places]
 
     def build(self, targets: Sequence[str]) -> tuple[str, Finished]:
         """Build the targets in one call."""

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from benchmarks.buildkit import BuildKit, private_daemon
 from benchmarks.cpu import TARGET, CpuProject, prepare
-from benchmarks.measure import Finished, machine, peak_megabytes, run, summary
+from benchmarks.measure import PRIMUS, Finished, machine, peak_megabytes, run, summary
 from benchmarks.synthetic import TARGETS, Graph, generate
 from primus.errors import CheckFailed, PrimusError
 
@@ -75,7 +75,7 @@ class Ours:
     def command(self, targets: Sequence[str]) -> list[str]:
         """The command line that builds ``targets``."""
         places = ["--project", str(self.project), "--store", str(self.store)]
-        return [sys.executable, "-m", "primus.cli.main", "build", *targets, *places, "--offline"]
+        return [*PRIMUS, "build", *targets, *places, "--offline"]
 
     def build(self, targets: Sequence[str]) -> tuple[str, Finished]:
         """Build the targets in one call."""
@@ -305,7 +305,7 @@ def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats
     floor = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
     if ours is None:
         return floor
-    usage = [sys.executable, "-m", "primus.cli.main", "--help"]
+    usage = [*PRIMUS, "--help"]
     run(usage)
     report.add("help", "`primus --help`", "s", {OURS: [run(usage).seconds for _ in range(repeats.fast)]})
     command = ours.command(one)

@@ -16,7 +16,10 @@ from typing import Any
 
 from primus.errors import HostError
 
-__all__ = ["Finished", "machine", "peak_megabytes", "run", "summary"]
+__all__ = ["PRIMUS", "Finished", "machine", "peak_megabytes", "run", "summary"]
+
+# What the installed `primus` script does, for this interpreter and whatever it has installed.
+PRIMUS = (sys.executable, "-c", "import sys; from primus.cli.main import main; sys.exit(main())")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -27,9 +28,8 @@ VERBS = {
 
 
 def _host_side() -> bool:
-    from importlib.util import find_spec
-
-    return find_spec("primus.cli.host") is not None
+    # Not importlib.util.find_spec: importing it costs a no-op build 2 ms.
+    return os.path.isdir(os.path.join(os.path.dirname(__file__), "host"))  # noqa: PTH112, PTH118, PTH120
 
 
 def _usage() -> str:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -29,22 +30,24 @@ class StatIndex:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._changed = False
+        # Four targets that share their trees walk them once.
+        self._trees: dict[tuple[str, tuple[str, ...]], list[TreeFile]] = {}
         try:
             self._known: dict[str, list[object]] = json.loads(path.read_bytes())
         except (OSError, ValueError):
             self._known = {}
 
-    def sha256(self, path: str, stat: os.stat_result | None = None) -> str:
+    def sha256(self, path: str, status: os.stat_result | None = None) -> str:
         """SHA-256 of the file's content, as hex."""
-        stat = stat or os.stat(path)
-        mark: list[object] = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        status = status or os.stat(path)
+        mark: list[object] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         known = self._known.get(path)
         if known is not None and known[:4] == mark:
             return str(known[4])
         now = time.time_ns()
         with Path(path).open("rb") as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()
-        if now - max(stat.st_mtime_ns, stat.st_ctime_ns) > _RACY_NS:
+        if now - max(status.st_mtime_ns, status.st_ctime_ns) > _RACY_NS:
             self._known[path] = [*mark, found]
             self._changed = True
         elif self._known.pop(path, None) is not None:
@@ -56,6 +59,8 @@ class StatIndex:
 
         Raises InputError when the folder or a child named in ``include`` is missing.
         """
+        if (str(root), include) in self._trees:
+            return self._trees[str(root), include]
         if not root.is_dir():
             raise InputError("there is no such folder", where=str(root))
         found: list[TreeFile] = []
@@ -70,7 +75,8 @@ class StatIndex:
                     raise InputError(f"there is no {name!r} in this folder", where=str(root))
         else:
             self._walk(str(root), "", found)
-        return sorted(found)
+        self._trees[str(root), include] = sorted(found)
+        return self._trees[str(root), include]
 
     def _walk(self, folder: str, prefix: str, found: list[TreeFile]) -> None:
         with os.scandir(folder) as entries:
@@ -82,12 +88,12 @@ class StatIndex:
                     self._file(entry.path, prefix + entry.name, found)
 
     def _file(self, path: str, name: str, found: list[TreeFile]) -> None:
-        stat = os.lstat(path)
-        if os.path.islink(path):
+        status = os.lstat(path)
+        if stat.S_ISLNK(status.st_mode):
             found.append((name, "link", os.readlink(path)))
         else:
-            kind = "exec" if stat.st_mode & 0o100 else "file"
-            found.append((name, kind, self.sha256(path, stat)))
+            kind = "exec" if status.st_mode & 0o100 else "file"
+            found.append((name, kind, self.sha256(path, status)))
 
     def save(self) -> None:
         """Keep the memory if it changed; a failure is silent, the next run just reads the files again."""

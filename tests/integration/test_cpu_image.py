@@ -46,12 +46,14 @@ def test_any_user_can_train_and_write(cpu_image: Kit) -> None:
     assert inside(cpu_image, "python3", "-c", code, options=("--user", "12345:12345")).split() == ["12345", "2.0"]
 
 
-def test_banner_goes_to_stderr_and_the_command_runs(cpu_image: Kit) -> None:
-    result = cpu_image.primus("run", "cpu", "--", "sh", "-c", "echo from the command; exit 7")
-    assert result.code == 7
-    assert result.out == "from the command\n"
-    assert "v26.11" in result.err
-    assert "primus train" in result.err
+def test_banner_greets_a_shell_and_stays_out_of_a_commands_way(cpu_image: Kit) -> None:
+    shell = cpu_image.primus("run", "cpu", input="echo from the shell")
+    assert shell.code == 0
+    assert shell.out == "from the shell\n"
+    for words in ("v26.11", "2.13.0+cpu", "primus train llama3-proxy", "GPU"):
+        assert words in shell.err
+    command = cpu_image.primus("run", "cpu", "--", "sh", "-c", "echo from the command; exit 7")
+    assert (command.code, command.out) == (7, "from the command\n")
 
 
 def test_only_loopback_is_there(cpu_image: Kit) -> None:

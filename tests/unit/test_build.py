@@ -222,3 +222,13 @@ def test_run_needs_the_image_and_says_which_there_are(kit: Kit) -> None:
     assert result.code == 2
     assert "the store has v26.11-other" in result.err
     assert "primus build demo" in result.err
+
+
+def test_a_reader_that_stops_early_is_no_traceback(kit: Kit) -> None:
+    words = " ".join(kit.command("plan", "demo", "other", "--json"))
+    done = subprocess.run(
+        ["bash", "-c", f"{words} | true; exit ${{PIPESTATUS[0]}}"],
+        cwd=kit.root, env=kit.env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert done.returncode in (0, 141)

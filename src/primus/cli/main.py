@@ -70,9 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(parser)
     try:
         code: int = module.run(parser.parse_args(args[1:]))
+        sys.stdout.flush()
     except PrimusError as error:
         print(f"primus {verb}: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # The reader (`| head`) has had enough; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print(f"primus {verb}: interrupted; what was finished is kept, run it again to go on", file=sys.stderr)
         return 130

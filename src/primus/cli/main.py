@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import os
 import sys
-from collections.abc import Sequence
 
-from primus.errors import PrimusError
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["main"]
 
@@ -53,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     verb = args[0]
+    if verb == "build" and _host_side():
+        from primus.images.unchanged import nothing_to_do
+
+        if nothing_to_do(args[1:]):
+            return 0
     if verb not in VERBS or (VERBS[verb][0].startswith("host.") and not _host_side()):
         from difflib import get_close_matches
 
@@ -60,6 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"primus: no verb {verb!r}" + (f"; did you mean {near[0]!r}?" if near else ""), file=sys.stderr)
         print("  → primus --help lists the verbs", file=sys.stderr)
         return 2
+    return _run(verb, args[1:])
+
+
+def _run(verb: str, words: Sequence[str]) -> int:
+    import argparse
+    import importlib
+
+    from primus.errors import PrimusError
+
     module = importlib.import_module(f"primus.cli.{VERBS[verb][0]}")
     parser = argparse.ArgumentParser(
         prog=f"primus {verb}",
@@ -69,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     module.add_arguments(parser)
     try:
-        code: int = module.run(parser.parse_args(args[1:]))
+        code: int = module.run(parser.parse_args(words))
         sys.stdout.flush()
     except PrimusError as error:
         print(f"primus {verb}: {error}", file=sys.stderr)
@@ -77,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader (`| head`) has had enough; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 141  # as a shell sees a process that SIGPIPE ended
     except KeyboardInterrupt:
         print(f"primus {verb}: interrupted; what was finished is kept, run it again to go on", file=sys.stderr)
         return 130

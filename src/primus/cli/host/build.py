@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from primus.cli.host.common import add_build_options, add_project_options, add_targets, open_project, targets_of
 
 if TYPE_CHECKING:
+    from primus.images.action import ImagePlan
     from primus.images.build import Built
+    from primus.images.project import Project
 
 EXAMPLE = "primus build cpu"
 
@@ -38,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return plan.run(args)
     from primus.images.build import current
 
-    begin = time.monotonic()
+    begin, began_ns = time.monotonic(), time.time_ns()
     project = open_project(args)
     names = targets_of(project, args)
 
@@ -66,10 +68,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         for image in built:
             print(_table(image), file=sys.stderr)
+        _remember(project, plans, built, began_ns)
         print(f"{_outcome(built)}, {seconds:.2f} s", file=sys.stderr)
         for image in built:
             print(image.digest)
     return 0
+
+
+def _remember(project: Project, plans: Sequence[ImagePlan], built: Sequence[Built], began_ns: int) -> None:
+    """Let the next build answer from a note as long as nothing is touched."""
+    from dataclasses import replace
+
+    from primus.images.unchanged import remember
+
+    for plan, image in zip(plans, built, strict=True):
+        cached = tuple(replace(line, built=False, seconds=0.0) for line in image.layers)
+        remember(project, plan, image, _table(replace(image, layers=cached)), began_ns)
 
 
 def _outcome(built: Sequence[Built]) -> str:

@@ -1,0 +1,132 @@
+"""The shortest way to "nothing to do": since the last build nothing it read and nothing it made was touched.
+
+A no-op build is mostly start-up, and most of that is imports. So a build that ends leaves a note: the size, times,
+inode and mode of every file and folder it read (pins, target, lock, local trees, the engine's own code) and of every
+blob it made, and the text it would print again. While all of them are as noted, planning anew would give the same
+plan; any difference only leads to the plan. The note trusts what git's index trusts, and like it refuses files
+touched after the build began. Imports stay at the bare minimum on purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from primus.images.action import ImagePlan
+    from primus.images.build import Built
+    from primus.images.project import Project
+
+__all__ = ["nothing_to_do", "remember"]
+
+_MARGIN_NS = 50_000_000
+
+
+def nothing_to_do(words: Sequence[str]) -> bool:
+    """Answer ``primus build WORDS`` from the notes of its targets, if they all still hold; False leaves it undone.
+
+    Only plain target names are answered here: every option takes the long way.
+    """
+    begin = time.monotonic()
+    root = os.getcwd()
+    while not os.path.exists(f"{root}/versions.yaml"):
+        root, name = os.path.split(root)
+        if not name:
+            return False
+    if not words or any(word.startswith("-") or "/" in word for word in words):
+        return False
+    notes = []
+    seen: set[tuple[str, str]] = set()
+    for word in dict.fromkeys(words):
+        try:
+            with open(_path(root, word), encoding="utf-8") as stream:
+                note = json.load(stream)
+            # Targets share most of what they read: each group is looked at once.
+            groups = {(paths, marks) for paths, marks in note["groups"]} - seen
+            if any(marks != _marks(paths) for paths, marks in groups):
+                return False
+            seen |= groups
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        notes.append(note)
+    seconds = time.monotonic() - begin
+    sys.stderr.write("".join(note["table"] + "\n" for note in notes) + f"nothing to do, {seconds:.2f} s\n")
+    sys.stdout.write("".join(note["digest"] + "\n" for note in notes))
+    sys.stdout.flush()
+    return True
+
+
+def remember(project: Project, plan: ImagePlan, built: Built, table: str, began_ns: int) -> None:
+    """Leave the note for a build whose planning began at ``began_ns`` (wall clock), or none when a file it read
+    was touched since, or too shortly before.
+    """
+    read = [list(_files(project, plan)), *_trees(plan), list(_engine())]
+    path = _path(str(project.root), plan.target)
+    try:
+        newest = max(max(s.st_mtime_ns, s.st_ctime_ns) for group in read for s in map(os.lstat, group))
+        if newest > began_ns - _MARGIN_NS:
+            return
+        store = project.store
+        blobs = [built.digest, built.content, *(line.digest for line in built.layers)]
+        made = [str(store.blob_path(d)) for d in blobs]
+        made += [str(store.root / "index.json"), str(store.root / "targets" / f"{plan.target}.json")]
+        texts = ["\n".join(group) for group in (*read, made)]
+        note = {"groups": [(text, _marks(text)) for text in texts], "table": table, "digest": built.digest}
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{os.getpid()}"
+        with open(temporary, "w", encoding="utf-8") as stream:
+            json.dump(note, stream)
+        os.replace(temporary, path)
+    except OSError:
+        return
+
+
+def _path(root: str, target: str) -> str:
+    return f"{root}/.primus/cache/unchanged-{target}.json"
+
+
+def _marks(paths: str) -> str:
+    """One text for size, times, inode and mode of all the paths (one per line)."""
+    lstat = os.lstat
+    return " ".join(
+        f"{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}.{s.st_ino}.{s.st_mode}" for s in map(lstat, paths.split("\n"))
+    )
+
+
+def _files(project: Project, plan: ImagePlan) -> Iterable[str]:
+    yield str(project.root / "versions.yaml")
+    yield str(project.root / "images" / f"{plan.target}.yaml")
+    lock = project.lock_path(plan.target)
+    if lock.exists():
+        yield str(lock)
+
+
+def _trees(plan: ImagePlan) -> Iterable[list[str]]:
+    """Files and folders of each local tree."""
+    for action in plan.actions():
+        if action.tree:
+            yield [*(f"{action.root}/{name}" for name, _, _ in action.tree), *_folders(action.root)]
+
+
+def _folders(root: str) -> Iterable[str]:
+    """Every folder of a tree: an added or removed file changes its folder's time."""
+    for folder, names, _ in os.walk(root):
+        names[:] = [name for name in names if name not in ("__pycache__", ".git")]
+        yield folder
+
+
+def _engine() -> Iterable[str]:
+    """The code that plans, and the compressor: with another version of either the same files give another plan."""
+    for name in ("images", "versions"):
+        folder = f"{os.path.dirname(os.path.dirname(__file__))}/{name}"
+        yield from (entry.path for entry in os.scandir(folder) if entry.name.endswith(".py"))
+    from importlib.util import find_spec
+
+    spec = find_spec("zstandard")
+    if spec and spec.origin:
+        yield spec.origin

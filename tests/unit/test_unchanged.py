@@ -1,0 +1,108 @@
+"""The note that answers a no-op build: it holds exactly while nothing was touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from primus.images.unchanged import nothing_to_do
+from project_kit import Kit, make_project
+
+
+@pytest.fixture
+def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
+    kit = make_project(tmp_path / "project")
+    (kit.root / "parts/alpha/empty").mkdir()
+    time.sleep(0.06)
+    kit.build("demo", "other")
+    monkeypatch.chdir(kit.root)
+    assert nothing_to_do(["demo"])
+    return kit
+
+
+def same_size_same_times(kit: Kit) -> None:
+    path = kit.root / "parts/beta/blob"
+    before = path.stat()
+    path.write_bytes(b"x" * before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def new_engine(kit: Kit) -> None:
+    note = next((kit.root / ".primus/cache").glob("unchanged-demo.json"))
+    data = json.loads(note.read_text())
+    engine = next(i for i, (paths, _) in enumerate(data["groups"]) if "images/plan.py" in paths)
+    data["groups"][engine][1] = data["groups"][engine][1].replace("1", "2")
+    note.write_text(json.dumps(data))
+
+
+def blob(kit: Kit) -> Path:
+    manifest = json.loads((kit.root / ".primus/store/index.json").read_text())["manifests"][0]
+    data = json.loads((kit.root / ".primus/store/blobs/sha256" / manifest["digest"][7:]).read_text())
+    return kit.root / ".primus/store/blobs/sha256" / data["layers"][0]["digest"][7:]
+
+
+TOUCHES: dict[str, Callable[[Kit], object]] = {
+    "pins": lambda kit: kit.edit("versions.yaml", "/opt/beta", "/opt/bets"),
+    "target": lambda kit: kit.edit("images/demo.yaml", "red", "rod"),
+    "content of the same size and time": same_size_same_times,
+    "mode": lambda kit: (kit.root / "parts/alpha/sub/run").chmod(0o644),
+    "added file": lambda kit: kit.write("parts/alpha/new", ""),
+    "added in an empty folder": lambda kit: kit.write("parts/alpha/empty/new", ""),
+    "removed file": lambda kit: (kit.root / "parts/alpha/link").unlink(),
+    "removed folder": lambda kit: shutil.rmtree(kit.root / "parts/alpha/sub"),
+    "missing blob": lambda kit: blob(kit).unlink(),
+    "cut blob": lambda kit: os.truncate(blob(kit), 10),
+    "index": lambda kit: (kit.root / ".primus/store/index.json").write_text("{}"),
+    "engine": new_engine,
+    "broken note": lambda kit: kit.write(".primus/cache/unchanged-demo.json", "{"),
+    "odd note": lambda kit: kit.write(".primus/cache/unchanged-demo.json", "[1]"),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES.keys())
+def test_any_touch_leads_to_the_plan(
+    kit: Kit, touch: Callable[[Kit], object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    capfd.readouterr()
+    touch(kit)
+    assert not nothing_to_do(["demo"])
+    assert capfd.readouterr().out == ""
+
+
+def test_it_says_what_the_long_way_says(kit: Kit, capfd: pytest.CaptureFixture[str]) -> None:
+    capfd.readouterr()
+    assert nothing_to_do(["other", "demo"])
+    short = capfd.readouterr()
+    long = kit.build("other", "demo", "--locked")
+    assert short.out == long.out
+    assert short.err.splitlines()[:-1] == long.err.splitlines()[:-1]
+
+
+@pytest.mark.parametrize("words", [[], ["demo", "--json"], ["absent"], ["demo", "absent"], ["../demo"]])
+def test_what_it_does_not_know_is_left_to_the_plan(kit: Kit, words: list[str]) -> None:
+    assert not nothing_to_do(words)
+
+
+def test_other_targets_note_does_not_count(kit: Kit) -> None:
+    kit.edit("images/other.yaml", "red", "rod")
+    assert nothing_to_do(["demo"])
+    assert not nothing_to_do(["demo", "other"])
+
+
+def test_it_works_from_a_folder_below(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(kit.root / "parts/alpha")
+    assert nothing_to_do(["demo"])
+
+
+def test_file_written_just_before_the_build_leaves_no_note(kit: Kit) -> None:
+    """A second write in the same moment would leave no trace in the times."""
+    ahead = time.time_ns() + 60 * 10**9
+    os.utime(kit.write("parts/beta/blob", b"late"), ns=(ahead, ahead))
+    kit.build()
+    assert not nothing_to_do(["demo"])

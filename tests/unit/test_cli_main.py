@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import types
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from primus.cli import main as module
 from primus.cli.main import VERBS, main
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
 
+ROOT = Path(__file__).parents[2]
 HERE = [verb for verb, (name, _) in VERBS.items() if find_spec(f"primus.cli.{name}")]
 
 
@@ -128,3 +131,25 @@ def test_usage_imports_nothing_heavy() -> None:
         "primus.cli.main",
         "primus.errors",
     }
+
+
+def completions(line: str, folder: Path) -> list[str]:
+    """What a shell would offer for the line, through argcomplete's own protocol."""
+    answer = folder / "answer"
+    env = {
+        **os.environ,
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "_ARGCOMPLETE_IFS": "\n",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+    }
+    subprocess.run([sys.executable, "-m", "primus.cli.main"], env=env, cwd=ROOT, check=False, capture_output=True)
+    return [word.split(":")[0].strip() for word in answer.read_text().split("\n") if word.strip()]
+
+
+def test_verbs_and_targets_complete(tmp_path: Path) -> None:
+    assert completions("primus pl", tmp_path) == ["plan"]
+    assert completions("primus build c", tmp_path) == ["cpu"]
+    assert completions("primus validate cpu --eng", tmp_path) == ["--engine"]

@@ -43,6 +43,8 @@ def _usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code: 0 ok, 1 failed check or job, 2 bad input, 3 environment."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if "_ARGCOMPLETE" in os.environ:
+        _complete()
     if not args or args[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0 if args else 2
@@ -65,6 +67,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("  → primus --help lists the verbs", file=sys.stderr)
         return 2
     return _run(verb, args[1:])
+
+
+def _complete() -> None:
+    """Answer the shell's question for completions (argcomplete's protocol) and end."""
+    import argparse
+    import importlib
+
+    import argcomplete
+
+    parser = argparse.ArgumentParser(prog="primus")
+    verbs = parser.add_subparsers()
+    for verb, (module, line) in VERBS.items():
+        importlib.import_module(f"primus.cli.{module}").add_arguments(verbs.add_parser(verb, help=line))
+    argcomplete.autocomplete(parser)
 
 
 def _run(verb: str, words: Sequence[str]) -> int:

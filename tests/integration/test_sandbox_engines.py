@@ -314,7 +314,9 @@ def test_terminal(engine, tmp_path):
     import struct
     import termios
 
-    script = "test -t 0 && test -t 1 && tty; stty size; read x; echo got:$x; trap 'echo int; exit 5' INT; "
+    # Docker engines before 23 set the size only once the command runs.
+    script = "i=0; while [ $i -lt 50 -a \"$(stty size)\" != '33 99' ]; do i=$((i+1)); sleep 0.1; done; "
+    script += "test -t 0 && test -t 1 && tty; stty size; read x; echo got:$x; trap 'echo int; exit 5' INT; "
     script += "echo more; while true; do sleep 0.1; done"
     image(tmp_path)
     master, slave = pty.openpty()

@@ -158,9 +158,7 @@ class Inputs:
         for stack in self.stacks:
             for wheel in stack.wheels:
                 if wheel.index is not None and wheel.index not in known:
-                    raise ValueError(
-                        f"{stack.release}: {wheel.name} names the index {wheel.index!r}, which is not here"
-                    )
+                    raise ValueError(f"{stack.release}: {wheel.name} names no known index: {wheel.index!r}")
 
 
 @cache

@@ -69,6 +69,7 @@ def test_gpus_and_sizes() -> None:
     assert "→ mi300x, mi325x, mi350x, mi355x  (+mi350x, +mi355x)" in show.diff_text(found)
     found = diff(one("v26.4"), one("v26.5"))
     assert found.size_gb_change == -21.2
+    assert {c.step for c in found.facts} == {None}
     assert "75.9 GB → 54.7 GB  (-21.2 GB)" in show.diff_text(found)
 
 

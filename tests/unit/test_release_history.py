@@ -8,7 +8,9 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 from primus.cli.main import main
 from primus.errors import InputError
@@ -141,6 +143,17 @@ def test_the_stacks_agree_with_the_tables() -> None:
         assert primus.commit.startswith(short)
 
 
+@pytest.mark.parametrize(("name", "schema"), [("history", "releases"), ("inputs", "release_inputs")])
+def test_editors_schema_takes_the_data(name: str, schema: str) -> None:
+    path = Path(show.__file__).parent / f"{name}.yaml"
+    text = path.read_text(encoding="utf-8")
+    (relative,) = re.findall(r"^# yaml-language-server: \$schema=(.+)$", text, re.MULTILINE)
+    assert (path.parent / relative).name == f"{schema}.json"
+    validator = jsonschema.Draft202012Validator(json.loads((path.parent / relative).read_text(encoding="utf-8")))
+    assert not list(validator.iter_errors(yaml.safe_load(text)))
+    assert list(validator.iter_errors({**yaml.safe_load(text), "more": 1}))
+
+
 def test_no_package_host_is_named() -> None:
     folder = Path(show.__file__).parent
     for name in ("history.yaml", "inputs.yaml"):
@@ -249,6 +262,10 @@ def test_errors_about_a_release_are_not_those_of_a_longer_number() -> None:
     assert [e.right for e in errors_about(HISTORY, one("v26.3"))] == ["ROCm 7.2.1"]
     assert len(errors_about(HISTORY, one("v26.2"))) == 2
     assert errors_about(HISTORY, one("v26.1")) == ()
+    wheres = ["page of v26.80", "page of v26.8.1", "row v26.8", "v26.8_x, row"]
+    rows = ", ".join(f'{{where: "{where}", printed: p, right: r}}' for where in wheres)
+    small = build(History, parse(SMALL.replace("errors: []", f"errors: [{rows}]"), "h"))
+    assert [e.where for e in errors_about(small, small.releases[0])] == wheres[2:]
 
 
 @pytest.fixture

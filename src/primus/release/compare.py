@@ -149,7 +149,7 @@ def step(old: str, new: str) -> Literal["forward", "back"] | None:
 
 def _release_number(version: str) -> tuple[int, ...] | None:
     # A commit such as 2631e68d begins like a number; only dotted numbers count.
-    found = re.match(r"v?([0-9]+(?:\.[0-9]+)+)(?![0-9])", version)
+    found = re.match(r"v?([0-9]+(?:\.[0-9]+)+)", version)
     return tuple(map(int, found[1].split("."))) if found else None
 
 

@@ -267,7 +267,7 @@ def select(history: History, word: str, *, also: Sequence[str] = ()) -> tuple[Re
         found = tuple(r for r in every if _same_image(r, image) and r.tag == tag)
     else:
         # Release numbers are the training line's; other lines number their images on their own.
-        found = tuple(r for r in history.releases if word in (r.tag, r.name))
+        found = tuple(r for r in history.releases if r.name == word)
         found = found or tuple(r for r in every if r.tag == word)
     if found:
         return found

@@ -21,6 +21,8 @@ VERBS = {
     "load": ("host.load", "put an image into a Docker engine"),
     "validate": ("host.validate", "train inside the image and judge the outcome"),
     "verify": ("host.verify", "rebuild into an empty store and compare"),
+    "releases": ("host.releases", "list published images, or show all that is known of one"),
+    "diff": ("host.diff", "compare two releases: components, sizes, GPUs"),
     "docs": ("host.docs", "write every generated file again, or check them"),
     "train": ("image.train", "run a recipe on this machine"),
 }

@@ -235,7 +235,9 @@ def make_deb(
     return path
 
 
-def index_debs(root: Path, suite: str, keep: Callable[[str], bool] = lambda file: True) -> None:
+def index_debs(
+    root: Path, suite: str, keep: Callable[[str], bool] = lambda file: True, valid_until: str | None = None
+) -> None:
     """Write dists/SUITE for the debs under ``root``/pool whose file name ``keep`` accepts."""
     stanzas = []
     for deb in sorted((root / "pool").rglob("*.deb")):
@@ -255,7 +257,7 @@ def index_debs(root: Path, suite: str, keep: Callable[[str], bool] = lambda file
     packages = (binary / "Packages").read_bytes()
     release = (
         f"Origin: Debian\nSuite: {suite}\nCodename: {suite}\nArchitectures: amd64\nComponents: main\n"
-        "Date: Wed, 01 Jan 2020 00:00:00 UTC\nSHA256:\n"
+        "Date: Wed, 01 Jan 2020 00:00:00 UTC\n" + (f"Valid-Until: {valid_until}\n" if valid_until else "") + "SHA256:\n"
         f" {hashlib.sha256(packages).hexdigest()} {len(packages)} main/binary-amd64/Packages\n"
     )
     (dist / "Release").write_text(release, encoding="utf-8")

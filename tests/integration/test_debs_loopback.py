@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt"),
 ]
 
-SUITES = {"b": "bookworm"}
+SUITES = {"b": ("bookworm",)}
 
 
 @pytest.fixture
@@ -45,6 +45,23 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]
         yield server
 
 
+@pytest.fixture
+def later(archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """sid beside bookworm: a tool that needs a newer library, and newer packages nobody asked for."""
+    pool = archive.root / "pool"
+    make_deb(pool, "tool", "2", needs="libtool (>= 2), only-later, libthing")
+    make_deb(pool, "libtool", "2")
+    make_deb(pool, "only-later", "2")
+    make_deb(pool, "core", "2:9", essential=True)
+    make_deb(pool, "libthing", "9")
+    index_debs(archive.root, "sid", lambda file: "unrelated" not in file, valid_until="Wed, 08 Jan 2020 00:00:00 UTC")
+    make_deb(pool, "libtool", "1")
+    old = {"core_9", "libthing_9", "tool_2", "libtool_2", "only-later_2"}
+    index_debs(archive.root, "bookworm", keep=lambda file: file.removesuffix("_amd64.deb") not in old)
+    _use(tmp_path, monkeypatch, f"deb [trusted=yes] {archive.url}/ bookworm main\n")
+    return archive
+
+
 def _use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str) -> None:
     parts = tmp_path / "sources.list.d"
     parts.mkdir(exist_ok=True)
@@ -58,6 +75,14 @@ def _use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: str) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+class _Heard(QuietProgress):
+    def __init__(self, said: list[str]) -> None:
+        self._said = said
+
+    def say(self, text: str) -> None:
+        self._said.append(text)
+
+
 def _base(*packages: str, python: str = "3.11.2") -> BaseRequest:
     return BaseRequest(suite="bookworm", python=python, packages=packages or ("python3.11-minimal",))
 
@@ -66,8 +91,8 @@ def _resolve(base: BaseRequest) -> dict[str, LockedFile]:
     return {f.name: f for f in resolve_debs("b", base, "amd64", progress=QuietProgress())}
 
 
-def _fetch(files: object, cache: FileCache) -> None:
-    fetch(list(files), cache, suites=SUITES, progress=QuietProgress())  # type: ignore[call-overload]
+def _fetch(files: object, cache: FileCache, suites: dict[str, tuple[str, ...]] = SUITES) -> None:
+    fetch(list(files), cache, suites=suites, progress=QuietProgress())  # type: ignore[call-overload]
 
 
 def test_closure_is_essential_and_asked_without_usrmerge(archive: Server) -> None:
@@ -96,6 +121,34 @@ def test_unmet_needs_are_one_sentence(archive: Server) -> None:
     index_debs(archive.root, "bookworm")
     with pytest.raises(InputError, match=r"do not fit together: .*broken : Depends: libthing \(>= 9\)"):
         _resolve(_base("broken"))
+
+
+def test_packages_of_another_suite_leave_the_rest_alone(later: Server, tmp_path: Path) -> None:
+    said: list[str] = []
+    base = _base("python3.11-minimal", "tool/sid", "libtool/sid")
+    files = resolve_debs("b", base, "amd64", progress=_Heard(said))
+    found = {f.name: f.version for f in files}
+    assert found == {
+        "core": "1:1.0-1",
+        "libthing": "1.0-1",
+        "libtool": "2",
+        "only-later": "2",
+        "python3.11-minimal": "3.11.2-6+deb12u9",
+        "tool": "2",
+        "usr-is-merged": "37",
+    }
+    assert said == ["! the index of Debian sid was valid until 8 January 2020; taken all the same"]
+    cache = FileCache(tmp_path / "c")
+    _fetch(files, cache, {"b": ("bookworm", "sid")})
+    assert all(cache.verify(f.sha256) for f in files)
+
+
+def test_what_must_come_from_the_other_suite_too_is_said(later: Server) -> None:
+    with pytest.raises(InputError, match=r"do not fit together: tool : Depends: libtool \(>= 2\)") as caught:
+        _resolve(_base("tool/sid"))
+    assert caught.value.hint == "name what has to come from sid too, as package/sid"
+    with pytest.raises(InputError, match="Debian sid has no package unrelated"):
+        _resolve(_base("tool/sid", "libtool/sid", "unrelated/sid"))
 
 
 def test_unreachable_archive_answers_in_seconds(

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import HostError, InputError
-from primus.versions.archive import debian_stanzas, parse_sources, suite_of
+from primus.versions.archive import Archive, debian_stanzas, parse_sources, suite_of
 from primus.versions.debs import check_python, parse_records, parse_uris, upstream
 from primus.versions.lock import BaseRequest
 from primus.versions.pool import AptAccess
+from primus.versions.suites import preferences, suites_of
 
 HOST = """\
 # a comment
@@ -38,8 +42,8 @@ Components: main
 """
 
 
-def _pairs(suite: str, host: str = HOST, deb822: bool = True) -> list[tuple[str, str]]:
-    return [(s["URIs"], s["Suites"]) for s in debian_stanzas(parse_sources(host, deb822), suite, {})]
+def _pairs(*suites: str, host: str = HOST, deb822: bool = True) -> list[tuple[str, str]]:
+    return [(s["URIs"], s["Suites"]) for s in debian_stanzas(parse_sources(host, deb822), suites, {})]
 
 
 def test_sources_of_another_suite_come_from_the_hosts_own() -> None:
@@ -53,12 +57,50 @@ def test_sid_has_no_pockets() -> None:
     assert _pairs("sid") == [("http://mirror.example/debian", "sid")]
 
 
-def test_experimental_stands_on_sid() -> None:
-    assert _pairs("experimental") == [("http://mirror.example/debian", "sid experimental")]
-    env = {"PRIMUS_DEBIAN_MIRROR": "http://x/debian http://x/debian-security"}
-    assert [(s["URIs"], s["Suites"]) for s in debian_stanzas((), "experimental", env)] == [
-        ("http://x/debian", "sid experimental")
+def test_each_suite_of_a_base_has_its_sources() -> None:
+    assert _pairs("sid", "experimental") == [
+        ("http://mirror.example/debian", "sid"),
+        ("http://mirror.example/debian", "experimental"),
     ]
+    env = {"PRIMUS_DEBIAN_MIRROR": "http://x/debian http://x/debian-security"}
+    assert [(s["URIs"], s["Suites"]) for s in debian_stanzas((), ("sid", "experimental"), env)] == [
+        ("http://x/debian", "sid"),
+        ("http://x/debian", "experimental"),
+    ]
+
+
+@pytest.mark.parametrize("env", [{}, {"PRIMUS_DEBIAN_MIRROR": "http://x/debian"}])
+def test_only_suites_that_never_release_may_be_past_their_date(env: dict[str, str]) -> None:
+    found = debian_stanzas(parse_sources(HOST, True), ("trixie", "sid", "experimental"), env)
+    lax = {s["Suites"] for s in found if s.get("Check-Valid-Until") == "no"}
+    assert lax == {"sid", "experimental"}
+
+
+def test_an_index_past_its_date_is_named(tmp_path: Path) -> None:
+    lists = tmp_path / "state/lists"
+    lists.mkdir(parents=True)
+    for place, suite, codename in (("a", "unstable", "sid"), ("b", "experimental", "rc-buggy"), ("c", "x", "bookworm")):
+        text = f"Suite: {suite}\nCodename: {codename}\nValid-Until: Fri, 06 Nov 2026 08:08:01 UTC\n"
+        (lists / f"{place}_InRelease").write_text(text)
+    archive = Archive(folder=tmp_path, architecture="amd64")
+    assert archive.expired(datetime(2026, 11, 6, 9, tzinfo=UTC)) == (
+        ("sid", "6 November 2026"),
+        ("experimental", "6 November 2026"),
+    )
+    assert archive.expired(datetime(2026, 11, 6, 8, tzinfo=UTC)) == ()
+
+
+def test_preferences_hold_a_package_to_its_suite() -> None:
+    assert preferences("sid", ("a", "b")) == ""
+    text = preferences("sid", ("a", "librccl1/experimental", "c/trixie"))
+    rules = [dict(line.split(": ") for line in block.splitlines()) for block in text.strip().split("\n\n")]
+    assert [tuple(r.values()) for r in rules] == [
+        ("*", "release a=experimental", "1"),
+        ("*", "release n=trixie*", "1"),
+        ("librccl1", "release a=experimental", "990"),
+        ("c", "release n=trixie*", "990"),
+    ]
+    assert suites_of("sid", ("a", "librccl1/experimental", "c/trixie", "d/sid")) == ("sid", "experimental", "trixie")
 
 
 def test_apt_logins_cover_their_scheme_host_and_path_alone() -> None:
@@ -74,7 +116,7 @@ def test_apt_logins_cover_their_scheme_host_and_path_alone() -> None:
 
 
 def test_vendor_and_disabled_sources_stay_out_and_components_are_main() -> None:
-    stanzas = debian_stanzas(parse_sources(HOST, True), "bookworm", {})
+    stanzas = debian_stanzas(parse_sources(HOST, True), ("bookworm",), {})
     assert not any("vendor" in s["URIs"] or "off." in s["URIs"] for s in stanzas)
     assert {s["Components"] for s in stanzas} == {"main"}
     assert all("debian-archive" in s["Signed-By"] for s in stanzas)
@@ -85,7 +127,7 @@ def test_one_line_sources_keep_their_options() -> None:
         "deb [arch=amd64 trusted=yes] http://m.example/debian bookworm main # c\n"
         "deb-src http://m.example/debian bookworm main\n"
     )
-    (stanza,) = debian_stanzas(parse_sources(text, False), "trixie", {})
+    (stanza,) = debian_stanzas(parse_sources(text, False), ("trixie",), {})
     assert stanza["Trusted"] == "yes"
     assert stanza["Architectures"] == "amd64"
     assert stanza["Suites"] == "trixie"
@@ -94,13 +136,13 @@ def test_one_line_sources_keep_their_options() -> None:
 def test_a_host_without_debian_says_what_to_set() -> None:
     ubuntu = "deb http://archive.example/ubuntu noble main universe\n"
     with pytest.raises(HostError) as error:
-        _pairs("bookworm", ubuntu, deb822=False)
+        _pairs("bookworm", host=ubuntu, deb822=False)
     assert "PRIMUS_DEBIAN_MIRROR" in str(error.value)
 
 
 def test_the_mirror_variable_wins_and_knows_security() -> None:
     env = {"PRIMUS_DEBIAN_MIRROR": "http://x/debian http://x/debian-security", "PRIMUS_DEBIAN_KEYRING": "/k.gpg"}
-    stanzas = debian_stanzas(parse_sources(HOST, True), "trixie", env)
+    stanzas = debian_stanzas(parse_sources(HOST, True), ("trixie",), env)
     assert [(s["URIs"], s["Suites"], s["Signed-By"]) for s in stanzas] == [
         ("http://x/debian", "trixie", "/k.gpg"),
         ("http://x/debian-security", "trixie-security", "/k.gpg"),

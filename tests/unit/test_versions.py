@@ -65,6 +65,31 @@ def test_a_moving_suite_is_refused_with_the_reason(suite: str) -> None:
     assert "codename" in error.message
 
 
+def _base(text: str) -> str:
+    head = HEAD.replace("suite: bookworm, python: 3.11.2, packages: [python3-minimal]", text)
+    return head + "components: {}\n"
+
+
+def test_a_package_may_come_from_another_suite() -> None:
+    made = versions(_base("suite: sid, python: 3.14.10, packages: [rocminfo, hipcc/experimental]"))
+    assert made.bases["bookworm"].suites == ("sid", "experimental")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("suite: sid, python: 3.14.10, packages: [hipcc/unstable]", "'unstable' moves"),
+        ("suite: sid, python: 3.14.10, packages: [hipcc/]", "name/suite"),
+        ("suite: sid, python: 3.14.10, packages: [hipcc, hipcc/experimental]", "hipcc is named twice"),
+        ("suite: experimental, python: 3.14.10, packages: [hipcc]", "write `suite: sid`"),
+    ],
+)
+def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: str) -> None:
+    error = refused(_base(text))
+    assert (error.where or "").startswith("versions.yaml:4:")
+    assert words in error.message
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -108,7 +108,7 @@ def _fetch(
     def get(plans: Sequence[ImagePlan]) -> None:
         files = {f.sha256: f for action in missing(plans, workshop.done) for f in action.files}
         absent = [f for f in files.values() if not workshop.files.has(f.sha256, f.size)]
-        suites = {name: base.suite for name, base in project.versions.bases.items()}
+        suites = {name: base.suites for name, base in project.versions.bases.items()}
         fetch(absent, workshop.files, suites=suites, offline=offline, progress=workshop.progress)
 
     try:

@@ -60,13 +60,13 @@ def fetch(
     files: Sequence[LockedFile],
     cache: FileCache,
     *,
-    suites: Mapping[str, str],
+    suites: Mapping[str, tuple[str, ...]],
     architecture: str = "amd64",
     offline: bool = False,
     progress: Progress,
     jobs: int = 4,
 ) -> FetchResult:
-    """Bring every file into the cache. ``suites`` maps base names to Debian suites.
+    """Bring every file into the cache. ``suites`` maps base names to their Debian suites.
 
     Raises GoneError when sources no longer have files, HostError when a source is out of reach, offers other bytes,
     or the disk is full; WrongBytes is such a HostError. What was fetched before stays.
@@ -93,7 +93,9 @@ def fetch(
 class _Places:
     """Where to look for each kind of file; read from the host once, when first needed."""
 
-    def __init__(self, wanted: Sequence[LockedFile], suites: Mapping[str, str], architecture: str, spill: Path) -> None:
+    def __init__(
+        self, wanted: Sequence[LockedFile], suites: Mapping[str, tuple[str, ...]], architecture: str, spill: Path
+    ) -> None:
         self._wanted, self._suites, self._architecture, self._spill = wanted, suites, architecture, spill
         self._guards = {"indexes": threading.Lock(), "pools": threading.Lock()}
 

@@ -14,9 +14,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from primus.errors import HostError
+from primus.versions.suites import ROLLING
 
 __all__ = ["Archive", "Stanza", "debian_stanzas", "open_archive", "parse_sources", "reason", "suite_of"]
 
@@ -24,7 +27,6 @@ _CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental")
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-_NO_POCKETS = ("sid", "experimental")
 
 Stanza = Mapping[str, str]
 
@@ -90,10 +92,23 @@ class Archive:
                 hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror it reaches",
             )
 
+    def expired(self, now: datetime) -> tuple[tuple[str, str], ...]:
+        """Suite and last valid day of each index taken although it is past it."""
+        found = []
+        for file in sorted((self.folder / "state/lists").glob("*Release")):
+            text = file.read_text(encoding="utf-8", errors="replace")
+            fields = dict(re.findall(r"^(Suite|Codename|Valid-Until): (.+)$", text, re.M))
+            suite = next((v for v in fields.values() if v in ROLLING), None)
+            if suite and "Valid-Until" in fields and (until := parsedate_to_datetime(fields["Valid-Until"])) < now:
+                found.append((suite, f"{until.day} {until:%B %Y}"))
+        return tuple(found)
+
 
 @contextmanager
-def open_archive(suite: str, architecture: str) -> Iterator[Archive]:
-    """The archive of ``suite`` with fresh indexes, in a temporary folder. Raises HostError when it is out of reach."""
+def open_archive(suites: tuple[str, ...], architecture: str, preferences: str = "") -> Iterator[Archive]:
+    """The archive of ``suites`` with fresh indexes, in a temporary folder; ``preferences`` say which package comes
+    from which. Raises HostError when it is out of reach.
+    """
     if shutil.which("apt-get") is None:
         raise HostError("this host has no apt-get, which resolves Debian packages", hint="run it on Debian or Ubuntu")
     with tempfile.TemporaryDirectory(prefix="primus-apt-") as name:
@@ -101,7 +116,7 @@ def open_archive(suite: str, architecture: str) -> Iterator[Archive]:
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
             (folder / part).mkdir(parents=True)
         (folder / "state/status").touch()
-        stanzas = debian_stanzas(_host_stanzas(), suite, os.environ)
+        stanzas = debian_stanzas(_host_stanzas(), suites, os.environ)
         for keyring in {s["Signed-By"] for s in stanzas if s.get("Signed-By", "").startswith("/")}:
             if not Path(keyring).exists():
                 raise HostError(
@@ -110,36 +125,45 @@ def open_archive(suite: str, architecture: str) -> Iterator[Archive]:
                 )
         text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
+        (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
         archive = Archive(folder=folder, architecture=architecture)
         archive.update()
         yield archive
 
 
-def debian_stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str]) -> tuple[Stanza, ...]:
-    """Sources of ``suite``, from the host's Debian sources or from PRIMUS_DEBIAN_MIRROR.
+def debian_stanzas(
+    host: Sequence[Stanza], suites: tuple[str, ...], environment: Mapping[str, str]
+) -> tuple[Stanza, ...]:
+    """Sources of ``suites``, from the host's Debian sources or from PRIMUS_DEBIAN_MIRROR.
 
     Raises HostError when the host names no Debian source, as on Ubuntu.
     """
+    return tuple(stanza for suite in suites for stanza in _stanzas(host, suite, environment))
+
+
+def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str]) -> tuple[Stanza, ...]:
+    # A frozen archive has no newer index of these two; their files are locked by hash, so a stale one misleads nobody.
+    stale = {"Check-Valid-Until": "no"} if suite in ROLLING else {}
     mirrors = environment.get("PRIMUS_DEBIAN_MIRROR", "").split()
     if mirrors:
         signed = {"Signed-By": environment.get("PRIMUS_DEBIAN_KEYRING") or _KEYRING}
         common = {"Types": "deb", "Components": "main", **signed}
         security = [uri.rstrip("/").endswith("-security") for uri in mirrors]
         return tuple(
-            {**common, "URIs": uri, "Suites": f"{suite}-security" if secure else _grounded(suite)}
+            {**common, **stale, "URIs": uri, "Suites": f"{suite}-security" if secure else suite}
             for uri, secure in zip(mirrors, security, strict=True)
-            if not (secure and suite in _NO_POCKETS)
+            if not (secure and suite in ROLLING)
         )
     found: dict[tuple[str, str], Stanza] = {}
     for stanza in host:
         if not _is_debian(stanza):
             continue
         pockets = {suite_of(word)[1] for word in stanza["Suites"].split()}
-        suites = [suite + p for p in _POCKETS[:3] if p in pockets and not (p and suite in _NO_POCKETS)]
+        suites = [suite + p for p in _POCKETS[:3] if p in pockets and not (p and suite in ROLLING)]
         # A pocket that only repeats on another mirror is kept once per URI.
         if suites:
-            wanted: dict[str, str] = {**stanza, "Types": "deb", "Components": "main"}
-            wanted["Suites"] = _grounded(" ".join(suites))
+            wanted: dict[str, str] = {**stanza, **stale, "Types": "deb", "Components": "main"}
+            wanted["Suites"] = " ".join(suites)
             wanted.pop("Enabled", None)
             found[(stanza["URIs"], wanted["Suites"])] = wanted
     if not any(suite in stanza["Suites"].split() for stanza in found.values()):
@@ -149,11 +173,6 @@ def debian_stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str,
             "(and PRIMUS_DEBIAN_KEYRING to its keyring)",
         )
     return tuple(found.values())
-
-
-def _grounded(suites: str) -> str:
-    # experimental holds only what differs from sid, so nothing in it installs without sid.
-    return "sid experimental" if suites == "experimental" else suites
 
 
 def suite_of(word: str) -> tuple[str, str]:

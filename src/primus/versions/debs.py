@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from urllib.parse import unquote
 
 from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.versions.archive import Archive, open_archive
 from primus.versions.lock import BaseRequest, LockedFile
+from primus.versions.suites import name_of, preferences, suites_of
 
 __all__ = ["check_python", "parse_records", "parse_uris", "resolve_debs", "upstream"]
 
@@ -21,13 +23,15 @@ def resolve_debs(base_name: str, base: BaseRequest, architecture: str, *, progre
     archive is out of reach.
     """
     key = f"debs {base_name}"
-    progress.start(key, f"resolve Debian {base.suite}", unit="files")
-    with open_archive(base.suite, architecture) as archive:
-        chosen = _closure(archive, base, base.packages)
-        # usrmerge converts a running system and drags in all of perl; a root file system that is made merged
-        # from the start satisfies the same dependency with a marker package.
-        if "usrmerge" in chosen and "usrmerge" not in base.packages:
-            chosen = _closure(archive, base, (*base.packages, "usr-is-merged"))
+    suites, names = suites_of(base.suite, base.packages), [name_of(p) for p in base.packages]
+    progress.start(key, f"resolve Debian {' and '.join(suites)}", unit="files")
+    with open_archive(suites, architecture, preferences(base.suite, base.packages)) as archive:
+        for suite, day in archive.expired(datetime.now(UTC)):
+            progress.say(f"! the index of Debian {suite} was valid until {day}; taken all the same")
+        # usrmerge converts a running system and drags in all of perl; a root file system that is made merged from the
+        # start satisfies the same dependency with a marker package, which mmdebstrap's hook for it wants to install.
+        chosen = _closure(archive, base, names if "usrmerge" in names else (*names, "usr-is-merged"))
+        _check_suites(archive, base, chosen)
         records = _records(archive, chosen)
     check_python(base_name, base, chosen)
     files = tuple(
@@ -98,7 +102,21 @@ def _closure(archive: Archive, base: BaseRequest, packages: Iterable[str]) -> di
         raise InputError(f"Debian {base.suite} has no package {name}", hint="correct it under `packages`")
     unmet = re.search(r"The following packages have unmet dependencies:\n(.*?)\n(?:E:|$)", done.stdout + "\n", re.S)
     reason = "; ".join(line.strip() for line in unmet[1].splitlines()) if unmet else done.stderr.strip()[:300]
-    raise InputError(f"the packages of Debian {base.suite} do not fit together: {reason}")
+    later = suites_of(base.suite, base.packages)[1:]
+    hint = f"name what has to come from {' or '.join(later)} too, as package/{later[0]}" if later else None
+    raise InputError(f"the packages of Debian {base.suite} do not fit together: {reason}", hint=hint)
+
+
+def _check_suites(archive: Archive, base: BaseRequest, chosen: Mapping[str, str]) -> None:
+    """Raise InputError when a package did not come from the suite it names: apt only prefers."""
+    named = {name: suite for name, _, suite in (p.partition("/") for p in base.packages) if suite}
+    offers = archive.run("apt-cache", "madison", *named).stdout if named else ""
+    for name, suite in named.items():
+        version = re.escape(chosen.get(name, ""))
+        if not re.search(rf"^ *{re.escape(name)} \| +{version} \| .* {suite}[-/]", offers, re.M):
+            raise InputError(
+                f"Debian {suite} has no package {name}", hint=f"write {name} alone to take it from {base.suite}"
+            )
 
 
 def _records(archive: Archive, chosen: Mapping[str, str]) -> dict[tuple[str, str], dict[str, str]]:

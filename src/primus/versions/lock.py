@@ -51,7 +51,7 @@ class LockedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRequest:
-    """What a base asks of a Debian archive."""
+    """What a base asks of a Debian archive. ``packages`` may hold ``name/suite``, as in versions.yaml."""
 
     suite: str
     python: str

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from primus.schema import described
+from primus.versions.suites import name_of, suites_of
 
 __all__ = ["Base", "Component", "Pin", "Versions"]
 
@@ -76,11 +77,29 @@ class Base:
 
     suite: str = described("Codename of the suite (a codename stays; `stable` moves).", pattern=r"[a-z]+")
     python: str = described("Python version in the suite.", pattern=r"3\.[0-9]+\.[0-9]+", shape="like 3.11.2")
-    packages: tuple[str, ...] = described("Packages; what they need comes along.", pattern=r"[a-z0-9][a-z0-9.+-]+")
+    packages: tuple[str, ...] = described(
+        "Packages; what they need comes along. `name/suite` takes one from another suite.",
+        pattern=r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?",
+        shape="a package name, or name/suite",
+    )
 
     def __post_init__(self) -> None:
-        if self.suite in _MOVING_SUITES:
-            raise ValueError(f"suite {self.suite!r} moves to another release one day; write the codename")
+        for suite in self.suites:
+            if suite in _MOVING_SUITES:
+                raise ValueError(f"suite {suite!r} moves to another release one day; write the codename")
+        if self.suite == "experimental":
+            raise ValueError(
+                "experimental holds only what differs from sid: write `suite: sid`, and name/experimental for what "
+                "comes from there"
+            )
+        names = [name_of(p) for p in self.packages]
+        if twice := sorted({n for n in names if names.count(n) > 1}):
+            raise ValueError(f"{twice[0]} is named twice under `packages`")
+
+    @property
+    def suites(self) -> tuple[str, ...]:
+        """Every suite the packages come from, the base's own first."""
+        return suites_of(self.suite, self.packages)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,12 +102,12 @@ class Pool:
         return self.access.get()
 
 
-def locate(debs: Sequence[LockedFile], suite: str, architecture: str, spill: Path) -> Pool:
+def locate(debs: Sequence[LockedFile], suites: tuple[str, ...], architecture: str, spill: Path) -> Pool:
     """Look the debs up in the archive as it is now. Raises HostError when it is out of reach.
 
     Debs behind a transport only apt speaks (mirror lists, vendors' own methods) are fetched by apt into ``spill``.
     """
-    with open_archive(suite, architecture) as archive:
+    with open_archive(suites, architecture) as archive:
         asked = [f"{f.name}={f.version}" for f in debs]
         records = parse_records(archive.run("apt-cache", "show", *asked).stdout)
         present = {key for key in records if key in {(f.name, f.version) for f in debs}}

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=project.work))
     failed: dict[str, str] = {}
     try:
-        twin = Project(project.root, store=scratch / "store")
+        twin = Project(project.root, store=scratch / "store", channel=args.channel)
         second = build_images(twin, plan_images(twin, names, locked=True), locked=True, quiet=args.json)
         for one, other in zip(first, second, strict=True):
             if (where := first_difference((project.store, one), (twin.store, other))) is not None:

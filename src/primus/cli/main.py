@@ -20,7 +20,9 @@ VERBS = {
     "run": ("host.run", "run a command inside an image"),
     "load": ("host.load", "put an image into a Docker engine"),
     "validate": ("host.validate", "train inside the image and judge the outcome"),
-    "verify": ("host.verify", "rebuild into an empty store and compare"),
+    "check": ("host.check", "examine what a built image holds: GPU code, versions, secrets, size"),
+    "verify": ("host.verify", "rebuild into an empty store, compare, and check"),
+    "why-size": ("host.why_size", "show which layers and folders make an image large"),
     "docs": ("host.docs", "write every generated file again, or check them"),
     "train": ("image.train", "run a recipe on this machine"),
 }

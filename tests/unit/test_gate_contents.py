@@ -144,6 +144,8 @@ def test_programs_modules_and_own_copies_share_no_name() -> None:
         ("b", "opt/bin/tool", elf(kind=2)),
         ("a", f"{SITE}/a/_C.so", elf()),
         ("b", f"{SITE}/b/_C.so", elf()),
+        ("a", f"{SITE}/a/lib.cpython-311-x86_64-linux-gnu.so", elf()),
+        ("b", f"{SITE}/b/lib.cpython-311-x86_64-linux-gnu.so", elf(soname="lib.abi3.so")),
         ("c", f"{SITE}/c/one/libc.so", elf()),
         ("c", f"{SITE}/c/two/libc.so", elf()),
     )
@@ -249,6 +251,8 @@ def test_size_tree_is_ordered_and_joins_lone_folders() -> None:
     (lib,) = large.branches
     assert (lib.path, lib.size, lib.files) == ("opt/venv/lib", 901, 4)
     assert [(b.path, b.size) for b in lib.branches] == [("a", 600), ("b/c", 300)]
+    nearly = size_tree("image", [("l", {"opt/x": (9950, 2), "opt/y": (50, 1)})], depth=1).branches[0].branches
+    assert [(b.path, b.size, b.files) for b in nearly] == [("opt/x", 10_000, 3)]
     assert size_tree("image", layers, depth=0).branches[0].branches == ()
     assert size_text(tree).splitlines()[0].endswith("image")
     assert "  600 B  65.9 %      " in size_text(tree)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from primus.images.outline import bytes_text
@@ -12,6 +12,8 @@ __all__ = ["Branch", "size_text", "size_tree"]
 
 # Below this share of the image a folder explains nothing; the rest is summed up.
 _SHARE = 0.005
+# A folder that holds this share of the one above is no level of its own.
+_NEARLY_ALL = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class Branch:
 def size_tree(name: str, layers: Iterable[tuple[str, Mapping[str, tuple[int, int]]]], depth: int = 3) -> Branch:
     """The image as a tree; ``layers`` map a folder to bytes and number of the files directly in it.
 
-    ``depth`` counts levels below a layer; a folder with nothing in it but one other folder is no level.
+    ``depth`` counts levels below a layer. A folder with nearly everything in one other folder is no level: the branch
+    is called by the inner one's path, and its size is all of it.
     """
     tops = tuple(_branch(layer, _nested(folders), depth) for layer, folders in layers)
     return Branch(
@@ -69,9 +72,12 @@ def _branch(path: str, node: _Node, depth: int) -> Branch:
     branches = []
     for name, child in node.below.items() if depth > 0 else ():
         below, label = child, name
-        while len(below.below) == 1 and (only := next(iter(below.below.items())))[1].files == below.files:
-            label, below = f"{label}/{only[0]}", only[1]
-        branches.append(_branch(label, below, depth - 1))
+        while largest := max(below.below.items(), key=lambda item: item[1].size, default=None):
+            if largest[1].size < _NEARLY_ALL * below.size:
+                break
+            label, below = f"{label}/{largest[0]}", largest[1]
+        inner = _branch(label, below, depth - 1)
+        branches.append(replace(inner, size=child.size, files=child.files))
     return Branch(path=path, size=node.size, files=node.files, branches=_ordered(branches))
 
 
@@ -88,12 +94,11 @@ def size_text(tree: Branch) -> str:
         share = f"{100 * branch.size / tree.size:5.1f} %" if tree.size else ""
         lines.append(f"{bytes_text(branch.size):>9} {share}  {'  ' * indent}{branch.path}".rstrip())
         shown = [b for b in branch.branches if b.size >= least and b.size]
-        rest = [b for b in branch.branches if b not in shown]
         for below in shown:
             draw(below, indent + 1)
+        rest = branch.size - sum(b.size for b in shown)
         if rest and shown:
-            total = sum(b.size for b in rest)
-            lines.append(f"{bytes_text(total):>9}          {'  ' * (indent + 1)}({len(rest)} smaller)")
+            lines.append(f"{bytes_text(rest):>9}          {'  ' * (indent + 1)}(smaller)")
 
     draw(tree, 0)
     return "\n".join(lines)

@@ -17,6 +17,8 @@ __all__ = ["Library", "owner_of", "shared_names", "soname_of"]
 
 _GATE = "overlap"
 _LIBRARY = re.compile(r"lib[^/]*\.so(\.[0-9.]+)?")
+# Python opens an extension module by its path and keeps its symbols apart.
+_MODULE = re.compile(r".*\.(?:cpython-[^/]+|abi3)\.so")
 _SITE = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 
 
@@ -31,7 +33,7 @@ class Library:
     def names(self) -> set[str]:
         """The names by which a loader may find it: its soname, and its file name when that is a library's."""
         file = self.path.rpartition("/")[2]
-        return {n for n in (self.soname, file if _LIBRARY.fullmatch(file) else "") if n}
+        return {n for n in (self.soname, file if _LIBRARY.fullmatch(file) else "") if n and not _MODULE.fullmatch(n)}
 
 
 def soname_of(path: str, stream: IO[bytes]) -> Library | None:

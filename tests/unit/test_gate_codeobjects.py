@@ -215,6 +215,16 @@ def test_a_folder_of_kernel_files_is_one_library() -> None:
     ]
 
 
+def test_a_catalogue_without_code_covers_nothing() -> None:
+    catalogue = [need(f"opt/library/x_{a}.dat", b"") for a in ("gfx942", "gfx950")]
+    code = [need("opt/library/x_gfx942.co", code_object(GFX942))]
+    assert errors([("blas", catalogue + code)], "gfx942") == []
+    assert errors([("blas", catalogue + code)], "gfx950") == [
+        "blas opt/library/: no code for gfx950: it has gfx942 (kernel files)"
+    ]
+    assert errors([("databases", catalogue)], "gfx950") == [], "tuning databases have no code anywhere"
+
+
 def test_host_of_a_pack_needs_the_pack_of_its_gpu() -> None:
     host = pack_host("lib/libtorch_hip.so", "../.kpack/torch_@GFXARCH@.kpack")
     libraries = ("torch", [need("site/torch/lib/libtorch_hip.so", host)])

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import pytest
 
+from primus.errors import CheckFailed
 from primus.gates.coherence import Package, RocmVersion, coherence, rocm_version
+from primus.gates.pins import check_pins, pinned_packages
+from primus.images.project import Project
+from primus.versions.lock import Lock, LockedFile
 
 TRAIN = {
     "rocm": "10.1.0",
@@ -119,3 +126,101 @@ def test_device_packages_of_another_gpu() -> None:
 def test_a_build_for_another_kind_of_gpu(version: str, arch: str | None, message: str | None) -> None:
     report = coherence([Package(name="torch", version=version)], arch)
     assert [f.message for f in report.findings] == ([message] if message else [])
+
+
+DEBS = {
+    "libamdhip64-7": "7.2.4-1~exp2",
+    "libamd-comgr3": "7.2.4+dfsg-1~exp1",
+    "libhiprtc-builtins7": "7.2.4-1~exp2",
+    "libhsa-runtime64-1": "7.2.4+dfsg-1~exp1",
+    "librocblas5": "7.2.4-1~exp1",
+    "librocm-smi64-7": "7.2.4-1~exp1",
+    "libroctx64-4": "7.2.4-1~exp1",
+    "librocsolver0": "7.2.4-1~exp1+b1",
+    "rocm-device-libs-22": "7.2.4+dfsg-1~exp1",
+    "rocminfo": "7.2.4-1",
+}
+
+
+def test_debian_packages_are_of_the_train() -> None:
+    others = {"libllvm22": "1:22.1.8-3", "libdrm-amdgpu1": "2.4.134-3", "libhippocrates1": "1.0-1"}
+
+    def debs(packages: dict[str, str]) -> list[Package]:
+        return [Package(name=n, version=v, where="lock:1:1", kind="deb") for n, v in packages.items()]
+
+    report = coherence(debs({**DEBS, **others}), "gfx942")
+    assert report.findings == ()
+    assert report.summary == "10 packages of the ROCm train, newest 7.2.4"
+    mixed = coherence(debs({**DEBS, "librccl1": "5.4.3-3+b1"}), "gfx942")
+    (finding,) = mixed.findings
+    assert finding.message.startswith("librccl1 5.4.3-3+b1 is of ROCm 5.4.3, libamdhip64-7, libamd-comgr3, ")
+    assert finding.path == "lock:1:1"
+
+
+VERSIONS = """\
+release: v26.11
+created: 2026-11-20
+bases:
+  trixie:
+    suite: trixie
+    python: 3.13.5
+    packages: [python3.13-minimal, librccl1]
+components:
+  pytorch:
+    name: PyTorch
+    pins:
+      - {wheel: torch, version: 2.14.0+rocm10.1.0, channel: amd}
+  rocm:
+    name: ROCm
+    pins:
+      - {wheel: rocm, version: 10.1.0, channel: amd}
+  triton:
+    name: Triton
+    pins:
+      - {wheel: triton, version: 3.8.0+rocm7.15.0, channel: amd}
+"""
+
+
+def locked(kind: str, name: str, version: str, base: str | None = None) -> LockedFile:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return LockedFile(kind=kind, name=name, version=version, file=name, size=1, sha256=digest, base=base)  # type: ignore[arg-type]
+
+
+def test_pins_that_do_not_belong_together_stop_a_build_with_their_line(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "versions.yaml").write_text(VERSIONS)
+    (tmp_path / "images/mi300x.yaml").write_text(
+        "description: x\nchannels: [amd]\nbase: trixie\narch: gfx942\ncomponents: [pytorch, rocm, triton]\n"
+    )
+    files = (
+        locked("wheel", "torch", "2.14.0+rocm10.1.0"),
+        locked("wheel", "rocm", "10.1.0"),
+        locked("wheel", "triton", "3.8.0+rocm7.15.0"),
+        locked("wheel", "rocm-sdk-device-gfx950", "10.1.0"),
+        locked("deb", "librccl1", "5.4.3-3+b1", "trixie"),
+        locked("deb", "libllvm22", "1:22.1.8-3", "trixie"),
+        locked("deb", "librocblas5", "7.2.4-1", "builder"),
+    )
+    project = Project(tmp_path)
+    project.write_lock("mi300x", Lock(target="mi300x", channel="amd", pins={}, files=files))
+    with pytest.raises(CheckFailed) as caught:
+        check_pins(project, "mi300x")
+    error = caught.value
+    assert error.where == "versions.yaml:20:9"
+    assert "triton 3.8.0+rocm7.15.0 is of ROCm 7.15.0, rocm, rocm-sdk-device-gfx950, torch of 10.1.0" in error.message
+    assert "librccl1 5.4.3-3+b1 is of ROCm 5.4.3" in error.message
+    assert "rocm-sdk-device-gfx950 10.1.0 is for gfx950, the target for gfx942" in error.message
+    assert "librocblas5" not in error.message, "a builder's packages are not in the image"
+    places = {p.name: p.where for p in pinned_packages(project, "mi300x")}
+    assert places["librccl1"] == "versions.yaml:4:3"
+    assert places["rocm-sdk-device-gfx950"].startswith("images/locks/amd/mi300x.json:")
+    check_pins(project_with(tmp_path, "3.8.0+rocm10.1.0", files), "mi300x")
+
+
+def project_with(root: Path, triton: str, files: tuple[LockedFile, ...]) -> Project:
+    (root / "versions.yaml").write_text(VERSIONS.replace("3.8.0+rocm7.15.0", triton))
+    good = [f for f in files if f.name in ("torch", "rocm")]
+    project = Project(root)
+    lock = Lock(target="mi300x", channel="amd", pins={}, files=(*good, locked("wheel", "triton", triton)))
+    project.write_lock("mi300x", lock)
+    return project

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus import __version__
-from primus.errors import CheckFailed, InputError
-from primus.gates.coherence import Package, coherence
+from primus.errors import InputError
+from primus.gates.coherence import coherence
 from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.litter import litter, secrets_in
 from primus.gates.model import Finding, GateReport
+from primus.gates.pins import pinned_packages
 from primus.gates.prune import pruning
 from primus.gates.sonames import shared_names
 from primus.gates.versions_inside import versions_inside
@@ -20,15 +21,15 @@ from primus.images.build import current
 from primus.images.outline import bytes_text
 from primus.images.plan import plan_image
 from primus.images.roots import root_of_image
-from primus.images.target import normalised
 
 if TYPE_CHECKING:
     from primus.gates.facts import LayerFacts
     from primus.images.action import ImagePlan
+    from primus.images.build import Built
     from primus.images.project import Project
     from primus.progress import Progress
 
-__all__ = ["Outcome", "check_image", "check_pins", "image_facts", "outcome_text", "pinned_packages"]
+__all__ = ["Examined", "Outcome", "check_image", "examine", "outcome_text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,38 +67,18 @@ class Outcome:
         }
 
 
-def pinned_packages(project: Project, name: str) -> list[Package]:
-    """Every Python package of the target, with the line of versions.yaml or of the lock that set its version."""
-    pinned = {
-        normalised(pin.wheel or pin.sdist or ""): project.pin_place(component, pin)
-        for component, pin in project.pins(name).items()
-    }
-    lock = project.lock(name)
-    path = project.lock_path(name)
-    rows = path.read_text(encoding="utf-8").splitlines() if lock else []
-    lines = {row.strip(): number for number, row in enumerate(rows, 1)}
-    result = []
-    for file in (*lock.of("wheel"), *lock.of("sdist")) if lock else ():
-        number = next((n for row, n in lines.items() if f'"sha256": "{file.sha256}"' in row), 1)
-        where = pinned.get(file.name, f"{path.relative_to(project.root)}:{number}:1")
-        result.append(Package(name=file.name, version=file.version, where=where))
-    return result
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """A built image: its plan, what the build recorded, the bytes of its config, the facts of its layers by name."""
+
+    plan: ImagePlan
+    built: Built
+    config: bytes
+    facts: Mapping[str, LayerFacts]
 
 
-def check_pins(project: Project, name: str) -> None:
-    """Raise CheckFailed when the target's packages do not belong together; needs nothing that is built."""
-    report = coherence(pinned_packages(project, name), project.target(name).arch)
-    errors = [f for f in report.findings if f.severity == "error"]
-    if errors:
-        raise CheckFailed(
-            f"{name}: " + "; ".join(f.message for f in errors[:5]),
-            where=errors[0].path or None,
-            hint="pin one ROCm version, and device packages of this target's GPU",
-        )
-
-
-def image_facts(project: Project, name: str, progress: Progress) -> tuple[ImagePlan, str, dict[str, LayerFacts]]:
-    """The target's plan, the digest of its image, and the facts of its layers by name, bottom first.
+def examine(project: Project, name: str, progress: Progress) -> Examined:
+    """Look into every layer of the target's image, bottom first.
 
     Raises InputError when the store does not hold the image that versions.yaml and the lock describe, HostError when
     a layer is damaged.
@@ -118,38 +99,38 @@ def image_facts(project: Project, name: str, progress: Progress) -> tuple[ImageP
             ref, project.store.blob_path(ref.digest), project.work / "cache" / "gates", _needles(project)
         )
         progress.finish(ref.digest)
-    return plan, built.digest, facts
+    return Examined(plan=plan, built=built, config=root.config_bytes, facts=facts)
 
 
 def check_image(project: Project, name: str, progress: Progress) -> Outcome:
-    """Run every gate on the built image of ``name``; see :func:`image_facts` for what it raises."""
-    plan, digest, facts = image_facts(project, name, progress)
+    """Run every gate on the built image of ``name``; see :func:`examine` for what it raises."""
+    image = examine(project, name, progress)
     target, lock, pins = project.target(name), project.lock(name), project.pins(name)
     wheels = {f.name: f.version for f in (*lock.of("wheel"), *lock.of("sdist"))} if lock else {}
     if "primus" in pins:
         wheels["primus-images"] = __version__
-    published = {a.name for a in plan.layers if a.kind == "wheels" and not a.needs}
-    code = [(layer, f.code) for layer, f in facts.items()]
-    unreadable = [(layer, path, why) for layer, f in facts.items() for path, why in f.unreadable.items()]
+    published = {a.name for a in image.plan.layers if a.kind == "wheels" and not a.needs}
+    facts = image.facts.items()
+    code = [(layer, f.code) for layer, f in facts]
+    unreadable = [(layer, path, why) for layer, f in facts for path, why in f.unreadable.items()]
     reports = (
         coherence(pinned_packages(project, name), target.arch),
         coverage(code, target.arch, unreadable),
         pruning(code, target.arch),
         versions_inside(
-            [(layer, f.stated) for layer, f in facts.items()],
+            [(layer, f.stated) for layer, f in facts],
             wheels=wheels,
             debs={f.name: f.version for f in lock.of("deb", target.base)} if lock and target.base else {},
             components={component: pin.version for component, pin in pins.items() if pin.version},
         ),
-        shared_names([(layer, f.libraries) for layer, f in facts.items()]),
+        shared_names([(layer, f.libraries) for layer, f in facts]),
         _with_settings(
-            litter([(layer, f.traces) for layer, f in facts.items()], lambda layer: layer not in published),
-            root_of_image(project.store, project.work / "unpacked", name, release=plan.release).config_bytes,
+            litter([(layer, f.traces) for layer, f in facts], lambda layer: layer not in published), image.config
         ),
-        _budget(project, plan),
+        _budget(project, image),
     )
     libraries = tuple(asdict(library) for library in gpu_libraries(code, target.arch))
-    return Outcome(target=name, ref=plan.ref, digest=digest, reports=reports, libraries=libraries)
+    return Outcome(target=name, ref=image.plan.ref, digest=image.built.digest, reports=reports, libraries=libraries)
 
 
 def _needles(project: Project) -> Sequence[bytes]:
@@ -167,9 +148,8 @@ def _with_settings(report: GateReport, config: bytes) -> GateReport:
     return GateReport(gate=report.gate, summary=report.summary, findings=(*report.findings, *found))
 
 
-def _budget(project: Project, plan: ImagePlan) -> GateReport:
-    built = current(project.store, plan)
-    size = built.size if built else 0
+def _budget(project: Project, image: Examined) -> GateReport:
+    plan, size = image.plan, image.built.size
     summary = f"{bytes_text(size)} compressed"
     findings: tuple[Finding, ...] = ()
     if plan.budget_bytes is not None:

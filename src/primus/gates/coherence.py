@@ -10,14 +10,22 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from primus.gates.model import Finding, GateReport
+from primus.versions.debs import upstream
 
 __all__ = ["Package", "RocmVersion", "coherence", "rocm_version"]
 
 _GATE = "coherence"
 # Packages that ROCm's own version numbers; rocm-bootstrap and the bindings have numbers of their own.
 _ROCM_ITSELF = re.compile(r"rocm|rocm-sdk(?:-core|-devel|-libraries|-device-gfx[0-9a-z]+)?")
+# Debian numbers its ROCm packages like ROCm.
+_DEBS = re.compile(
+    r"rocminfo|rocm-.+|(?:lib)?(?:roc(?:m|blas|sparse|solver|fft|rand|alution|tx|thrust|prim)|rccl|miopen|amdhip64|"
+    r"hsa-runtime|hsakmt|amd-comgr|amd-smi|hip(?:cc|blas|blaslt|sparse|sparselt|solver|fft|rand|rtc|tensor|cub))"
+    r"(?:-builtins|-smi)?[0-9]*(?:-[0-9.]+)?(?:-dev|-data|-headers)?"
+)
 _LOCAL = re.compile(r"(?:^|[._-])rocm(?:sdk)?([0-9]+(?:\.[0-9]+)*)((?:a|b|rc)[0-9]+)?")
 _OWN = re.compile(r"([0-9]+(?:\.[0-9]+)*)((?:a|b|rc)[0-9]+)?")
 _DEVICE = re.compile(r"(?:^|-)device-(gfx[0-9a-z]+)$")
@@ -32,6 +40,15 @@ class Package:
     name: str
     version: str
     where: str = ""
+    kind: Literal["wheel", "deb"] = "wheel"
+
+    @property
+    def rocm(self) -> RocmVersion | None:
+        """The ROCm version it carries, None when it carries none."""
+        if self.kind == "deb":
+            found = _OWN.match(upstream(self.version)) if _DEBS.fullmatch(self.name) else None
+            return _parsed(found)
+        return rocm_version(self.name, self.version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +80,11 @@ def rocm_version(name: str, version: str) -> RocmVersion | None:
     """The ROCm version that a package carries, in its own number or its local part; None when it carries none."""
     public, _, local = version.partition("+")
     found = _OWN.match(public) if _ROCM_ITSELF.fullmatch(name) else _LOCAL.search(local)
-    if not found:
+    return _parsed(found)
+
+
+def _parsed(found: re.Match[str] | None) -> RocmVersion | None:
+    if found is None:
         return None
     return RocmVersion(numbers=tuple(map(int, found[1].split("."))), pre=found[2] or "")
 
@@ -71,8 +92,8 @@ def rocm_version(name: str, version: str) -> RocmVersion | None:
 def coherence(packages: Iterable[Package], arch: str | None) -> GateReport:
     """One error per package that is the odd one out, with the line that set its version."""
     packages = list(packages)
-    train = [(p, v) for p in packages if (v := rocm_version(p.name, p.version)) is not None]
-    findings = [*_versions(train), *(f for p in packages for f in _device(p, arch))]
+    train = [(p, v) for p in packages if (v := p.rocm) is not None]
+    findings = [*_versions(train), *(f for p in packages if p.kind == "wheel" for f in _device(p, arch))]
     if train:
         newest = max(v for _, v in train)
         summary = f"{len(train)} packages of the ROCm train, newest {newest}"

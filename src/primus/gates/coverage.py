@@ -31,33 +31,31 @@ class GpuLibrary:
 def gpu_libraries(layers: Sequence[tuple[str, Iterable[Code]]], arch: str | None = None) -> tuple[GpuLibrary, ...]:
     """The image's GPU libraries. With ``arch`` host libraries are followed into the pack of that architecture."""
     packs = {code.path: code for _, codes in layers for code in codes if code.form == "kernel pack"}
-    whole: list[GpuLibrary] = []
-    folders: dict[tuple[str, str], dict[str, None]] = {}
+    found: list[GpuLibrary] = []
+    folders: dict[str, list[tuple[str, Code]]] = {}
     for layer, codes in layers:
         for code in codes:
             if code.form == "host of a pack":
                 targets, problem = _follow(code, packs, arch)
-                whole.append(GpuLibrary(layer=layer, path=code.path, form=code.form, targets=targets, problem=problem))
+                found.append(GpuLibrary(layer=layer, path=code.path, form=code.form, targets=targets, problem=problem))
             elif code.form in _PARTS:
-                folders.setdefault((_folder(code), code.form), {}).update(dict.fromkeys(code.targets))
-                folders[_folder(code), code.form].setdefault(f"\0{layer}")
+                folders.setdefault(_folder(code), []).append((layer, code))
             elif code.form != "kernel pack":
-                whole.append(GpuLibrary(layer=layer, path=code.path, form=code.form, targets=code.targets))
-    merged: dict[str, dict[str, None]] = {}
-    forms: dict[str, list[str]] = {}
-    for (folder, form), found in folders.items():
-        merged.setdefault(folder, {}).update(found)
-        forms.setdefault(folder, []).append(form)
-    parts = [
-        GpuLibrary(
-            layer=", ".join(t[1:] for t in found if t.startswith("\0")),
-            path=folder + "/",
-            form="kernel files" if forms[folder] != ["Triton cache"] else "Triton cache",
-            targets=tuple(t for t in found if not t.startswith("\0")),
-        )
-        for folder, found in merged.items()
-    ]
-    return tuple(sorted((*whole, *parts), key=lambda lib: (lib.layer, lib.path)))
+                found.append(GpuLibrary(layer=layer, path=code.path, form=code.form, targets=code.targets))
+    found += [_folder_library(folder, parts) for folder, parts in folders.items()]
+    return tuple(sorted(found, key=lambda lib: (lib.layer, lib.path)))
+
+
+def _folder_library(folder: str, parts: Sequence[tuple[str, Code]]) -> GpuLibrary:
+    """A folder of kernel files. Where it has code, the code counts: a catalogue alone (``.dat``) runs nothing."""
+    code = [part for part in parts if part[1].form in ("code object", "bundle")]
+    triton = all(part.form == "Triton cache" for _, part in parts)
+    return GpuLibrary(
+        layer=", ".join(dict.fromkeys(layer for layer, _ in parts)),
+        path=folder + "/",
+        form="Triton cache" if triton else "kernel files",
+        targets=tuple(dict.fromkeys(target for _, part in code or parts for target in part.targets)),
+    )
 
 
 def _folder(code: Code) -> str:

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     plans = plan_images(project, names, locked=args.locked, offline=args.offline, quiet=args.json)
     built = [] if args.rehash else [image for plan in plans if (image := current(project.store, plan)) is not None]
     if len(built) < len(plans):
-        from primus.gates.check import check_pins
+        from primus.gates.pins import check_pins
 
         # Before gigabytes are fetched for an image that could not pass.
         for name in names:

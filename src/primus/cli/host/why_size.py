@@ -24,13 +24,14 @@ def run(args: argparse.Namespace) -> int:
     """Print the tree."""
     import json
 
-    from primus.gates.check import image_facts
+    from primus.gates.check import examine
     from primus.gates.size import size_text, size_tree
     from primus.images.display import choose_progress
 
     project = open_project(args)
     with choose_progress(args.json) as progress:
-        plan, _, facts = image_facts(project, args.target, progress)
-    tree = size_tree(plan.ref, [(layer, f.folders) for layer, f in facts.items()], max(0, args.depth))
+        image = examine(project, args.target, progress)
+    layers = [(layer, facts.folders) for layer, facts in image.facts.items()]
+    tree = size_tree(image.plan.ref, layers, max(0, args.depth))
     print(json.dumps(tree.as_json()) if args.json else size_text(tree))
     return 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpu_files import (
     bundle,
@@ -24,6 +27,7 @@ from primus.gates.codeobjects import Code, bundle_targets, code_in
 from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.msgpack import unpack
 from primus.gates.prune import prunable, pruning
+from primus.gates.sonames import soname_of
 
 GFX942, GFX950 = 0x4C, 0x4F
 
@@ -152,6 +156,35 @@ def test_bundles_far_apart_are_found() -> None:
 def test_damaged_files_are_errors_and_no_silence(data: bytes) -> None:
     with pytest.raises(ValueError):
         look("x.co", data)
+
+
+WHOLE = (
+    elf({".hip_fatbin": pages(bundle(["gfx942"]), compressed(bundle(["gfx950"])))}, soname="libx.so.1"),
+    elf({".nv_fatbin": cuda_fatbin(("sm", 90))}),
+    pack_host("lib/x.so", "../x_@GFXARCH@.kpack"),
+    kernel_pack({"lib/x.so": ["gfx942"]}),
+    bundle(["gfx942"]),
+    compressed(bundle(["gfx942"]), version=3, method=0),
+    code_object(GFX942),
+)
+
+
+@given(
+    st.sampled_from(WHOLE),
+    st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=8)), max_size=4),
+    st.floats(0, 1),
+)
+def test_whatever_a_file_holds_it_is_read_or_refused(
+    whole: bytes, changes: list[tuple[float, bytes]], keep: float
+) -> None:
+    data = bytearray(whole)
+    for place, value in changes:
+        at = int(place * len(data))
+        data[at : at + len(value)] = value
+    cut = bytes(data[: int(len(data) * (0.3 + keep))])
+    for read in (lambda: look("lib/x.co", cut), lambda: soname_of("lib/libx.so", io.BytesIO(cut))):
+        with contextlib.suppress(ValueError):
+            read()
 
 
 def test_kernel_files_by_name_and_triton_by_metadata() -> None:

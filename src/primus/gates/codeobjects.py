@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal
 
@@ -33,7 +33,7 @@ _BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 _COMPRESSED = b"CCOB"
 _PACK = b"KPAK"
 _EM_AMDGPU = 224
-_CUDA_FATBIN = 0xBA55ED50
+_CUDA_FATBIN = struct.pack("<I", 0xBA55ED50)
 _KERNEL_ENDINGS = (
     ".co",
     ".hsaco",
@@ -86,6 +86,14 @@ def code_in(path: str, stream: IO[bytes], size: int) -> Code | None:
 
     Raises ValueError when the file begins like one of the forms and cannot be read as one.
     """
+    try:
+        return _code(path, stream, size)
+    except (OverflowError, struct.error) as error:
+        # Offsets of a damaged file may be beyond what a file can have.
+        raise ValueError(f"a damaged file: {error}") from None
+
+
+def _code(path: str, stream: IO[bytes], size: int) -> Code | None:
     stream.seek(0)
     head = stream.read(64)
     if head.startswith(b"\x7fELF"):
@@ -156,7 +164,7 @@ def bundle_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]
     """
     found: dict[str, None] = {}
     at, end = offset, offset + size
-    while (at := _next_magic(stream, at, end)) >= 0:
+    while (at := _next_magic(stream, at, end, (_BUNDLE, _COMPRESSED))) >= 0:
         stream.seek(at)
         if stream.read(4) == _COMPRESSED:
             entries, length = _compressed(stream, at, end)
@@ -168,15 +176,15 @@ def bundle_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]
     return tuple(found)
 
 
-def _next_magic(stream: IO[bytes], at: int, end: int) -> int:
-    """Where the next bundle begins, or -1."""
-    overlap = len(_BUNDLE) - 1
+def _next_magic(stream: IO[bytes], at: int, end: int, magics: Sequence[bytes]) -> int:
+    """Where the next of ``magics`` begins, or -1."""
+    overlap = max(map(len, magics)) - 1
     while at < end:
         stream.seek(at)
         data = stream.read(min(1 << 20, end - at))
         if not data:
             return -1
-        hits = [hit for magic in (_BUNDLE, _COMPRESSED) if (hit := data.find(magic)) >= 0]
+        hits = [hit for magic in magics if (hit := data.find(magic)) >= 0]
         if hits:
             return at + min(hits)
         at += len(data) if at + len(data) >= end else max(1, len(data) - overlap)
@@ -293,11 +301,11 @@ def _cuda_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
     """``sm_NN`` for machine code, ``compute_NN`` for PTX."""
     found: dict[str, None] = {}
     at, end = offset, offset + size
-    while at + 16 <= end:
+    while (at := _next_magic(stream, at, end, (_CUDA_FATBIN,))) >= 0 and at + 16 <= end:
         stream.seek(at)
-        magic, _, header, length = struct.unpack("<IHHQ", stream.read(16))
-        if magic != _CUDA_FATBIN or header < 16:
-            at += 8  # fat binaries are aligned; zeros may lie between them
+        _, _, header, length = struct.unpack("<4sHHQ", stream.read(16).ljust(16, b"\0"))
+        if header < 16 or at + header + length > end:
+            at += 4
             continue
         found |= dict.fromkeys(_cuda_entries(stream, at + header, at + header + length))
         at += header + length

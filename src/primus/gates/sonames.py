@@ -53,7 +53,7 @@ def soname_of(path: str, stream: IO[bytes]) -> Library | None:
         for section in elf.iter_sections("SHT_DYNAMIC"):
             if isinstance(section, DynamicSection):
                 soname = next((str(cast("Any", tag).soname) for tag in section.iter_tags("DT_SONAME")), "")
-    except (ELFError, struct.error, AssertionError, KeyError) as error:
+    except (ELFError, struct.error, AssertionError, KeyError, OverflowError) as error:
         raise ValueError(f"a damaged ELF file: {error}") from None
     library = Library(path=path, soname=soname)
     return library if library.names else None

@@ -5,6 +5,7 @@ No session makes an environment of its own: nox runs from the one that has the p
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -28,6 +29,9 @@ def primus(session: nox.Session, *words: str) -> None:
     """One `primus` command line, in this process; a non-zero exit code fails the session with its meaning."""
     from primus.cli.main import main
 
+    # nox lets every library log every request it makes.
+    for library in ("urllib3", "docker"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     try:
         code: int | str | None = main([*words, *session.posargs])
     except SystemExit as stop:  # argparse, on --help or a wrong option

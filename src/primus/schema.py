@@ -142,7 +142,7 @@ def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> 
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         (inner,) = (a for a in args if a is not type(None))
-        return _schema(inner, defs, meta)
+        return _or_null(_schema(inner, defs, meta))
     if dataclasses.is_dataclass(hint):
         cls = typing.cast(type, hint)
         if cls.__name__ not in defs:
@@ -178,3 +178,13 @@ def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> 
     if meta.get("pattern"):
         kind = {"type": "string", "pattern": f"^(?:{meta['pattern']})$"}
     return kind
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    # The reader takes null for such a value, so an editor must not call it an error.
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], None]}
+    if "type" in schema:
+        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return {**schema, "type": [*kinds, "null"]}
+    return {"anyOf": [schema, {"type": "null"}]}

@@ -50,12 +50,14 @@ def start(kit: Kit, *words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_killed_at_any_moment(kit: Kit, how: signal.Signals) -> None:
+    begin = time.monotonic()
     want = kit.build("demo", "--store", "clean").digest
+    whole = time.monotonic() - begin
     moments = random.Random(how)
     ended_early = 0
     for _ in range(8):
         process = start(kit)
-        time.sleep(moments.uniform(0.05, 0.7))
+        time.sleep(moments.uniform(0.1, 0.8) * whole)
         process.send_signal(how)
         out, err = process.communicate(timeout=60)
         assert "Traceback" not in err
@@ -67,9 +69,8 @@ def test_killed_at_any_moment(kit: Kit, how: signal.Signals) -> None:
             assert_valid(kit.root / ".primus/store")
         for path in (kit.root / ".primus/store/targets").glob("*"):
             path.unlink()
-        victims = sorted((kit.root / ".primus/store/actions").glob("*"))
-        if victims:
-            moments.choice(victims).unlink()
+        for path in (kit.root / ".primus/store/actions").glob("*"):
+            path.unlink()
     assert ended_early >= 3, "the interrupts came too late to prove anything"
     assert kit.build().digest == want
     assert_valid(kit.root / ".primus/store")
@@ -78,12 +79,13 @@ def test_killed_at_any_moment(kit: Kit, how: signal.Signals) -> None:
 
 def test_ctrl_c_says_what_is_kept(kit: Kit) -> None:
     process = start(kit)
-    time.sleep(0.35)
+    while not list((kit.root / ".primus/store/tmp").glob("blob-*")):
+        assert process.poll() is None, "it ended before it wrote"
+        time.sleep(0.002)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    if process.returncode != 0:
-        assert process.returncode == 130
-        assert "what was finished is kept" in err
+    assert process.returncode == 130
+    assert "what was finished is kept" in err
 
 
 def test_two_builders_share_the_work(kit: Kit) -> None:

@@ -268,6 +268,17 @@ def test_signals_reach_the_command(engine, tmp_path, number):
         assert process.wait() == 42
 
 
+def test_ctrl_c_arrives_once(engine, tmp_path):
+    # A terminal sends it to the whole foreground group, and the runner passes it on.
+    script = "trap 'echo got' INT; echo ready; i=0; while [ $i -lt 10 ]; do sleep 0.1; i=$((i+1)); done"
+    options = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL, "start_new_session": True}
+    with runner(engine, tmp_path, script, **options) as process:
+        assert process.stdout.readline() == b"ready\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout.read() == b"got\n"
+        assert process.wait() == 0
+
+
 def test_sigterm_ends_a_command_without_handler(engine, tmp_path):
     script = "echo ready; exec sleep 60"
     with runner(engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
@@ -308,7 +319,11 @@ def test_terminal(engine, tmp_path):
     import struct
     import termios
 
-    script = "test -t 0 && test -t 1 && tty; stty size; read x; echo got:$x; trap 'echo int; exit 5' INT; "
+    # Docker engines before 23 set the size only once the command runs.
+    script = "i=0; while [ $i -lt 50 -a \"$(stty size)\" != '33 99' ]; do i=$((i+1)); sleep 0.1; done; "
+    script += "test -t 0 && test -t 1 && tty; stty size; read x; echo got:$x; trap 'echo int; exit 5' INT; "
+    script += "i=0; while [ $i -lt 50 -a \"$(stty size)\" != '44 111' ]; do i=$((i+1)); sleep 0.1; done; "
+    script += "stty size; "
     script += "echo more; while true; do sleep 0.1; done"
     image(tmp_path)
     master, slave = pty.openpty()
@@ -327,6 +342,9 @@ def test_terminal(engine, tmp_path):
         until(b"33 99")
         os.write(master, b"hello\r")
         until(b"got:hello")
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 44, 111, 0, 0))
+        process.send_signal(signal.SIGWINCH)
+        until(b"44 111")
         until(b"more")
         os.write(master, b"\x03")
         until(b"int")

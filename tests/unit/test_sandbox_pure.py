@@ -146,14 +146,22 @@ def test_scratch_removes_itself_and_the_dead_but_not_the_living(tmp_path):
 
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead.lock").write_text(json.dumps(["/nowhere/primus-dead"]))
+    # A control group that still holds processes cannot be removed, like a directory that is not empty.
+    (tmp_path / "primus-x/process").mkdir(parents=True)
+    (tmp_path / "busy.lock").write_text(json.dumps([str(tmp_path / "primus-x")]))
     (tmp_path / "living").mkdir()
     with (tmp_path / "living.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(RuntimeError), scratch(tmp_path, remove) as own:
             assert own.path.is_dir()
             raise RuntimeError
-    assert removed == ["dead", own.name]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["living", "living.lock"]
+    assert sorted(removed) == sorted(["busy", "dead", own.name])
+    assert sorted(path.name for path in tmp_path.glob("*")) == [
+        "busy.lock",
+        "living",
+        "living.lock",
+        "primus-x",
+    ]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

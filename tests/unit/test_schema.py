@@ -18,6 +18,7 @@ class Inner:
 
     size: int = described("How large.")
     rate: float | None = described("How fast.", default=None)
+    mood: Literal["calm", "wild"] | None = described("How it feels.", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Outer:
     table: Mapping[str, Inner] = described("Named inner things.", default_factory=dict)
     tags: tuple[str, ...] = described("Tags.", pattern=r"[a-z]+", shape="lower-case letters", default=())
     for_: str = described("A Python keyword as a key.", default="all")
+    gaps: Mapping[str, str | None] = described("Values that may be unknown.", default_factory=dict)
+    other: Inner | None = described("Another inner thing.", default=None)
 
     def __post_init__(self) -> None:
         if self.name == "forbidden":
@@ -72,7 +75,7 @@ def test_good() -> None:
         ("name: x\nitems:\n  - {size: 1, rate: fast}\n", "f:3:15", "rate must be a number", None),
         ("name: x\nitems:\n  - {size: 1, rate: nan}\n", "f:3:15", "rate must be a number", None),
         ("name: x\ntable: []\n", "f:2:1", "table must be a mapping, not a list", None),
-        ("name: x\ntable:\n  k: 3\n", "f:3:3", "k must be a mapping with size, rate", None),
+        ("name: x\ntable:\n  k: 3\n", "f:3:3", "k must be a mapping with size, rate, mood", None),
         ("name: x\ntags: [a, B]\n", "f:2:11", "tags must be lower-case letters, not 'B'", None),
         ("name: forbidden\n", "f:1:1", "this name is forbidden", None),
         ("- name\n", "f:1:1", "the file must be a mapping", None),
@@ -96,6 +99,19 @@ def test_part_of_a_document() -> None:
     with pytest.raises(InputError) as caught:
         build(Inner, document, data["b"], ("b",))
     assert caught.value.where == "f:2:5"
+
+
+def test_null_is_none_where_it_is_allowed_and_the_schema_agrees() -> None:
+    text = "name: x\ngaps: {a: null, b: null2}\nother: null\nitems: [{size: 1, rate: null, mood: null}]\n"
+    built = build(Outer, parse(text, "f"))
+    assert built.gaps == {"a": None, "b": "null2"}
+    assert built.other is None
+    assert built.items == (Inner(size=1),)
+    validator = jsonschema.Draft202012Validator(json_schema(Outer, title="Outer"))
+    item = {"size": 1, "rate": None, "mood": None}
+    assert not list(validator.iter_errors({"name": "x", "gaps": {"a": None}, "other": None, "items": [item]}))
+    for wrong in ({"name": None}, {"tags": [None]}, {"items": [{"size": None}]}, {"items": [{"size": 1, "mood": "x"}]}):
+        assert list(validator.iter_errors({"name": "x", **wrong})), wrong
 
 
 def test_json_schema_accepts_and_refuses_what_the_reader_does() -> None:

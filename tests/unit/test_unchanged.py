@@ -79,7 +79,7 @@ def test_it_says_what_the_long_way_says(kit: Kit, capfd: pytest.CaptureFixture[s
     capfd.readouterr()
     assert nothing_to_do(["other", "demo"])
     short = capfd.readouterr()
-    long = kit.build("other", "demo", "--locked")
+    long = kit.build("other", "demo", "--engine", "auto")
     assert short.out == long.out
     assert short.err.splitlines()[:-1] == long.err.splitlines()[:-1]
 
@@ -87,6 +87,18 @@ def test_it_says_what_the_long_way_says(kit: Kit, capfd: pytest.CaptureFixture[s
 @pytest.mark.parametrize("words", [[], ["demo", "--json"], ["absent"], ["demo", "absent"], ["../demo"]])
 def test_what_it_does_not_know_is_left_to_the_plan(kit: Kit, words: list[str]) -> None:
     assert not nothing_to_do(words)
+
+
+def test_places_and_harmless_options_are_understood(kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nothing_to_do(["--offline", "demo", "--locked"])
+    store = str(tmp_path / "store")
+    assert not nothing_to_do(["demo", "--store", store])
+    kit.build("demo", "--store", store)
+    assert nothing_to_do(["demo", "--store", store])
+    assert not nothing_to_do(["demo"]), "the note is of the other store"
+    monkeypatch.chdir(tmp_path)
+    assert not nothing_to_do(["demo", "--store", store]), "no project here"
+    assert nothing_to_do(["demo", "--store", "store", "--project", "project"])
 
 
 def test_other_targets_note_does_not_count(kit: Kit) -> None:

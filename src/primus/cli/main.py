@@ -23,6 +23,8 @@ VERBS = {
     "check": ("host.check", "examine what a built image holds: GPU code, versions, secrets, size"),
     "verify": ("host.verify", "rebuild into an empty store, compare, and check"),
     "why-size": ("host.why_size", "show which layers and folders make an image large"),
+    "releases": ("host.releases", "list published images, or show all that is known of one"),
+    "diff": ("host.diff", "compare two releases: components, sizes, GPUs"),
     "docs": ("host.docs", "write every generated file again, or check them"),
     "train": ("image.train", "run a recipe on this machine"),
 }

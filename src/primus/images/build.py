@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -108,8 +109,16 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
         except BaseException:
             for future in running:
                 future.cancel()
+            _stop_sandboxes()
             raise
     return done_here
+
+
+def _stop_sandboxes() -> None:
+    """End what still runs in sandboxes: Ctrl-C reaches only the main thread, and the pool waits for its workers."""
+    embedded = sys.modules.get("primus.sandbox.embedded")
+    if embedded is not None:
+        embedded.stop_all()
 
 
 def assemble(project: Project, plan: ImagePlan, built: set[str]) -> Built:

@@ -43,8 +43,9 @@ def main() -> None:
         for path in paths:
             compile_one(path)
         return
-    with multiprocessing.Pool() as pool:
-        pool.map(compile_one, sorted(paths), chunksize=16)
+    # The compiler keeps the memory of the largest module it met; short-lived workers give it back.
+    with multiprocessing.Pool(maxtasksperchild=8) as pool:
+        pool.map(compile_one, sorted(paths), chunksize=8)
 
 
 if __name__ == "__main__":

@@ -99,8 +99,9 @@ def _compressor(compression: str) -> _Compressor:
         return zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 31)
     import zstandard
 
-    # zstd's result does not depend on the number of threads once there is at least one worker.
-    threads = max(1, min(4, os.cpu_count() or 1))
+    # zstd's result does not depend on the number of threads once there is at least one worker; each costs some 20 MB,
+    # and layers are written side by side.
+    threads = max(1, min(4, (os.cpu_count() or 1) // 2))
     return zstandard.ZstdCompressor(level=_ZSTD_LEVEL, threads=threads, write_checksum=True).compressobj()
 
 

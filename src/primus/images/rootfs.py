@@ -6,12 +6,15 @@ mmdebstrap sees one repository: a folder with exactly the locked packages. What 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import io
 import os
+import shutil
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -19,6 +22,7 @@ from typing import BinaryIO
 from primus.errors import CheckFailed, HostError
 from primus.images.tar import MTIME, Entry
 from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL
+from primus.sandbox import userns
 from primus.versions.lock import LockedFile
 
 __all__ = ["root_entries"]
@@ -38,38 +42,48 @@ def root_entries(
     ``find`` gives a locked file's path on disk. Raises HostError when this user may not build one, CheckFailed with
     the log's tail when a package fails to install.
     """
-    archive = scratch / "archive"
-    archive.mkdir()
-    paragraphs = [_publish(deb, find(deb), archive) for deb in sorted(debs, key=lambda d: d.name)]
-    (archive / "Packages").write_bytes(b"\n".join(paragraphs))
     tar = scratch / "root.tar"
     mode = "root" if os.geteuid() == 0 else "unshare"
-    command = [
-        mmdebstrap,
-        f"--mode={mode}",
-        "--variant=custom",
-        "--format=tar",
-        "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
-        *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),
-        *(f"--dpkgopt=path-include={path}" for path in UNPACKED_STILL),
-        "--include=" + ",".join(f"{d.name}" for d in sorted(debs, key=lambda d: d.name)),
-        suite,
-        str(tar),
-        f"deb [trusted=yes] copy:{archive} ./",
-    ]
-    env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": str(scratch)}
-    with log.open("wb") as out:
+    with _workplace(scratch) as place, log.open("wb") as out:
+        archive = place / "archive"
+        archive.mkdir()
+        paragraphs = [_publish(deb, find(deb), archive) for deb in sorted(debs, key=lambda d: d.name)]
+        (archive / "Packages").write_bytes(b"\n".join(paragraphs))
+        command = [
+            mmdebstrap,
+            f"--mode={mode}",
+            "--variant=custom",
+            "--format=tar",
+            "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
+            *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),
+            *(f"--dpkgopt=path-include={path}" for path in UNPACKED_STILL),
+            "--include=" + ",".join(sorted(d.name for d in debs)),
+            suite,
+            str(tar),
+            f"deb [trusted=yes] copy:{archive} ./",
+        ]
+        env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": str(place)}
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False).returncode
     if code != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        if mode == "unshare" and ("unshare" in tail or "subuid" in tail or "newuidmap" in tail):
-            raise HostError(
-                "this user may not build a root file system: no user namespace with a range of ids",
-                hint="as root: apt-get install uidmap && usermod --add-subuids 100000-165535 --add-subgids "
-                "100000-165535 " + str(os.environ.get("USER", "USER")),
-            )
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{tail}", where=str(log))
     return list(_entries(tar))
+
+
+@contextlib.contextmanager
+def _workplace(scratch: Path) -> Iterator[Path]:
+    """Where the root file system grows: for an ordinary user a folder that the user's mapped ids may enter too, which
+    a home usually is not.
+    """
+    if os.geteuid() == 0:
+        yield scratch
+        return
+    if (lack := userns.missing()) is not None:
+        what, fix = lack
+        raise HostError(f"this user may not build a root file system: {what}", hint=fix)
+    with tempfile.TemporaryDirectory(prefix="primus-base-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
@@ -78,7 +92,7 @@ def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
     try:
         (archive / name).hardlink_to(path)
     except OSError:
-        (archive / name).symlink_to(path)
+        shutil.copyfile(path, archive / name)
     control = subprocess.run(["dpkg-deb", "-f", str(path)], capture_output=True, check=False)
     if control.returncode != 0:
         raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")

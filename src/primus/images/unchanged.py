@@ -30,25 +30,23 @@ _MARGIN_NS = 50_000_000
 def nothing_to_do(words: Sequence[str]) -> bool:
     """Answer ``primus build WORDS`` from the notes of its targets, if they all still hold; False leaves it undone.
 
-    Only plain target names are answered here: every option takes the long way.
+    Options that cannot change the answer are understood, any other word that is not a target takes the long way.
     """
     begin = time.monotonic()
-    root = os.getcwd()
-    while not os.path.exists(f"{root}/versions.yaml"):
-        root, name = os.path.split(root)
-        if not name:
-            return False
-    if not words or any(word.startswith("-") or "/" in word for word in words):
+    targets, places = _parse(words)
+    root = _absolute(places["--project"]) if "--project" in places else _above(os.getcwd())
+    if not targets or not root:
         return False
+    store = _absolute(places["--store"]) if "--store" in places else f"{root}/.primus/store"
     notes = []
     seen: set[tuple[str, str]] = set()
-    for word in dict.fromkeys(words):
+    for target in targets:
         try:
-            with open(_path(root, word), encoding="utf-8") as stream:
+            with open(_path(root, target), encoding="utf-8") as stream:
                 note = json.load(stream)
             # Targets share most of what they read: each group is looked at once.
             groups = {(paths, marks) for paths, marks in note["groups"]} - seen
-            if any(marks != _marks(paths) for paths, marks in groups):
+            if note["store"] != store or any(marks != _marks(paths) for paths, marks in groups):
                 return False
             seen |= groups
         except (OSError, ValueError, KeyError, TypeError):
@@ -59,6 +57,33 @@ def nothing_to_do(words: Sequence[str]) -> bool:
     sys.stdout.write("".join(note["digest"] + "\n" for note in notes))
     sys.stdout.flush()
     return True
+
+
+def _parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Targets and the places given; no targets when there is a word this module does not know."""
+    targets: dict[str, None] = {}
+    places: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        if word in ("--project", "--store"):
+            places[word] = next(rest, "")
+        elif word.startswith("-") and word not in ("--offline", "--locked"):
+            return [], {}
+        elif not word.startswith("-"):
+            targets[word] = None
+    return ([] if any("/" in target for target in targets) else list(targets)), places
+
+
+def _above(folder: str) -> str:
+    while not os.path.exists(f"{folder}/versions.yaml"):
+        folder, name = os.path.split(folder)
+        if not name:
+            return ""
+    return folder
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith("/") else f"{os.getcwd()}/{path}".rstrip("/")
 
 
 def remember(project: Project, plan: ImagePlan, built: Built, table: str, began_ns: int) -> None:
@@ -76,7 +101,8 @@ def remember(project: Project, plan: ImagePlan, built: Built, table: str, began_
         made = [str(store.blob_path(d)) for d in blobs]
         made += [str(store.root / "index.json"), str(store.root / "targets" / f"{plan.target}.json")]
         texts = ["\n".join(group) for group in (*read, made)]
-        note = {"groups": [(text, _marks(text)) for text in texts], "table": table, "digest": built.digest}
+        groups = [(text, _marks(text)) for text in texts]
+        note = {"store": str(store.root), "groups": groups, "table": table, "digest": built.digest}
         os.makedirs(os.path.dirname(path), exist_ok=True)
         temporary = f"{path}.{os.getpid()}"
         with open(temporary, "w", encoding="utf-8") as stream:

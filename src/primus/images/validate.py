@@ -109,9 +109,14 @@ def _say(text: str) -> None:
 def outcome_text(record: dict[str, Any], folder: Path) -> str:
     """Verdicts and the loss in a few lines."""
     lines = []
+    jobs: dict[str, list[str]] = {job["name"]: [] for job in record["jobs"]}
     for verdict in record["verdicts"]:
-        sign = "✓" if verdict["passed"] else "✗"
-        lines.append(f"  {sign} {verdict['name']}: {verdict['reason']}")
+        job, colon, name = verdict["name"].partition(": ")
+        if verdict["passed"] and colon and job in jobs:
+            jobs[job].append(name)
+        else:
+            lines.append(f"  {'✓' if verdict['passed'] else '✗'} {verdict['name']}: {verdict['reason']}")
+    lines = [*(f"  ✓ {job}: {', '.join(names)}" for job, names in jobs.items() if names), *lines]
     losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
     if losses:
         lines.append(f"  loss {losses[0]:.4f} → {losses[-1]:.4f} over {len(losses)} steps  {_spark(losses)}")

@@ -22,6 +22,9 @@ def generated(project: Path) -> dict[str, str]:
     """Path in the repository → text, of every file that is generated."""
     from primus.images.project import Project
     from primus.images.target import Target
+    from primus.release.history import History, load_history
+    from primus.release.inputs import Inputs
+    from primus.release.show import page
     from primus.schema import json_schema
     from primus.versions.model import Versions
 
@@ -29,6 +32,9 @@ def generated(project: Path) -> dict[str, str]:
     files = {
         "docs/schemas/versions.json": _json(json_schema(Versions, title="versions.yaml: the file of pins")),
         "docs/schemas/image.json": _json(json_schema(Target, title="images/<target>.yaml: what one image holds")),
+        "docs/schemas/releases.json": _json(json_schema(History, title="the published releases")),
+        "docs/schemas/release_inputs.json": _json(json_schema(Inputs, title="what published images were made from")),
+        "docs/releases.md": page(load_history()),
         "README.md": _between(readme, "targets", _targets(Project.find(project))),
     }
     results = project / _RESULTS

@@ -43,7 +43,7 @@ class BlobReader:
         self._raw = _Raw(self._file)
         self._plain_hash = hashlib.sha256()
         self._compressed = not layer.media_type.endswith("tar")
-        self._pending = b""
+        self._pending = memoryview(b"")
         self._chunks = self._plain()
 
     def close(self) -> None:
@@ -64,15 +64,16 @@ class BlobReader:
 
     def read(self, size: int) -> bytes:
         """Return up to ``size`` bytes, fewer only at the end."""
-        if len(self._pending) < size:
-            parts = [self._pending]
-            have = len(self._pending)
-            while have < size and (chunk := next(self._chunks, b"")):
-                parts.append(chunk)
-                have += len(chunk)
-            self._pending = b"".join(parts)
-        out, self._pending = self._pending[:size], self._pending[size:]
-        return out
+        # Slices of a view cost nothing; a tar is read in pieces of 512 bytes.
+        parts = [self._pending[:size]]
+        have = len(parts[0])
+        self._pending = self._pending[size:]
+        while have < size and (chunk := next(self._chunks, b"")):
+            view = memoryview(chunk)
+            parts.append(view[: size - have])
+            self._pending = view[size - have :]
+            have += len(parts[-1])
+        return b"".join(parts)
 
     def finish(self) -> None:
         """Read what is left and compare both digests; HostError when one differs."""

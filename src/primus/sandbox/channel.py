@@ -32,6 +32,9 @@ def report(number: int, error: BaseException) -> None:
     """Tell the runner why the helper gives up."""
     hint = error.hint if isinstance(error, PrimusError) else None
     message = error.message if isinstance(error, PrimusError) else str(error)
+    if isinstance(error, OSError):
+        message = f"the sandbox cannot be set up: {error.strerror or error}"
+        hint = "run as root, in a container only with --privileged, or use --engine docker"
     kind = "input" if isinstance(error, InputError) else "host"
     with contextlib.suppress(OSError):
         os.write(number, json.dumps({"kind": kind, "message": message[:3000], "hint": hint}).encode() + b"\n")

@@ -162,7 +162,11 @@ def _once(client: docker.DockerClient, options: dict[str, Any], host: dict[str, 
     import docker
 
     api = client.api
-    container = api.create_container(**options, host_config=api.create_host_config(**host))["Id"]
+    config = api.create_host_config(**host)
+    if streams.terminal:
+        # Engines from 23 on take the size before the start; older ones get it a moment after.
+        config["ConsoleSize"] = list(relay.window_size(streams.stdin))
+    container = api.create_container(**options, host_config=config)["Id"]
     try:
         with _attached(api, container) as wire:
             try:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError
 from primus.sandbox import cgroups, channel, relay, userns
 from primus.sandbox.inside import FORWARDED
-from primus.sandbox.model import Command, RootFs, Stream, check_mounts, final_argv, host_name, image_env
+from primus.sandbox.model import (
+    Command,
+    LayerRef,
+    RootFs,
+    Stream,
+    check_mounts,
+    final_argv,
+    host_name,
+    image_env,
+)
 from primus.sandbox.scratch import scratch
-from primus.sandbox.unpack import is_unpacked, layer_dir, unpack_layer
+from primus.sandbox.unpack import is_unpacked, layer_dir
 
 __all__ = ["EmbeddedEngine", "stop_all", "unpacked_below"]
 
@@ -69,11 +79,7 @@ class EmbeddedEngine:
         if todo:
             total = sum(layer.size for layer in todo)
             self._say(f"unpacking {len(todo)} layers ({total / 1e6:.0f} MB compressed) of {root.name}, once")
-        if todo and userns.needed():
-            _unpack_in_namespace(root, cache, [layer.diff_id for layer in todo])
-        else:
-            for layer in todo:
-                unpack_layer(layer, root.blob(layer.digest), cache)
+            _unpack(root, cache, {layer.diff_id: layer for layer in todo})
         return [layer_dir(cache, layer).absolute() for layer in root.layers]
 
     def run(
@@ -86,7 +92,8 @@ class EmbeddedEngine:
         stderr: Stream = None,
     ) -> int:
         """Run ``command``; see :class:`primus.sandbox.model.Engine`."""
-        lack = self._lack()
+        # Only what costs nothing to ask; the kernel's own refusal comes back from the helper as a sentence.
+        lack = userns.missing() if userns.needed() else None
         if lack:
             raise HostError(f"the embedded engine cannot run here: {lack[0]}", hint=lack[1])
         job = _job(root, command, relay.wanted(command, stdin, stdout))
@@ -183,25 +190,24 @@ def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _unpack_in_namespace(root: RootFs, cache: Path, wanted: list[str]) -> None:
+def _unpack(root: RootFs, cache: Path, layers: Mapping[str, LayerRef]) -> None:
     jobs = [
-        {
-            "layer": {
-                "digest": layer.digest,
-                "diff_id": layer.diff_id,
-                "size": layer.size,
-                "media_type": layer.media_type,
-            },
-            "blob": str(root.blob(layer.digest).absolute()),
-        }
-        for layer in root.layers
-        if layer.diff_id in wanted
+        {"layer": dataclasses.asdict(layer), "blob": str(root.blob(layer.digest).absolute())}
+        for layer in layers.values()
     ]
-    job_fd = channel.pack({"cache": str(cache.absolute()), "layers": jobs})
+    job_fd = channel.pack({"cache": str(cache.absolute()), "layers": jobs, "user_namespace": userns.needed()})
     report_read, report_write = os.pipe()
-    argv, env = userns.helper("primus.sandbox.unpack_helper", str(job_fd), str(report_write))
+    argv, env = userns.helper("primus.sandbox.unpack_helper", str(job_fd), str(report_write), str(os.getpid()))
     try:
-        with userns.child(argv, pass_fds=(job_fd, report_write), env=env, stdin=subprocess.DEVNULL, cwd="/") as process:
+        # A process of its own: Ctrl-C ends it at once, and the next run takes up what it left.
+        with userns.child(
+            argv,
+            pass_fds=(job_fd, report_write),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        ) as process:
             os.close(report_write)
             report_write = -1
             code = process.wait()

@@ -73,14 +73,24 @@ def _sweep(base: Path, remove: Callable[[Path], None]) -> None:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(lock.with_suffix(""))
-            for group in _groups(lock):
-                with contextlib.suppress(OSError):
-                    group.rmdir()
-            lock.unlink(missing_ok=True)
+            # A killed run's processes may take a moment to leave; then the next sweep removes the group.
+            left = [group for group in _groups(lock) if not _gone(group)]
+            if not left:
+                lock.unlink(missing_ok=True)
         except BlockingIOError:
             pass
         finally:
             os.close(held)
+
+
+def _gone(group: Path) -> bool:
+    try:
+        group.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _groups(lock: Path) -> list[Path]:

@@ -71,7 +71,7 @@ def _extract(layer: LayerRef, blob: Path, root: Path, user_namespace: bool) -> N
     reader = BlobReader(layer, blob)
     try:
         writer = _Writer(root, layer, user_namespace)
-        with tarfile.open(mode="r|", fileobj=cast("Any", reader), bufsize=_CHUNK) as archive:
+        with tarfile.TarFile(fileobj=cast("Any", _Forward(reader)), mode="r") as archive:
             while (member := archive.next()) is not None:
                 writer.add(archive, member)
                 # The archive keeps every header it has seen; a layer may have a million.
@@ -86,6 +86,29 @@ def _extract(layer: LayerRef, blob: Path, root: Path, user_namespace: bool) -> N
         raise damaged(layer, blob, f"it is no tar archive ({error})") from error
     finally:
         reader.close()
+
+
+class _Forward:
+    """A reader as a file that seeks forward only; tarfile's own streaming mode copies far more."""
+
+    def __init__(self, reader: BlobReader) -> None:
+        self._reader = reader
+        self._at = 0
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int) -> bytes:
+        data = self._reader.read(size)
+        self._at += len(data)
+        return data
+
+    def seek(self, position: int, _whence: int = 0) -> int:
+        if position < self._at:
+            raise tarfile.StreamError("the archive must be read from front to back")
+        while self._at < position and self.read(min(_CHUNK, position - self._at)):
+            pass
+        return self._at
 
 
 class _Writer:

@@ -1,0 +1,315 @@
+"""The published releases as data: what each image held, as far as it was published, and where tables disagree.
+
+``None`` means "not published" throughout; nothing is inferred from a neighbouring release.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from primus.errors import InputError
+from primus.schema import build, described
+from primus.yamlfile import read
+
+__all__ = [
+    "Alternate",
+    "DocumentationError",
+    "History",
+    "Release",
+    "UnconfirmedTag",
+    "errors_about",
+    "load_history",
+    "newest_first",
+    "of_image",
+    "select",
+    "unconfirmed",
+]
+
+_FILE = Path(__file__).with_name("history.yaml")
+_DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
+_DIGEST = r"sha256:[0-9a-f]{64}"
+_NAME = re.compile(r"v[0-9]+(?:\.[0-9]+)+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternate:
+    """Another table, or part of one, that was published for the same tag."""
+
+    source: str = described("Where it was published.")
+    digest_prefix: str | None = described("Digest it gives, first 8 digits.", pattern=r"[0-9a-f]{8}", default=None)
+    image_id: str | None = described("Short image id it gives.", pattern=r"[0-9a-f]{12}", default=None)
+    content_size_bytes: int | None = described("Compressed size it gives.", default=None)
+    components: Mapping[str, str] = described("Component → version it gives.", default_factory=dict)
+    other_packages: Mapping[str, str] = described("Further packages that it gives.", default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """One published image tag, or the present pins in the same form (``pinned``)."""
+
+    image: str = described("Repository on Docker Hub.")
+    tag: str = described("Its tag.")
+    date: str | None = described("When it was released.", pattern=_DATE, shape="a date like 2026-10-08", default=None)
+    date_kind: Literal["built", "created"] | None = described(
+        "What the date is: built = the date inside the image, created = the date of the pins.", default=None
+    )
+    digest: str | None = described("Digest on Docker Hub.", pattern=_DIGEST, shape="sha256:<64 hex>", default=None)
+    image_id: str | None = described("Short image id.", pattern=r"[0-9a-f]{12}", shape="12 hex digits", default=None)
+    gpus: tuple[str, ...] | None = described("GPUs it is published for.", default=None)
+    gfx: tuple[str, ...] | None = described("Architectures of its kernels.", default=None)
+    size_gb: float | None = described("Unpacked size in GB.", default=None)
+    content_size_bytes: int | None = described("Compressed size.", default=None)
+    confidence: Literal["published", "draft", "image"] | None = described(
+        "published = docs page, docs data or release note; draft = README or unpublished data; image = read by AMD "
+        "from inside the image.",
+        default=None,
+    )
+    image_verified: tuple[str, ...] = described(
+        "Components confirmed from inside the image although the table as a whole is not.", default=()
+    )
+    same_as: str | None = described("Another tag with an identical published table.", default=None)
+    components: Mapping[str, str | None] = described("Component → version exactly as published.")
+    alternates: tuple[Alternate, ...] = described("Other tables published for this tag.", default=())
+    notes: tuple[str, ...] = described("Contradictions and caveats.", default=())
+    pinned: bool = field(default=False, metadata={"hidden": True})
+
+    def __post_init__(self) -> None:
+        if _NAME.search(self.tag) is None:
+            raise ValueError(f"the tag {self.tag!r} holds no release name like v26.8")
+        for name in self.image_verified:
+            if self.components.get(name) is None:
+                raise ValueError(f"{name} is called verified, but has no version")
+        if (self.date is None) and self.date_kind is not None:
+            raise ValueError("date_kind stands without a date")
+
+    @property
+    def reference(self) -> str:
+        """``image:tag``."""
+        return f"{self.image}:{self.tag}"
+
+    @property
+    def name(self) -> str:
+        """The release's name without image and variant: ``v25.9`` of ``rocm/primus:v25.9_gfx942``."""
+        found = _NAME.search(self.tag)
+        assert found is not None
+        return found[0]
+
+    @property
+    def missing(self) -> str:
+        """What a component without a version is called here."""
+        return "not pinned" if self.pinned else "not published"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnconfirmedTag:
+    """A tag that some file names but no table, page or history lists."""
+
+    image: str = described("Repository.")
+    tag: str = described("Its tag.")
+    named_by: str = described("What names it.")
+    status: str = described("What is known.")
+
+    @property
+    def reference(self) -> str:
+        """``image:tag``."""
+        return f"{self.image}:{self.tag}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentationError:
+    """One error in the published version tables."""
+
+    where: str = described("Page, data file or branch.")
+    printed: str = described("What stands there.")
+    right: str = described("What should stand there.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocsShape:
+    """Shape of the published docs data over a span of releases."""
+
+    releases: str = described("Releases, in words.")
+    shape: str = described("Its keys.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The list of contents that newer images carry."""
+
+    path: str = described("Folder in the image.")
+    since: str = described("First release that has it.")
+    files: tuple[str, ...] = described("Files in it.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageLayout:
+    """Where things are inside the published images."""
+
+    venv: str = described("The Python environment.")
+    python_from_v26_2: str = described("Python version from v26.2 on.")
+    rocm_path_from_v26_4: str = described("Where ROCm is from v26.4 on.")
+    opt_rocm: str = described("What became of /opt/rocm.")
+    manifest: Manifest = described("The list of contents.")
+    native_version_sources: Mapping[str, str] = described("Library → header that tells its version.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatedVersion:
+    """One release of a component."""
+
+    version: str = described("Its version.")
+    date: str = described("Its date.", pattern=_DATE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmbiguousName:
+    """A git name that is both a tag and a branch."""
+
+    name: str = described("The name.")
+    tag_commit: str | None = described("Commit of the tag.", default=None)
+    tag_object: str | None = described("Object of the annotated tag.", default=None)
+    branch_commit: str = described("Commit of the branch.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrimusNames:
+    """Names in the Primus repository."""
+
+    tags: tuple[str, ...] = described("Tags.")
+    release_branches: tuple[str, ...] = described("Release branches.")
+    ambiguous_names: tuple[AmbiguousName, ...] = described("Names that are both.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentReleases:
+    """Releases of single components."""
+
+    primus_turbo: tuple[DatedVersion, ...] = described("Primus Turbo.")
+    primus: PrimusNames = described("Primus.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """Everything known of the published images."""
+
+    gpu_arch: Mapping[str, str] = described("GPU → architecture.")
+    deprecations: tuple[str, ...] = described("What was deprecated.")
+    releases: tuple[Release, ...] = described("One entry per published tag.")
+    related_images: tuple[Release, ...] = described("Images of neighbouring lines, in brief.")
+    unconfirmed_tags: tuple[UnconfirmedTag, ...] = described("Tags that nothing confirms.")
+    documentation_errors: tuple[DocumentationError, ...] = described("Errors in the published tables.")
+    docs_data_shapes: tuple[DocsShape, ...] = described("Shapes of the published docs data.")
+    image_layout: ImageLayout = described("Where things are inside the images.")
+    component_releases: ComponentReleases = described("Releases of single components.")
+
+    def __post_init__(self) -> None:
+        known: dict[str, Release] = {}
+        for release in (*self.releases, *self.related_images):
+            if release.reference in known:
+                raise ValueError(f"{release.reference} stands here twice")
+            known[release.reference] = release
+            for gpu in release.gpus or ():
+                if gpu not in self.gpu_arch:
+                    raise ValueError(f"{release.reference}: gpu_arch has no {gpu!r}")
+        for release in known.values():
+            if release.same_as is None:
+                continue
+            twin = known.get(release.same_as)
+            if twin is None or twin.components != release.components:
+                raise ValueError(f"{release.reference} is not the same as {release.same_as}")
+
+
+@cache
+def load_history(path: Path = _FILE) -> History:
+    """The history that ships with this package, or that of another file in its form."""
+    return build(History, read(path, path.name))
+
+
+def newest_first(releases: Sequence[Release]) -> tuple[Release, ...]:
+    """By release number (v25.10 is newer than v25.9), then by image and tag."""
+    by_name = sorted(releases, key=lambda r: (r.image, r.tag))
+    return tuple(sorted(by_name, key=lambda r: _numbers(r.name), reverse=True))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"[0-9]+", text)))
+
+
+def of_image(history: History, image: str | None) -> tuple[Release, ...]:
+    """The releases of one image (``rocm/primus`` or ``primus``), or those of the training line when none is named.
+
+    Raises InputError for an image that the history does not know.
+    """
+    if image is None:
+        return history.releases
+    every = (*history.releases, *history.related_images)
+    found = tuple(r for r in every if _same_image(r, image))
+    if not found:
+        images = sorted({r.image for r in every})
+        raise InputError(f"no release of an image called {image!r} is known", hint=_did_you_mean(image, images))
+    return found
+
+
+def select(history: History, word: str, *, also: Sequence[str] = ()) -> tuple[Release, ...]:
+    """What ``word`` names: ``v25.9``, ``v25.9_gfx942``, ``rocm/primus:v25.10`` or ``primus:v25.10``.
+
+    A name that stands for several tags gives them all. Raises InputError when it names nothing, with the nearest
+    names among those of the history and ``also``.
+    """
+    every = (*history.releases, *history.related_images)
+    image, colon, tag = word.rpartition(":")
+    if colon:
+        found = tuple(r for r in every if _same_image(r, image) and r.tag == tag)
+    else:
+        # Release numbers are the training line's; other lines number their images on their own.
+        found = tuple(r for r in history.releases if r.name == word)
+        found = found or tuple(r for r in every if r.tag == word)
+    if found:
+        return found
+    doubtful = unconfirmed(history, word)
+    if doubtful:
+        told = "; ".join(f"{t.reference} is named by {t.named_by} ({t.status})" for t in doubtful)
+        raise InputError(f"nothing was published for {word}: {told}", hint="primus releases lists what was")
+    names = dict.fromkeys(n for r in every for n in (r.name, r.tag, r.reference, f"{_short(r)}:{r.tag}"))
+    raise InputError(f"no release is called {word!r}", hint=_did_you_mean(word, [*names, *also]))
+
+
+def unconfirmed(history: History, word: str) -> tuple[UnconfirmedTag, ...]:
+    """The unconfirmed tags that ``word`` names, alone or among others."""
+    image, colon, tag = word.rpartition(":")
+    return tuple(
+        t
+        for t in history.unconfirmed_tags
+        if (t.tag == tag or (not colon and t.tag.startswith(tag + "_")))
+        and (not colon or image in (t.image, t.image.rpartition("/")[2]))
+    )
+
+
+def errors_about(history: History, release: Release) -> tuple[DocumentationError, ...]:
+    """Known errors of published pages on the release of this name.
+
+    Pages are named after other things than images, so no error is left out for its page's name.
+    """
+    pattern = re.compile(re.escape(release.name) + r"(?![0-9]|\.[0-9])")
+    return tuple(error for error in history.documentation_errors if pattern.search(error.where))
+
+
+def _short(release: Release) -> str:
+    return release.image.rpartition("/")[2]
+
+
+def _same_image(release: Release, image: str) -> bool:
+    return image in (release.image, _short(release))
+
+
+def _did_you_mean(word: str, names: Sequence[str]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, names, 3)
+    listed = " or ".join(repr(n) for n in near)
+    return f"did you mean {listed}?" if near else "primus releases lists what there is"

@@ -1,0 +1,83 @@
+"""The present pins in the form of a published release, so that the two can stand side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from primus.release.history import Release
+
+if TYPE_CHECKING:
+    from primus.images.project import Project
+    from primus.versions.model import Pin
+
+__all__ = ["FILE", "IMAGE", "present", "present_names"]
+
+IMAGE = "rocm/primus"
+# Means the pins even when a release of the same name is in the history already.
+FILE = "versions.yaml"
+# The one target without a GPU.
+_NO_GPU = "cpu"
+
+
+def present_names(project: Project) -> tuple[str, ...]:
+    """Names that :func:`present` answers to: the release's, one per target, and the file's own."""
+    release = project.versions.release
+    return (release, FILE, *(f"{release}-{target}" for target in project.target_names()))
+
+
+def present(project: Project, name: str, gpu_arch: Mapping[str, str]) -> Release:
+    """The pins of versions.yaml, all of them or those of one target (``v26.11-cpu``)."""
+    versions = project.versions
+    name = versions.release if name == FILE else name
+    wanted = name.removeprefix(versions.release).removeprefix("-")
+    targets = [wanted] if wanted else project.target_names()
+    components: dict[str, str | None] = {}
+    python = _python(project, targets)
+    if python is not None:
+        components["python"] = python
+    if wanted:
+        components |= {_key(c): _version(pin) for c, pin in project.pins(wanted).items()}
+    else:
+        components |= {_key(c): _versions(item.pins) for c, item in versions.components.items()}
+    gpus = tuple(t for t in targets if t != _NO_GPU)
+    return Release(
+        image=IMAGE,
+        tag=name,
+        date=versions.created,
+        date_kind="created",
+        gpus=gpus,
+        gfx=tuple(dict.fromkeys(gpu_arch[g] for g in gpus if g in gpu_arch)),
+        components=components,
+        notes=(f"The pins of versions.yaml for {', '.join(targets) or 'no target'}, as they stand now.",),
+        pinned=True,
+    )
+
+
+def _key(component: str) -> str:
+    return component.replace("-", "_")
+
+
+def _version(pin: Pin) -> str:
+    return pin.version if pin.version is not None else f"{pin.path} of this repository"
+
+
+def _versions(pins: Iterable[Pin]) -> str:
+    """Every version that is pinned, each with the targets that take it where they are named."""
+    takers: dict[str, list[str]] = {}
+    for pin in pins:
+        takers.setdefault(_version(pin), []).extend(pin.targets or ("every other target",))
+    if len(takers) == 1:
+        return next(iter(takers))
+    return ", ".join(f"{version} ({', '.join(dict.fromkeys(names))})" for version, names in takers.items())
+
+
+def _python(project: Project, targets: Iterable[str]) -> str | None:
+    found: dict[str, list[str]] = {}
+    for name in targets:
+        base = project.target(name).base
+        if base is not None and base in project.versions.bases:
+            found.setdefault(project.versions.bases[base].python, []).append(name)
+    if len(found) <= 1:
+        return next(iter(found), None)
+    return ", ".join(f"{version} ({', '.join(names)})" for version, names in found.items())

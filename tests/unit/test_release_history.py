@@ -1,0 +1,398 @@
+"""The published releases: all of them are there, as published, and nothing is made up."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from primus.cli.main import main
+from primus.errors import InputError
+from primus.release import show
+from primus.release.history import (
+    History,
+    Release,
+    errors_about,
+    load_history,
+    newest_first,
+    of_image,
+    select,
+    unconfirmed,
+)
+from primus.release.inputs import Inputs, load_inputs, stack_of
+from primus.schema import build
+from primus.yamlfile import parse
+from project_kit import make_project
+
+HISTORY = load_history()
+INPUTS = load_inputs()
+
+
+def one(reference: str) -> Release:
+    (found,) = select(HISTORY, reference)
+    return found
+
+
+def references(word: str) -> set[str]:
+    return {r.reference for r in select(HISTORY, word)}
+
+
+def broken(text: str) -> InputError:
+    with pytest.raises(InputError) as caught:
+        build(History, parse(text, "h"))
+    return caught.value
+
+
+# Small, complete, and the ground for one broken line at a time.
+SMALL = """\
+gpu_arch: {mi300x: gfx942}
+deprecations: []
+releases:
+  - {image: rocm/a, tag: v26.8, gpus: [mi300x], components: {rocm: 1.0, aiter: null}}
+  - {image: rocm/b, tag: v26.8, same_as: "rocm/a:v26.8", components: {rocm: 1.0, aiter: null}}
+related_images: []
+unconfirmed_tags: []
+documentation_errors: []
+docs_data_shapes: []
+image_layout:
+  {venv: v, python_from_v26_2: p, rocm_path_from_v26_4: r, opt_rocm: o, native_version_sources: {},
+   manifest: {path: p, since: s, files: []}}
+component_releases: {primus_turbo: [], primus: {tags: [], release_branches: [], ambiguous_names: []}}
+"""
+
+
+def test_every_release_is_there() -> None:
+    assert Counter(r.image for r in HISTORY.releases) == {
+        "rocm/megatron-lm": 11,
+        "rocm/pytorch-training": 8,
+        "rocm/primus": 12,
+    }
+    names = {r.name for r in HISTORY.releases}
+    assert names == {"v24.12"} | {f"v25.{n}" for n in range(2, 12)} | {f"v26.{n}" for n in range(1, 9)}
+    assert [r.tag for r in HISTORY.related_images] == [f"maxtext-v26.{n}" for n in range(4, 9)]
+    assert len(HISTORY.unconfirmed_tags) == 4
+    assert len(HISTORY.documentation_errors) == 9
+    assert len(HISTORY.docs_data_shapes) == 5
+
+
+def test_how_much_is_known_and_how_much_is_not() -> None:
+    values = [v for r in HISTORY.releases for v in r.components.values()]
+    assert (len(values), values.count(None)) == (403, 87)
+    assert Counter(r.confidence for r in HISTORY.releases) == {"published": 25, "draft": 1, "image": 5}
+    assert sum(r.digest is not None for r in HISTORY.releases) == 23
+    assert sum(r.size_gb is not None for r in HISTORY.releases) == 5
+    assert sum(len(r.alternates) for r in HISTORY.releases) == 14
+    assert sum(len(r.notes) for r in (*HISTORY.releases, *HISTORY.related_images)) == 59
+
+
+def test_facts_as_published() -> None:
+    newest = one("v26.8")
+    assert (newest.date, newest.date_kind, newest.size_gb) == ("2026-10-08", "built", 56.4)
+    assert (newest.digest, newest.image_id) == (None, "e86c9bb570ec")
+    assert newest.components["rccl"] == "2.30.7"
+    assert newest.components["primus_turbo"] == "0.5.1.dev7"
+    assert one("v26.7").content_size_bytes == 14333301757
+    assert one("v26.4").digest == "sha256:c3d9033c55440f3650a24b26377f3630a0b1bf1b48a6509a4b8fdd8900b2bbcb"
+    assert one("v26.1").image_verified == ("rocm", "python", "pytorch", "transformer_engine", "rccl")
+    # Text, not a number: 3.1 would be another version.
+    assert one("pytorch-training:v25.3").components["python"] == "3.10"
+    assert one("rocm/megatron-lm:v25.8_py310").components["flash_attention"] is None
+    assert one("rocm/primus:v25.9_gfx950").gpus == ("mi350x", "mi355x")
+    assert one("rocm/megatron-lm:v25.9_gfx942").same_as == "rocm/primus:v25.9_gfx942"
+    assert one("maxtext-v26.8").components["jax"] == "0.11.1"
+
+
+def test_alternates_keep_their_source() -> None:
+    (snapshot,) = one("v26.8").alternates
+    assert snapshot.image_id == "cb6bc1aa4c7b"
+    assert snapshot.content_size_bytes == 15352347239
+    assert snapshot.components == {"primus": "1f4f6f6e"}
+    assert snapshot.other_packages["pycparser"] == "3.0"
+    docs, page = one("v26.4").alternates
+    assert (docs.source, docs.components["rccl"]) == ("docs data and PyTorch history page", "2.28.9")
+    assert (page.source, page.digest_prefix) == ("Megatron-LM history page", "da50bfe9")
+
+
+def test_inputs_are_there() -> None:
+    assert [len(s.wheels) for s in INPUTS.stacks] == [21, 19]
+    assert [len(s.python_packages_in_image) for s in INPUTS.stacks] == [20, 16]
+    assert (len(INPUTS.indexes), len(INPUTS.constraints), len(INPUTS.earlier_dockerfiles)) == (10, 11, 4)
+    stack = stack_of(INPUTS, "rocm/primus:v26.8")
+    assert stack is not None
+    primus = stack.git["primus"]
+    assert primus is not None
+    assert primus.commit == "f487a934fbc21def28077d5e919dad0b68ecaf9d"
+    assert stack_of(INPUTS, "rocm/jax-training:maxtext-v26.8") is None
+
+
+def test_the_stacks_agree_with_the_tables() -> None:
+    """Two places of the data say the same versions of the same image."""
+    for stack in INPUTS.stacks:
+        table = one(stack.release).components
+        wheels = {w.name: w.version for w in stack.wheels}
+        for component, wheel in {"pytorch": "torch", "rocm": "rocm", "triton": "triton", "apex": "apex"}.items():
+            assert table[component] == wheels[wheel], (stack.release, component)
+        primus, short = stack.git["primus"], table["primus"]
+        assert primus is not None and primus.commit is not None and short is not None
+        assert primus.commit.startswith(short)
+
+
+@pytest.mark.parametrize(("name", "schema"), [("history", "releases"), ("inputs", "release_inputs")])
+def test_editors_schema_takes_the_data(name: str, schema: str) -> None:
+    path = Path(show.__file__).parent / f"{name}.yaml"
+    text = path.read_text(encoding="utf-8")
+    (relative,) = re.findall(r"^# yaml-language-server: \$schema=(.+)$", text, re.MULTILINE)
+    assert (path.parent / relative).name == f"{schema}.json"
+    validator = jsonschema.Draft202012Validator(json.loads((path.parent / relative).read_text(encoding="utf-8")))
+    assert not list(validator.iter_errors(yaml.safe_load(text)))
+    assert list(validator.iter_errors({**yaml.safe_load(text), "more": 1}))
+
+
+def test_no_package_host_is_named() -> None:
+    folder = Path(show.__file__).parent
+    for name in ("history.yaml", "inputs.yaml"):
+        text = (folder / name).read_text(encoding="utf-8")
+        assert set(re.findall(r"https?://([^/\s'\"]+)", text)) <= {"github.com"}
+
+
+def test_small_history_is_good() -> None:
+    assert len(build(History, parse(SMALL, "h")).releases) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("image: rocm/b, tag: v26.8", "image: rocm/a, tag: v26.8", "stands here twice"),
+        ("tag: v26.8, gpus", "tag: latest, gpus", "'latest' holds no release name"),
+        ("gpus: [mi300x]", "gpus: [mi300]", "gpu_arch has no 'mi300'"),
+        ('same_as: "rocm/a:v26.8", components: {rocm: 1.0', 'same_as: "rocm/a:v26.8", components: {rocm: 1', "not the"),
+        ("rocm/a:v26.8", "rocm/c:v26.8", "is not the same as rocm/c:v26.8"),
+        ("gpus: [mi300x]", "date_kind: built", "date_kind stands without a date"),
+        ("gpus: [mi300x]", "image_verified: [aiter]", "aiter is called verified, but has no version"),
+        ("gpus: [mi300x]", "digest: sha256:12", "digest must be sha256:<64 hex>"),
+        ("gpus: [mi300x]", "confidence: sure", "confidence must be one of published, draft, image"),
+        ("gpus: [mi300x]", "pinned: true", "unknown key 'pinned'"),
+    ],
+)
+def test_a_wrong_history_is_refused(old: str, new: str, message: str) -> None:
+    assert SMALL.count(old) == 1
+    assert message in broken(SMALL.replace(old, new)).message
+
+
+def test_an_index_that_is_not_there_is_refused() -> None:
+    text = (Path(show.__file__).parent / "inputs.yaml").read_text(encoding="utf-8")
+    changed = text.replace("pinned: true, index: rocm_core", "pinned: true, index: rocm_cor", 1)
+    assert changed != text
+    with pytest.raises(InputError, match="rocm names no known index: 'rocm_cor'"):
+        build(Inputs, parse(changed, "i"))
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("v26.8", {"rocm/primus:v26.8"}),
+        ("v24.12", {"rocm/megatron-lm:v24.12-dev"}),
+        ("v25.10", {"rocm/primus:v25.10", "rocm/pytorch-training:v25.10"}),
+        ("v25.1", None),
+        ("v25.8", {"rocm/pytorch-training:v25.8", "rocm/megatron-lm:v25.8_py310"}),
+        ("v25.9_gfx942", {"rocm/primus:v25.9_gfx942", "rocm/megatron-lm:v25.9_gfx942"}),
+        ("primus:v25.9_gfx942", {"rocm/primus:v25.9_gfx942"}),
+        ("rocm/pytorch-training:v25.10", {"rocm/pytorch-training:v25.10"}),
+        ("maxtext-v26.5", {"rocm/jax-training:maxtext-v26.5"}),
+        ("rocm/primus:v25.8", None),
+        ("", None),
+        (":", None),
+    ],
+)
+def test_select(word: str, found: set[str] | None) -> None:
+    if found is None:
+        with pytest.raises(InputError):
+            select(HISTORY, word)
+    else:
+        assert references(word) == found
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("v25.20", "v25.2"), ("26.8", "v26.8"), ("rocm/prims:v26.8", "rocm/primus:v26.8"), ("v25.8_py31", "v25.8_py310")],
+)
+def test_a_typo_gets_the_nearest_name(word: str, near: str) -> None:
+    with pytest.raises(InputError) as caught:
+        select(HISTORY, word)
+    assert caught.value.message == f"no release is called {word!r}"
+    assert repr(near) in (caught.value.hint or "")
+
+
+def test_nothing_near_gets_the_list() -> None:
+    with pytest.raises(InputError) as caught:
+        select(HISTORY, "zzzzzz")
+    assert caught.value.hint == "primus releases lists what there is"
+
+
+@pytest.mark.parametrize("word", ["v26.5.1", "rocm/primus:v26.5.1", "primus:v25.9", "rocm/primus:v25.10_gfx942"])
+def test_an_unconfirmed_tag_says_what_is_known(word: str) -> None:
+    (tag,) = unconfirmed(HISTORY, word)
+    with pytest.raises(InputError) as caught:
+        select(HISTORY, word)
+    assert f"nothing was published for {word}: {tag.reference} is named by {tag.named_by}" in caught.value.message
+
+
+def test_newest_first_is_by_number() -> None:
+    names = list(dict.fromkeys(r.name for r in newest_first(tuple(reversed(HISTORY.releases)))))
+    assert names[:2] == ["v26.8", "v26.7"]
+    assert names.index("v25.11") < names.index("v25.10") < names.index("v25.9") < names.index("v25.2")
+    assert names[-1] == "v24.12"
+
+
+def test_of_image() -> None:
+    assert of_image(HISTORY, "primus") == of_image(HISTORY, "rocm/primus")
+    assert {r.image for r in of_image(HISTORY, "rocm/jax-training")} == {"rocm/jax-training"}
+    with pytest.raises(InputError) as caught:
+        of_image(HISTORY, "rocm/primsu")
+    assert "'rocm/primus'" in (caught.value.hint or "")
+
+
+def test_errors_about_a_release_are_not_those_of_a_longer_number() -> None:
+    assert [e.right for e in errors_about(HISTORY, one("v26.3"))] == ["ROCm 7.2.1"]
+    assert len(errors_about(HISTORY, one("v26.2"))) == 2
+    assert errors_about(HISTORY, one("v26.1")) == ()
+    wheres = ["page of v26.80", "page of v26.8.1", "row v26.8", "v26.8_x, row"]
+    rows = ", ".join(f'{{where: "{where}", printed: p, right: r}}' for where in wheres)
+    small = build(History, parse(SMALL.replace("errors: []", f"errors: [{rows}]"), "h"))
+    assert [e.where for e in errors_about(small, small.releases[0])] == wheres[2:]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    kit = make_project(tmp_path / "project")
+    monkeypatch.chdir(kit.root)
+    return kit.root
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_list(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["releases"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["tag", "date", "ROCm", "PyTorch", "GPUs", "size"]
+    assert re.split(r"\s{2,}", rows[0]) == [
+        "rocm/primus:v26.8 *",
+        "2026-10-08",
+        "10.1.0",
+        "2.14.0+rocm10.1.0",
+        "mi300x, mi325x, mi350x, mi355x",
+        "56.4 GB",
+    ]
+    assert sum(row.startswith("rocm/") for row in rows) == len(HISTORY.releases)
+    assert "rocm/primus:v26.7  " in "\n".join(rows)
+    assert rows[-3:] == [
+        "– not published.",
+        "* another published table says otherwise: primus releases NAME shows it.",
+        "Related images: primus releases --image rocm/jax-training",
+    ]
+
+
+def test_in_a_project_the_pins_stand_on_top(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["releases"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("rocm/primus:v26.11 (versions.yaml)  2026-11-20  –")
+    assert main(["releases", "--image", "rocm/megatron-lm"]) == 0
+    out = capsys.readouterr().out
+    assert "versions.yaml" not in out
+    assert out.count("rocm/megatron-lm:") == 11
+
+
+def test_one_release_tells_all(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["releases", "v26.4"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "size             75.9 GB unpacked",
+        "compressed size  not published",
+        "hipblaslt           1.4.1-be5adb9b",
+        "- docs data and PyTorch history page: rocm 7.14.0a20260608 (best known: 7.14.0), pytorch",
+        "- Megatron-LM history page: digest da50bfe9 (best known: c3d9033c)",
+        "known errors of published pages\n  - Megatron-LM history page, v26.4 row: printed ROCm 7.2.0",
+        "notes\n  - Docs and image disagree on PyTorch, hipBLASLt and RCCL.",
+    ):
+        assert words in out, words
+
+
+def test_one_release_tells_what_it_was_made_from(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["releases", "v26.7"]) == 0
+    out = capsys.readouterr().out
+    assert "- triton 3.8.0+git4cff872c.rocm10.0.0 from rocm_pytorch, not pinned" in out
+    assert "Dockerfile.primus-v26.7 on ubuntu:24.04 (not pinned by digest)" in out
+
+
+def test_a_name_of_several_tags_shows_each_and_the_doubtful(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["releases", "v25.9"]) == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(r"^rocm/(?:primus|megatron-lm):v25\.9_gfx9(?:42|50)$", out, re.MULTILINE)) == 4
+    assert "unconfirmed tags\n  - rocm/primus:v25.9: named by docker run line" in out
+    assert main(["releases", "v25.9", "--image", "primus", "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "## rocm/megatron" not in out
+    assert "## Unconfirmed tags\n\n- rocm/primus:v25.9:" in out
+    assert "only \\_gfx942 and \\_gfx950 exist" in out
+
+
+def test_a_name_that_the_image_lacks(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["releases", "v25.8", "--image", "rocm/primus"]) == 2
+    assert "rocm/primus has no release v25.8\n  → v25.8 stands for rocm/" in capsys.readouterr().err
+    assert main(["releases", "v26.81"]) == 2
+    assert "did you mean 'v26.8'" in capsys.readouterr().err
+
+
+def test_json_reads_back_as_the_same_release(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["releases", "--json"], ["releases", "--image", "rocm/jax-training", "--json"]):
+        assert main(words) == 0
+        document = json.loads(capsys.readouterr().out)
+        back = []
+        for release in document["releases"]:
+            assert release.pop("pinned") is False
+            back.append(build(Release, parse(json.dumps(release), "json")))
+        assert tuple(back) == of_image(HISTORY, words[2] if len(words) > 2 else None)
+    assert len(document["documentation_errors"]) == 9
+    assert main(["releases", "v26.8", "--json"]) == 0
+    (stack,) = json.loads(capsys.readouterr().out)["stacks"]
+    assert stack["release"] == "v26.8"
+
+
+def test_formats_exclude_each_other(nowhere: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["releases", "--json", "--markdown"])
+    assert caught.value.code == 2
+
+
+def test_page_holds_every_tag_error_and_contradiction() -> None:
+    page = show.page(HISTORY)
+    rows = [line for line in page.splitlines() if line.startswith("|")]
+    history = page.partition("## Components")[0].splitlines() + page.partition("## Related")[2].splitlines()
+    for release in (*HISTORY.releases, *HISTORY.related_images):
+        tag = release.reference.replace("_", "\\_")
+        assert sum(row.startswith((f"| {tag} |", f"| {tag} \\* |")) for row in history) == 1, tag
+    for error in HISTORY.documentation_errors:
+        assert error.right.replace("_", "\\_") in page
+    assert "| rocm/primus:v26.3 | rocm | 7.2.1 | 7.2.0 | Megatron-LM history page |" in rows
+    versions = "3.12.3 | 2.17.1+130099ce4 | 2.8.4 | 1.4.1-39d8d603 | 3.8.0+git669b31ac.rocm10.1.0 | 2.30.7 | f487a934"
+    assert f"| rocm/primus:v26.8 | {versions} | 0.5.1.dev7 | 0.1.22.post1 |" in rows
+    # As many cells as its head has, in every table.
+    for before, line in pairwise(page.splitlines()):
+        if before.startswith("|") and line.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", line)) == len(re.findall(r"(?<!\\)\|", before)), line
+
+
+def test_markdown_cells_keep_the_table_whole(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = Release(image="rocm/a", tag="v1.0_x", components={"a|b": "1|2", "c*": "<d>"})
+    text = show.one_markdown(HISTORY, odd, None)
+    assert "| a\\|b | 1\\|2 |" in text
+    assert "| c\\* | &lt;d> |" in text

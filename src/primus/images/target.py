@@ -43,6 +43,9 @@ class Target:
     recipes: tuple[str, ...] = described("Recipes that validate it, the default first.", default=())
     workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
     compression: Literal["zstd", "gzip"] = described("How layers are compressed.", default="zstd")
+    arch: Literal["gfx942", "gfx950", "sm_90"] | None = described(
+        "GPU architecture that every GPU library in it must have code for; none for a target without GPU.", default=None
+    )
     budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
 
 

@@ -50,6 +50,11 @@ def run(args: argparse.Namespace) -> int:
     plans = plan_images(project, names, locked=args.locked, offline=args.offline, quiet=args.json)
     built = [] if args.rehash else [image for plan in plans if (image := current(project.store, plan)) is not None]
     if len(built) < len(plans):
+        from primus.gates.pins import check_pins
+
+        # Before gigabytes are fetched for an image that could not pass.
+        for name in names:
+            check_pins(project, name)
         built = build_images(
             project,
             plans,

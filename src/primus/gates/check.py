@@ -91,7 +91,7 @@ def examine(project: Project, name: str, progress: Progress) -> Examined:
         raise InputError(
             f"{plan.ref} is not built as versions.yaml and its lock have it now", hint=f"primus build {name}"
         )
-    root = root_of_image(project.store, project.work / "unpacked", name, release=plan.release)
+    root = root_of_image(project.store, project.work / "unpacked", name, ref=plan.ref)
     facts: dict[str, LayerFacts] = {}
     for action, ref in zip(plan.layers, root.layers, strict=True):
         progress.start(ref.digest, f"examine {action.name}", None)
@@ -106,6 +106,7 @@ def check_image(project: Project, name: str, progress: Progress) -> Outcome:
     """Run every gate on the built image of ``name``; see :func:`examine` for what it raises."""
     image = examine(project, name, progress)
     target, lock, pins = project.target(name), project.lock(name), project.pins(name)
+    base = project.choice(name).base
     wheels = {f.name: f.version for f in (*lock.of("wheel"), *lock.of("sdist"))} if lock else {}
     if "primus" in pins:
         wheels["primus-images"] = __version__
@@ -120,7 +121,7 @@ def check_image(project: Project, name: str, progress: Progress) -> Outcome:
         versions_inside(
             [(layer, f.stated) for layer, f in facts],
             wheels=wheels,
-            debs={f.name: f.version for f in lock.of("deb", target.base)} if lock and target.base else {},
+            debs={f.name: f.version for f in lock.of("deb", base)} if lock and base else {},
             components={component: pin.version for component, pin in pins.items() if pin.version},
         ),
         shared_names([(layer, f.libraries) for layer, f in facts]),

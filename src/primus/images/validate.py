@@ -37,7 +37,7 @@ def validate(
     os.environ["PRIMUS_RECIPES"] = str(project.root / "recipes")
     name = recipe or _default_recipe(project, target)
     runner = choose(engine)
-    root = root_of_image(project.store, project.work / "unpacked", target, release=project.versions.release)
+    root = root_of_image(project.store, project.work / "unpacked", target, ref=project.ref(target))
     folder = output / target / Path(name).stem
     jobs = suite.plan(name, _INSIDE)
     folder.mkdir(parents=True, exist_ok=True)

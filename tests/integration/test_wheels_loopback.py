@@ -104,6 +104,14 @@ def test_earlier_versions_stay_unless_they_cannot(index: Server) -> None:
     assert _resolve(_request(big="1.0+cpu"), small="0.5")["small"].version == "1.1"
 
 
+def test_what_the_base_brings_is_not_taken_from_the_index(index: Server) -> None:
+    brought = replace(_request(big="1.0+cpu"), debs={"python3-small": "0.9"})
+    assert set(_resolve(brought)) == {"big", "old-python-only"}
+    assert set(_resolve(brought, small="1.0")) == {"big", "old-python-only"}
+    message = _within(9, lambda: _resolve(replace(_request(clash="1.0"), debs={"python3-small": "0.9"})), InputError)
+    assert "do not fit together" in message
+
+
 def test_no_such_version_and_conflict_are_sentences(index: Server) -> None:
     message = _within(9, lambda: _resolve(_request(small="1.2")), InputError)
     assert "no wheel of small 1.2" in message

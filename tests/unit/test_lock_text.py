@@ -83,6 +83,12 @@ def test_package_order_is_no_drift() -> None:
     assert drift(lock, request(bases={"bookworm": base})) == ()
 
 
+def test_python_packages_of_the_base_are_what_pip_calls_them() -> None:
+    asked = request(debs={"python3-torch": "2.14.1", "rocminfo": "7.2.4"})
+    assert asked.provided == {"torch": "2.14.1+debian"}
+    assert asked.flat()["deb rocminfo"] == "7.2.4"
+
+
 def good() -> dict[str, object]:
     return dict(json.loads(dumps(Lock(target="cpu", channel="pypi", pins={}, files=()))))
 

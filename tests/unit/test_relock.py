@@ -31,6 +31,8 @@ def test_what_each_change_makes_stale() -> None:
     assert relock.stale(_request(), lock) == set()
     assert relock.stale(_request(), lock, True) == {"wheels", "sdists", "base b"}
     assert relock.stale(_request(torch="3"), lock) == {"wheels"}
+    from_debs = Request(**vars(_request()) | {"debs": {"python3-torch": "2"}})
+    assert relock.stale(from_debs, lock) == {"wheels"}, "pip must not bring what the base does"
     assert relock.stale(_request(suite="trixie"), lock) == {"wheels", "base b"}
     exact = Request(
         **vars(_request()) | {"bases": {"b": BaseRequest(suite="bookworm", python="3.11.4", packages=("bash",))}}

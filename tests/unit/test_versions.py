@@ -93,8 +93,8 @@ def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: s
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("version: 1.0, channel: pypi", "exactly one of wheel, sdist, path"),
-        ("wheel: a, sdist: b, version: 1.0, channel: pypi", "exactly one of wheel, sdist, path"),
+        ("version: 1.0, channel: pypi", "exactly one of wheel, sdist, deb, path"),
+        ("wheel: a, sdist: b, version: 1.0, channel: pypi", "exactly one of wheel, sdist, deb, path"),
         ("wheel: a, channel: pypi", "needs an exact version"),
         ("wheel: a, version: 1.0, channel: local", "channel other than local"),
         ("path: src, channel: local", "has `to`"),
@@ -103,6 +103,10 @@ def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: s
         ("sdist: a, version: 1.0, channel: pypi", "names the base that builds it"),
         ("wheel: a, version: 1.0, channel: pypi, builder: bookworm", "names the base that builds it"),
         ("sdist: a, version: 1.0, channel: pypi, builder: trixie", "no base is called 'trixie'"),
+        ("deb: python3-a, channel: debian", "needs an exact version"),
+        ("deb: python3-a, version: 1.0, channel: pypi", "channel debian is for deb pins"),
+        ("wheel: a, version: 1.0, channel: debian", "channel debian is for deb pins"),
+        ("path: src, to: '{here}/a', channel: local", "{site}/NAME"),
         ("wheel: a, version: 1.0, channel: debain", "did you mean 'debian'?"),
         ("wheel: a, verison: 1.0, channel: pypi", "did you mean 'version'?"),
         ("wheel: a, version: 1.0", "'channel' is missing"),

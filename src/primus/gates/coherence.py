@@ -28,6 +28,8 @@ _DEBS = re.compile(
 )
 _LOCAL = re.compile(r"(?:^|[._-])rocm(?:sdk)?([0-9]+(?:\.[0-9]+)*)((?:a|b|rc)[0-9]+)?")
 _OWN = re.compile(r"([0-9]+(?:\.[0-9]+)*)((?:a|b|rc)[0-9]+)?")
+# A library package ends in the number of its soname: librocblas5, libamdhip64-7.
+_SONAME = re.compile(r"(?<=[a-z])[0-9.]+$|-[0-9.]+$")
 _DEVICE = re.compile(r"(?:^|-)device-(gfx[0-9a-z]+)$")
 _MAJOR = re.compile(r"-rocm([0-9]+)(?:-|$)")
 _FLAVOUR = re.compile(r"^(cpu|cu[0-9]+|rocm)")
@@ -114,7 +116,7 @@ def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
     found = [
         Finding(
             gate=_GATE,
-            severity="error",
+            severity="warning" if _beside(p, v, meant, train) else "error",
             path=p.where,
             message=f"{p.name} {p.version} is of ROCm {v}, {shown} of {meant}",
         )
@@ -131,6 +133,21 @@ def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
         for p, v in train
         if (major := _MAJOR.search(p.name)) and int(major[1]) != meant.numbers[0] and v.agrees(meant)
     ]
+
+
+def _beside(
+    package: Package, version: RocmVersion, meant: RocmVersion, train: list[tuple[Package, RocmVersion]]
+) -> bool:
+    """Whether the train's own release of this Debian library is there too: the older one, another soname, only serves
+    what Debian linked against it.
+    """
+    stem = _SONAME.sub("", package.name)
+    return (
+        package.kind == "deb"
+        and version < meant
+        and stem != package.name
+        and any(p.kind == "deb" and v.agrees(meant) and _SONAME.sub("", p.name) == stem for p, v in train)
+    )
 
 
 def _device(package: Package, arch: str | None) -> list[Finding]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from primus.errors import CheckFailed
 from primus.gates.coherence import Package, coherence
 from primus.images.target import normalised
+from primus.versions.suites import name_of
 
 if TYPE_CHECKING:
     from primus.images.project import Project
@@ -17,16 +18,16 @@ __all__ = ["check_pins", "pinned_packages"]
 def pinned_packages(project: Project, name: str) -> list[Package]:
     """Every package of the image, with the line of versions.yaml or of the lock that set its version."""
     pinned = {
-        normalised(pin.wheel or pin.sdist or ""): project.pin_place(component, pin)
+        normalised(pin.wheel or pin.sdist or pin.deb or ""): project.pin_place(component, pin)
         for component, pin in project.pins(name).items()
     }
     lock = project.lock(name)
     path = project.lock_path(name)
     rows = path.read_text(encoding="utf-8").splitlines() if lock else []
     lines = {row.strip(): number for number, row in enumerate(rows, 1)}
-    base = project.target(name).base
+    base = project.choice(name).base
     debs = lock.of("deb", base) if lock and base else ()
-    listed = project.versions.bases[base].packages if base else ()
+    listed = {name_of(p) for p in project.versions.bases[base].packages} if base else set()
     result = []
     for file in (*lock.of("wheel"), *lock.of("sdist"), *debs) if lock else ():
         number = next((n for row, n in lines.items() if f'"sha256": "{file.sha256}"' in row), 1)

@@ -60,7 +60,9 @@ def _place(project: Project, stale: Sequence[Drift]) -> str | None:
             return project.base_place(rest.split(" ")[0])
         for component, entry in project.versions.components.items():
             for pin in entry.pins:
-                if (pin.wheel if kind == "wheel" else pin.sdist) == rest and pin.version == item.wanted:
+                if {"wheel": pin.wheel, "sdist": pin.sdist, "deb": pin.deb}.get(
+                    kind
+                ) == rest and pin.version == item.wanted:
                     return project.pin_place(component, pin)
     return None
 

@@ -41,7 +41,8 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
         base = versions.bases[choice.base]
         prefix = Prefix(python=".".join(base.python.split(".")[:2]))
         layers.append(_base(project, choice.base, lock, name, tool))
-        layers.append(_inline("environment", environment(prefix), tool))
+        # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
+        layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
     layers += _components(project, name, pins, lock, prefix, layers[0] if layers else None, tool)
     facts = {
         "release": versions.release,
@@ -136,8 +137,11 @@ def _components(
     layers: list[Action] = []
     for component, pin in pins.items():
         where = project.pin_place(component, pin)
+        if pin.deb is not None:
+            _check_deb(project, name, pin, lock, where)
+            continue
         if pin.path is not None:
-            layers.append(_tree(project, component, pin, where, tool))
+            layers.append(_tree(project, component, pin, where, prefix, tool))
             continue
         if prefix is None or base is None:
             raise InputError(f"{component} is a Python package, and target {name} has no base to hold it", where=where)
@@ -166,9 +170,25 @@ def _components(
     return [*closure, *(a for a in layers if a.kind != "files"), *local]
 
 
-def _tree(project: Project, component: str, pin: Pin, where: str, tool: str) -> Action:
+def _check_deb(project: Project, name: str, pin: Pin, lock: Lock | None, where: str) -> None:
+    """Raise InputError unless the base brings the package in the pinned version."""
+    from primus.versions.debs import upstream
+
+    base = project.choice(name).base
+    version = next((f.version for f in _need(lock, name).of("deb", base) if f.name == pin.deb), None)
+    if version is None:
+        raise InputError(f"base {base} brings no {pin.deb}", where=where, hint=f"add it under bases.{base}.packages")
+    if upstream(version) != pin.version:
+        raise InputError(
+            f"{pin.text} is pinned, base {base} has {upstream(version)}", where=where, hint=f"pin {upstream(version)}"
+        )
+
+
+def _tree(project: Project, component: str, pin: Pin, where: str, prefix: Prefix | None, tool: str) -> Action:
     tree = tuple(project.stats.tree(project.root / (pin.path or ""), pin.include))
-    to = (pin.to or "/").strip("/")
+    if prefix is None and "{site}" in (pin.to or ""):
+        raise InputError(f"{component} goes among the Python packages, and its target has no base", where=where)
+    to = (pin.to or "/").replace("{site}", prefix.site if prefix else "").strip("/")
     extra = {}
     if component == "primus":
         extra = {**distribution(to), **console_script(to)}

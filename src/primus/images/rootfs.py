@@ -108,7 +108,9 @@ def _entries(tar: Path) -> Iterator[Entry]:
         tarfile.DIRTYPE: "dir",
     }
     with tarfile.open(tar, "r:") as archive:
-        for member in archive:
+        while (member := archive.next()) is not None:
+            # tarfile keeps every member it has seen; for a large base that is more than the entries themselves.
+            archive.members.clear()  # type: ignore[attr-defined]
             path = member.name.removeprefix("./").strip("/")
             if not path or path == "." or any(fnmatch.fnmatchcase(path, pattern) for pattern in LEFT_OUT):
                 continue

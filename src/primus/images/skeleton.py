@@ -17,14 +17,15 @@ __all__ = ["console_script", "distribution", "environment", "inline_entries"]
 Inline = Mapping[str, Mapping[str, object]]
 
 
-def environment(prefix: Prefix) -> Inline:
+def environment(prefix: Prefix, system: bool = False) -> Inline:
     """A virtual environment over the base's interpreter, as ``python -m venv`` lays it out.
 
     A virtual environment, since Debian and Ubuntu mark their own site-packages as externally managed (PEP 668) and
-    users expect ``pip install`` to work. The working folder is open to every user id.
+    users expect ``pip install`` to work. With ``system`` it sees the base's packages behind its own. The working
+    folder is open to every user id.
     """
     root = prefix.root
-    config = f"home = /usr/bin\ninclude-system-site-packages = false\nversion = {prefix.python}\n"
+    config = f"home = /usr/bin\ninclude-system-site-packages = {str(system).lower()}\nversion = {prefix.python}\n"
     return {
         f"{root}/pyvenv.cfg": {"text": config},
         f"{root}/bin/python{prefix.python}": {"link": f"/usr/bin/python{prefix.python}"},

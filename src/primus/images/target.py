@@ -108,4 +108,5 @@ def request_of(versions: Versions, name: str, channel: str, base: str | None, pi
         },
         wheels={normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel},
         sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},
+        debs={p.deb: p.version or "" for p in pins.values() if p.deb},
     )

@@ -55,8 +55,12 @@ def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -
     minor = ".".join(base.python.split(".")[:2])
     version = chosen.get(f"python{minor}-minimal")
     if version is None:
-        if any(re.fullmatch(r"python3(\.[0-9]+)?(-minimal)?", p) for p in chosen):
-            raise InputError(f"base {base_name} states Python {base.python}, but its packages bring another one")
+        others = [upstream(v) for p, v in chosen.items() if re.fullmatch(r"python3\.[0-9]+-minimal", p)]
+        if others:
+            raise InputError(
+                f"base {base_name} states Python {base.python}, but its packages bring {' and '.join(others)}",
+                hint=f"write python: {others[0]} in versions.yaml",
+            )
         return
     if upstream(version) != base.python:
         raise InputError(

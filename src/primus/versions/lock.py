@@ -62,8 +62,8 @@ class BaseRequest:
 class Request:
     """What is asked of the sources for one target: the lock's input. ``python`` is the major.minor of its base.
 
-    ``wheels`` and ``sdists`` map normalised package names to exact versions; ``bases`` holds the target's own base
-    and those of its builders.
+    ``wheels`` and ``sdists`` map normalised package names to exact versions, ``debs`` names of the base's packages to
+    upstream ones; ``bases`` holds the target's own base and those of its builders.
     """
 
     target: str
@@ -73,6 +73,13 @@ class Request:
     bases: Mapping[str, BaseRequest] = field(default_factory=dict)
     wheels: Mapping[str, str] = field(default_factory=dict)
     sdists: Mapping[str, str] = field(default_factory=dict)
+    debs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def provided(self) -> dict[str, str]:
+        """Python packages that come from the base, as pip compares versions."""
+        names = {name: version for name, version in self.debs.items() if name.startswith("python3-")}
+        return {name.removeprefix("python3-"): f"{version}+debian" for name, version in names.items()}
 
     def flat(self) -> dict[str, str]:
         """The request as one flat mapping, the form in which the lock keeps it and drift is found."""
@@ -82,6 +89,7 @@ class Request:
             result[f"base {name} python"] = base.python
             result[f"base {name} packages"] = " ".join(sorted(base.packages))
         result |= {f"wheel {name}": version for name, version in self.wheels.items()}
+        result |= {f"deb {name}": version for name, version in self.debs.items()}
         result |= {f"sdist {name}": version for name, version in self.sdists.items()}
         return dict(sorted(result.items()))
 

@@ -20,10 +20,15 @@ _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, path is given."""
+    """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, deb, path is given."""
 
     wheel: str | None = described("Package on a Python index, taken as a wheel.", default=None)
     sdist: str | None = described("Package on a Python index, built from source in the sandbox.", default=None)
+    deb: str | None = described(
+        "Package that the base brings, of this upstream version. A `python3-NAME` stands for NAME to pip.",
+        pattern=r"[a-z0-9][a-z0-9.+-]+",
+        default=None,
+    )
     path: str | None = described("Folder of this repository, taken as it is.", default=None)
     version: str | None = described(
         "Exact version: no range, no branch, no `latest`.",
@@ -35,23 +40,28 @@ class Pin:
     channel: Literal["amd", "debian", "pypi", "local"] = described("Where the files come from.")
     targets: tuple[str, ...] = described("Targets that take this pin; all when left out.", default=())
     to: str | None = described(
-        "Folder in the image that receives `path`.", pattern=r"/[^ ]*", shape="an absolute path", default=None
+        "Folder in the image that receives `path`; `{site}` is where its Python packages lie.",
+        pattern=r"(\{site\})?/[^ ]*",
+        shape="an absolute path, or {site}/NAME",
+        default=None,
     )
     include: tuple[str, ...] = described("Children of `path` to take; all when left out.", default=())
     builder: str | None = described("Base that builds the sdist.", default=None)
     line: int = field(default=0, compare=False, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
-        kinds = [k for k in ("wheel", "sdist", "path") if getattr(self, k) is not None]
+        kinds = [k for k in ("wheel", "sdist", "deb", "path") if getattr(self, k) is not None]
         if len(kinds) != 1:
-            raise ValueError(f"a pin needs exactly one of wheel, sdist, path; this one has {len(kinds)}")
+            raise ValueError(f"a pin needs exactly one of wheel, sdist, deb, path; this one has {len(kinds)}")
         if kinds[0] == "path":
             if self.version is not None or self.to is None or self.channel != "local":
                 raise ValueError("a path pin has `to` and `channel: local`, and no version: its content is its version")
         elif self.to is not None or self.include:
             raise ValueError("`to` and `include` go with `path` only")
         elif self.version is None or self.channel == "local":
-            raise ValueError("a wheel or sdist pin needs an exact version and a channel other than local")
+            raise ValueError(f"a {kinds[0]} pin needs an exact version and a channel other than local")
+        if (kinds[0] == "deb") != (self.channel == "debian"):
+            raise ValueError("channel debian is for deb pins, and only for them")
         if (kinds[0] == "sdist") != (self.builder is not None):
             raise ValueError("an sdist pin, and only it, names the base that builds it: `builder`")
 
@@ -60,7 +70,7 @@ class Pin:
         """The pin in a few words, as plan and explain show it."""
         if self.path is not None:
             return f"{self.path} → {self.to}"
-        return f"{self.wheel or self.sdist} {self.version}"
+        return f"{self.wheel or self.sdist or self.deb} {self.version}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,8 @@ def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: 
         kind, _, rest = one.pin.partition(" ")
         if kind in ("architecture", "python"):
             return frozenset(parts)
-        changed |= {"wheel": {"wheels"}, "sdist": {"sdists"}, "base": {f"base {rest.rpartition(' ')[0]}"}}[kind]
+        base = f"base {rest.rpartition(' ')[0]}"
+        changed |= {"wheel": {"wheels"}, "deb": {"wheels"}, "sdist": {"sdists"}, "base": {base}}[kind]
         # A base's glibc and exact Python decide which wheels fit it.
         if one.pin.startswith("base ") and one.pin.endswith((" suite", " python")):
             changed.add("wheels")

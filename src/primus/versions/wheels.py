@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def resolve_wheels(
     if report is None:
         report = _report(request, pins, [])
         progress.say("the versions locked before do not fit the new pins; their dependencies are resolved anew")
-    found = parse_report(report or {})
+    found = tuple(one for one in parse_report(report or {}) if one.name not in request.provided)
     for one in found:
         wanted = request.wheels.get(one.name, one.version)
         if one.version != wanted:
@@ -143,6 +144,7 @@ def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -
         args = ["install", "--dry-run", "--ignore-installed", "--report", str(out), "--only-binary=:all:"]
         args += ["--python-version", base.python, "--implementation", "cp", "--abi", abi, "--abi", "abi3"]
         args += ["--abi", "none", *(part for tag in tags for part in ("--platform", tag))]
+        args += _provided(request, Path(folder, "provided"))
         args += ["--target", str(Path(folder, "target")), "--constraint", str(held)]
         args += ["--retries", "1", "--timeout", "10", "--no-input", "--disable-pip-version-check", "--no-color", *pins]
         # These would change what is resolved or clash with --target; indexes, CA and proxies stay the host's.
@@ -163,6 +165,23 @@ def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -
             f"this pip cannot resolve for Python {request.python}", hint="use pip 24.2 or newer: pip install -U pip"
         )
     return report
+
+
+def _provided(request: Request, folder: Path) -> list[str]:
+    """Arguments that make pip take what the base brings as given: an empty wheel of each, and no other version.
+
+    Without them a dependency on torch would lock the index's build of it beside the base's own.
+    """
+    folder.mkdir()
+    for name, version in request.provided.items():
+        stem = f"{name.replace('-', '_')}-{version}"
+        with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+            about = f"{stem}.dist-info"
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{about}/RECORD", "")
+    pins = [f"{name}=={version}" for name, version in request.provided.items()]
+    return ["--find-links", str(folder), *pins] if pins else []
 
 
 def explain(output: str) -> InputError | HostError:

@@ -97,8 +97,8 @@ def _describe_for_docker(root: Path) -> None:
     from primus.images.project import Project
 
     project = Project.find(root)
-    lock, target = project.lock(TARGET), project.target(TARGET)
-    if lock is None or target.base is None:
+    lock, base = project.lock(TARGET), project.choice(TARGET).base
+    if lock is None or base is None:
         raise InputError("the cpu image has no lock or no base")
     cache = FileCache(project.work / "files")
     (root / "wheels").mkdir()
@@ -108,7 +108,7 @@ def _describe_for_docker(root: Path) -> None:
     pip = next((w.file for w in wheels if w.name == "pip"), None)
     if pip is None:
         raise CheckFailed("the cpu image brings no pip wheel, so BuildKit's side cannot install its wheels")
-    python = ".".join(project.versions.bases[target.base].python.split(".")[:2])
+    python = ".".join(project.versions.bases[base].python.split(".")[:2])
     # A bind mount and no cache folder: the wheels stay out of the image, which is the fastest way BuildKit knows.
     install: list[str] = [f"/usr/bin/python{python}", f"/wheels/{pip}/pip", "install", "--no-index", "--no-deps"]
     install += ["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore", "--quiet"]

@@ -4,6 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -16,3 +17,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """One option for all golden files."""
     parser.addoption("--regenerate-golden", action="store_true", help="write the golden files anew")
+
+
+# Deadlines measure the machine, not the code: two busy cores break them.
+hypothesis.settings.register_profile("primus", deadline=None)
+hypothesis.settings.load_profile("primus")

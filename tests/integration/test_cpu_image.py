@@ -37,6 +37,18 @@ def test_versions_inside_equal_the_lock(cpu_image: Kit) -> None:
     assert dict(row.split() for row in rows) == debs
 
 
+def test_every_gate_passes(cpu_image: Kit) -> None:
+    result = cpu_image.primus("check", "cpu", "--json")
+    assert result.code == 0, result.out
+    (image,) = json.loads(result.out)["images"]
+    gates = {gate["gate"]: gate for gate in image["gates"]}
+    assert gates["coverage"]["summary"].startswith("no GPU architecture to cover")
+    debs = sum(
+        f["kind"] == "deb" for f in json.loads((cpu_image.root / "images/locks/pypi/cpu.json").read_text())["files"]
+    )
+    assert f"{debs} debs" in gates["versions"]["summary"]
+
+
 def test_dependencies_are_complete(cpu_image: Kit) -> None:
     assert "No broken requirements" in inside(cpu_image, "pip", "check")
 

@@ -164,3 +164,11 @@ def test_the_inside_never_loads_the_outside() -> None:
         check=True,
     )
     assert ended.stdout == "[]\n"
+
+
+def test_a_preview_says_what_it_lacks() -> None:
+    text = banner.compose(
+        {"release": "v26.11", "target": "mi355x", "preview": "PyTorch has no GPU support in it"}, "none"
+    )
+    assert "PREVIEW, no release: PyTorch has no GPU support in it" in text
+    assert "PREVIEW" not in banner.compose({"release": "v26.11", "preview": None}, "none")

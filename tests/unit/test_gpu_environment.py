@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from primus.errors import InputError
 from primus.gpus.table import environment, load_table
+from primus.images.project import Project
 from primus.images.target import Target, Variable, environment_of
 from project_kit import Kit, make_project
 
@@ -60,6 +61,7 @@ def test_another_gpu_is_another_image_of_the_same_layers(kit: Kit) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        ("gpu: mi355x", "gpu: mi355x\narch: gfx950", "gpu mi355x tells the architecture already"),
         ("gpu: mi355x", "gpu: mi35x", "images/demo.yaml:2:1: no GPU generation is called 'mi35x'"),
         (
             "name: COLOR, value: red",
@@ -79,6 +81,22 @@ def test_what_is_wrong_is_said_with_its_place(kit: Kit, old: str, new: str, mess
         result = kit.primus(verb, "demo")
         assert result.code == 2
         assert message in result.err
+
+
+@pytest.mark.parametrize(("gpu", "arch"), [("mi300x", "gfx942"), ("mi355x", "gfx950"), ("h200", "sm_90")])
+def test_the_generation_tells_the_architecture(kit: Kit, gpu: str, arch: str) -> None:
+    kit.edit("images/demo.yaml", "gpu: mi355x", f"gpu: {gpu}")
+    project = Project(kit.root)
+    assert (project.arch("demo"), project.arch("other")) == (arch, None)
+    kit.edit("images/other.yaml", "channels:", f"arch: {arch}\nchannels:")
+    assert Project(kit.root).arch("other") == arch
+
+
+def test_an_unknown_generation_has_no_architecture(kit: Kit) -> None:
+    kit.edit("images/demo.yaml", "gpu: mi355x", "gpu: mi35x")
+    with pytest.raises(InputError, match="no GPU generation is called 'mi35x'") as caught:
+        Project(kit.root).arch("demo")
+    assert caught.value.where == "images/demo.yaml:2:1"
 
 
 def test_a_noop_with_a_gpu_parses_no_yaml(kit: Kit) -> None:

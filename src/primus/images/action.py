@@ -71,11 +71,17 @@ class ImagePlan:
     config: Mapping[str, object]
     annotations: Mapping[str, str]
     budget_bytes: int | None = None
+    suffix: str = ""
 
     @property
     def ref(self) -> str:
         """The image's name in the store."""
-        return f"{self.release}-{self.target}"
+        return f"{self.release}-{self.target}{self.suffix}"
+
+    @property
+    def state(self) -> str:
+        """The name under which the store remembers what was built last."""
+        return f"{self.target}{self.suffix}"
 
     @cached_property
     def key(self) -> str:

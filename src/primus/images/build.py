@@ -52,7 +52,7 @@ class Built:
 
 def current(store: Store, plan: ImagePlan) -> Built | None:
     """The image if the store holds exactly this plan's, whole; the no-op build ends here."""
-    state = store.record("targets", plan.target)
+    state = store.record("targets", plan.state)
     if state is None or state.get("key") != plan.key:
         return None
     blobs = [Blob(**b) for b in state["blobs"]]
@@ -164,7 +164,7 @@ def assemble(project: Project, plan: ImagePlan, built: set[str]) -> Built:
     store.tag(plan.ref, manifest_blob, platform)
     store.save(
         "targets",
-        plan.target,
+        plan.state,
         {
             "key": plan.key,
             "digest": manifest_blob.digest,

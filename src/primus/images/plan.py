@@ -33,19 +33,21 @@ _SOURCE = "https://github.com/AMD-AGI/Primus"
 def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
     """The plan of target ``name``. Raises InputError when the lock lacks what the target asks for."""
     target, pins, versions = project.target(name), project.pins(name), project.versions
+    choice = project.choice(name)
     tool = assembler(target.compression)
     prefix: Prefix | None = None
     layers: list[Action] = []
-    if target.base:
-        base = versions.bases[target.base]
+    if choice.base:
+        base = versions.bases[choice.base]
         prefix = Prefix(python=".".join(base.python.split(".")[:2]))
-        layers.append(_base(project, target.base, lock, name, tool))
+        layers.append(_base(project, choice.base, lock, name, tool))
         layers.append(_inline("environment", environment(prefix), tool))
     layers += _components(project, name, pins, lock, prefix, layers[0] if layers else None, tool)
     facts = {
         "release": versions.release,
         "target": name,
-        "channel": target.channels[0],
+        "channel": choice.channel,
+        "preview": choice.preview,
         "components": {versions.components[c].name: p.version for c, p in pins.items() if p.version},
     }
     if prefix:
@@ -78,10 +80,12 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
             "org.opencontainers.image.description": target.description,
             "org.opencontainers.image.version": versions.release,
             "org.opencontainers.image.source": _SOURCE,
-            "org.opencontainers.image.ref.name": f"{versions.release}-{name}",
+            "org.opencontainers.image.ref.name": project.ref(name),
             "io.primus.target": name,
-            "io.primus.channel": target.channels[0],
+            "io.primus.channel": choice.channel,
+            **({"io.primus.preview": choice.preview} if choice.preview else {}),
         },
+        suffix=choice.suffix,
         budget_bytes=round(target.budget_gb * 1e9) if target.budget_gb else None,
     )
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from primus.errors import InputError
 from primus.gpus.model import Table
-from primus.gpus.table import TABLE_FILE
+from primus.gpus.table import TABLE_FILE, generation
+from primus.images.channel import Choice, choose
 from primus.images.stats import StatIndex
 from primus.images.store import Store
 from primus.images.target import Target, environment_of, pins_of, request_of
@@ -29,19 +30,20 @@ _CACHE_FORMAT = 1
 class Project:
     """The folder that holds versions.yaml. Everything is read once, when it is first asked for."""
 
-    def __init__(self, root: Path, *, store: Path | None = None) -> None:
+    def __init__(self, root: Path, *, store: Path | None = None, channel: str | None = None) -> None:
         self.root = root
+        self.asked = channel
         self.work = root / ".primus"
         self.store = Store(store or self.work / "store")
         self._targets: dict[str, tuple[Target, Document]] = {}
 
     @classmethod
-    def find(cls, start: Path | None = None, *, store: Path | None = None) -> Project:
+    def find(cls, start: Path | None = None, *, store: Path | None = None, channel: str | None = None) -> Project:
         """The project at ``start``, or, when none is given, of the current folder or its nearest parent that is one."""
         folder = start.absolute() if start else cls.here()
         if folder is None or not (folder / "versions.yaml").is_file():
             raise InputError(f"there is no versions.yaml in {folder or Path.cwd()}" + ("" if start else " or above it"))
-        return cls(folder, store=store)
+        return cls(folder, store=store, channel=channel)
 
     @staticmethod
     def here() -> Path | None:
@@ -108,6 +110,16 @@ class Project:
         target = self.target(name)
         return environment_of(target, self._gpus if target.gpu else None, partial(self.target_place, name))
 
+    def arch(self, name: str) -> str | None:
+        """The GPU architecture that the target's libraries must have code for: its generation's, or as it says."""
+        target = self.target(name)
+        if target.gpu is None:
+            return target.arch
+        try:
+            return generation(target.gpu, self._gpus).arch
+        except InputError as error:
+            raise InputError(error.message, where=self.target_place(name, "gpu"), hint=error.hint) from None
+
     @cached_property
     def _gpus(self) -> Table:
         return build(Table, self._document(TABLE_FILE, TABLE_FILE.name))
@@ -116,15 +128,27 @@ class Project:
         """Component → pin for the target."""
         target, document = self._target(name)
         where = {c: document.where(("components", i)) for i, c in enumerate(target.components)}
-        return pins_of(self.versions, name, target, where)
+        return pins_of(self.versions, name, target, self.choice(name).sources, where)
 
     def request(self, name: str) -> Request:
         """What the target's lock must answer."""
-        return request_of(self.versions, name, self.target(name), self.pins(name))
+        choice = self.choice(name)
+        return request_of(self.versions, name, choice.channel, choice.base, self.pins(name))
+
+    def choice(self, name: str) -> Choice:
+        """The channel that builds the target."""
+        return choose(name, self.target(name), self.asked, lambda c: self._lock_path(name, c).is_file())
+
+    def ref(self, name: str) -> str:
+        """The image's name in the store: release, target, and ``-preview`` where its channel makes no release."""
+        return f"{self.versions.release}-{name}{self.choice(name).suffix}"
 
     def lock_path(self, name: str) -> Path:
         """Where the target's lock is committed."""
-        return self.root / "images" / "locks" / self.target(name).channels[0] / f"{name}.json"
+        return self._lock_path(name, self.choice(name).channel)
+
+    def _lock_path(self, name: str, channel: str) -> Path:
+        return self.root / "images" / "locks" / channel / f"{name}.json"
 
     def lock(self, name: str) -> Lock | None:
         """The target's lock, or None when there is none yet."""

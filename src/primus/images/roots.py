@@ -33,15 +33,16 @@ def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs
     return RootFs(layers=refs, config=config, blob=store.blob_path, cache=cache, name="layers", config_bytes=data)
 
 
-def root_of_image(store: Store, cache: Path, target: str, *, release: str | None = None) -> RootFs:
-    """The image of ``target`` (of ``release``, or of the newest there is).
+def root_of_image(store: Store, cache: Path, target: str, *, ref: str | None = None) -> RootFs:
+    """The image of ``target`` (called ``ref``, or the newest one there is).
 
     Raises InputError naming the images there are when this one is not built, HostError when its manifest or config
     is damaged.
     """
     images = store.images()
-    found = sorted(ref for ref in images if ref.endswith(f"-{target}"))
-    ref = f"{release}-{target}" if release else next(reversed(found), "")
+    if ref is None:
+        found = sorted(name for name in images if name.removesuffix("-preview").endswith(f"-{target}"))
+        ref = next(reversed(found), "")
     if ref not in images:
         known = ", ".join(sorted(images)) or "no image"
         raise InputError(f"{ref or target} is not built; the store has {known}", hint=f"primus build {target}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,13 +37,24 @@ class Target:
     gpu: str | None = described(
         "Generation of the GPU table; its environment is baked in, under that of this file.", default=None
     )
+    bases: Mapping[str, str] = described("Base per channel, where it is not `base`.", default_factory=dict)
+    previews: Mapping[str, str] = described(
+        "Channels whose images are previews, with the sentence that says what they lack.", default_factory=dict
+    )
     environment: tuple[Variable, ...] = described("Environment of every container.", default=())
     entrypoint: tuple[str, ...] = described("Command that every command line is given to.", default=())
     command: tuple[str, ...] = described("Command line when none is given.", default=())
     recipes: tuple[str, ...] = described("Recipes that validate it, the default first.", default=())
     workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
     compression: Literal["zstd", "gzip"] = described("How layers are compressed.", default="zstd")
+    arch: Literal["gfx942", "gfx950", "sm_90"] | None = described(
+        "GPU architecture that every GPU library in it must have code for, where no `gpu` tells it.", default=None
+    )
     budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
+
+    def __post_init__(self) -> None:
+        if self.gpu is not None and self.arch is not None:
+            raise ValueError(f"gpu {self.gpu} tells the architecture already: leave out arch")
 
 
 def normalised(name: str) -> str:
@@ -53,11 +64,13 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pins_of(versions: Versions, name: str, target: Target, where: Mapping[str, str]) -> dict[str, Pin]:
+def pins_of(
+    versions: Versions, name: str, target: Target, sources: Sequence[str], where: Mapping[str, str]
+) -> dict[str, Pin]:
     """Component → the one pin that ``target`` takes, in the target file's order.
 
-    ``where`` gives the place of each component's line in the target file, for errors. The first channel of the
-    target that has a pin for the component decides; local pins serve every channel.
+    ``where`` gives the place of each component's line in the target file, for errors. The first of ``sources`` (the
+    channels that may serve this image) that has a pin for the component decides.
     """
     result: dict[str, Pin] = {}
     for component in target.components:
@@ -70,10 +83,10 @@ def pins_of(versions: Versions, name: str, target: Target, where: Mapping[str, s
         pins = [p for p in versions.components[component].pins if not p.targets or name in p.targets]
         # A pin that names the target goes before one for all.
         ranked = sorted(pins, key=lambda p: (not p.targets,))
-        chosen = next((p for c in (*target.channels, "local") for p in ranked if p.channel == c), None)
+        chosen = next((p for c in sources for p in ranked if p.channel == c), None)
         if chosen is None:
             raise InputError(
-                f"{component} has no pin for {name} in the channels {', '.join(target.channels)}",
+                f"{component} has no pin for {name} from {', '.join(sources)}",
                 where=where.get(component),
                 hint=f"add one to components.{component}.pins in versions.yaml",
             )
@@ -114,25 +127,25 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
     return result
 
 
-def request_of(versions: Versions, name: str, target: Target, pins: Mapping[str, Pin]) -> Request:
+def request_of(versions: Versions, name: str, channel: str, base: str | None, pins: Mapping[str, Pin]) -> Request:
     """What the target asks of the sources: the input of its lock. Raises InputError for a base that is not there."""
-    wanted = [target.base] if target.base else []
+    wanted = [base] if base else []
     wanted += [p.builder for p in pins.values() if p.builder]
-    for base in wanted:
-        if base not in versions.bases:
-            raise InputError(f"{name}: no base is called {base!r}", hint="bases stand in versions.yaml")
-    python = versions.bases[target.base].python if target.base else ""
+    for one in wanted:
+        if one not in versions.bases:
+            raise InputError(f"{name}: no base is called {one!r}", hint="bases stand in versions.yaml")
+    python = versions.bases[base].python if base else ""
     return Request(
         target=name,
-        channel=target.channels[0],
+        channel=channel,
         python=".".join(python.split(".")[:2]),
         bases={
-            base: BaseRequest(
-                suite=versions.bases[base].suite,
-                python=versions.bases[base].python,
-                packages=versions.bases[base].packages,
+            one: BaseRequest(
+                suite=versions.bases[one].suite,
+                python=versions.bases[one].python,
+                packages=versions.bases[one].packages,
             )
-            for base in dict.fromkeys(wanted)
+            for one in dict.fromkeys(wanted)
         },
         wheels={normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel},
         sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},

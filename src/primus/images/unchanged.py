@@ -99,7 +99,7 @@ def remember(project: Project, plan: ImagePlan, built: Built, table: str, began_
         store = project.store
         blobs = [built.digest, built.content, *(line.digest for line in built.layers)]
         made = [str(store.blob_path(d)) for d in blobs]
-        made += [str(store.root / "index.json"), str(store.root / "targets" / f"{plan.target}.json")]
+        made += [str(store.root / "index.json"), str(store.root / "targets" / f"{plan.state}.json")]
         texts = ["\n".join(group) for group in (*read, made)]
         groups = [(text, _marks(text)) for text in texts]
         note = {"store": str(store.root), "groups": groups, "table": table, "digest": built.digest}

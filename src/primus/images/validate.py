@@ -37,7 +37,7 @@ def validate(
     os.environ["PRIMUS_RECIPES"] = str(project.root / "recipes")
     name = recipe or _default_recipe(project, target)
     runner = choose(engine)
-    root = root_of_image(project.store, project.work / "unpacked", target, release=project.versions.release)
+    root = root_of_image(project.store, project.work / "unpacked", target, ref=project.ref(target))
     folder = output / target / Path(name).stem
     jobs = suite.plan(name, _INSIDE)
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,9 +109,14 @@ def _say(text: str) -> None:
 def outcome_text(record: dict[str, Any], folder: Path) -> str:
     """Verdicts and the loss in a few lines."""
     lines = []
+    jobs: dict[str, list[str]] = {job["name"]: [] for job in record["jobs"]}
     for verdict in record["verdicts"]:
-        sign = "✓" if verdict["passed"] else "✗"
-        lines.append(f"  {sign} {verdict['name']}: {verdict['reason']}")
+        job, colon, name = verdict["name"].partition(": ")
+        if verdict["passed"] and colon and job in jobs:
+            jobs[job].append(name)
+        else:
+            lines.append(f"  {'✓' if verdict['passed'] else '✗'} {verdict['name']}: {verdict['reason']}")
+    lines = [*(f"  ✓ {job}: {', '.join(names)}" for job, names in jobs.items() if names), *lines]
     losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
     if losses:
         lines.append(f"  loss {losses[0]:.4f} → {losses[-1]:.4f} over {len(losses)} steps  {_spark(losses)}")

@@ -81,13 +81,17 @@ def _between(text: str, marker: str, new: str) -> str:
 
 
 def _targets(project: Project) -> str:
+    from primus.images.project import Project
+
     rows = ["| target | channel | files in the lock | size of the files | status |", "|---|---|---|---|---|"]
     for name in project.target_names():
-        target, lock = project.target(name), project.lock(name)
-        fresh = lock is not None and not drift(lock, project.request(name))
-        files = f"{len(lock.files)} | {sum(f.size for f in lock.files) / 1e6:,.0f} MB" if lock else "– | –"
-        status = "locked" if fresh else "its lock is stale" if lock else "not locked yet"
-        rows.append(f"| `{name}` | {target.channels[0]} | {files} | {status} |")
+        for channel in project.target(name).channels:
+            of_channel = Project(project.root, channel=channel)
+            lock, preview = of_channel.lock(name), of_channel.choice(name).preview
+            fresh = lock is not None and not drift(lock, of_channel.request(name))
+            files = f"{len(lock.files)} | {sum(f.size for f in lock.files) / 1e6:,.0f} MB" if lock else "– | –"
+            status = "locked" if fresh else "its lock is stale" if lock else "not locked yet"
+            rows.append(f"| `{name}` | {channel} | {files} | {status}{f'; preview: {preview}' if preview else ''} |")
     return "\n".join(rows) + "\n"
 
 

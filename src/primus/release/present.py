@@ -75,7 +75,7 @@ def _versions(pins: Iterable[Pin]) -> str:
 def _python(project: Project, targets: Iterable[str]) -> str | None:
     found: dict[str, list[str]] = {}
     for name in targets:
-        base = project.target(name).base
+        base = project.choice(name).base
         if base is not None and base in project.versions.bases:
             found.setdefault(project.versions.bases[base].python, []).append(name)
     if len(found) <= 1:

@@ -33,6 +33,8 @@ def compose(image: Mapping[str, Any], gpu: str) -> str:
     title = " ".join(str(image[key]) for key in ("release", "target") if image.get(key)) or "unnamed build"
     channel = f" ({image['channel']} channel)" if image.get("channel") else ""
     lines = [f"Primus {title}{channel}"]
+    if image.get("preview"):
+        lines.append(f"  PREVIEW, no release: {image['preview']}")
     components = image.get("components")
     if isinstance(components, Mapping) and components:
         width = max(map(len, components))

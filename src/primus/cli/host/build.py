@@ -13,6 +13,7 @@ from primus.cli.host.common import add_build_options, add_project_options, add_t
 if TYPE_CHECKING:
     from primus.images.action import ImagePlan
     from primus.images.build import Built
+    from primus.images.channel import Choice
     from primus.images.project import Project
 
 EXAMPLE = "primus build cpu"
@@ -49,6 +50,11 @@ def run(args: argparse.Namespace) -> int:
     plans = plan_images(project, names, locked=args.locked, offline=args.offline, quiet=args.json)
     built = [] if args.rehash else [image for plan in plans if (image := current(project.store, plan)) is not None]
     if len(built) < len(plans):
+        from primus.gates.pins import check_pins
+
+        # Before gigabytes are fetched for an image that could not pass.
+        for name in names:
+            check_pins(project, name)
         built = build_images(
             project,
             plans,
@@ -67,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"images": [asdict(b) for b in built], "seconds": round(seconds, 3)}))
     else:
         for image in built:
-            print(_table(image), file=sys.stderr)
+            print(_table(image, project.choice(image.target)), file=sys.stderr)
         _remember(project, plans, built, began_ns)
         print(f"{_outcome(built)}, {seconds:.2f} s", file=sys.stderr)
         for image in built:
@@ -83,7 +89,7 @@ def _remember(project: Project, plans: Sequence[ImagePlan], built: Sequence[Buil
 
     for plan, image in zip(plans, built, strict=True):
         cached = tuple(replace(line, built=False, seconds=0.0) for line in image.layers)
-        remember(project, plan, image, _table(replace(image, layers=cached)), began_ns)
+        remember(project, plan, image, _table(replace(image, layers=cached), project.choice(image.target)), began_ns)
 
 
 def _outcome(built: Sequence[Built]) -> str:
@@ -93,11 +99,14 @@ def _outcome(built: Sequence[Built]) -> str:
     return f"{made} layers built, {sum(len(image.layers) for image in built) - made} reused"
 
 
-def _table(image: Built) -> str:
+def _table(image: Built, choice: Choice) -> str:
     from primus.images.outline import bytes_text
 
     width = max((len(line.name) for line in image.layers), default=5)
-    rows = [f"{image.ref}", f"  {'layer':<{width}}  {'size':>9}  {'state':<6}  {'seconds':>7}  digest"]
+    head = f"{image.ref}  (channel {choice.channel}: {choice.reason})"
+    if choice.preview:
+        head += f"\n  PREVIEW, no release: {choice.preview}"
+    rows = [head, f"  {'layer':<{width}}  {'size':>9}  {'state':<6}  {'seconds':>7}  digest"]
     for line in image.layers:
         state, seconds = ("built", f"{line.seconds:.1f}") if line.built else ("cached", "")
         size = bytes_text(line.size)

@@ -28,6 +28,9 @@ def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -
     """--project, --store and, unless the verb's output is another program's, --json."""
     parser.add_argument("--project", type=Path, metavar="DIR", help="folder of versions.yaml (default: here or above)")
     parser.add_argument("--store", type=Path, metavar="DIR", help="image store (default: .primus/store)")
+    parser.add_argument(
+        "--channel", choices=("amd", "debian", "pypi"), help="channel to build from (default: the best with a lock)"
+    )
     if json:
         parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
 
@@ -64,7 +67,8 @@ def open_project(args: argparse.Namespace) -> Project:
     """The project that the options name."""
     from primus.images.project import Project
 
-    return Project.find(args.project, store=args.store.absolute() if args.store else None)
+    store = args.store.absolute() if args.store else None
+    return Project.find(args.project, store=store, channel=args.channel)
 
 
 def targets_of(project: Project, args: argparse.Namespace) -> Sequence[str]:
@@ -89,4 +93,4 @@ def image_root(args: argparse.Namespace) -> RootFs:
         return root_of_image(Store(store), store.parent / "unpacked", args.target)
     project = open_project(args)
     project.target(args.target)
-    return root_of_image(project.store, project.work / "unpacked", args.target, release=project.versions.release)
+    return root_of_image(project.store, project.work / "unpacked", args.target, ref=project.ref(args.target))

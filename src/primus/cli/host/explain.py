@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     project = open_project(args)
     names = targets_of(project, args)
     plans = plan_images(project, names, locked=args.locked, offline=args.offline, quiet=args.json)
-    found = {plan.target: changes(project.store.record("targets", plan.target), plan) for plan in plans}
+    found = {plan.target: changes(project.store.record("targets", plan.state), plan) for plan in plans}
     project.stats.save()
     if args.json:
         import json

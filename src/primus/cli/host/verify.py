@@ -1,6 +1,7 @@
-"""Rebuild into an empty store from the same fetched files: the digest must be the same.
+"""Rebuild into an empty store from the same fetched files: the digest must be the same, and every gate must pass.
 
-Where it is not, the first layer and file that differ are named and the exit code is 1.
+Where it is not, the first layer and file that differ are named and the exit code is 1. The gates are those of
+`primus check`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ def run(args: argparse.Namespace) -> int:
     import tempfile
     from pathlib import Path
 
+    from primus.gates.check import check_image, outcome_text
     from primus.images.builder import build_images, plan_images
     from primus.images.compare import first_difference
+    from primus.images.display import choose_progress
     from primus.images.project import Project
 
     project = open_project(args)
@@ -41,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=project.work))
     failed: dict[str, str] = {}
     try:
-        twin = Project(project.root, store=scratch / "store")
+        twin = Project(project.root, store=scratch / "store", channel=args.channel)
         second = build_images(twin, plan_images(twin, names, locked=True), locked=True, quiet=args.json)
         for one, other in zip(first, second, strict=True):
             if (where := first_difference((project.store, one), (twin.store, other))) is not None:
@@ -49,13 +52,25 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if not (failed and args.keep):
             shutil.rmtree(scratch, ignore_errors=True)
+    with choose_progress(args.json) as progress:
+        outcomes = {name: check_image(project, name, progress) for name in names}
+    passed = not failed and all(outcome.passed for outcome in outcomes.values())
     if args.json:
-        rows = [{"target": b.target, "digest": b.digest, "difference": failed.get(b.target)} for b in first]
-        print(json.dumps({"images": rows, "passed": not failed}))
+        rows = [
+            {
+                "target": b.target,
+                "digest": b.digest,
+                "difference": failed.get(b.target),
+                "gates": outcomes[b.target].as_json()["gates"],
+            }
+            for b in first
+        ]
+        print(json.dumps({"images": rows, "passed": passed}))
     else:
         for image in first:
             verdict = f"differs: {failed[image.target]}" if image.target in failed else "same bytes twice"
             print(f"{image.ref} {image.digest}: {verdict}")
+            print(outcome_text(outcomes[image.target]).partition("\n")[2])
         if failed and args.keep:
             print(f"the second store is {scratch}", file=sys.stderr)
-    return 1 if failed else 0
+    return 0 if passed else 1

@@ -1,0 +1,37 @@
+"""Show why an image is as large as it is: layer → folder, unpacked bytes, largest first."""
+
+from __future__ import annotations
+
+import argparse
+
+from primus.cli.host.common import add_project_options, add_target, open_project
+
+EXAMPLE = "primus why-size cpu --depth 4"
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus why-size``."""
+    add_target(parser)
+    parser.add_argument(
+        "--depth", type=int, default=2, metavar="N", help="levels of folders below a layer (default: 2)"
+    )
+    add_project_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the tree."""
+    import json
+
+    from primus.gates.check import examine
+    from primus.gates.size import size_text, size_tree
+    from primus.images.display import choose_progress
+
+    project = open_project(args)
+    with choose_progress(args.json) as progress:
+        image = examine(project, args.target, progress)
+    layers = [(layer, facts.folders) for layer, facts in image.facts.items()]
+    tree = size_tree(image.plan.ref, layers, max(0, args.depth))
+    print(json.dumps(tree.as_json()) if args.json else size_text(tree))
+    return 0

@@ -1,0 +1,340 @@
+"""GPU code in a file: which forms it takes, and for which architectures it is there.
+
+Forms and their sources:
+
+- AMDGPU ELF (``.co``, ``.hsaco``): ``e_machine`` 224, processor in ``e_flags`` (LLVM's AMDGPUUsage).
+- Offload bundles, plain (``__CLANG_OFFLOAD_BUNDLE__``) and compressed (``CCOB``), as a file or page-aligned one after
+  the other in ``.hip_fatbin`` of a host library (clang's ClangOffloadBundler documentation).
+- Kernel packs (``KPAK``) and the host libraries that name them in ``.rocm_kpack_ref``: AMD's wheels split GPU code
+  off the host libraries that way (ROCm/rocm-systems, rocm-kpack).
+- CUDA fat binaries in ``.nv_fatbin``: only their headers are read.
+- Files that say it by name: Tensile's and hipBLASLt's ``.dat``, MIOpen's databases; and Triton's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any, Literal
+
+from primus.gates.archs import in_entry_id, in_path, of_flags
+from primus.gates.msgpack import unpack
+
+__all__ = ["Code", "Form", "bundle_targets", "code_in", "is_kernel_file", "is_triton_metadata", "section_of"]
+
+Form = Literal[
+    "fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack", "Triton cache", "CUDA"
+]
+
+_BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
+_COMPRESSED = b"CCOB"
+_PACK = b"KPAK"
+_EM_AMDGPU = 224
+_CUDA_FATBIN = struct.pack("<I", 0xBA55ED50)
+_KERNEL_ENDINGS = (
+    ".co",
+    ".hsaco",
+    ".dat",
+    ".dat.gz",
+    ".kpack",
+    ".kdb",
+    ".kdb.bz2",
+    ".db",
+    "db.txt",
+    ".tn.model",
+    ".model",
+)
+# Bundles begin on pages of this size in a section.
+_PAGE = 4096
+# A bundle's list of entries; a library has a handful of them, each id well below 100 bytes.
+_ENTRIES_SIZE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """GPU code that one file holds or names.
+
+    ``targets`` are target ids (``gfx942``, ``gfx90a:xnack-``, ``sm_90``). A host of a pack has none of its own: its
+    code is ``kernel`` in one of ``packs``, paths relative to its folder with ``@GFXARCH@`` for the architecture. A
+    pack lists in ``kernels`` the targets of each such library.
+    """
+
+    path: str
+    form: Form
+    targets: tuple[str, ...] = ()
+    size: int = 0
+    packs: tuple[str, ...] = ()
+    kernel: str = ""
+    kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def is_kernel_file(path: str) -> bool:
+    """Whether files called so hold GPU code or tuning for one architecture, and nothing else."""
+    return path.endswith(_KERNEL_ENDINGS)
+
+
+def is_triton_metadata(path: str, head: bytes) -> bool:
+    """Whether this is the metadata that Triton keeps beside each compiled kernel of its cache."""
+    return path.endswith(".json") and b'"target"' in head and b'"backend"' in head and b'"warp_size"' in head
+
+
+def code_in(path: str, stream: IO[bytes], size: int) -> Code | None:
+    """The GPU code of a seekable file, or None when it has none.
+
+    Raises ValueError when the file begins like one of the forms and cannot be read as one.
+    """
+    try:
+        return _code(path, stream, size)
+    except (OverflowError, struct.error) as error:
+        # Offsets of a damaged file may be beyond what a file can have.
+        raise ValueError(f"a damaged file: {error}") from None
+
+
+def _code(path: str, stream: IO[bytes], size: int) -> Code | None:
+    stream.seek(0)
+    head = stream.read(64)
+    if head.startswith(b"\x7fELF"):
+        return _of_elf(path, stream, size)
+    if head.startswith((_BUNDLE, _COMPRESSED)):
+        targets = bundle_targets(stream, 0, size)
+        return Code(path=path, form="bundle", targets=targets, size=size)
+    if head.startswith(_PACK):
+        return _of_pack(path, stream, size)
+    if path.endswith(".json"):
+        stream.seek(0)
+        return _of_triton(path, stream.read())
+    named = in_path(path)
+    if named and is_kernel_file(path):
+        return Code(path=path, form="kernel file", targets=named[-1:], size=size)
+    return None
+
+
+def section_of(stream: IO[bytes], name: str) -> tuple[int, int] | None:
+    """Offset and size of an ELF section's bytes; None when there is no such section or it has no bytes in the file."""
+    return _sections(stream).get(name)
+
+
+def _sections(stream: IO[bytes]) -> dict[str, tuple[int, int]]:
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.elffile import ELFFile
+
+    try:
+        return {
+            section.name: (section["sh_offset"], section["sh_size"])
+            for section in ELFFile(stream).iter_sections()
+            if section["sh_type"] != "SHT_NOBITS"
+        }
+    except (ELFError, struct.error, KeyError, AssertionError) as error:
+        raise ValueError(f"a damaged ELF file: {error}") from None
+
+
+def _of_elf(path: str, stream: IO[bytes], size: int) -> Code | None:
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.elffile import ELFFile
+
+    try:
+        elf = ELFFile(stream)
+        flags, abi = elf["e_flags"], elf["e_ident"]["EI_ABIVERSION"]
+        # pyelftools gives a number for a machine it has no name for.
+        amdgpu = elf["e_machine"] in ("EM_AMDGPU", _EM_AMDGPU)
+    except (ELFError, struct.error) as error:
+        raise ValueError(f"a damaged ELF file: {error}") from None
+    if amdgpu:
+        return Code(path=path, form="code object", targets=(of_flags(flags, abi),), size=size)
+    sections = _sections(stream)
+    if reference := sections.get(".rocm_kpack_ref"):
+        return _of_host(path, stream, *reference, size)
+    if fat := sections.get(".hip_fatbin"):
+        return Code(path=path, form="fat binary", targets=bundle_targets(stream, *fat), size=size)
+    if cuda := sections.get(".nv_fatbin"):
+        return Code(path=path, form="CUDA", targets=_cuda_targets(stream, *cuda), size=size)
+    return None
+
+
+# Offload bundles
+
+
+def bundle_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
+    """The target ids of all bundles in that part of the stream; entries without bytes do not count.
+
+    Only headers are read, so the part may be large. Raises ValueError when a bundle is damaged.
+    """
+    found: dict[str, None] = {}
+    at, end = offset, offset + size
+    while (at := _next_magic(stream, at, end, (_BUNDLE, _COMPRESSED))) >= 0:
+        stream.seek(at)
+        if stream.read(4) == _COMPRESSED:
+            entries, length = _compressed(stream, at, end)
+        else:
+            stream.seek(at)
+            entries, length = _entries(stream.read(min(_ENTRIES_SIZE, end - at)))
+        found |= dict.fromkeys(entries)
+        at += length
+    return tuple(found)
+
+
+def _next_magic(stream: IO[bytes], at: int, end: int, magics: Sequence[bytes]) -> int:
+    """Where the next of ``magics`` begins, or -1."""
+    overlap = max(map(len, magics)) - 1
+    while at < end:
+        stream.seek(at)
+        data = stream.read(min(1 << 20, end - at))
+        if not data:
+            return -1
+        hits = [hit for magic in magics if (hit := data.find(magic)) >= 0]
+        if hits:
+            return at + min(hits)
+        at += len(data) if at + len(data) >= end else max(1, len(data) - overlap)
+    return -1
+
+
+def _entries(data: bytes) -> tuple[list[str], int]:
+    """Target ids of a plain bundle, and its length."""
+    at = len(_BUNDLE)
+    targets, length = [], at + 8
+    try:
+        (count,) = struct.unpack_from("<Q", data, at)
+        at += 8
+        for _ in range(count):
+            start, amount, name = struct.unpack_from("<QQQ", data, at)
+            at += 24
+            if at + name > len(data):
+                raise ValueError("an offload bundle is cut short")
+            target = in_entry_id(data[at : at + name].decode("ascii", "replace"))
+            at += name
+            length = max(length, at, start + amount)
+            if target and amount:
+                targets.append(target)
+    except struct.error:
+        raise ValueError("an offload bundle is cut short") from None
+    return targets, length
+
+
+def _compressed(stream: IO[bytes], at: int, end: int) -> tuple[list[str], int]:
+    """Target ids of a compressed bundle, and its length; version 1 does not tell it, so up to the next page."""
+    stream.seek(at)
+    head = stream.read(32)
+    try:
+        version, method = struct.unpack_from("<HH", head, 4)
+        begin, length = {
+            1: (20, _PAGE),
+            2: (24, struct.unpack_from("<I", head, 8)[0]),
+            3: (32, struct.unpack_from("<Q", head, 8)[0]),
+        }[version]
+    except (struct.error, KeyError):
+        begin, length = 0, 0
+    if length <= begin:
+        # Four letters in the middle of code are no bundle.
+        return [], 4
+    stream.seek(at + begin)
+    limit = (end - at if version == 1 else length) - begin
+    plain = _inflate(stream, max(0, limit), method)
+    if not plain.startswith(_BUNDLE):
+        raise ValueError("a compressed offload bundle holds something else")
+    return _entries(plain)[0], length
+
+
+def _inflate(stream: IO[bytes], limit: int, method: int) -> bytes:
+    """The first bytes of compressed data (method 0: zlib, 1: zstd), enough for a bundle's list of entries."""
+    if method == 0:
+        decoder, parts, have = zlib.decompressobj(), [], 0
+        try:
+            while have < _ENTRIES_SIZE and limit > 0 and (data := stream.read(min(1 << 16, limit))):
+                limit -= len(data)
+                parts.append(decoder.decompress(data, _ENTRIES_SIZE))
+                have += len(parts[-1])
+        except zlib.error as error:
+            raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
+        return b"".join(parts)
+    if method != 1:
+        raise ValueError(f"an offload bundle is compressed by an unknown method {method}")
+    import zstandard
+
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(stream, closefd=False) as reader:
+            return reader.read(_ENTRIES_SIZE)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
+
+
+# Kernel packs
+
+
+def _of_host(path: str, stream: IO[bytes], offset: int, size: int, file_size: int) -> Code:
+    stream.seek(offset)
+    about = unpack(stream.read(min(size, 1 << 20)))
+    if not isinstance(about, dict) or not isinstance(about.get("kpack_search_paths"), list):
+        raise ValueError("its .rocm_kpack_ref names no kernel packs")  # noqa: TRY004 (the file is wrong)
+    return Code(
+        path=path,
+        form="host of a pack",
+        size=file_size,
+        packs=tuple(map(str, about["kpack_search_paths"])),
+        kernel=str(about.get("kernel_name", "")),
+    )
+
+
+def _of_pack(path: str, stream: IO[bytes], size: int) -> Code:
+    stream.seek(0)
+    try:
+        _, _, start = struct.unpack("<4sIQ", stream.read(16))
+    except struct.error:
+        raise ValueError("a kernel pack is cut short") from None
+    if not 16 <= start < size:
+        raise ValueError("a kernel pack has its table outside the file")
+    stream.seek(start)
+    table = unpack(stream.read())
+    if not isinstance(table, dict) or not isinstance(table.get("toc"), dict):
+        raise ValueError("a kernel pack has no table")  # noqa: TRY004 (the file is wrong)
+    kernels = {str(name): tuple(sorted(map(str, by))) for name, by in table["toc"].items() if isinstance(by, dict)}
+    targets = table.get("gfx_arches") or sorted({t for by in kernels.values() for t in by})
+    return Code(path=path, form="kernel pack", targets=tuple(map(str, targets)), size=size, kernels=kernels)
+
+
+# CUDA and Triton
+
+
+def _cuda_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
+    """``sm_NN`` for machine code, ``compute_NN`` for PTX."""
+    found: dict[str, None] = {}
+    at, end = offset, offset + size
+    while (at := _next_magic(stream, at, end, (_CUDA_FATBIN,))) >= 0 and at + 16 <= end:
+        stream.seek(at)
+        _, _, header, length = struct.unpack("<4sHHQ", stream.read(16).ljust(16, b"\0"))
+        if header < 16 or at + header + length > end:
+            at += 4
+            continue
+        found |= dict.fromkeys(_cuda_entries(stream, at + header, at + header + length))
+        at += header + length
+    return tuple(found)
+
+
+def _cuda_entries(stream: IO[bytes], at: int, end: int) -> Iterator[str]:
+    while at + 32 <= end:
+        stream.seek(at)
+        data = stream.read(32)
+        if len(data) < 32:
+            return
+        kind, _, header, length = struct.unpack_from("<HHIQ", data)
+        (arch,) = struct.unpack_from("<I", data, 28)
+        if header < 32:
+            return
+        if kind in (1, 2):
+            yield f"{'compute' if kind == 1 else 'sm'}_{arch}"
+        at += header + length
+
+
+def _of_triton(path: str, data: bytes) -> Code | None:
+    if not is_triton_metadata(path, data):
+        return None
+    try:
+        target: Any = json.loads(data)["target"]
+        arch = target["arch"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return Code(
+        path=path, form="Triton cache", targets=(arch if isinstance(arch, str) else f"sm_{arch}",), size=len(data)
+    )

@@ -1,0 +1,151 @@
+"""All of a train carries one ROCm version, and what is for one GPU is for this image's GPU.
+
+PEP 440 compares alphanumeric local segments as text, so ``+rocm10.1`` sorts below ``+rocm7.15``: versions are compared
+here by their numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from primus.gates.model import Finding, GateReport
+from primus.versions.debs import upstream
+
+__all__ = ["Package", "RocmVersion", "coherence", "rocm_version"]
+
+_GATE = "coherence"
+# Packages that ROCm's own version numbers; rocm-bootstrap and the bindings have numbers of their own.
+_ROCM_ITSELF = re.compile(r"rocm|rocm-sdk(?:-core|-devel|-libraries|-device-gfx[0-9a-z]+)?")
+# Debian numbers its ROCm packages like ROCm.
+_DEBS = re.compile(
+    r"rocminfo|rocm-.+|(?:lib)?(?:roc(?:m|blas|sparse|solver|fft|rand|alution|tx|thrust|prim)|rccl|miopen|amdhip64|"
+    r"hsa-runtime|hsakmt|amd-comgr|amd-smi|hip(?:cc|blas|blaslt|sparse|sparselt|solver|fft|rand|rtc|tensor|cub))"
+    r"(?:-builtins|-smi)?[0-9]*(?:-[0-9.]+)?(?:-dev|-data|-headers)?"
+)
+_LOCAL = re.compile(r"(?:^|[._-])rocm(?:sdk)?([0-9]+(?:\.[0-9]+)*)((?:a|b|rc)[0-9]+)?")
+_OWN = re.compile(r"([0-9]+(?:\.[0-9]+)*)((?:a|b|rc)[0-9]+)?")
+_DEVICE = re.compile(r"(?:^|-)device-(gfx[0-9a-z]+)$")
+_MAJOR = re.compile(r"-rocm([0-9]+)(?:-|$)")
+_FLAVOUR = re.compile(r"^(cpu|cu[0-9]+|rocm)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A package of the image, its exact version, and the line that set it."""
+
+    name: str
+    version: str
+    where: str = ""
+    kind: Literal["wheel", "deb"] = "wheel"
+
+    @property
+    def rocm(self) -> RocmVersion | None:
+        """The ROCm version it carries, None when it carries none."""
+        if self.kind == "deb":
+            found = _OWN.match(upstream(self.version)) if _DEBS.fullmatch(self.name) else None
+            return _parsed(found)
+        return rocm_version(self.name, self.version)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RocmVersion:
+    """A ROCm version: its numbers, and the mark of a pre-release (``a20260720``)."""
+
+    numbers: tuple[int, ...]
+    pre: str = ""
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.numbers)) + self.pre
+
+    def __lt__(self, other: RocmVersion) -> bool:
+        return (self._padded, not self.pre, self.pre) < (other._padded, not other.pre, other.pre)
+
+    @property
+    def _padded(self) -> tuple[int, ...]:
+        return (*self.numbers, 0, 0, 0)[: max(3, len(self.numbers))]
+
+    def agrees(self, other: RocmVersion) -> bool:
+        """Whether both may be one version: ``7.2`` leaves the patch open, ``10`` alone says too little to differ."""
+        shared = min(len(self.numbers), len(other.numbers))
+        if self.numbers[:shared] != other.numbers[:shared]:
+            return False
+        return self.pre == other.pre or len(self.numbers) != len(other.numbers)
+
+
+def rocm_version(name: str, version: str) -> RocmVersion | None:
+    """The ROCm version that a package carries, in its own number or its local part; None when it carries none."""
+    public, _, local = version.partition("+")
+    found = _OWN.match(public) if _ROCM_ITSELF.fullmatch(name) else _LOCAL.search(local)
+    return _parsed(found)
+
+
+def _parsed(found: re.Match[str] | None) -> RocmVersion | None:
+    if found is None:
+        return None
+    return RocmVersion(numbers=tuple(map(int, found[1].split("."))), pre=found[2] or "")
+
+
+def coherence(packages: Iterable[Package], arch: str | None) -> GateReport:
+    """One error per package that is the odd one out, with the line that set its version."""
+    packages = list(packages)
+    train = [(p, v) for p in packages if (v := p.rocm) is not None]
+    findings = [*_versions(train), *(f for p in packages if p.kind == "wheel" for f in _device(p, arch))]
+    if train:
+        newest = max(v for _, v in train)
+        summary = f"{len(train)} packages of the ROCm train, newest {newest}"
+    else:
+        summary = "no package of the ROCm train"
+    return GateReport(gate=_GATE, summary=summary, findings=tuple(findings))
+
+
+def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
+    if not train:
+        return []
+    # What most carry is meant; where none has a majority, what ROCm itself says.
+    counted = Counter({v: sum(v.agrees(other) for _, other in train) for _, v in train})
+    itself = {v for p, v in train if _ROCM_ITSELF.fullmatch(p.name)}
+    meant = max(counted, key=lambda v: (counted[v], v in itself, len(v.numbers), str(v)))
+    like = [p.name for p, v in train if v.agrees(meant)]
+    shown = ", ".join(like[:3]) + (f" and {len(like) - 3} more" if len(like) > 3 else "")
+    found = [
+        Finding(
+            gate=_GATE,
+            severity="error",
+            path=p.where,
+            message=f"{p.name} {p.version} is of ROCm {v}, {shown} of {meant}",
+        )
+        for p, v in train
+        if not v.agrees(meant)
+    ]
+    return found + [
+        Finding(
+            gate=_GATE,
+            severity="error",
+            path=p.where,
+            message=f"{p.name} is made for ROCm {major[1]}, the image has {meant}",
+        )
+        for p, v in train
+        if (major := _MAJOR.search(p.name)) and int(major[1]) != meant.numbers[0] and v.agrees(meant)
+    ]
+
+
+def _device(package: Package, arch: str | None) -> list[Finding]:
+    def wrong(message: str) -> list[Finding]:
+        return [Finding(gate=_GATE, severity="error", path=package.where, message=message)]
+
+    label = f"{package.name} {package.version}"
+    if device := _DEVICE.search(package.name):
+        if arch is None:
+            return wrong(f"{label} is for {device[1]}, the target names no GPU architecture")
+        return wrong(f"{label} is for {device[1]}, the target for {arch}") if device[1] != arch else []
+    flavour = _FLAVOUR.match(package.version.partition("+")[2])
+    kind = {"cpu": None, "cu": "sm_", "rocm": "gfx"}[flavour[1].rstrip("0123456789")] if flavour else None
+    if flavour and (arch is None) != (kind is None):
+        return wrong(f"{label} is built for {flavour[1]}, the target for {arch or 'no GPU'}")
+    if flavour and arch and kind and not arch.startswith(kind):
+        return wrong(f"{label} is built for {flavour[1]}, the target for {arch}")
+    return []

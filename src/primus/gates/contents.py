@@ -1,0 +1,70 @@
+"""What lies in a layer blob: one pass over the stream, member by member, nothing unpacked."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+from primus.errors import HostError
+from primus.sandbox.blobs import BlobReader, damaged
+from primus.sandbox.model import LayerRef
+
+__all__ = ["Kind", "Member", "walk"]
+
+Kind = Literal["file", "hardlink", "symlink", "dir", "other"]
+
+_KINDS: dict[bytes, Kind] = {
+    tarfile.REGTYPE: "file",
+    tarfile.AREGTYPE: "file",
+    tarfile.LNKTYPE: "hardlink",
+    tarfile.SYMTYPE: "symlink",
+    tarfile.DIRTYPE: "dir",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One path of a layer, without leading slash. ``open`` streams a file's bytes once, while it is the current one."""
+
+    path: str
+    kind: Kind = "file"
+    size: int = 0
+    link: str = ""
+    open: Callable[[], IO[bytes]]
+
+
+def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
+    """Every member of the layer, in its order, in bounded memory.
+
+    Raises HostError when the blob cannot be read, is no tar, or, once it is read to its end, has other bytes than its
+    digest says.
+    """
+    reader = BlobReader(layer, blob)
+    try:
+        # Small buffers: the stream reader copies what is left of one at every header.
+        with tarfile.open(fileobj=cast("Any", reader), mode="r|", bufsize=1 << 16) as archive:
+            for info in archive:
+                yield Member(
+                    path=info.name.removeprefix("./").strip("/"),
+                    kind=_KINDS.get(info.type, "other"),
+                    size=info.size if info.isreg() else 0,
+                    link=info.linkname,
+                    open=lambda info=info: _open(archive, info),  # type: ignore[misc]
+                )
+                # tarfile remembers every member it has seen.
+                archive.members.clear()  # type: ignore[attr-defined]
+        reader.finish()
+    except tarfile.TarError as error:
+        raise damaged(layer, blob, f"no tar is in it ({error})") from None
+    finally:
+        reader.close()
+
+
+def _open(archive: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
+    stream = archive.extractfile(info)
+    if stream is None:
+        raise HostError(f"/{info.name} is no file")
+    return stream

@@ -1,0 +1,124 @@
+"""Every GPU library of an image has code for the image's GPU; what has none fails at its first kernel, hours later."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from primus.gates.archs import in_path, runs_on
+from primus.gates.codeobjects import Code
+from primus.gates.model import Finding, GateReport
+
+__all__ = ["GpuLibrary", "coverage", "gpu_libraries"]
+
+_GATE = "coverage"
+# A folder of these is one library: each file is for one architecture, or for all.
+_PARTS = ("code object", "bundle", "kernel file", "Triton cache")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuLibrary:
+    """A file with GPU code, or a folder of kernel files; ``problem`` says why it has none that can be found."""
+
+    layer: str
+    path: str
+    form: str
+    targets: tuple[str, ...]
+    problem: str = ""
+
+
+def gpu_libraries(layers: Sequence[tuple[str, Iterable[Code]]], arch: str | None = None) -> tuple[GpuLibrary, ...]:
+    """The image's GPU libraries. With ``arch`` host libraries are followed into the pack of that architecture."""
+    packs = {code.path: code for _, codes in layers for code in codes if code.form == "kernel pack"}
+    found: list[GpuLibrary] = []
+    folders: dict[str, list[tuple[str, Code]]] = {}
+    for layer, codes in layers:
+        for code in codes:
+            if code.form == "host of a pack":
+                targets, problem = _follow(code, packs, arch)
+                found.append(GpuLibrary(layer=layer, path=code.path, form=code.form, targets=targets, problem=problem))
+            elif code.form in _PARTS:
+                folders.setdefault(_folder(code), []).append((layer, code))
+            elif code.form != "kernel pack":
+                found.append(GpuLibrary(layer=layer, path=code.path, form=code.form, targets=code.targets))
+    found += [_folder_library(folder, parts) for folder, parts in folders.items()]
+    return tuple(sorted(found, key=lambda lib: (lib.layer, lib.path)))
+
+
+def _folder_library(folder: str, parts: Sequence[tuple[str, Code]]) -> GpuLibrary:
+    """A folder of kernel files. Where it has code, the code counts: a catalogue alone (``.dat``) runs nothing."""
+    code = [part for part in parts if part[1].form in ("code object", "bundle")]
+    triton = all(part.form == "Triton cache" for _, part in parts)
+    return GpuLibrary(
+        layer=", ".join(dict.fromkeys(layer for layer, _ in parts)),
+        path=folder + "/",
+        form="Triton cache" if triton else "kernel files",
+        targets=tuple(dict.fromkeys(target for _, part in code or parts for target in part.targets)),
+    )
+
+
+def _folder(code: Code) -> str:
+    """The folder whose files belong together: above the part of the path that names the architecture."""
+    parts = code.path.split("/")[:-1]
+    if code.form == "Triton cache":
+        # Each kernel has a folder of its own, called by a hash.
+        return "/".join(parts[:-1])
+    named = next((i for i, part in enumerate(parts) if in_path(part)), len(parts))
+    return "/".join(parts[:named])
+
+
+def _follow(code: Code, packs: Mapping[str, Code], arch: str | None) -> tuple[tuple[str, ...], str]:
+    """The targets that a host library's packs hold for it, and what is wrong with them."""
+    if arch is None:
+        return (), ""
+    wanted = [
+        posixpath.normpath(posixpath.join(posixpath.dirname(code.path), path.replace("@GFXARCH@", arch)))
+        for path in code.packs
+    ]
+    for path in wanted:
+        if path in packs:
+            pack = packs[path]
+            if targets := pack.kernels.get(code.kernel, ()):
+                return targets, ""
+    there = [path for path in wanted if path in packs]
+    if there:
+        return (), f"/{there[0]} has no kernels of {code.kernel}"
+    names = {posixpath.basename(path) for path in wanted}
+    astray = next((path for path in packs if posixpath.basename(path) in names), None)
+    listed = ", ".join(f"/{path}" for path in wanted)
+    return (), f"its kernel pack {listed} is not in the image" + (f", /{astray} is" if astray else "")
+
+
+def coverage(
+    layers: Sequence[tuple[str, Iterable[Code]]],
+    arch: str | None,
+    unreadable: Iterable[tuple[str, str, str]] = (),
+) -> GateReport:
+    """One error per GPU library without code for ``arch``.
+
+    ``unreadable`` are (layer, path, reason) of files that could not be examined. For an image without GPU
+    architecture nothing has to be covered, and the report says so.
+    """
+    libraries = gpu_libraries(layers, arch)
+    findings = [
+        Finding(gate=_GATE, severity="warning", layer=layer, path=path, message=f"could not be examined: {reason}")
+        for layer, path, reason in unreadable
+    ]
+    if arch is None:
+        with_code = f"; {len(libraries)} GPU libraries are in it all the same" if libraries else ""
+        return GateReport(gate=_GATE, summary=f"no GPU architecture to cover{with_code}", findings=tuple(findings))
+    for library in libraries:
+        if not runs_on(library.targets, arch):
+            has = ", ".join(library.targets) or "no GPU code"
+            message = f"no code for {arch}: {library.problem or 'it has ' + has} ({library.form})"
+            findings.append(
+                Finding(gate=_GATE, severity="error", layer=library.layer, path=library.path, message=message)
+            )
+    if not libraries:
+        message = f"no GPU library is in the image, and it is meant for {arch}"
+        findings.append(Finding(gate=_GATE, severity="error", message=message))
+    covered = sum(runs_on(library.targets, arch) for library in libraries)
+    return GateReport(
+        gate=_GATE, summary=f"{covered} of {len(libraries)} GPU libraries cover {arch}", findings=tuple(findings)
+    )

@@ -1,0 +1,211 @@
+"""What no image may carry: secrets, insecure apt settings, caches, paths of the machine that built it.
+
+A layer made of published packages alone holds what everyone can download: a key or a maker's build path in there is
+worth a look (a warning, a note) and no leak of ours. In a layer whose files we made it is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from primus.gates.model import Finding, GateReport, Severity
+
+__all__ = ["Scanner", "Trace", "litter", "path_traces", "reads_text", "secrets_in", "text_traces"]
+
+_GATE = "litter"
+
+Rule = Literal["secret", "insecure apt", "credentials", "cache", "build path"]
+
+_FIXED: dict[Rule, Severity] = {"insecure apt": "error", "credentials": "error", "cache": "error"}
+_KEY = (
+    rb"-----BEGIN (?:[A-Z0-9]+ )?PRIVATE KEY-----(?:\\r)?(?:\\n|\r?\n)(?:[A-Za-z-]+: [^\n]*\n|\r?\n)*"
+    rb"[\"' ]*[A-Za-z0-9+/=]{32}"
+)
+# Literal beginning → what a whole one looks like. A literal first: searching for it is as fast as memory.
+_SECRETS: dict[bytes, tuple[str, re.Pattern[bytes]]] = {
+    b"hf_": ("a Hugging Face token", re.compile(rb"(?<![A-Za-z0-9_])hf_[A-Za-z0-9]{30,40}(?![A-Za-z0-9_])")),
+    b"github_pat_": ("a GitHub token", re.compile(rb"(?<![A-Za-z0-9_])github_pat_[A-Za-z0-9]{22}_[A-Za-z0-9]{59}")),
+    b"glpat-": ("a GitLab token", re.compile(rb"(?<![A-Za-z0-9_-])glpat-[A-Za-z0-9_-]{20}(?![A-Za-z0-9_-])")),
+    b"AKIA": ("an AWS key", re.compile(rb"(?<![A-Za-z0-9+/])AKIA[A-Z0-9]{16}(?![A-Za-z0-9+/=])")),
+    b"-----BEGIN ": ("a private key", re.compile(_KEY)),
+    **{
+        b"gh%c_" % letter: (
+            "a GitHub token",
+            re.compile(rb"(?<![A-Za-z0-9_])gh%c_[A-Za-z0-9]{36}(?![A-Za-z0-9_])" % letter),
+        )
+        for letter in b"pousr"
+    },
+}
+_PATHS: dict[bytes, re.Pattern[bytes]] = {
+    b"/tmp/pip-": re.compile(rb"/tmp/pip-[a-z][\w./+-]*"),
+    b"/tmp/build-env-": re.compile(rb"/tmp/build-env-[\w./+-]+"),
+}
+# In text these are examples as a rule; in a compiled file they are where it was compiled.
+_PATHS_IN_ELF: dict[bytes, re.Pattern[bytes]] = {
+    b"/home/": re.compile(rb"(?<![\w.])/home/[\w.-]+/[\w./+-]+"),
+    b"/root/": re.compile(rb"(?<![\w.])/root/[\w./+-]+"),
+}
+_OVERLAP = 512
+_APT = (
+    re.compile(r"^\s*[^#\n]*\[[^\]\n]*(?:trusted|allow-insecure|allow-weak)\s*=\s*yes[^\]\n]*\]", re.M | re.I),
+    re.compile(r"^\s*(?:Trusted|Allow-Insecure|Allow-Weak):\s*yes", re.M | re.I),
+    re.compile(
+        r"^[^#\n/]*(?:AllowInsecureRepositories|AllowWeakRepositories|AllowDowngradeToInsecureRepositories|"
+        r"AllowUnauthenticated|Verify-Peer\s+\"?false)[^\n]*",
+        re.M | re.I,
+    ),
+)
+_CREDENTIAL_FILES = re.compile(
+    r"(?:.*/)?(?:pip\.conf|\.?netrc|\.pypirc|\.git-credentials|\.gitconfig|\.npmrc|\.docker/config\.json|"
+    r"\.aws/credentials|\.config/pip/pip\.conf|huggingface/token|stored_tokens)|etc/apt/auth\.conf(?:\.d/.*)?"
+)
+_CREDENTIALS = re.compile(
+    r"://[^/\s:@]+:[^/\s@]+@|\bpassword\b\s*[=: ]\s*\S+|\b_authToken\b|\"auth\"\s*:|aws_secret_access_key|^hf_\w+",
+    re.M | re.I,
+)
+_CACHES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"var/lib/apt/lists/.+"), "apt's package lists"),
+    (re.compile(r"var/cache/apt/.+"), "apt's cache"),
+    (re.compile(r"(?:root|home/[^/]+)/\.cache/.+"), "a cache in a home folder"),
+    (re.compile(r"(?:.*/)?\.cache/(?:pip|uv|huggingface|torch)/.+"), "a download cache"),
+    (re.compile(r"(?:tmp|var/tmp)/.+"), "a temporary file"),
+)
+_NO_CACHE = re.compile(r"(?:.*/)?(?:lock|partial|auxfiles)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One piece of litter: which rule, where, and what was seen (a secret is never shown whole)."""
+
+    rule: Rule
+    path: str
+    seen: str
+
+
+class Scanner:
+    """Looks for secrets and build paths in a file that passes by in chunks."""
+
+    def __init__(self, path: str, needles: Sequence[bytes] = ()) -> None:
+        self._path = path
+        self._tail = b""
+        self._seen: dict[tuple[Rule, str], None] = {}
+        self._needles = needles
+        self._first = True
+        self.elf = False
+
+    def feed(self, chunk: bytes) -> None:
+        """The next bytes of the file."""
+        if self._first:
+            self.elf = chunk.startswith(b"\x7fELF")
+            self._first = False
+        data = self._tail + chunk
+        for what in secrets_in(data):
+            self._seen["secret", what] = None
+        for literal, pattern in (_PATHS | _PATHS_IN_ELF if self.elf else _PATHS).items():
+            for text in _matches(data, literal, pattern):
+                # One per kind and file tells enough; the rest is the same tree.
+                if not any(rule == "build path" and seen.startswith(literal.decode()) for rule, seen in self._seen):
+                    self._seen["build path", text[:120].decode("utf-8", "replace")] = None
+        for needle in self._needles:
+            if needle in data:
+                self._seen["build path", needle.decode("utf-8", "replace")] = None
+        self._tail = data[-_OVERLAP:]
+
+    def traces(self) -> list[Trace]:
+        """What was found, each once."""
+        return [Trace(rule=rule, path=self._path, seen=seen) for rule, seen in self._seen]
+
+
+def secrets_in(data: bytes) -> list[str]:
+    """What looks like a secret in ``data``, in words that do not give it away."""
+    found = []
+    for literal, (what, pattern) in _SECRETS.items():
+        for match in _matches(data, literal, pattern):
+            if _is_real(match[len(literal) :]):
+                shown = "" if b"PRIVATE KEY" in match else f" {match[: len(literal) + 4].decode()}…"
+                found.append(what + shown)
+    return found
+
+
+def _is_real(body: bytes) -> bool:
+    """Placeholders repeat themselves or say that they are examples."""
+    return b"EXAMPLE" not in body.upper() and len(set(body)) >= 8
+
+
+def _matches(data: bytes, literal: bytes, pattern: re.Pattern[bytes]) -> Iterable[bytes]:
+    at = data.find(literal)
+    while at >= 0:
+        # The character before it decides whether a word begins here.
+        if found := pattern.match(data, at):
+            yield found[0]
+            at = found.end() - 1
+        at = data.find(literal, at + 1)
+
+
+def reads_text(path: str) -> bool:
+    """Whether :func:`text_traces` has a rule for files of this name."""
+    return path.startswith("etc/apt/") or _CREDENTIAL_FILES.fullmatch(path) is not None
+
+
+def text_traces(path: str, text: str) -> list[Trace]:
+    """What the settings in a small file allow or give away."""
+    found: list[Trace] = []
+    if path.startswith("etc/apt/"):
+        for pattern in _APT:
+            found += [
+                Trace(rule="insecure apt", path=path, seen=match[0].strip()[:120])
+                for match in pattern.finditer(text)
+                if "false" not in match[0].lower() or "verify-peer" in match[0].lower()
+            ]
+    if _CREDENTIAL_FILES.fullmatch(path) and _CREDENTIALS.search(text):
+        found.append(Trace(rule="credentials", path=path, seen="a login"))
+    return found
+
+
+def path_traces(path: str, kind: str) -> list[Trace]:
+    """What is litter by its name alone; empty folders are none."""
+    if kind == "dir":
+        return []
+    return [
+        Trace(rule="cache", path=path, seen=what)
+        for pattern, what in _CACHES
+        if pattern.fullmatch(path) and not _NO_CACHE.fullmatch(path)
+    ][:1]
+
+
+def litter(layers: Iterable[tuple[str, Iterable[Trace]]], is_ours: Callable[[str], bool]) -> GateReport:
+    """Errors for what must go; what published packages bring along is a warning, or one note per layer."""
+    findings: list[Finding] = []
+    for layer, traces in layers:
+        ours = is_ours(layer)
+        paths: dict[str, str] = {}
+        for trace in traces:
+            severity = _FIXED.get(trace.rule) or ("error" if ours else "warning")
+            if trace.rule == "build path" and not ours:
+                paths.setdefault(trace.path, trace.seen)
+                continue
+            findings.append(
+                Finding(
+                    gate=_GATE,
+                    severity=severity,
+                    layer=layer,
+                    path=trace.path,
+                    message=f"{trace.rule}: {trace.seen}"
+                    + ("" if severity == "error" else " (as its package is published)"),
+                )
+            )
+        if paths:
+            first = next(iter(paths))
+            findings.append(
+                Finding(
+                    gate=_GATE,
+                    severity="note",
+                    layer=layer,
+                    path=first,
+                    message=f"{len(paths)} published files name the machine they were made on, as {paths[first]}",
+                )
+            )
+    return GateReport(gate=_GATE, summary="secrets, apt settings, caches, build paths", findings=tuple(findings))

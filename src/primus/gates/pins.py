@@ -1,0 +1,51 @@
+"""The gate that needs nothing built: what the pins and the lock say belongs together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from primus.errors import CheckFailed
+from primus.gates.coherence import Package, coherence
+from primus.images.target import normalised
+
+if TYPE_CHECKING:
+    from primus.images.project import Project
+
+__all__ = ["check_pins", "pinned_packages"]
+
+
+def pinned_packages(project: Project, name: str) -> list[Package]:
+    """Every package of the image, with the line of versions.yaml or of the lock that set its version."""
+    pinned = {
+        normalised(pin.wheel or pin.sdist or ""): project.pin_place(component, pin)
+        for component, pin in project.pins(name).items()
+    }
+    lock = project.lock(name)
+    path = project.lock_path(name)
+    rows = path.read_text(encoding="utf-8").splitlines() if lock else []
+    lines = {row.strip(): number for number, row in enumerate(rows, 1)}
+    base = project.target(name).base
+    debs = lock.of("deb", base) if lock and base else ()
+    listed = project.versions.bases[base].packages if base else ()
+    result = []
+    for file in (*lock.of("wheel"), *lock.of("sdist"), *debs) if lock else ():
+        number = next((n for row, n in lines.items() if f'"sha256": "{file.sha256}"' in row), 1)
+        where = f"{path.relative_to(project.root)}:{number}:1"
+        if file.kind == "deb":
+            where = project.base_place(base or "") if file.name in listed else where
+            result.append(Package(name=file.name, version=file.version, where=where, kind="deb"))
+        else:
+            result.append(Package(name=file.name, version=file.version, where=pinned.get(file.name, where)))
+    return result
+
+
+def check_pins(project: Project, name: str) -> None:
+    """Raise CheckFailed when the target's packages do not belong together; needs nothing that is built."""
+    report = coherence(pinned_packages(project, name), project.arch(name))
+    errors = [f for f in report.findings if f.severity == "error"]
+    if errors:
+        raise CheckFailed(
+            f"{name}: " + "; ".join(f.message for f in errors[:5]),
+            where=errors[0].path or None,
+            hint="pin one ROCm version, and device packages of this target's GPU",
+        )

@@ -1,0 +1,104 @@
+"""Why an image is as large as it is: layer → folder, unpacked bytes, largest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from primus.images.outline import bytes_text
+
+__all__ = ["Branch", "size_text", "size_tree"]
+
+# Below this share of the image a folder explains nothing; the rest is summed up.
+_SHARE = 0.005
+# A folder that holds this share of the one above is no level of its own.
+_NEARLY_ALL = 0.99
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """A layer or folder with all that is below it; ``path`` is relative to the branch above."""
+
+    path: str
+    size: int
+    files: int
+    branches: tuple[Branch, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "path": self.path,
+            "bytes": self.size,
+            "files": self.files,
+            "below": [branch.as_json() for branch in self.branches],
+        }
+
+
+def size_tree(name: str, layers: Iterable[tuple[str, Mapping[str, tuple[int, int]]]], depth: int = 3) -> Branch:
+    """The image as a tree; ``layers`` map a folder to bytes and number of the files directly in it.
+
+    ``depth`` counts levels below a layer. A folder with nearly everything in one other folder is no level: the branch
+    is called by the inner one's path, and its size is all of it.
+    """
+    tops = tuple(_branch(layer, _nested(folders), depth) for layer, folders in layers)
+    return Branch(
+        path=name,
+        size=sum(t.size for t in tops),
+        files=sum(t.files for t in tops),
+        branches=_ordered(tops),
+    )
+
+
+class _Node:
+    def __init__(self) -> None:
+        self.size = 0
+        self.files = 0
+        self.below: dict[str, _Node] = {}
+
+
+def _nested(folders: Mapping[str, tuple[int, int]]) -> _Node:
+    root = _Node()
+    for path, (size, files) in folders.items():
+        node = root
+        node.size, node.files = node.size + size, node.files + files
+        for part in filter(None, path.split("/")):
+            node = node.below.setdefault(part, _Node())
+            node.size, node.files = node.size + size, node.files + files
+    return root
+
+
+def _branch(path: str, node: _Node, depth: int) -> Branch:
+    branches = []
+    for name, child in node.below.items() if depth > 0 else ():
+        below, label = child, name
+        while largest := max(below.below.items(), key=lambda item: item[1].size, default=None):
+            if largest[1].size < _NEARLY_ALL * below.size:
+                break
+            label, below = f"{label}/{largest[0]}", largest[1]
+        inner = _branch(label, below, depth - 1)
+        branches.append(replace(inner, size=child.size, files=child.files))
+    return Branch(path=path, size=node.size, files=node.files, branches=_ordered(branches))
+
+
+def _ordered(branches: Iterable[Branch]) -> tuple[Branch, ...]:
+    return tuple(sorted(branches, key=lambda b: (-b.size, b.path)))
+
+
+def size_text(tree: Branch) -> str:
+    """The tree as text; folders below half a percent of the image are summed up."""
+    lines: list[str] = []
+    least = tree.size * _SHARE
+
+    def draw(branch: Branch, indent: int) -> None:
+        share = f"{100 * branch.size / tree.size:5.1f} %" if tree.size else ""
+        lines.append(f"{bytes_text(branch.size):>9} {share}  {'  ' * indent}{branch.path}".rstrip())
+        shown = [b for b in branch.branches if b.size >= least and b.size]
+        for below in shown:
+            draw(below, indent + 1)
+        rest = branch.size - sum(b.size for b in shown)
+        if rest and shown:
+            lines.append(f"{bytes_text(rest):>9}          {'  ' * (indent + 1)}(smaller)")
+
+    draw(tree, 0)
+    return "\n".join(lines)

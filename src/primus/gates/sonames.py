@@ -1,0 +1,93 @@
+"""One library name, two owners: whichever is loaded first serves both, and the other's callers crash.
+
+An upstream image crashed because two components shipped a ``libmha_bwd.so`` of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+from primus.gates.model import Finding, GateReport
+
+__all__ = ["Library", "owner_of", "shared_names", "soname_of"]
+
+_GATE = "overlap"
+_LIBRARY = re.compile(r"lib[^/]*\.so(\.[0-9.]+)?")
+# Python opens an extension module by its path and keeps its symbols apart.
+_MODULE = re.compile(r".*\.(?:cpython-[^/]+|abi3)\.so")
+_SITE = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """A shared library's path and the name it gives itself (empty when it gives none)."""
+
+    path: str
+    soname: str = ""
+
+    @property
+    def names(self) -> set[str]:
+        """The names by which a loader may find it: its soname, and its file name when that is a library's."""
+        file = self.path.rpartition("/")[2]
+        return {n for n in (self.soname, file if _LIBRARY.fullmatch(file) else "") if n and not _MODULE.fullmatch(n)}
+
+
+def soname_of(path: str, stream: IO[bytes]) -> Library | None:
+    """The ELF file as a library; None when it is none (a program, a kernel, an object file).
+
+    Raises ValueError when the file is damaged.
+    """
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.dynamic import DynamicSection
+    from elftools.elf.elffile import ELFFile
+
+    try:
+        elf = ELFFile(stream)
+        if elf["e_type"] != "ET_DYN" or elf["e_machine"] in ("EM_AMDGPU", 224):
+            return None
+        soname = ""
+        for section in elf.iter_sections("SHT_DYNAMIC"):
+            if isinstance(section, DynamicSection):
+                soname = next((str(cast("Any", tag).soname) for tag in section.iter_tags("DT_SONAME")), "")
+    except (ELFError, struct.error, AssertionError, KeyError, OverflowError) as error:
+        raise ValueError(f"a damaged ELF file: {error}") from None
+    library = Library(path=path, soname=soname)
+    return library if library.names else None
+
+
+def owner_of(layer: str, path: str) -> str:
+    """Who ships a path: the layer, and in site-packages the top folder below it."""
+    found = _SITE.match(path)
+    return f"{layer} ({found[1]})" if found else layer
+
+
+def shared_names(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
+    """One warning per library name that two owners ship, with all its places."""
+    places: dict[str, dict[str, tuple[str, str]]] = {}
+    count = 0
+    for layer, libraries in layers:
+        for library in libraries:
+            count += 1
+            for name in library.names:
+                places.setdefault(name, {}).setdefault(owner_of(layer, library.path), (layer, library.path))
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name in sorted(places):
+        if len(places[name]) > 1:
+            groups.setdefault(tuple(places[name].values()), []).append(name)
+    findings = tuple(
+        Finding(
+            gate=_GATE,
+            severity="warning",
+            layer=where[0][0],
+            path=where[0][1],
+            message=f"{' and '.join(names)} is also in "
+            + ", ".join(f"{layer} as /{path}" for layer, path in where[1:])
+            + ": a process that loads both gets one of them for both",
+        )
+        for where, names in groups.items()
+    )
+    return GateReport(gate=_GATE, summary=f"{count} shared libraries", findings=findings)

@@ -1,0 +1,133 @@
+"""Files with GPU code, byte by byte: ELF, offload bundles, kernel packs. No compiler is needed."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from primus.gates.contents import Member
+
+HOST = "host-x86_64-unknown-linux-gnu-"
+
+
+def elf(
+    sections: Mapping[str, bytes] | None = None,
+    *,
+    machine: int = 62,
+    flags: int = 0,
+    abi: int = 0,
+    kind: int = 3,
+    soname: str = "",
+) -> bytes:
+    """A 64-bit ELF file (by default an x86-64 shared object) with these sections."""
+    parts: list[tuple[str, int, bytes, int]] = [(name, 1, data, 0) for name, data in (sections or {}).items()]
+    if soname:
+        strings = b"\0" + soname.encode() + b"\0"
+        parts.append((".dynstr", 3, strings, 0))
+        parts.append((".dynamic", 6, struct.pack("<4Q", 14, 1, 0, 0), len(parts)))
+    names = b"\0"
+    offsets = []
+    for name, *_ in (*parts, (".shstrtab",)):
+        offsets.append(len(names))
+        names += name.encode() + b"\0"
+    parts.append((".shstrtab", 3, names, 0))
+    body, headers = b"", struct.pack("<IIQQQQIIQQ", *[0] * 10)
+    for (_, section, data, link), name_at in zip(parts, offsets, strict=True):
+        body += b"\0" * (-len(body) % 16)
+        entry = 16 if section == 6 else 0
+        headers += struct.pack("<IIQQQQIIQQ", name_at, section, 0, 0, 64 + len(body), len(data), link, 0, 16, entry)
+        body += data
+    body += b"\0" * (-len(body) % 16)
+    ident = b"\x7fELF" + bytes([2, 1, 1, 64 if machine == 224 else 0, abi]) + b"\0" * 7
+    head = struct.pack(
+        "<HHIQQQIHHHHHH", kind, machine, 1, 0, 0, 64 + len(body), flags, 64, 56, 0, 64, len(parts) + 1, len(parts)
+    )
+    return ident + head + body + headers
+
+
+def code_object(mach: int, *, features: int = 0) -> bytes:
+    """What clang makes for one AMD GPU: an ELF file for EM_AMDGPU, code object V5."""
+    return elf({".text": b"kernel"}, machine=224, flags=mach | features, abi=3)
+
+
+def entry(target: str) -> str:
+    """The bundle entry id of a HIP target."""
+    return f"hipv4-amdgcn-amd-amdhsa--{target}"
+
+
+def bundle(targets: Sequence[str], payload: bytes = b"code" * 64, empty: Sequence[str] = ()) -> bytes:
+    """An offload bundle with an empty entry for the host and one entry per target, each on a page of its own."""
+    entries = [(HOST, b""), *((entry(t), b"" if t in empty else payload) for t in targets)]
+    size = 32 + sum(24 + len(name) for name, _ in entries)
+    head, body = b"__CLANG_OFFLOAD_BUNDLE__" + struct.pack("<Q", len(entries)), b""
+    for name, data in entries:
+        start = size + (-size % 4096) + len(body)
+        head += struct.pack("<QQQ", start, len(data), len(name)) + name.encode()
+        body += data + b"\0" * (-len(data) % 4096)
+    return head + b"\0" * (-len(head) % 4096) + body
+
+
+def compressed(plain: bytes, *, version: int = 2, method: int = 1) -> bytes:
+    """The compressed form of a bundle (CCOB), as clang writes it in these versions."""
+    if method == 1:
+        import zstandard
+
+        data = zstandard.ZstdCompressor().compress(plain)
+    else:
+        data = zlib.compress(plain)
+    digest = b"\x11" * 8
+    if version == 1:
+        return b"CCOB" + struct.pack("<HHI", 1, method, len(plain)) + digest + data
+    form, size = ("<HHII", 24) if version == 2 else ("<HHQQ", 32)
+    return b"CCOB" + struct.pack(form, version, method, size + len(data), len(plain)) + digest + data
+
+
+def pages(*bundles: bytes) -> bytes:
+    """Bundles one after the other as the linker lays them into .hip_fatbin."""
+    return b"".join(b + b"\0" * (-len(b) % 4096) for b in bundles)
+
+
+def msgpack(value: Any) -> bytes:
+    """MessagePack of text, numbers, lists and mappings, in the long forms."""
+    if isinstance(value, str):
+        return b"\xdb" + struct.pack(">I", len(value.encode())) + value.encode()
+    if isinstance(value, int):
+        return b"\xcf" + struct.pack(">Q", value)
+    if isinstance(value, list):
+        return b"\xdd" + struct.pack(">I", len(value)) + b"".join(map(msgpack, value))
+    return b"\xdf" + struct.pack(">I", len(value)) + b"".join(msgpack(k) + msgpack(v) for k, v in value.items())
+
+
+def kernel_pack(kernels: Mapping[str, Sequence[str]]) -> bytes:
+    """A kernel pack (KPAK) that holds for each library code for the targets."""
+    arches = sorted({t for targets in kernels.values() for t in targets})
+    table = {
+        "format_version": 1,
+        "gfx_arches": arches,
+        "toc": {name: {t: {"type": "hsaco", "ordinal": 0} for t in by} for name, by in kernels.items()},
+    }
+    blob = b"K" * 128
+    return struct.pack("<4sIQ", b"KPAK", 1, 64 + len(blob)) + b"\0" * 48 + blob + msgpack(table)
+
+
+def pack_host(kernel: str, *packs: str) -> bytes:
+    """A host library whose GPU code lies in kernel packs."""
+    return elf({".rocm_kpack_ref": msgpack({"kernel_name": kernel, "kpack_search_paths": list(packs)})})
+
+
+def cuda_fatbin(*entries: tuple[str, int]) -> bytes:
+    """A CUDA fat binary with ("sm" or "compute", number) entries."""
+    body = b""
+    for kind, arch in entries:
+        header = struct.pack("<HHIQIIHHI", 1 if kind == "compute" else 2, 0x101, 64, 16, 0, 0, 0, 0, arch)
+        body += header + b"\0" * (64 - len(header)) + b"c" * 16
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def member(path: str, data: bytes | str = b"", kind: str = "file") -> Member:
+    """A file as a gate sees it."""
+    content = data.encode() if isinstance(data, str) else data
+    return Member(path=path, kind=kind, size=len(content), open=lambda: io.BytesIO(content))  # type: ignore[arg-type]

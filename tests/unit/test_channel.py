@@ -1,0 +1,97 @@
+"""Which channel builds a target: locks decide, not the network, and files of two channels never mix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from primus.errors import InputError
+from primus.images.channel import choose
+from primus.images.target import Target
+from project_kit import Kit
+
+TARGET = Target(
+    description="x",
+    channels=("amd", "debian"),
+    components=(),
+    base="ubuntu",
+    bases={"debian": "sid"},
+    previews={"debian": "PyTorch has no GPU support in it"},
+)
+
+
+def locks(*channels: str) -> object:
+    return lambda channel: channel in channels
+
+
+def test_best_channel_with_a_lock() -> None:
+    both = choose("mi355x", TARGET, None, lambda c: True)
+    assert (both.channel, both.base, both.preview, both.suffix) == ("amd", "ubuntu", None, "")
+    one = choose("mi355x", TARGET, None, lambda c: c == "debian")
+    assert (one.channel, one.base, one.suffix) == ("debian", "sid", "-preview")
+    assert "amd has none here (primus lock mi355x --channel amd)" in one.reason
+
+
+def test_without_locks_the_best_channel() -> None:
+    assert choose("mi355x", TARGET, None, lambda c: False).channel == "amd"
+
+
+def test_asked_for_goes_first() -> None:
+    assert choose("mi355x", TARGET, "debian", lambda c: True).channel == "debian"
+    with pytest.raises(InputError, match="has no channel 'pypi'"):
+        choose("mi355x", TARGET, "pypi", lambda c: True)
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    kit = Kit(tmp_path / "project")
+    kit.write(
+        "versions.yaml",
+        """\
+release: v26.11
+created: 2026-11-20
+bases: {}
+components:
+  part:
+    name: Part
+    pins:
+      - {path: part, to: /opt/part, channel: local}
+""",
+    )
+    kit.write("part/file", "x")
+    kit.write(
+        "images/demo.yaml",
+        """\
+description: Two channels
+channels: [amd, debian]
+previews: {debian: it lacks a GPU build}
+components: [part]
+""",
+    )
+    return kit
+
+
+def test_preview_is_named_labelled_and_told(kit: Kit) -> None:
+    release = kit.build("demo")
+    preview = kit.build("demo", "--channel", "debian")
+    assert "v26.11-demo-preview  (channel debian: asked for)" in preview.err
+    assert "PREVIEW, no release: it lacks a GPU build" in preview.err
+    images = json.loads((kit.root / ".primus/store/index.json").read_text())["manifests"]
+    names = {m["annotations"]["org.opencontainers.image.ref.name"]: m["digest"] for m in images}
+    assert names == {"v26.11-demo": release.digest, "v26.11-demo-preview": preview.digest}
+    manifest = json.loads((kit.root / ".primus/store/blobs/sha256" / preview.digest[7:]).read_text())
+    assert manifest["annotations"]["io.primus.preview"] == "it lacks a GPU build"
+    assert manifest["annotations"]["io.primus.channel"] == "debian"
+    for words in (("demo",), ("demo", "--channel", "debian")):
+        assert "nothing to do" in kit.build(*words).err
+
+
+def test_a_channels_pins_stay_apart(kit: Kit) -> None:
+    kit.edit("versions.yaml", "channel: local}", "channel: local}\n  rocm:\n    name: R\n    pins:\n      - "
+             "{wheel: rocm, version: 7.2.4, channel: debian}")  # fmt: skip
+    kit.edit("images/demo.yaml", "[part]", "[part, rocm]")
+    result = kit.primus("plan", "demo", "--channel", "amd")
+    assert result.code == 2
+    assert "rocm has no pin for demo from amd, pypi, local" in result.err

@@ -1,0 +1,325 @@
+"""GPU code in files: every form, every way it can be there or not."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_files import (
+    bundle,
+    code_object,
+    compressed,
+    cuda_fatbin,
+    elf,
+    kernel_pack,
+    member,
+    msgpack,
+    pack_host,
+    pages,
+)
+from primus.gates.archs import in_entry_id, in_path, of_flags, runs_on
+from primus.gates.codeobjects import Code, bundle_targets, code_in
+from primus.gates.coverage import coverage, gpu_libraries
+from primus.gates.msgpack import unpack
+from primus.gates.prune import prunable, pruning
+from primus.gates.sonames import soname_of
+
+GFX942, GFX950 = 0x4C, 0x4F
+
+
+def look(path: str, data: bytes) -> Code | None:
+    return code_in(path, io.BytesIO(data), len(data))
+
+
+def need(path: str, data: bytes) -> Code:
+    code = look(path, data)
+    assert code is not None
+    return code
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("TensileLibrary_Type_HH_gfx942.co", ("gfx942",)),
+        ("hsa/gfx950/fmha_v3_bwd/x.co", ("gfx950",)),
+        ("miopen/db/gfx942130.HIP.fdb.txt", ("gfx942",)),
+        ("miopen/db/gfx90a6e.kdb", ("gfx90a",)),
+        ("miopen/db/gfx103036.db", ("gfx1030",)),
+        (".kpack/blas_lib_gfx94X.kpack", ("gfx942",)),
+        ("lib/gfx12-generic/x.co", ("gfx12-generic",)),
+        ("lib/librocblas.so", ()),
+    ],
+)
+def test_architectures_in_a_path(path: str, names: tuple[str, ...]) -> None:
+    assert in_path(path) == names
+
+
+@pytest.mark.parametrize(
+    ("entry", "target"),
+    [
+        ("hipv4-amdgcn-amd-amdhsa--gfx942:sramecc+:xnack-", "gfx942:sramecc+:xnack-"),
+        ("hip-amdgcn-amd-amdhsa-gfx906", "gfx906"),
+        ("hipv4-amdgcn-amd-amdhsa--gfx9-4-generic", "gfx9-4-generic"),
+        ("hip-spirv64-amd-amdhsa-unknown-amdgcnspirv", "amdgcnspirv"),
+        ("host-x86_64-unknown-linux-gnu-", None),
+    ],
+)
+def test_target_of_a_bundle_entry(entry: str, target: str | None) -> None:
+    assert in_entry_id(entry) == target
+
+
+@pytest.mark.parametrize(
+    ("targets", "arch", "runs"),
+    [
+        (["gfx942"], "gfx942", True),
+        (["gfx942:sramecc+:xnack-"], "gfx942", True),
+        (["gfx942:xnack+"], "gfx942", False),
+        (["gfx942:sramecc-"], "gfx942", False),
+        (["gfx9-4-generic"], "gfx950", True),
+        (["gfx9-generic"], "gfx942", False),
+        (["gfx950"], "gfx942", False),
+        (["amdgcnspirv"], "gfx950", True),
+        (["sm_90"], "sm_90", True),
+        (["sm_80"], "sm_90", False),
+        (["compute_80"], "sm_90", True),
+        (["compute_100"], "sm_90", False),
+        ([], "gfx942", False),
+    ],
+)
+def test_what_runs_where(targets: list[str], arch: str, runs: bool) -> None:
+    assert runs_on(targets, arch) is runs
+
+
+def test_flags_of_code_objects() -> None:
+    assert of_flags(GFX942, 3) == "gfx942"
+    assert of_flags(GFX950 | 0x300 | 0x400, 3) == "gfx950:xnack+"
+    assert of_flags(GFX942 | 0xC00 | 0x200, 2) == "gfx942:sramecc+:xnack-"
+    assert of_flags(0xEE, 3) == "unknown mach 0xee"
+
+
+# Files
+
+
+def test_code_object_by_its_flags() -> None:
+    assert need("kernel.co", code_object(GFX950)).targets == ("gfx950",)
+    assert need("kernel.co", code_object(GFX942)).form == "code object"
+
+
+def test_a_host_library_without_gpu_code_is_no_gpu_library() -> None:
+    assert look("lib/libc.so.6", elf({".text": b"x"})) is None
+    assert look("lib/libfoo.so", b"no ELF at all") is None
+
+
+@pytest.mark.parametrize("form", ["plain", "zstd 2", "zstd 3", "zlib 2", "zstd 1"])
+def test_fat_binary_of_several_bundles(form: str) -> None:
+    bundles = [bundle(["gfx90a:xnack-", "gfx942"]), bundle(["gfx942", "gfx950"], empty=["gfx950"])]
+    if form != "plain":
+        name, version = form.split()
+        bundles = [compressed(b, version=int(version), method=1 if name == "zstd" else 0) for b in bundles]
+    code = need("lib/librocblas.so.5", elf({".text": b"x" * 99, ".hip_fatbin": pages(*bundles)}))
+    assert code.form == "fat binary"
+    assert code.targets == ("gfx90a:xnack-", "gfx942"), "an entry without bytes does not count"
+
+
+def test_a_magic_inside_code_begins_no_bundle() -> None:
+    inner = bundle(["gfx950"])
+    assert need("a.hsaco", bundle(["gfx942"], payload=inner)).targets == ("gfx942",)
+    assert bundle_targets(io.BytesIO(b"xxCCOBzz" * 9), 0, 72) == ()
+
+
+def test_bundles_far_apart_are_found() -> None:
+    data = bundle(["gfx942"]) + b"\0" * (3 << 20) + bundle(["gfx950"])
+    assert bundle_targets(io.BytesIO(data), 0, len(data)) == ("gfx942", "gfx950")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        bundle(["gfx942"])[:50],
+        compressed(b"something else"),
+        compressed(bundle(["gfx942"]))[:30] + b"\0" * 99,
+        compressed(bundle(["gfx942"]), method=0).replace(b"\x02\x00\x00\x00", b"\x02\x00\x07\x00", 1),
+        elf({".text": b"x"})[:70],
+        b"KPAK\1\0\0\0",
+        b"KPAK" + b"\xff" * 40,
+        elf({".rocm_kpack_ref": b"\xc1"}),
+    ],
+)
+def test_damaged_files_are_errors_and_no_silence(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        look("x.co", data)
+
+
+WHOLE = (
+    elf({".hip_fatbin": pages(bundle(["gfx942"]), compressed(bundle(["gfx950"])))}, soname="libx.so.1"),
+    elf({".nv_fatbin": cuda_fatbin(("sm", 90))}),
+    pack_host("lib/x.so", "../x_@GFXARCH@.kpack"),
+    kernel_pack({"lib/x.so": ["gfx942"]}),
+    bundle(["gfx942"]),
+    compressed(bundle(["gfx942"]), version=3, method=0),
+    code_object(GFX942),
+)
+
+
+@given(
+    st.sampled_from(WHOLE),
+    st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=8)), max_size=4),
+    st.floats(0, 1),
+)
+def test_whatever_a_file_holds_it_is_read_or_refused(
+    whole: bytes, changes: list[tuple[float, bytes]], keep: float
+) -> None:
+    data = bytearray(whole)
+    for place, value in changes:
+        at = int(place * len(data))
+        data[at : at + len(value)] = value
+    cut = bytes(data[: int(len(data) * (0.3 + keep))])
+    for read in (lambda: look("lib/x.co", cut), lambda: soname_of("lib/libx.so", io.BytesIO(cut))):
+        with contextlib.suppress(ValueError):
+            read()
+
+
+def test_kernel_files_by_name_and_triton_by_metadata() -> None:
+    assert need("a/TensileLibrary_lazy_gfx950.dat", b"\x93").targets == ("gfx950",)
+    assert look("a/TensileLibrary_fallback.dat", b"\x93") is None
+    about = {"target": {"backend": "hip", "arch": "gfx942", "warp_size": 64}, "name": "k"}
+    assert need("cache/AB/k.json", json.dumps(about).encode()).targets == ("gfx942",)
+    about["target"] = {"backend": "cuda", "arch": 90, "warp_size": 32}
+    assert need("cache/AB/k.json", json.dumps(about).encode()).targets == ("sm_90",)
+    assert look("a/package.json", b"{}") is None
+
+
+def test_cuda_fat_binary() -> None:
+    data = cuda_fatbin(("sm", 80), ("sm", 90)) + b"\0" * 8 + cuda_fatbin(("compute", 90))
+    assert need("libx.so", elf({".nv_fatbin": data})).targets == ("sm_80", "sm_90", "compute_90")
+
+
+def test_msgpack_short_and_long_forms() -> None:
+    assert unpack(b"\x82\xa1a\x01\xa1b\x93\xc0\xc3\xff") == {"a": 1, "b": [None, True, -1]}
+    assert unpack(msgpack({"a": ["x", 70000]})) == {"a": ["x", 70000]}
+    assert unpack(b"\xcb\x3f\xf0\0\0\0\0\0\0") == 1.0
+    assert unpack(b"\xc4\x02hi") == b"hi"
+    for broken in (b"", b"\xc1", b"\xdb\xff\xff\xff\xff", b"\x81\x90\x01", b"\x91" * 5000):
+        with pytest.raises(ValueError, match="MessagePack"):
+            unpack(broken)
+
+
+# Coverage
+
+
+def rows(**files: bytes) -> list[tuple[str, list[Code]]]:
+    return [("libraries", [need(name.replace("__", "/"), data) for name, data in files.items()])]
+
+
+def errors(layers: list[tuple[str, list[Code]]], arch: str | None) -> list[str]:
+    report = coverage(layers, arch)
+    return [f"{f.layer} {f.path}: {f.message}" for f in report.findings if f.severity == "error"]
+
+
+def test_a_library_for_other_gpus_fails_and_is_named() -> None:
+    fat = elf({".hip_fatbin": pages(bundle(["gfx90a", "gfx942"]))})
+    layers = [("rocblas", [need("opt/librocblas.so", fat)])]
+    assert coverage(layers, "gfx942").passed
+    assert errors(layers, "gfx950") == [
+        "rocblas opt/librocblas.so: no code for gfx950: it has gfx90a, gfx942 (fat binary)"
+    ]
+
+
+def test_a_folder_of_kernel_files_is_one_library() -> None:
+    layers = [
+        ("hipblaslt", [need(f"opt/library/x_{a}.dat", b"") for a in ("gfx942", "gfx90a")]),
+        (
+            "aiter",
+            [need(f"opt/hsa/{a}/fmha/k.co", code_object(m)) for a, m in (("gfx942", GFX942), ("gfx950", GFX950))],
+        ),
+    ]
+    assert [lib.path for lib in gpu_libraries(layers, "gfx942")] == ["opt/hsa/", "opt/library/"]
+    assert errors(layers, "gfx942") == []
+    assert errors(layers, "gfx950") == [
+        "hipblaslt opt/library/: no code for gfx950: it has gfx942, gfx90a (kernel files)"
+    ]
+
+
+def test_a_catalogue_without_code_covers_nothing() -> None:
+    catalogue = [need(f"opt/library/x_{a}.dat", b"") for a in ("gfx942", "gfx950")]
+    code = [need("opt/library/x_gfx942.co", code_object(GFX942))]
+    assert errors([("blas", catalogue + code)], "gfx942") == []
+    assert errors([("blas", catalogue + code)], "gfx950") == [
+        "blas opt/library/: no code for gfx950: it has gfx942 (kernel files)"
+    ]
+    assert errors([("databases", catalogue)], "gfx950") == [], "tuning databases have no code anywhere"
+
+
+def test_host_of_a_pack_needs_the_pack_of_its_gpu() -> None:
+    host = pack_host("lib/libtorch_hip.so", "../.kpack/torch_@GFXARCH@.kpack")
+    libraries = ("torch", [need("site/torch/lib/libtorch_hip.so", host)])
+    good = ("device", [need("site/torch/.kpack/torch_gfx942.kpack", kernel_pack({"lib/libtorch_hip.so": ["gfx942"]}))])
+    assert errors([libraries, good], "gfx942") == []
+    (missing,) = errors([libraries, good], "gfx950")
+    assert "its kernel pack /site/torch/.kpack/torch_gfx950.kpack is not in the image" in missing
+    other = ("device", [need("site/torch/.kpack/torch_gfx942.kpack", kernel_pack({"lib/other.so": ["gfx942"]}))])
+    (empty,) = errors([libraries, other], "gfx942")
+    assert "/site/torch/.kpack/torch_gfx942.kpack has no kernels of lib/libtorch_hip.so" in empty
+    astray = ("device", [need("elsewhere/torch_gfx942.kpack", kernel_pack({"lib/libtorch_hip.so": ["gfx942"]}))])
+    (lost,) = errors([libraries, astray], "gfx942")
+    assert lost.split("(")[0].endswith("is not in the image, /elsewhere/torch_gfx942.kpack is ")
+
+
+def test_an_image_without_architecture_says_so() -> None:
+    report = coverage([], None)
+    assert report.passed
+    assert report.summary == "no GPU architecture to cover"
+    report = coverage(rows(lib__x_so=elf({".nv_fatbin": cuda_fatbin(("sm", 90))})), None)
+    assert report.summary == "no GPU architecture to cover; 1 GPU libraries are in it all the same"
+
+
+def test_an_image_for_a_gpu_without_any_gpu_library_fails() -> None:
+    assert not coverage([("base", [])], "gfx942").passed
+
+
+def test_what_cannot_be_examined_is_a_warning() -> None:
+    report = coverage(rows(lib__x_so=elf({".hip_fatbin": bundle(["gfx942"])})), "gfx942", [("l", "a.so", "cut short")])
+    assert report.passed
+    assert [(f.severity, f.path) for f in report.findings] == [("warning", "a.so")]
+
+
+# Pruning
+
+
+def test_prunable_by_name_and_by_content() -> None:
+    files = [
+        member("lib/x_gfx942.dat", b"12345"),
+        member("lib/x_gfx950.dat", b"12345678"),
+        member("lib/x_fallback.dat", b"keep"),
+        member("hsa/gfx950/k.co", code_object(GFX950)),
+        member("k/plain.co", code_object(GFX950)),
+        member("k/mine.co", code_object(GFX942)),
+        member("k/both.hsaco", bundle(["gfx942", "gfx950"])),
+        member("k/other.hsaco", bundle(["gfx90a"])),
+        member("k/broken.co", code_object(GFX950)[:40]),
+        member("lib/libfat.so", elf({".hip_fatbin": bundle(["gfx950"])})),
+        member("python/gfx950_utils.py", b"import os"),
+        member("include/gfx950.h", b""),
+    ]
+    found = prunable(files, "gfx942")
+    assert found.paths == ("hsa/gfx950/k.co", "k/other.hsaco", "k/plain.co", "lib/x_gfx950.dat")
+    assert found.count == 4
+    assert found.size == 8 + 2 * len(code_object(GFX950)) + len(bundle(["gfx90a"]))
+
+
+def test_kernel_files_of_others_are_counted_per_layer() -> None:
+    layers = [("blas", [need(f"lib/x_{a}.dat", b"123") for a in ("gfx942", "gfx950", "gfx90a")])]
+    report = pruning(layers, "gfx942")
+    (finding,) = report.findings
+    assert finding.message == "2 kernel files, 6 B, are not for gfx942"
+    assert report.passed
+    assert pruning(layers, None).findings == ()
+    assert pruning([("blas", [need("lib/x_gfx942.dat", b"")])], "gfx942").findings == ()

@@ -1,0 +1,226 @@
+"""One ROCm version, one GPU."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from primus.errors import CheckFailed
+from primus.gates.coherence import Package, RocmVersion, coherence, rocm_version
+from primus.gates.pins import check_pins, pinned_packages
+from primus.images.project import Project
+from primus.versions.lock import Lock, LockedFile
+
+TRAIN = {
+    "rocm": "10.1.0",
+    "rocm-sdk-core": "10.1.0",
+    "rocm-sdk-libraries": "10.1.0",
+    "rocm-sdk-device-gfx942": "10.1.0",
+    "rocm-bootstrap": "0.3.0",
+    "rocm-bindings-hip": "10.0.0.0.1.2",
+    "torch": "2.14.0+rocm10.1.0",
+    "amd-torch-device-gfx942": "2.14.0+rocm10.1.0",
+    "triton": "3.8.0+git669b31ac.rocm10.1.0",
+    "transformer-engine-rocm10": "2.17.0+rocm10.1.0",
+    "numpy": "2.4.6",
+}
+
+
+def messages(change: dict[str, str] | None = None, arch: str | None = "gfx942") -> list[str]:
+    packages = {**TRAIN, **(change or {})}
+    report = coherence(
+        [Package(name=n, version=v, where=f"versions.yaml:{i}:9") for i, (n, v) in enumerate(packages.items(), 10)],
+        arch,
+    )
+    assert report.passed is not bool(report.findings)
+    return [f"{f.path} {f.message}" for f in report.findings]
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "rocm"),
+    [
+        ("rocm", "10.1.0", "10.1.0"),
+        ("rocm-sdk-device-gfx950", "7.15.0a20260720", "7.15.0a20260720"),
+        ("torch", "2.14.0+rocm10.1", "10.1"),
+        ("triton", "3.8.0+git669b31ac.rocm10.1.0", "10.1.0"),
+        ("torch", "2.7.0+rocm7.0.2.lw.git698b58a9", "7.0.2"),
+        ("torch", "2.12.0+rocmsdk20260720", "20260720"),
+        ("rocm-bootstrap", "0.3.0", None),
+        ("rocm-bindings-core", "10.0.0.0.1.2", None),
+        ("torch", "2.13.0+cpu", None),
+        ("numpy", "2.4.6", None),
+    ],
+)
+def test_rocm_version_of_a_package(name: str, version: str, rocm: str | None) -> None:
+    found = rocm_version(name, version)
+    assert (str(found) if found else None) == rocm
+
+
+def test_versions_compare_by_numbers_and_not_as_text() -> None:
+    def v(text: str) -> RocmVersion:
+        found = rocm_version("rocm", text)
+        assert found
+        return found
+
+    ordered = ["7.2", "7.15.0a20260720", "7.15.0", "10.0.0", "10.1"]
+    assert sorted(map(v, reversed(ordered))) == list(map(v, ordered))
+    assert max(v("7.15"), v("10.1")) == v("10.1")
+    assert v("10.1").agrees(v("10.1.0"))
+    assert not v("10.1.0").agrees(v("10.1.2"))
+    assert not v("7.15.0a20260720").agrees(v("7.15.0"))
+
+
+def test_a_whole_train_passes() -> None:
+    assert messages() == []
+
+
+def test_the_odd_one_out_is_named_with_its_line() -> None:
+    (found,) = messages({"triton": "3.8.0+git669b31ac.rocm7.15.0"})
+    assert found.startswith("versions.yaml:18:9 triton 3.8.0+git669b31ac.rocm7.15.0 is of ROCm 7.15.0, rocm, ")
+    assert found.endswith(" of 10.1.0")
+    (found,) = messages({"rocm-sdk-core": "10.1.1"})
+    assert found.startswith("versions.yaml:11:9 rocm-sdk-core 10.1.1 is of ROCm 10.1.1")
+
+
+def test_with_two_against_two_rocm_itself_is_right() -> None:
+    report = coherence(
+        [
+            Package(name="torch", version="2.14.0+rocm7.15.0"),
+            Package(name="rocm", version="10.1.0"),
+            Package(name="apex", version="1.14.0+rocm7.15.0"),
+            Package(name="rocm-sdk-core", version="10.1.0"),
+        ],
+        "gfx942",
+    )
+    assert sorted(f.message.split()[0] for f in report.findings) == ["apex", "torch"]
+
+
+def test_a_package_for_another_major_version() -> None:
+    packages = {n: v.replace("10.1.0", "7.15.0") for n, v in TRAIN.items()}
+    assert [m.split(" ", 1)[1] for m in messages(packages)] == [
+        "transformer-engine-rocm10 is made for ROCm 10, the image has 7.15.0"
+    ]
+
+
+def test_device_packages_of_another_gpu() -> None:
+    found = messages({"rocm-sdk-device-gfx950": "10.1.0"})
+    assert found == ["versions.yaml:21:9 rocm-sdk-device-gfx950 10.1.0 is for gfx950, the target for gfx942"]
+    assert len(messages(arch="gfx950")) == 2
+    assert any("the target names no GPU architecture" in m for m in messages(arch=None))
+
+
+@pytest.mark.parametrize(
+    ("version", "arch", "message"),
+    [
+        ("2.13.0+cpu", "gfx942", "torch 2.13.0+cpu is built for cpu, the target for gfx942"),
+        ("2.13.0+cu130", "gfx942", "torch 2.13.0+cu130 is built for cu130, the target for gfx942"),
+        ("2.13.0+rocm10.1", "sm_90", "torch 2.13.0+rocm10.1 is built for rocm, the target for sm_90"),
+        ("2.13.0+cu130", None, "torch 2.13.0+cu130 is built for cu130, the target for no GPU"),
+        ("2.13.0+cu130", "sm_90", None),
+        ("2.13.0+cpu", None, None),
+        ("2.13.0", "sm_90", None),
+    ],
+)
+def test_a_build_for_another_kind_of_gpu(version: str, arch: str | None, message: str | None) -> None:
+    report = coherence([Package(name="torch", version=version)], arch)
+    assert [f.message for f in report.findings] == ([message] if message else [])
+
+
+DEBS = {
+    "libamdhip64-7": "7.2.4-1~exp2",
+    "libamd-comgr3": "7.2.4+dfsg-1~exp1",
+    "libhiprtc-builtins7": "7.2.4-1~exp2",
+    "libhsa-runtime64-1": "7.2.4+dfsg-1~exp1",
+    "librocblas5": "7.2.4-1~exp1",
+    "librocm-smi64-7": "7.2.4-1~exp1",
+    "libroctx64-4": "7.2.4-1~exp1",
+    "librocsolver0": "7.2.4-1~exp1+b1",
+    "rocm-device-libs-22": "7.2.4+dfsg-1~exp1",
+    "rocminfo": "7.2.4-1",
+}
+
+
+def test_debian_packages_are_of_the_train() -> None:
+    others = {"libllvm22": "1:22.1.8-3", "libdrm-amdgpu1": "2.4.134-3", "libhippocrates1": "1.0-1"}
+
+    def debs(packages: dict[str, str]) -> list[Package]:
+        return [Package(name=n, version=v, where="lock:1:1", kind="deb") for n, v in packages.items()]
+
+    report = coherence(debs({**DEBS, **others}), "gfx942")
+    assert report.findings == ()
+    assert report.summary == "10 packages of the ROCm train, newest 7.2.4"
+    mixed = coherence(debs({**DEBS, "librccl1": "5.4.3-3+b1"}), "gfx942")
+    (finding,) = mixed.findings
+    assert finding.message.startswith("librccl1 5.4.3-3+b1 is of ROCm 5.4.3, libamdhip64-7, libamd-comgr3, ")
+    assert finding.path == "lock:1:1"
+
+
+VERSIONS = """\
+release: v26.11
+created: 2026-11-20
+bases:
+  trixie:
+    suite: trixie
+    python: 3.13.5
+    packages: [python3.13-minimal, librccl1]
+components:
+  pytorch:
+    name: PyTorch
+    pins:
+      - {wheel: torch, version: 2.14.0+rocm10.1.0, channel: amd}
+  rocm:
+    name: ROCm
+    pins:
+      - {wheel: rocm, version: 10.1.0, channel: amd}
+  triton:
+    name: Triton
+    pins:
+      - {wheel: triton, version: 3.8.0+rocm7.15.0, channel: amd}
+"""
+
+
+def locked(kind: str, name: str, version: str, base: str | None = None) -> LockedFile:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return LockedFile(kind=kind, name=name, version=version, file=name, size=1, sha256=digest, base=base)  # type: ignore[arg-type]
+
+
+def test_pins_that_do_not_belong_together_stop_a_build_with_their_line(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "versions.yaml").write_text(VERSIONS)
+    (tmp_path / "images/mi300x.yaml").write_text(
+        "description: x\nchannels: [amd]\nbase: trixie\narch: gfx942\ncomponents: [pytorch, rocm, triton]\n"
+    )
+    files = (
+        locked("wheel", "torch", "2.14.0+rocm10.1.0"),
+        locked("wheel", "rocm", "10.1.0"),
+        locked("wheel", "triton", "3.8.0+rocm7.15.0"),
+        locked("wheel", "rocm-sdk-device-gfx950", "10.1.0"),
+        locked("deb", "librccl1", "5.4.3-3+b1", "trixie"),
+        locked("deb", "libllvm22", "1:22.1.8-3", "trixie"),
+        locked("deb", "librocblas5", "7.2.4-1", "builder"),
+    )
+    project = Project(tmp_path)
+    project.write_lock("mi300x", Lock(target="mi300x", channel="amd", pins={}, files=files))
+    with pytest.raises(CheckFailed) as caught:
+        check_pins(project, "mi300x")
+    error = caught.value
+    assert error.where == "versions.yaml:20:9"
+    assert "triton 3.8.0+rocm7.15.0 is of ROCm 7.15.0, rocm, rocm-sdk-device-gfx950, torch of 10.1.0" in error.message
+    assert "librccl1 5.4.3-3+b1 is of ROCm 5.4.3" in error.message
+    assert "rocm-sdk-device-gfx950 10.1.0 is for gfx950, the target for gfx942" in error.message
+    assert "librocblas5" not in error.message, "a builder's packages are not in the image"
+    places = {p.name: p.where for p in pinned_packages(project, "mi300x")}
+    assert places["librccl1"] == "versions.yaml:4:3"
+    assert places["rocm-sdk-device-gfx950"].startswith("images/locks/amd/mi300x.json:")
+    check_pins(project_with(tmp_path, "3.8.0+rocm10.1.0", files), "mi300x")
+
+
+def project_with(root: Path, triton: str, files: tuple[LockedFile, ...]) -> Project:
+    (root / "versions.yaml").write_text(VERSIONS.replace("3.8.0+rocm7.15.0", triton))
+    good = [f for f in files if f.name in ("torch", "rocm")]
+    project = Project(root)
+    lock = Lock(target="mi300x", channel="amd", pins={}, files=(*good, locked("wheel", "triton", triton)))
+    project.write_lock("mi300x", lock)
+    return project

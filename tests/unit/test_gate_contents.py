@@ -1,0 +1,340 @@
+"""What a layer holds besides GPU code: versions, library names, litter, sizes; and that it is read once."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from gpu_files import bundle, elf, member
+from primus.errors import HostError
+from primus.gates import facts as facts_module
+from primus.gates.contents import walk
+from primus.gates.facts import LayerFacts, facts_of, observe
+from primus.gates.litter import litter, secrets_in
+from primus.gates.size import size_text, size_tree
+from primus.gates.sonames import shared_names
+from primus.gates.versions_inside import Stated, stated_in, versions_inside
+from primus.images.layer import write_layer
+from primus.images.store import Store
+from primus.images.tar import Entry
+from primus.sandbox.model import LayerRef
+
+SITE = "opt/venv/lib/python3.11/site-packages"
+# Put together here, so that no scanner takes this file for a leak.
+TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ12345678"[:34]
+KEY = "-----BEGIN " + "PRIVATE KEY-----\n" + "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQ\n"
+
+
+def traces(path: str, data: bytes | str) -> list[tuple[str, str]]:
+    return [(t.rule, t.seen) for t in observe([member(path, data)], [b"/srv/build/tree"]).traces]
+
+
+# Versions
+
+
+STATUS = """\
+Package: libc6
+Status: install ok installed
+Version: 2.36-9+deb12u13
+
+Package: gone
+Status: deinstall ok config-files
+Version: 1.0
+"""
+
+
+def test_versions_stated_by_metadata_dpkg_and_headers() -> None:
+    metadata = "Metadata-Version: 2.1\nName: Foo_Bar\nVersion: 1.2\n\nName: other\nVersion: 9\n"
+    files = [
+        member(f"{SITE}/Foo_Bar-1.2.dist-info/METADATA", metadata),
+        member(f"{SITE}/setuptools/_vendor/zipp-1.dist-info/METADATA", "Name: zipp\nVersion: 1\n"),
+        member("usr/lib/python3/dist-packages/six-1.dist-info/METADATA", "Name: six\nVersion: 1\n"),
+        member("var/lib/dpkg/status", STATUS),
+        member("opt/rocm/include/rccl/rccl.h", "#define NCCL_MAJOR 2\n#define NCCL_MINOR 30\n#define NCCL_PATCH 4\n"),
+        member("opt/rocm/include/rccl.h", "#include <rccl/rccl.h>\n"),
+    ]
+    assert [(s.kind, s.name, s.version) for s in observe(files).stated] == [
+        ("wheel", "foo-bar", "1.2"),
+        ("deb", "libc6", "2.36-9+deb12u13"),
+        ("header", "rccl", "2.30.4"),
+    ]
+    assert stated_in("etc/hosts", "Name: x\nVersion: 1\n") == []
+
+
+def stated(kind: str, name: str, version: str) -> Stated:
+    return Stated(kind=kind, name=name, version=version, path=f"p/{name}")  # type: ignore[arg-type]
+
+
+def test_versions_that_equal_the_lock_pass() -> None:
+    layer = ("l", [stated("wheel", "a", "1.0"), stated("deb", "libc6", "2.36-9"), stated("header", "rccl", "2.30.4")])
+    report = versions_inside([layer], wheels={"a": "1.0"}, debs={"libc6": "2.36-9"}, components={"rccl": "2.30.4+abc"})
+    assert report.findings == ()
+    assert report.summary == "1 wheel, 1 deb, 1 header"
+
+
+def test_a_difference_names_both_versions() -> None:
+    layer = (
+        "l",
+        [
+            stated("wheel", "a", "1.1"),
+            stated("wheel", "extra", "3"),
+            stated("deb", "libc6", "2.36-8"),
+            stated("header", "rccl", "2.29.1"),
+            stated("header", "hipblaslt", "1.2.2"),
+        ],
+    )
+    report = versions_inside(
+        [layer], wheels={"a": "1.0", "b": "2.0"}, debs={"libc6": "2.36-9"}, components={"rccl": "2.30.4"}
+    )
+    assert [(f.severity, f.message) for f in report.findings] == [
+        ("error", "a is 1.1 in the image, 1.0 in the lock"),
+        ("error", "extra 3 is in the image, the lock has no such wheel"),
+        ("error", "libc6 is 2.36-8 in the image, 2.36-9 in the lock"),
+        ("error", "rccl is 2.29.1 in the image, 2.30.4 in the lock"),
+        ("note", "hipblaslt 1.2.2 by its header; no pin says which it must be"),
+        ("error", "b 2.0 is in the lock, the image has no such wheel"),
+    ]
+
+
+def test_one_wheel_in_two_places() -> None:
+    report = versions_inside(
+        [("l", [stated("wheel", "a", "1.0")]), ("m", [stated("wheel", "a", "1.0")])], wheels={"a": "1.0"}, debs={}
+    )
+    assert [f.message for f in report.findings] == ["a is in the image twice, as 1.0 and 1.0"]
+
+
+# Library names
+
+
+def names(*files: tuple[str, str, bytes]) -> list[str]:
+    layers: dict[str, list[object]] = {}
+    for layer, path, data in files:
+        layers.setdefault(layer, []).append(member(path, data))
+    report = shared_names([(n, observe(m).libraries) for n, m in layers.items()])  # type: ignore[arg-type]
+    assert report.passed, "a shared name is a warning"
+    return [f"{f.layer} /{f.path}: {f.message.partition(':')[0]}" for f in report.findings]
+
+
+def test_two_owners_of_one_library_name() -> None:
+    found = names(
+        ("te", f"{SITE}/transformer_engine/lib/libmha_bwd.so", elf()),
+        ("aiter", f"{SITE}/aiter/jit/libmha_bwd.so", elf()),
+        ("aiter", f"{SITE}/aiter/other/libmha_bwd.so", elf()),
+    )
+    assert found == [
+        f"te /{SITE}/transformer_engine/lib/libmha_bwd.so: libmha_bwd.so is also in aiter as "
+        f"/{SITE}/aiter/jit/libmha_bwd.so"
+    ]
+
+
+def test_two_owners_of_one_soname_under_other_file_names() -> None:
+    found = names(("a", "opt/a/_C.so", elf(soname="libx.so.1")), ("b", "opt/b/libx.so.1.2", elf(soname="libx.so.1")))
+    assert found == ["a /opt/a/_C.so: libx.so.1 is also in b as /opt/b/libx.so.1.2"]
+
+
+def test_two_packages_of_one_layer_are_two_owners() -> None:
+    assert names(("python", f"{SITE}/a/libx.so", elf()), ("python", f"{SITE}/b/libx.so", elf()))
+
+
+def test_programs_modules_and_own_copies_share_no_name() -> None:
+    assert not names(
+        ("a", "usr/bin/tool", elf(kind=2)),
+        ("b", "opt/bin/tool", elf(kind=2)),
+        ("a", f"{SITE}/a/_C.so", elf()),
+        ("b", f"{SITE}/b/_C.so", elf()),
+        ("a", f"{SITE}/a/lib.cpython-311-x86_64-linux-gnu.so", elf()),
+        ("b", f"{SITE}/b/lib.cpython-311-x86_64-linux-gnu.so", elf(soname="lib.abi3.so")),
+        ("c", f"{SITE}/c/one/libc.so", elf()),
+        ("c", f"{SITE}/c/two/libc.so", elf()),
+    )
+
+
+# Litter
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "rule"),
+    [
+        ("etc/apt/sources.list", "deb [arch=amd64 trusted=yes] copy:/x ./\n", "insecure apt"),
+        ("etc/apt/sources.list.d/x.sources", "Types: deb\nTrusted: yes\n", "insecure apt"),
+        ("etc/apt/apt.conf.d/99x", 'Acquire::AllowInsecureRepositories "true";\n', "insecure apt"),
+        ("etc/apt/apt.conf.d/99x", 'Acquire::https::Verify-Peer "false";\n', "insecure apt"),
+        ("etc/pip.conf", "[global]\nindex-url = https://user:secret@host/simple\n", "credentials"),
+        ("root/.netrc", "machine h login u password p\n", "credentials"),
+        ("etc/apt/auth.conf.d/x.conf", "machine h login u password p\n", "credentials"),
+        ("opt/x.env", f"TOKEN={TOKEN}\n", "secret"),
+        ("opt/x.env", "AWS=" + "AKIA" + "Q3EGRUZ7TW5NLPXB\n", "secret"),
+        ("opt/x.env", "ghp_" + "0123456789abcdefghijABCDEFGHIJ012345\n", "secret"),
+        ("opt/key.pem", KEY, "secret"),
+        ("opt/x.py", "# /tmp/pip-req-build-8x3k/src\n", "build path"),
+        ("opt/x.py", "# /srv/build/tree/file\n", "build path"),
+        ("var/lib/apt/lists/host_dists", "x", "cache"),
+        ("root/.cache/pip/http/a", "x", "cache"),
+        ("home/u/.cache/uv/a", "x", "cache"),
+        ("tmp/left", "x", "cache"),
+    ],
+)
+def test_litter_is_found(path: str, text: str, rule: str) -> None:
+    assert [found for found, _ in traces(path, text)] == [rule]
+    report = litter([("layer", observe([member(path, text)], [b"/srv/build/tree"]).traces)], lambda _: True)
+    assert not report.passed
+    assert (report.findings[0].layer, report.findings[0].path) == ("layer", path)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("etc/apt/sources.list", "# deb [trusted=yes] old\ndeb [signed-by=/k] http://h x main\n"),
+        ("etc/apt/apt.conf.d/99x", 'Acquire::AllowInsecureRepositories "false";\n'),
+        ("etc/pip.conf", "[global]\nindex-url = https://host/simple\n"),
+        ("opt/x.py", "hf_" + "x" * 34 + " " + "AKIA" + "IOSFODNN7EXAMPLE hf_hub_download_from_the_repository\n"),
+        ("opt/x.py", 'if text.startswith("-----BEGIN ' + 'PRIVATE KEY-----"):\n'),
+        ("opt/x.py", "open('/home/user/data') # /tmp/x, /tmp/pipeline\n"),
+        ("opt/x.txt", "deb [trusted=yes] an example"),
+        ("var/lib/apt/lists/lock", ""),
+        ("usr/share/doc/pip/copyright", "x"),
+    ],
+)
+def test_what_only_looks_like_litter(path: str, text: str) -> None:
+    assert traces(path, text) == []
+
+
+def test_build_paths_in_compiled_files() -> None:
+    data = elf({".debug_str": b"\0/home/runner/work/x/a.cpp\0/tmp/pip-req-build-1/a.c\0/home/runner/b\0"})
+    assert traces("lib/libx.so", data) == [
+        ("build path", "/tmp/pip-req-build-1/a.c"),
+        ("build path", "/home/runner/work/x/a.cpp"),
+    ]
+
+
+def test_a_secret_across_two_chunks_is_found_and_not_shown() -> None:
+    data = b"\n" * ((1 << 20) - 10) + TOKEN.encode() + b"\n" * 100
+    ((rule, seen),) = traces("opt/large", data)
+    assert rule == "secret"
+    assert seen == "a Hugging Face token hf_aBcD…"
+    assert TOKEN[8:] not in seen
+
+
+def test_secrets_in_settings() -> None:
+    assert secrets_in(f'{{"Env":["HF_TOKEN={TOKEN}"]}}'.encode()) == ["a Hugging Face token hf_aBcD…"]
+
+
+def test_published_packages_warn_where_our_own_files_fail() -> None:
+    found = observe(
+        [
+            member("a/key.pem", KEY),
+            member("a/libx.so", elf({".debug_str": b"\0/home/runner/x/y\0"})),
+            member("a/liby.so", elf({".debug_str": b"\0/home/runner/x/z\0"})),
+        ]
+    ).traces
+    report = litter([("wheel", found)], lambda _: False)
+    assert report.passed
+    assert [(f.severity, f.path) for f in report.findings] == [("warning", "a/key.pem"), ("note", "a/libx.so")]
+    assert report.findings[1].message.startswith("2 published files name the machine they were made on")
+    assert litter([("wheel", found)], lambda _: True).findings[2].severity == "error"
+
+
+# Sizes
+
+
+def test_size_tree_is_ordered_and_joins_lone_folders() -> None:
+    layers = [
+        ("small", {"etc": (10, 1)}),
+        ("large", {"opt/venv/lib/a": (600, 2), "opt/venv/lib/b/c": (300, 1), "opt/venv/lib": (1, 1), "": (0, 0)}),
+    ]
+    tree = size_tree("image", layers, depth=2)
+    assert (tree.size, tree.files) == (911, 5)
+    large, small = tree.branches
+    assert (large.path, small.path) == ("large", "small")
+    (lib,) = large.branches
+    assert (lib.path, lib.size, lib.files) == ("opt/venv/lib", 901, 4)
+    assert [(b.path, b.size) for b in lib.branches] == [("a", 600), ("b/c", 300)]
+    nearly = size_tree("image", [("l", {"opt/x": (9950, 2), "opt/y": (50, 1)})], depth=1).branches[0].branches
+    assert [(b.path, b.size, b.files) for b in nearly] == [("opt/x", 10_000, 3)]
+    assert size_tree("image", layers, depth=0).branches[0].branches == ()
+    assert size_text(tree).splitlines()[0].endswith("image")
+    assert "  600 B  65.9 %      " in size_text(tree)
+    assert size_text(size_tree("empty", [])) == "      0 B"[:9] + "   empty"
+    assert tree.as_json()["below"][0]["below"][0]["below"][1] == {"path": "b/c", "bytes": 300, "files": 1, "below": []}
+
+
+# One pass, kept
+
+
+def layer_of(tmp_path: Path, files: dict[str, bytes], compression: str = "zstd") -> tuple[LayerRef, Path]:
+    store = Store(tmp_path / "store")
+    store.prepare()
+    entries = [Entry(path=p, size=len(d), source=d) for p, d in files.items()]
+    layer = write_layer(store, [*entries, Entry(path="l", kind="symlink", link="x")], compression=compression)
+    ref = LayerRef(
+        digest=layer.blob.digest, diff_id=layer.diff_id, size=layer.blob.size, media_type=layer.blob.media_type
+    )
+    return ref, store.blob_path(ref.digest)
+
+
+FILES = {
+    "lib/libx.so": elf({".hip_fatbin": bundle(["gfx942"]), ".debug_str": b"/home/me/x/y\0"}, soname="libx.so.1"),
+    "lib/y_gfx950.dat": b"x" * (2 << 20),
+    "lib/broken.so": elf()[:70],
+    f"{SITE}/a-1.dist-info/METADATA": b"Name: a\nVersion: 1\n",
+    "a/" + "long" * 60 + "/é.txt": b"text",
+}
+
+
+@pytest.mark.parametrize("compression", ["zstd", "gzip"])
+def test_facts_of_a_blob_are_those_of_its_files(tmp_path: Path, compression: str) -> None:
+    ref, blob = layer_of(tmp_path, FILES, compression)
+    facts = facts_of(ref, blob, tmp_path / "kept")
+    assert facts == observe([member(p, FILES[p]) for p in sorted(FILES)])
+    assert {c.path: c.targets for c in facts.code} == {"lib/libx.so": ("gfx942",), "lib/y_gfx950.dat": ("gfx950",)}
+    assert [lib.soname for lib in facts.libraries] == ["libx.so.1"]
+    assert facts.unreadable.keys() == {"lib/broken.so"}
+    assert facts.folders["lib"] == (sum(len(d) for p, d in FILES.items() if p.startswith("lib/")), 3)
+
+
+def test_a_second_look_reads_no_blob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, blob = layer_of(tmp_path, FILES)
+    first = facts_of(ref, blob, tmp_path / "kept")
+    blob.unlink()
+    assert facts_of(ref, blob, tmp_path / "kept") == first
+    with pytest.raises(HostError):
+        facts_of(ref, blob, tmp_path / "kept", [b"/other/paths/to/look/for"])
+    monkeypatch.setattr(facts_module, "_rules", lambda: "another rule")
+    with pytest.raises(HostError):
+        facts_of(ref, blob, tmp_path / "kept")
+
+
+def test_what_is_kept_is_replaced_when_rules_change_and_when_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref, blob = layer_of(tmp_path, FILES)
+    first = facts_of(ref, blob, tmp_path / "kept")
+    (kept,) = (tmp_path / "kept").iterdir()
+    kept.write_text('{"folders": 1}')
+    assert facts_of(ref, blob, tmp_path / "kept") == first
+    monkeypatch.setattr(facts_module, "_rules", lambda: "another rule")
+    facts_of(ref, blob, tmp_path / "kept")
+    (other,) = (tmp_path / "kept").iterdir()
+    assert other.name != kept.name
+
+
+def test_a_damaged_blob_has_no_facts(tmp_path: Path) -> None:
+    ref, blob = layer_of(tmp_path, FILES)
+    data = bytearray(blob.read_bytes())
+    data[len(data) // 2] ^= 1
+    blob.write_bytes(data)
+    with pytest.raises(HostError, match="damaged"):
+        facts_of(ref, blob, tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    blob.write_bytes(b"no tar" * 999)
+    digest = "sha256:" + hashlib.sha256(blob.read_bytes()).hexdigest()
+    plain = LayerRef(digest=digest, diff_id=digest, size=1, media_type="application/vnd.oci.image.layer.v1.tar")
+    with pytest.raises(HostError, match="no tar is in it"):
+        list(walk(plain, blob))
+
+
+def test_an_empty_layer_has_empty_facts(tmp_path: Path) -> None:
+    ref, blob = layer_of(tmp_path, {})
+    assert facts_of(ref, blob, tmp_path / "kept") == LayerFacts()

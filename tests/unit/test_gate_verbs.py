@@ -1,0 +1,131 @@
+"""`primus check`, `primus why-size` and the gates of `build` and `verify`, through the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_files import bundle, elf
+from project_kit import Kit, make_project
+
+PLACEHOLDER = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ12345678"[:34]
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    return make_project(tmp_path / "project")
+
+
+def gates(kit: Kit, *words: str, code: int = 0) -> dict[str, Any]:
+    result = kit.primus("check", "demo", "--json", *words)
+    assert result.code == code, result.out + result.err
+    (image,) = json.loads(result.out)["images"]
+    return {gate["gate"]: gate for gate in image["gates"]}
+
+
+def test_a_clean_image_passes_and_says_what_was_looked_at(kit: Kit) -> None:
+    digest = kit.build().digest
+    result = kit.primus("check", "demo")
+    assert result.code == 0, result.err
+    assert result.out.splitlines()[0] == f"v26.11-demo {digest}"
+    for line in (
+        "✓ coherence  no package of the ROCm train",
+        "✓ coverage   no GPU architecture to cover",
+        "✓ litter     secrets, apt settings, caches, build paths",
+    ):
+        assert line in result.out
+    assert kit.primus("check", "--all").code == 2, "other is not built"
+
+
+def test_an_image_that_is_not_built_or_out_of_date_is_bad_input(kit: Kit) -> None:
+    result = kit.primus("check", "demo")
+    assert (result.code, result.out) == (2, "")
+    assert "v26.11-demo is not built as versions.yaml and its lock have it now" in result.err
+    kit.build()
+    kit.write("parts/alpha/blob", "new")
+    assert kit.primus("check", "demo").code == 2
+
+
+@pytest.mark.parametrize("line", ["arch: gfx950", "gpu: mi355x"])
+def test_a_library_for_another_gpu_fails_the_image(kit: Kit, line: str) -> None:
+    kit.edit("images/demo.yaml", "channels:", f"{line}\nchannels:")
+    kit.write("parts/alpha/lib/librocblas.so", elf({".hip_fatbin": bundle(["gfx942"])}))
+    kit.write("parts/alpha/lib/x_gfx942.dat", b"123")
+    kit.build()
+    found = gates(kit, code=1)
+    assert not found["coverage"]["passed"]
+    assert [(f["layer"], f["path"]) for f in found["coverage"]["findings"]] == [
+        ("alpha", "opt/alpha/lib/"),
+        ("alpha", "opt/alpha/lib/librocblas.so"),
+    ]
+    assert found["pruning"]["findings"][0]["message"] == "1 kernel files, 3 B, are not for gfx950"
+    text = kit.primus("check", "demo").out
+    assert "✗ alpha /opt/alpha/lib/librocblas.so: no code for gfx950: it has gfx942 (fat binary)" in text
+    libraries = json.loads(kit.primus("check", "demo", "--json").out)["images"][0]["libraries"]
+    assert [row["targets"] for row in libraries] == [["gfx942"], ["gfx942"]]
+
+
+def test_secrets_in_files_and_in_settings(kit: Kit) -> None:
+    kit.write("parts/beta/env", f"HF_TOKEN={PLACEHOLDER}\n")
+    kit.edit("images/demo.yaml", "value: red", f"value: {PLACEHOLDER}")
+    kit.build()
+    found = gates(kit, code=1)["litter"]["findings"]
+    assert [(f["layer"], f["path"]) for f in found] == [("beta", "opt/beta/env"), ("", "config")]
+    assert PLACEHOLDER not in json.dumps(found)
+
+
+def test_a_second_check_reads_no_layer(kit: Kit) -> None:
+    kit.build()
+    first = gates(kit)
+    index = json.loads((kit.root / ".primus/store/index.json").read_bytes())
+    digest = index["manifests"][0]["digest"].removeprefix("sha256:")
+    blobs = kit.root / ".primus/store/blobs/sha256"
+    manifest = json.loads((blobs / digest).read_bytes())
+    for layer in manifest["layers"]:
+        path = blobs / layer["digest"].removeprefix("sha256:")
+        path.write_bytes(b"\0" * path.stat().st_size)
+    assert gates(kit) == first
+    (kit.root / ".primus/cache/gates").rename(kit.root / "gone")
+    result = kit.primus("check", "demo")
+    assert (result.code, result.out) == (3, "")
+    assert "damaged" in result.err
+
+
+def test_why_size(kit: Kit) -> None:
+    kit.write("parts/alpha/deep/er/file", b"x" * 50_000)
+    kit.build()
+    tree = json.loads(kit.primus("why-size", "demo", "--json", "--depth", "3").out)
+    assert tree["path"] == "v26.11-demo"
+    alpha = tree["below"][0]
+    assert (alpha["path"], alpha["bytes"], alpha["files"]) == ("alpha", 51_010, 3)
+    assert [b["path"] for b in alpha["below"]] == ["opt/alpha"]
+    assert [b["path"] for b in alpha["below"][0]["below"]] == ["deep/er", "sub"]
+    lines = kit.primus("why-size", "demo").out.splitlines()
+    assert lines[0].split()[-1] == "v26.11-demo"
+    assert lines[1].split()[-1] == "alpha"
+    assert kit.primus("why-size", "demo", "--depth", "0").out.count("opt") == 0
+
+
+def test_verify_runs_the_gates(kit: Kit) -> None:
+    kit.build()
+    passed = kit.primus("verify", "demo")
+    assert passed.code == 0, passed.err
+    assert "same bytes twice" in passed.out
+    assert "✓ coverage" in passed.out
+    kit.write("parts/beta/env", f"HF_TOKEN={PLACEHOLDER}\n")
+    failed = kit.primus("verify", "demo", "--json")
+    assert failed.code == 1, failed.err
+    result = json.loads(failed.out)
+    assert not result["passed"]
+    assert result["images"][0]["difference"] is None
+    assert [g["gate"] for g in result["images"][0]["gates"] if not g["passed"]] == ["litter"]
+
+
+def test_an_unknown_architecture_is_bad_input(kit: Kit) -> None:
+    kit.edit("images/demo.yaml", "channels:", "arch: gfx94\nchannels:")
+    result = kit.primus("check", "demo")
+    assert result.code == 2
+    assert "images/demo.yaml:2:1: arch must be one of gfx942, gfx950, sm_90, not 'gfx94'" in result.err

@@ -53,7 +53,7 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
     if prefix:
         entries = {"etc/primus/image.json": {"text": json.dumps(facts, indent=1) + "\n"}}
         layers.append(_inline("facts", entries, tool))
-    env = {v.name: v.value for v in target.environment}
+    env = project.environment(name)
     if prefix:
         env.setdefault("PATH", f"/{prefix.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
     labels = {f"io.primus.pins.{c}": p.version or "local" for c, p in pins.items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from primus.recipes.resolve import resolve
 from primus.training import checks, outcome, record, suite
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
@@ -157,3 +158,13 @@ def test_another_seed_fails_the_repeat(
     left = outcome.read(job, train(python, job))
     assert failing(outcome.basic_verdicts(left)) == ["configuration"]
     assert not checks.reproducible(healthy["base"].series, left.series, 0.0).passed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_is_proven_on_one_rank_and_on_two(python: list[str], tmp_path: Path, ranks: int) -> None:
+    """One rank computes under autocast, two through FSDP2's mixed precision: both are bf16, and neither is fp32."""
+    words = ("precision=bf16", "training.mixed_precision_param=bfloat16", f"ranks={ranks}", "training.steps=2")
+    job = Job(name="bf16", recipe=resolve("llama3-proxy", words), output=tmp_path / "bf16")
+    left = outcome.read(job, train(python, job))
+    assert failing(outcome.basic_verdicts(left)) == []
+    assert not checks.precision(left.facts, "fp32").passed

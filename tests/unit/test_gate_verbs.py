@@ -49,8 +49,9 @@ def test_an_image_that_is_not_built_or_out_of_date_is_bad_input(kit: Kit) -> Non
     assert kit.primus("check", "demo").code == 2
 
 
-def test_a_library_for_another_gpu_fails_the_image(kit: Kit) -> None:
-    kit.edit("images/demo.yaml", "channels:", "arch: gfx950\nchannels:")
+@pytest.mark.parametrize("line", ["arch: gfx950", "gpu: mi355x"])
+def test_a_library_for_another_gpu_fails_the_image(kit: Kit, line: str) -> None:
+    kit.edit("images/demo.yaml", "channels:", f"{line}\nchannels:")
     kit.write("parts/alpha/lib/librocblas.so", elf({".hip_fatbin": bundle(["gfx942"])}))
     kit.write("parts/alpha/lib/x_gfx942.dat", b"123")
     kit.build()

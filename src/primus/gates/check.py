@@ -105,7 +105,7 @@ def examine(project: Project, name: str, progress: Progress) -> Examined:
 def check_image(project: Project, name: str, progress: Progress) -> Outcome:
     """Run every gate on the built image of ``name``; see :func:`examine` for what it raises."""
     image = examine(project, name, progress)
-    target, lock, pins = project.target(name), project.lock(name), project.pins(name)
+    arch, lock, pins = project.arch(name), project.lock(name), project.pins(name)
     base = project.choice(name).base
     wheels = {f.name: f.version for f in (*lock.of("wheel"), *lock.of("sdist"))} if lock else {}
     if "primus" in pins:
@@ -115,9 +115,9 @@ def check_image(project: Project, name: str, progress: Progress) -> Outcome:
     code = [(layer, f.code) for layer, f in facts]
     unreadable = [(layer, path, why) for layer, f in facts for path, why in f.unreadable.items()]
     reports = (
-        coherence(pinned_packages(project, name), target.arch),
-        coverage(code, target.arch, unreadable),
-        pruning(code, target.arch),
+        coherence(pinned_packages(project, name), arch),
+        coverage(code, arch, unreadable),
+        pruning(code, arch),
         versions_inside(
             [(layer, f.stated) for layer, f in facts],
             wheels=wheels,
@@ -130,7 +130,7 @@ def check_image(project: Project, name: str, progress: Progress) -> Outcome:
         ),
         _budget(project, image),
     )
-    libraries = tuple(asdict(library) for library in gpu_libraries(code, target.arch))
+    libraries = tuple(asdict(library) for library in gpu_libraries(code, arch))
     return Outcome(target=name, ref=image.plan.ref, digest=image.built.digest, reports=reports, libraries=libraries)
 
 

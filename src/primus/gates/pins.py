@@ -42,7 +42,7 @@ def pinned_packages(project: Project, name: str) -> list[Package]:
 
 def check_pins(project: Project, name: str) -> None:
     """Raise CheckFailed when the target's packages do not belong together; needs nothing that is built."""
-    report = coherence(pinned_packages(project, name), project.target(name).arch)
+    report = coherence(pinned_packages(project, name), project.arch(name))
     errors = [f for f in report.findings if f.severity == "error"]
     if errors:
         raise CheckFailed(

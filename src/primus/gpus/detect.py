@@ -1,30 +1,40 @@
-"""Is there a GPU, and which? Asked of the kernel's own files, without loading torch or starting a tool."""
+"""Is there a GPU, and which? Asked of the kernel's own files, without loading torch or starting a tool.
+
+The kernel gives AMD GPUs an architecture, which several products share, and a PCI device id, which tells the product.
+A name ends up in ``Found.generations`` only when the whole product is known for sure.
+"""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 __all__ = ["Found", "detect", "name_of_gfx"]
 
-_NAMES = Path(__file__).with_name("names.yaml")
+_SIMDS_PER_UNIT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """What the machine shows. ``names`` has one entry per GPU; a GPU that no table knows is named as unknown.
 
+    ``generations`` has one entry per GPU too: its name in the table, or "" where the product is not known for sure.
     ``vendor`` is "amd", "nvidia" or "" for none. ``usable`` tells that the device nodes training needs can be
     opened by this user; ``obstacle`` says why not.
     """
 
     vendor: str = ""
     names: tuple[str, ...] = ()
+    generations: tuple[str, ...] = ()
     usable: bool = False
     obstacle: str = ""
+
+    @property
+    def generation(self) -> str:
+        """The one generation that every GPU here is of, or ""."""
+        return self.generations[0] if len(set(self.generations)) == 1 else ""
 
     def sentence(self) -> str:
         """For the banner: what was found, in a few words."""
@@ -43,15 +53,18 @@ def detect(root: Path = Path("/")) -> Found:
 
 
 def _amd(root: Path) -> Found | None:
-    names = []
+    names, generations = [], []
     nodes = root / "sys/class/kfd/kfd/topology/nodes"
     for node in sorted(nodes.glob("*"), key=lambda path: path.name.zfill(6)):
         properties = dict(
             line.split(maxsplit=1) for line in _lines(node / "properties") if len(line.split(maxsplit=1)) == 2
         )
         # CPUs are nodes of the topology too; only GPUs have SIMDs.
-        if int(properties.get("simd_count", "0")) > 0:
-            names.append(name_of_gfx(int(properties.get("gfx_target_version", "0"))))
+        if (simds := int(properties.get("simd_count", "0"))) > 0:
+            version = int(properties.get("gfx_target_version", "0"))
+            name, generation = _product(version, int(properties.get("device_id", "0")), simds)
+            names.append(name)
+            generations.append(generation)
     device = root / "dev/kfd"
     if not names:
         return None
@@ -60,10 +73,31 @@ def _amd(root: Path) -> Found | None:
         if _openable(device)
         else f"/{device.relative_to(root)} cannot be opened: pass --device /dev/kfd --device /dev/dri"
     )
-    return Found(vendor="amd", names=tuple(names), usable=not obstacle, obstacle=obstacle)
+    return Found(
+        vendor="amd", names=tuple(names), generations=tuple(generations), usable=not obstacle, obstacle=obstacle
+    )
+
+
+def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
+    """What to call an AMD GPU, and its generation."""
+    from primus.gpus.table import by_device_id
+
+    if not device_id:
+        return name_of_gfx(version), ""
+    arch = _arch(version)
+    known = by_device_id(device_id)
+    if known is None or known.arch != arch:
+        return f"unknown AMD GPU ({arch}, device 0x{device_id:04x})", ""
+    units = simds // _SIMDS_PER_UNIT
+    if units != known.compute_units:
+        # A partition has the whole GPU's name and a part of its peak.
+        return f"part of {known.title} ({arch}, {units} of {known.compute_units} compute units)", ""
+    return f"{known.title} ({arch})", known.name
 
 
 def _nvidia(root: Path) -> Found | None:
+    from primus.gpus.table import by_product_name
+
     names = []
     for gpu in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         model = next(
@@ -77,23 +111,31 @@ def _nvidia(root: Path) -> Found | None:
     if not names:
         return None
     obstacle = "" if any(_openable(node) for node in nodes) else "no /dev/nvidia* can be opened: pass --gpus all"
-    return Found(vendor="nvidia", names=tuple(names), usable=not obstacle, obstacle=obstacle)
+    # The model is the whole GPU's also where a container sees an instance (MIG) of it.
+    split = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
+    known = [None if split else by_product_name(name) for name in names]
+    return Found(
+        vendor="nvidia",
+        names=tuple(names),
+        generations=tuple(g.name if g else "" for g in known),
+        usable=not obstacle,
+        obstacle=obstacle,
+    )
 
 
 def name_of_gfx(version: int) -> str:
-    """The name for KFD's ``gfx_target_version`` (90402 → gfx942): a known generation, or "unknown …"."""
-    major, minor, step = version // 10000, version // 100 % 100, version % 100
-    arch = f"gfx{major}{minor:x}{step:x}"
-    known = _names().get(arch)
-    return f"{known} ({arch})" if known else f"unknown AMD GPU ({arch})"
+    """The name for KFD's ``gfx_target_version`` (90402 → gfx942): the products it can be, or "unknown …"."""
+    from primus.gpus.table import by_gfx
+
+    arch = _arch(version)
+    first, *rest = [g.title for g in by_gfx(arch)] or [""]
+    # "AMD Instinct MI300X or MI325X": the maker is named once.
+    names = " or ".join([first, *(title.rpartition(" ")[2] for title in rest)])
+    return f"{names} ({arch})" if names else f"unknown AMD GPU ({arch})"
 
 
-@cache
-def _names() -> dict[str, str]:
-    import yaml
-
-    table = yaml.safe_load(_NAMES.read_text(encoding="utf-8"))
-    return {str(arch): str(name) for arch, name in table["gfx"].items()}
+def _arch(version: int) -> str:
+    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
 
 
 def _lines(path: Path) -> list[str]:
@@ -104,5 +146,4 @@ def _lines(path: Path) -> list[str]:
 
 
 def _openable(path: Path) -> bool:
-
     return path.exists() and os.access(path, os.R_OK | os.W_OK)

@@ -102,6 +102,7 @@ class Workshop:
             find=self._file,
             mmdebstrap=str(mmdebstrap),
             log=self._log(action),
+            arch=str(action.spec["arch"]) if "arch" in action.spec else None,
         )
 
     def _wheels(self, action: Action, scratch: Path) -> Iterator[Entry]:

@@ -15,7 +15,7 @@ from primus.images.prefix import Prefix
 from primus.images.skeleton import console_script, distribution, environment
 from primus.images.source import WHEEL_SCRIPT
 from primus.images.target import normalised
-from primus.images.trim import TRIM
+from primus.images.trim import TRIM, kernels_of_others
 from primus.versions.lock import Lock, LockedFile
 from primus.versions.model import Pin
 
@@ -54,7 +54,7 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
     if prefix:
         entries = {"etc/primus/image.json": {"text": json.dumps(facts, indent=1) + "\n"}}
         layers.append(_inline("facts", entries, tool))
-    env = {v.name: v.value for v in target.environment}
+    env = project.environment(name)
     if prefix:
         env.setdefault("PATH", f"/{prefix.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
     labels = {f"io.primus.pins.{c}": p.version or "local" for c, p in pins.items()}
@@ -110,16 +110,17 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str) 
     debs = _need(lock, name).of("deb", base)
     if not debs:
         raise InputError(f"the lock of {name} has no packages for base {base}", hint=f"primus lock {name}")
-    where = project.base_place(base)
+    where, about = project.base_place(base), project.versions.bases[base]
+    kernels = {"arch": about.arch, "kernels": list(kernels_of_others(about.arch))} if about.arch else {}
     return Action(
         name=f"base {base}",
         kind="debs",
         inputs=(
             Input(name="assembler", value=tool),
-            Input(name="suite", value=project.versions.bases[base].suite, where=where),
+            Input(name="suite", value=about.suite, where=where),
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
-        spec={"suite": project.versions.bases[base].suite, "trim": list(TRIM)},
+        spec={"suite": about.suite, "trim": list(TRIM), **kernels},
         files=debs,
     )
 

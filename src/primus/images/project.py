@@ -6,14 +6,16 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from primus.errors import InputError
+from primus.gpus.model import Table
+from primus.gpus.table import TABLE_FILE, generation
 from primus.images.channel import Choice, choose
 from primus.images.stats import StatIndex
 from primus.images.store import Store
-from primus.images.target import Target, pins_of, request_of
+from primus.images.target import Target, environment_of, pins_of, request_of
 from primus.schema import build
 from primus.versions.lock import Lock, Request, dumps
 from primus.versions.lock import load as load_lock
@@ -103,6 +105,25 @@ class Project:
         """``images/<target>.yaml:line:col`` of a key."""
         return self._target(name)[1].where(key)
 
+    def environment(self, name: str) -> dict[str, str]:
+        """Variable → value in the target's containers."""
+        target = self.target(name)
+        return environment_of(target, self._gpus if target.gpu else None, partial(self.target_place, name))
+
+    def arch(self, name: str) -> str | None:
+        """The GPU architecture that the target's libraries must have code for: its generation's, or as it says."""
+        target = self.target(name)
+        if target.gpu is None:
+            return target.arch
+        try:
+            return generation(target.gpu, self._gpus).arch
+        except InputError as error:
+            raise InputError(error.message, where=self.target_place(name, "gpu"), hint=error.hint) from None
+
+    @cached_property
+    def _gpus(self) -> Table:
+        return build(Table, self._document(TABLE_FILE, TABLE_FILE.name))
+
     def pins(self, name: str) -> dict[str, Pin]:
         """Component → pin for the target."""
         target, document = self._target(name)
@@ -145,9 +166,9 @@ class Project:
         Path(stream.name).chmod(0o644)
         Path(stream.name).replace(path)
 
-    def _document(self, path: Path) -> Document:
+    def _document(self, path: Path, name: str | None = None) -> Document:
         """The file's parsed text, from the cache when the very same text was parsed before (yaml costs 40 ms)."""
-        name = str(path.relative_to(self.root))
+        name = name or str(path.relative_to(self.root))
         try:
             text = path.read_bytes()
         except OSError as error:

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from primus.errors import CheckFailed, HostError
 from primus.images.tar import MTIME, Entry
-from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL
+from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, kernels_of_others
 from primus.sandbox import userns
 from primus.versions.lock import LockedFile
 
@@ -36,11 +36,12 @@ def root_entries(
     find: Callable[[LockedFile], Path],
     mmdebstrap: str,
     log: Path,
+    arch: str | None = None,
 ) -> list[Entry]:
     """Build the root file system in ``scratch`` and return its entries; their bytes stay in a tar there.
 
-    ``find`` gives a locked file's path on disk. Raises HostError when this user may not build one, CheckFailed with
-    the log's tail when a package fails to install.
+    ``find`` gives a locked file's path on disk; ``arch`` is the one GPU architecture to keep kernel files of. Raises
+    HostError when this user may not build one, CheckFailed with the log's tail when a package fails to install.
     """
     tar = scratch / "root.tar"
     mode = "root" if os.geteuid() == 0 else "unshare"
@@ -57,6 +58,7 @@ def root_entries(
             "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
             *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),
             *(f"--dpkgopt=path-include={path}" for path in UNPACKED_STILL),
+            *(f"--dpkgopt={option}" for option in (kernels_of_others(arch) if arch else ())),
             "--include=" + ",".join(sorted(d.name for d in debs)),
             suite,
             str(tar),

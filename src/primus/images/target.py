@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from primus.errors import InputError
+from primus.gpus.model import Table
 from primus.schema import described
 from primus.versions.lock import BaseRequest, Request
 from primus.versions.model import Pin, Versions
 
-__all__ = ["Target", "Variable", "normalised", "pins_of", "request_of"]
+__all__ = ["Target", "Variable", "environment_of", "normalised", "pins_of", "request_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class Target:
     )
     components: tuple[str, ...] = described("Components of versions.yaml that enter it; each becomes a layer.")
     base: str | None = described("Base of versions.yaml below the layers; none for an empty one.", default=None)
+    gpu: str | None = described(
+        "Generation of the GPU table; its environment is baked in, under that of this file.", default=None
+    )
     bases: Mapping[str, str] = described("Base per channel, where it is not `base`.", default_factory=dict)
     previews: Mapping[str, str] = described(
         "Channels whose images are previews, with the sentence that says what they lack.", default_factory=dict
@@ -44,9 +48,13 @@ class Target:
     workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
     compression: Literal["zstd", "gzip"] = described("How layers are compressed.", default="zstd")
     arch: Literal["gfx942", "gfx950", "sm_90"] | None = described(
-        "GPU architecture that every GPU library in it must have code for; none for a target without GPU.", default=None
+        "GPU architecture that every GPU library in it must have code for, where no `gpu` tells it.", default=None
     )
     budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
+
+    def __post_init__(self) -> None:
+        if self.gpu is not None and self.arch is not None:
+            raise ValueError(f"gpu {self.gpu} tells the architecture already: leave out arch")
 
 
 def normalised(name: str) -> str:
@@ -83,6 +91,39 @@ def pins_of(
                 hint=f"add one to components.{component}.pins in versions.yaml",
             )
         result[component] = chosen
+    return result
+
+
+def environment_of(target: Target, table: Table | None, where: Callable[..., str]) -> dict[str, str]:
+    """Variable → value in every container: the GPU generation's, and over it the target file's own.
+
+    ``where`` gives the place of a key in the target file. Raises InputError for a generation that the table does not
+    hold and for what is said twice: a name in the file, or a value that the table has already. ``table`` is needed for
+    a target with a GPU.
+    """
+    from primus.gpus.table import environment
+
+    result: dict[str, str] = {}
+    if target.gpu is not None:
+        try:
+            baked = environment(target.gpu, table)
+        except InputError as error:
+            raise InputError(error.message, where=where("gpu"), hint=error.hint) from None
+        result = {v.name: v.value for v in baked if v.value is not None}
+    own: set[str] = set()
+    for index, variable in enumerate(target.environment):
+        if variable.name in own:
+            raise InputError(
+                f"{variable.name} stands here twice", where=where("environment", index), hint="keep one of the two"
+            )
+        own.add(variable.name)
+        if result.get(variable.name) == variable.value:
+            raise InputError(
+                f"{variable.name} is said twice: the environment of {target.gpu} sets {variable.value} already",
+                where=where("environment", index),
+                hint="leave it out here",
+            )
+        result[variable.name] = variable.value
     return result
 
 

@@ -147,10 +147,10 @@ def _folders(root: str) -> Iterable[str]:
 
 
 def _engine() -> Iterable[str]:
-    """The code that plans, and the compressor: with another version of either the same files give another plan."""
-    for name in ("images", "versions"):
+    """The code and the table that plan, and the compressor: with another of them the same files give another plan."""
+    for name in ("images", "versions", "gpus"):
         folder = f"{os.path.dirname(os.path.dirname(__file__))}/{name}"
-        yield from (entry.path for entry in os.scandir(folder) if entry.name.endswith(".py"))
+        yield from (entry.path for entry in os.scandir(folder) if entry.name.endswith((".py", ".yaml")))
     from importlib.util import find_spec
 
     spec = find_spec("zstandard")

@@ -20,8 +20,10 @@ _RESULTS = "benchmarks/results/engine.json"
 
 def generated(project: Path) -> dict[str, str]:
     """Path in the repository → text, of every file that is generated."""
+    from primus.gpus.table import load_table
     from primus.images.project import Project
     from primus.images.target import Target
+    from primus.release.gpu_page import gpu_page
     from primus.release.history import History, load_history
     from primus.release.inputs import Inputs
     from primus.release.show import page
@@ -35,6 +37,7 @@ def generated(project: Path) -> dict[str, str]:
         "docs/schemas/releases.json": _json(json_schema(History, title="the published releases")),
         "docs/schemas/release_inputs.json": _json(json_schema(Inputs, title="what published images were made from")),
         "docs/releases.md": page(load_history()),
+        "docs/gpus.md": gpu_page(load_table()),
         "README.md": _between(readme, "targets", _targets(Project.find(project))),
     }
     results = project / _RESULTS

@@ -28,6 +28,7 @@ overflow-wrap:anywhere}
 .outcome{border-radius:8px;padding:14px 16px;margin:18px 0;font-size:16px}
 .outcome.pass{background:var(--goodbg);color:var(--good)}
 .outcome.fail{background:var(--badbg);color:var(--bad)}
+.outcome.note{border:1px dashed currentColor}
 .outcome ul{margin:8px 0 0;padding-left:20px}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(136px,1fr));gap:10px;margin:0}
 .figures div{background:var(--card);border-radius:8px;padding:10px 14px}
@@ -64,6 +65,10 @@ def page(record: Mapping[str, Any]) -> str:
             f"<h1>{escape(title)}</h1>",
             f'<p class="sub">{escape(str(recipe.get("description", "")))}</p>',
             _outcome(record),
+            *(
+                f'<div class="outcome note"><strong>Not run:</strong> {escape(t)}</div>'
+                for t in record.get("not_run", ())
+            ),
             _figures(record),
             f'<h2>Curves</h2><div class="charts">{_charts(record["jobs"])}</div>',
             f"<h2>Checks</h2>{_verdicts(record['verdicts'])}",

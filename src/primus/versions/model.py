@@ -92,6 +92,9 @@ class Base:
         pattern=r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?",
         shape="a package name, or name/suite",
     )
+    arch: Literal["gfx942", "gfx950"] | None = described(
+        "GPU architecture it is for: kernel files that name other ones are left out.", default=None
+    )
 
     def __post_init__(self) -> None:
         for suite in self.suites:

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Build, train, judge, record."""
     import json
 
-    from primus.images.validate import outcome_text, validate
+    from primus.release.validation import outcome_text, validate
 
     project = open_project(args)
     if not args.no_build:

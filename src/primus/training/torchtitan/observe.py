@@ -85,15 +85,23 @@ def _static_facts(trainer: Any) -> dict[str, Any]:
     }
 
 
+def _computed(tensor: Any) -> str:
+    """The dtype a product takes the tensor in: under autocast (torchtitan's way on one rank) float32 is cast first."""
+    device = tensor.device.type
+    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        return str(torch.get_autocast_dtype(device))
+    return str(tensor.dtype)
+
+
 @contextmanager
 def _watching(parts: list[Any]) -> Iterator[dict[str, Any]]:
     """Fill the yielded dict with the dtypes every linear layer used and the kernels the step called."""
     found: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
 
     def note(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        found["input"][str(inputs[0].dtype)] += 1
+        found["input"][_computed(inputs[0])] += 1
         # Inside forward FSDP has replaced the shard by the gathered weight, in the dtype it computes with.
-        found["weight"][str(module.weight.dtype)] += 1
+        found["weight"][_computed(module.weight)] += 1
         found["output"][str(output.dtype)] += 1
 
     linears = [module for part in parts for module in part.modules() if isinstance(module, torch.nn.Linear)]

@@ -11,7 +11,9 @@ from primus.errors import InputError
 from primus.images.roots import root_of_image
 
 if TYPE_CHECKING:
+    from primus.gates.model import GateReport
     from primus.images.project import Project
+    from primus.training.checks import Verdict
     from primus.training.job import Job, JobResult
 
 __all__ = ["outcome_text", "validate"]
@@ -28,6 +30,8 @@ def validate(
 
     The recipe is resolved here and again in the image; a difference between the two fails the record.
     """
+    from primus.gates.check import check_image
+    from primus.images.display import choose_progress
     from primus.report.html import page
     from primus.sandbox.engines import choose
     from primus.training import record as records
@@ -60,21 +64,38 @@ def validate(
             code = runner.run(root, command, stdout=log, stderr=log if quiet else None)
         return JobResult(exit_code=code, output=here)
 
+    with choose_progress(quiet) as progress:
+        gates = check_image(project, target, progress)
     outcomes = suite.run(jobs, run_job)
     state = project.store.images()[root.name]
     evidence = records.make(
         jobs,
         outcomes,
-        suite.judge(jobs, outcomes),
+        [*suite.judge(jobs, outcomes), *map(_gate_verdict, gates.reports)],
         target=target,
         image={"ref": root.name, "manifest": state["digest"], "content": _content(root.config_bytes)},
         gpu="none",
         made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        extra={"engine": runner.name},
+        extra={"engine": runner.name, "gates": gates.as_json(), "not_run": _not_run(project, target)},
     )
     records.write(evidence, folder / "record.json")
     (folder / "report.html").write_text(page(evidence), encoding="utf-8")
     return evidence, folder
+
+
+def _gate_verdict(report: GateReport) -> Verdict:
+    """A gate as a verdict among the others: an image that fails one does not pass, however well it trains."""
+    from primus.training.checks import Verdict
+
+    errors = [f for f in report.findings if f.severity == "error"]
+    more = f"; {errors[0].path}: {errors[0].message}" if errors else ""
+    return Verdict(name=f"gate {report.gate}", passed=report.passed, reason=report.summary + more)
+
+
+def _not_run(project: Project, target: str) -> list[str]:
+    """What this record does not speak for, in sentences: jobs run on the CPU whatever the image is made for."""
+    arch = project.arch(target)
+    return [f"the GPU part ({arch}): the jobs ran on the CPU; nothing here is a pass for the GPU"] if arch else []
 
 
 def _default_recipe(project: Project, target: str) -> str:
@@ -117,6 +138,7 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
         else:
             lines.append(f"  {'✓' if verdict['passed'] else '✗'} {verdict['name']}: {verdict['reason']}")
     lines = [*(f"  ✓ {job}: {', '.join(names)}" for job, names in jobs.items() if names), *lines]
+    lines += [f"  – not run: {sentence}" for sentence in record.get("not_run", ())]
     losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
     if losses:
         lines.append(f"  loss {losses[0]:.4f} → {losses[-1]:.4f} over {len(losses)} steps  {_spark(losses)}")

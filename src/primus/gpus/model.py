@@ -1,0 +1,166 @@
+"""The shape of ``generations.yaml``: architectures, GPU generations and their environment, with a source each."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from primus.schema import described
+
+__all__ = ["MX_ARCH", "Arch", "Dtype", "Generation", "Memory", "Peak", "Statement", "Table", "Variable", "plain_name"]
+
+Dtype = Literal["bf16", "fp8", "mxfp8", "mxfp6", "mxfp4"]
+MxDtype = Literal["mxfp8", "mxfp6", "mxfp4"]
+
+# Largest finite value: the two formats differ in bias, so bytes of one read as the other are wrong by a factor of two.
+_LARGEST = {"e4m3fnuz": 240, "e4m3fn": 448}
+MX_ARCH = "gfx950"
+_ALWAYS: tuple[Dtype, ...] = ("bf16", "fp8")
+
+
+def plain_name(text: str) -> str:
+    """A product's name without what tools spell differently: case, blanks, trade marks."""
+    return " ".join(re.sub(r"[™®]|\((?:tm|r)\)", " ", text.casefold()).split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arch:
+    """What a compiler targets; several products share one."""
+
+    arch: str = described("Name.", pattern=r"gfx[0-9a-f]+|sm_[0-9]+", shape="like gfx942 or sm_90")
+    vendor: Literal["amd", "nvidia"] = described("Who makes it.")
+    fp8: Literal["e4m3fnuz", "e4m3fn"] = described("The 8-bit format its matrix units compute.")
+    fp8_largest: int = described("Largest finite value of that format.")
+    fp8_source: str = described("Where that is published.")
+    mx: tuple[MxDtype, ...] = described("Block-scaled (MX) formats its matrix units compute.")
+    mx_source: str = described("Where that is published.")
+    others: tuple[str, ...] = described("Products of this architecture that the table does not hold.")
+
+    def __post_init__(self) -> None:
+        if self.arch.startswith("gfx") != (self.vendor == "amd"):
+            raise ValueError(f"{self.arch} is not an architecture of {self.vendor}")
+        if self.fp8_largest != _LARGEST[self.fp8]:
+            raise ValueError(f"the largest {self.fp8} is {_LARGEST[self.fp8]}, not {self.fp8_largest}")
+        if self.mx and self.arch != MX_ARCH:
+            raise ValueError(f"MX formats exist on {MX_ARCH} alone, not on {self.arch}")
+
+    @property
+    def dtypes(self) -> tuple[Dtype, ...]:
+        """What its matrix units compute, of the dtypes that training uses."""
+        return (*_ALWAYS, *self.mx)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What the maker says the matrix units can do, dense."""
+
+    dtype: Dtype = described("Format of the factors.")
+    tflops: float | None = described("Dense TFLOP/s; null when no source states them.")
+    source: str = described("Where the figure is published, or why there is none.")
+
+    def __post_init__(self) -> None:
+        if self.tflops is not None and self.tflops <= 0:
+            raise ValueError(f"a peak of {self.tflops:g} TFLOP/s is none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The GPU's own memory."""
+
+    gb: float = described("Capacity in GB, as sold.")
+    tb_s: float = described("Bandwidth in TB/s.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One product that an image can be made for."""
+
+    name: str = described("Name of the target.", pattern=r"[a-z][a-z0-9]*", shape="like mi300x")
+    title: str = described("Its name for people.")
+    arch: str = described("Its architecture, one of ``archs``.")
+    names: tuple[str, ...] = described("How tools print it, whole; case, blanks and trade marks do not matter.")
+    device_ids: tuple[str, ...] = described(
+        "PCI device ids of the whole GPU.", pattern=r"0x[0-9a-f]{4}", shape="like 0x74a1"
+    )
+    compute_units: int = described("Compute units (AMD) or SMs (NVIDIA) of the whole GPU; fewer are a partition.")
+    memory: Memory = described("Its memory.")
+    source: str = described("Where compute units and memory are published.")
+    peaks: tuple[Peak, ...] = described("One for each dtype its matrix units compute.")
+    notes: tuple[str, ...] = described("What a reader of the figures must know.", default=())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """What one source says a variable should be."""
+
+    by: str = described("The source.")
+    value: str = described("The value there.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """One environment variable: what it is set to, for which GPUs, and why."""
+
+    name: str = described("Name of the variable.", pattern=r"[A-Z][A-Z0-9_]*", shape="like HSA_NO_SCRATCH_RECLAIM")
+    value: str | None = described("Its value in images; null when it is left unset on purpose.")
+    for_: tuple[str, ...] = described("Architectures or targets it concerns.")
+    why: str = described("The reason.")
+    stated: tuple[Statement, ...] = described("What each source says.")
+    choice: str | None = described("Why this value, where a source says another.", default=None)
+
+    def __post_init__(self) -> None:
+        if not self.stated:
+            raise ValueError(f"{self.name} has no source")
+        if self.disagreeing and not self.choice:
+            raise ValueError(f"{self.name}: sources disagree, and no choice says why it is {self.value or 'unset'}")
+        if self.choice and not self.disagreeing:
+            raise ValueError(f"{self.name}: no source disagrees, so there is no choice to explain")
+
+    @property
+    def disagreeing(self) -> tuple[Statement, ...]:
+        """The sources that say another value than the one taken."""
+        return tuple(s for s in self.stated if s.value != self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Every GPU generation and every variable, each thing once."""
+
+    archs: tuple[Arch, ...] = described("Architectures.")
+    generations: tuple[Generation, ...] = described("Products.")
+    environment: tuple[Variable, ...] = described("Environment variables.")
+
+    def __post_init__(self) -> None:
+        _once("architecture", (a.arch for a in self.archs))
+        _once("generation", (g.name for g in self.generations))
+        _once("product name", (plain_name(n) for g in self.generations for n in g.names))
+        _once("device id", (i for g in self.generations for i in g.device_ids))
+        archs = {a.arch: a for a in self.archs}
+        for generation in self.generations:
+            if generation.arch not in archs:
+                raise ValueError(f"{generation.name}: there is no architecture {generation.arch!r}")
+            computed, rows = archs[generation.arch].dtypes, tuple(p.dtype for p in generation.peaks)
+            if sorted(rows) != sorted(computed):
+                raise ValueError(
+                    f"{generation.name} needs one peak for each of {', '.join(computed)}, not {', '.join(rows)}"
+                )
+        known = {*archs, *(g.name for g in self.generations)}
+        for variable in self.environment:
+            if strange := [word for word in variable.for_ if word not in known]:
+                raise ValueError(f"{variable.name} is for {strange[0]!r}, which is neither architecture nor generation")
+        for generation in self.generations:
+            _once(f"variable of {generation.name}", (v.name for v in self.of(generation)))
+
+    def of(self, generation: Generation) -> tuple[Variable, ...]:
+        """The variables that concern ``generation``, set or left unset, in the table's order."""
+        mine = {generation.name, generation.arch}
+        return tuple(v for v in self.environment if mine & set(v.for_))
+
+
+def _once(what: str, words: Iterable[str]) -> None:
+    for word, count in Counter(words).items():
+        if count > 1:
+            raise ValueError(f"{what} {word!r} stands here twice")

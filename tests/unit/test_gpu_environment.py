@@ -1,0 +1,140 @@
+"""A target with a GPU carries that generation's environment, and its own goes over it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primus.errors import InputError
+from primus.gpus.table import environment, load_table
+from primus.images.project import Project
+from primus.images.target import Target, Variable, environment_of
+from project_kit import Kit, make_project
+
+BAKED = {v.name: v.value for v in environment("mi355x")}
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    kit = make_project(tmp_path / "project")
+    kit.edit("images/demo.yaml", "channels:", "gpu: mi355x\nchannels:")
+    return kit
+
+
+def baked(kit: Kit, digest: str) -> dict[str, str]:
+    store = kit.root / ".primus/store/blobs/sha256"
+    manifest = json.loads((store / digest.removeprefix("sha256:")).read_bytes())
+    config = json.loads((store / manifest["config"]["digest"].removeprefix("sha256:")).read_bytes())
+    pairs = [line.partition("=") for line in config["config"]["Env"]]
+    assert len({name for name, _, _ in pairs}) == len(pairs)
+    return {name: value for name, _, value in pairs}
+
+
+def test_the_image_carries_the_generations_environment(kit: Kit) -> None:
+    assert baked(kit, kit.build().digest) == {**BAKED, "COLOR": "red"}
+
+
+def test_a_target_without_a_gpu_has_its_own_alone(kit: Kit) -> None:
+    assert baked(kit, kit.build("other").digest) == {"COLOR": "red"}
+
+
+def test_the_target_file_wins(kit: Kit) -> None:
+    kit.edit("images/demo.yaml", "name: COLOR, value: red", "name: GPU_MAX_HW_QUEUES, value: '4'")
+    assert baked(kit, kit.build().digest) == {**BAKED, "GPU_MAX_HW_QUEUES": "4"}
+
+
+def test_another_gpu_is_another_image_of_the_same_layers(kit: Kit) -> None:
+    first = kit.build().digest
+    kit.edit("images/demo.yaml", "gpu: mi355x", "gpu: mi300x")
+    second = kit.build()
+    assert second.digest != first
+    assert "0 layers built" in second.err
+    assert baked(kit, second.digest)["NVTE_CK_IS_V3_ATOMIC_FP32"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("gpu: mi355x", "gpu: mi355x\narch: gfx950", "gpu mi355x tells the architecture already"),
+        ("gpu: mi355x", "gpu: mi35x", "images/demo.yaml:2:1: no GPU generation is called 'mi35x'"),
+        (
+            "name: COLOR, value: red",
+            "name: RCCL_WARP_SPEED_AUTO, value: '0'",
+            "images/demo.yaml:7:5: RCCL_WARP_SPEED_AUTO is said twice: the environment of mi355x sets 0 already",
+        ),
+        (
+            "environment:\n",
+            "environment:\n  - {name: COLOR, value: blue, why: to say it twice}\n",
+            "images/demo.yaml:8:5: COLOR stands here twice",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(kit: Kit, old: str, new: str, message: str) -> None:
+    kit.edit("images/demo.yaml", old, new)
+    for verb in ("plan", "build"):
+        result = kit.primus(verb, "demo")
+        assert result.code == 2
+        assert message in result.err
+
+
+@pytest.mark.parametrize(("gpu", "arch"), [("mi300x", "gfx942"), ("mi355x", "gfx950"), ("h200", "sm_90")])
+def test_the_generation_tells_the_architecture(kit: Kit, gpu: str, arch: str) -> None:
+    kit.edit("images/demo.yaml", "gpu: mi355x", f"gpu: {gpu}")
+    project = Project(kit.root)
+    assert (project.arch("demo"), project.arch("other")) == (arch, None)
+    kit.edit("images/other.yaml", "channels:", f"arch: {arch}\nchannels:")
+    assert Project(kit.root).arch("other") == arch
+
+
+def test_an_unknown_generation_has_no_architecture(kit: Kit) -> None:
+    kit.edit("images/demo.yaml", "gpu: mi355x", "gpu: mi35x")
+    with pytest.raises(InputError, match="no GPU generation is called 'mi35x'") as caught:
+        Project(kit.root).arch("demo")
+    assert caught.value.where == "images/demo.yaml:2:1"
+
+
+def test_a_noop_with_a_gpu_parses_no_yaml(kit: Kit) -> None:
+    kit.build()
+    before = {p.name for p in (kit.root / ".primus/cache").glob("yaml-*")}
+    code = (
+        "import sys; from primus.cli.main import main; code = main(['plan', 'demo']);"
+        "sys.exit(code or ('yaml' in sys.modules and 9))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=kit.root, env=kit.env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in (kit.root / ".primus/cache").glob("yaml-*")} == before
+
+
+def test_the_note_of_a_build_holds_the_table(kit: Kit) -> None:
+    """A new table is a new environment, so it must end "nothing to do"."""
+    kit.build()
+    kit.build()
+    notes = list((kit.root / ".primus/cache").glob("unchanged-demo.json"))
+    assert notes, "no note was left"
+    assert any("gpus/generations.yaml" in paths for paths, _ in json.loads(notes[0].read_text())["groups"])
+
+
+names = st.sampled_from([*BAKED, "COLOR", "HF_HOME"])
+
+
+@given(st.dictionaries(names, st.sampled_from(["0", "1", "2", "8", "x"])), st.sampled_from([None, "mi300x", "mi355x"]))
+def test_merging(own: dict[str, str], gpu: str | None) -> None:
+    target = Target(
+        description="d",
+        channels=("local",),
+        components=(),
+        gpu=gpu,
+        environment=tuple(Variable(name=n, value=v, why="w") for n, v in own.items()),
+    )
+    table = {v.name: v.value for v in environment(gpu)} if gpu else {}
+    if any(table.get(name) == value for name, value in own.items()):
+        with pytest.raises(InputError, match="is said twice"):
+            environment_of(target, load_table(), lambda *key: "here")
+    else:
+        assert environment_of(target, load_table(), lambda *key: "here") == {**table, **own}

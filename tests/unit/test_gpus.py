@@ -1,0 +1,324 @@
+"""The table of GPU generations: complete, strict, and silent about what it does not know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primus.errors import InputError
+from primus.gpus import detect, table
+from primus.gpus.model import Arch, Generation, Peak, Statement, Table, Variable, plain_name
+from primus.release.gpu_page import gpu_page
+from primus.schema import build
+from primus.yamlfile import parse
+
+NAMES = ["mi300x", "mi325x", "mi350x", "mi355x", "h200"]
+TEXT = table.TABLE_FILE.read_text(encoding="utf-8")
+
+
+def read(text: str) -> Table:
+    return build(Table, parse(text, "g.yaml"))
+
+
+def test_every_gpu_target_has_an_entry() -> None:
+    assert [g.name for g in table.load_table().generations] == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_entry_says_where_each_figure_is_from(name: str) -> None:
+    gpu = table.generation(name)
+    assert gpu.source
+    assert all(p.source for p in gpu.peaks)
+    assert all(v.why and v.stated for v in table.load_table().of(gpu))
+
+
+def test_the_figures() -> None:
+    """Copied from the makers' pages once more, so that a slip in the table is seen."""
+    rows = {
+        g.name: (g.arch, g.memory.gb, g.memory.tb_s, *(p.tflops for p in g.peaks if p.dtype in ("bf16", "fp8")))
+        for g in table.load_table().generations
+    }
+    assert rows == {
+        "mi300x": ("gfx942", 192, 5.3, 1307.4, 2614.9),
+        "mi325x": ("gfx942", 256, 6.0, 1307.4, 2614.9),
+        "mi350x": ("gfx950", 288, 8.0, 2300, 4600),
+        "mi355x": ("gfx950", 288, 8.0, 2500, 5000),
+        "h200": ("sm_90", 141, 4.8, 989, 1979),
+    }
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("compute_units: 132", "compute_unit: 132", "unknown key 'compute_unit'"),
+        ("    compute_units: 132\n", "", "'compute_units' is missing"),
+        ("  - name: mi325x\n", "  - name: mi300x\n", "generation 'mi300x' stands here twice"),
+        ("  - name: mi325x\n", "  - name: MI325X\n", "name must be like mi300x"),
+        ('["0x74a5"', '["0x74a1"', "device id '0x74a1' stands here twice"),
+        ('["0x74a5"', '["74a5"', "device_ids must be like 0x74a1"),
+        ("NVIDIA H200 SXM5, H200]", "NVIDIA H200 SXM5, mi300x]", "product name 'mi300x' stands here twice"),
+        ("    arch: sm_90\n    names", "    arch: sm_91\n    names", "h200: there is no architecture 'sm_91'"),
+        ("    arch: sm_90\n    names", "    arch: gfx950\n    names", "h200 needs one peak for each of bf16, fp8, mx"),
+        ("fp8_largest: 240", "fp8_largest: 448", "the largest e4m3fnuz is 240, not 448"),
+        ("fp8: e4m3fnuz", "fp8: e5m2fnuz", "fp8 must be one of e4m3fnuz, e4m3fn"),
+        ("    mx: []\n    mx_source: Prim", "    mx: [mxfp8]\n    mx_source: Prim", "MX formats exist on gfx950 alone"),
+        ("    vendor: nvidia", "    vendor: amd", "sm_90 is not an architecture of amd"),
+        ("tflops: 1979", "tflops: 0", "a peak of 0 TFLOP/s is none"),
+        ("tflops: 1979", "tflops: about 2000", "tflops must be a number"),
+        ("dtype: fp8, tflops: 1979", "dtype: bf16, tflops: 1979", "h200 needs one peak for each of bf16, fp8, not"),
+        ("    for: [gfx942, mi350x]", "    for: [gfx942, gfx950]", "GPU_MAX_HW_QUEUES' stands here twice"),
+        ("    for: [gfx942, mi350x]", "    for: [gfx942, mi305x]", "is for 'mi305x', which is neither"),
+        ("    choice: The one value that somebody measured on this GPU.\n", "", "sources disagree, and no choice says"),
+        ('WARP_SPEED_AUTO\n    value: "0"', 'WARP_SPEED_AUTO\n    value: "1"', "sources disagree, and no choice says"),
+        ("why: WarpSpeed", "choice: because\n    why: WarpSpeed", "there is no choice to explain"),
+        ("    stated:\n      - {by: Primus launchers, value: \"524288\"}", "    stated: []", "CHUNKSIZE has no source"),
+    ],
+)  # fmt: skip
+def test_a_slip_is_refused_with_its_place(old: str, new: str, message: str) -> None:
+    assert TEXT.count(old) == 1
+    with pytest.raises(InputError) as caught:
+        read(TEXT.replace(old, new))
+    assert message in caught.value.message
+    assert caught.value.where
+    assert caught.value.where.startswith("g.yaml:")
+
+
+def test_unknown_target_names_the_nearest() -> None:
+    with pytest.raises(InputError) as caught:
+        table.generation("mi335x")
+    assert "no GPU generation is called 'mi335x'" in str(caught.value)
+    assert "did you mean 'mi3" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct™ MI300X", "mi300x"),
+        ("AMD Instinct(TM)  MI325X\n", "mi325x"),
+        ("AMD Instinct MI325X VF", "mi325x"),
+        ("mi350x", "mi350x"),
+        ("AMD Instinct MI355X", "mi355x"),
+        ("NVIDIA H200", "h200"),
+    ],
+)
+def test_names_as_tools_print_them(text: str, name: str) -> None:
+    found = table.by_product_name(text)
+    assert found is not None
+    assert found.name == name
+
+
+OTHERS = [
+    "", "AMD Instinct MI300X HF", "AMD Instinct MI300A", "AMD Instinct MI308X", "AMD Instinct MI350P", "MI300",
+    "AMD Radeon RX 7900 XTX", "NVIDIA H200 NVL", "NVIDIA H200 MIG 1g.18gb", "NVIDIA GH200 480GB", "NVIDIA H20",
+    "NVIDIA H100 80GB HBM3", "NVIDIA B200", "gfx942",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_other_gpus_are_unknown_and_get_no_mfu(text: str) -> None:
+    assert table.by_product_name(text) is None
+    with pytest.raises(table.UnknownPeak) as caught:
+        table.mfu(400, text, "bf16")
+    assert caught.value.message == f"no MFU: the peak of {text!r} is not known"
+
+
+@given(st.text(max_size=20), st.sampled_from([n for g in table.load_table().generations for n in g.names]))
+def test_a_name_is_whole_or_unknown(extra: str, name: str) -> None:
+    known = {plain_name(n) for g in table.load_table().generations for n in g.names}
+    for text in (extra, f"{name} {extra}", f"{extra} {name}"):
+        assert (table.by_product_name(text) is not None) == (plain_name(text) in known)
+
+
+def test_an_architecture_tells_no_product() -> None:
+    assert [g.name for g in table.by_gfx("gfx942")] == ["mi300x", "mi325x"]
+    assert [g.name for g in table.by_gfx("gfx950:sramecc+:xnack-")] == ["mi350x", "mi355x"]
+    assert table.by_gfx("gfx90a") == table.by_gfx("") == ()
+    assert all(a.others for a in table.load_table().archs)
+
+
+def test_fp8_and_mx_by_generation() -> None:
+    assert {n: table.fp8_dtype(table.generation(n)) for n in NAMES} == {
+        "mi300x": "e4m3fnuz", "mi325x": "e4m3fnuz", "mi350x": "e4m3fn", "mi355x": "e4m3fn", "h200": "e4m3fn",
+    }  # fmt: skip
+    assert [n for n in NAMES if table.mx_supported(table.generation(n))] == ["mi350x", "mi355x"]
+
+
+def test_mfu_is_the_share_of_the_dtypes_own_peak() -> None:
+    assert table.mfu(500, "AMD Instinct MI355X", "bf16") == pytest.approx(0.2)
+    assert table.mfu(500, table.generation("mi355x"), "fp8") == pytest.approx(0.1)
+    assert table.mfu(0, "NVIDIA H200", "bf16") == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "sentence"),
+    [
+        ("mi300x", "mxfp8", "no MFU: AMD Instinct MI300X does not compute mxfp8"),
+        ("h200", "mxfp4", "no MFU: NVIDIA H200 does not compute mxfp4"),
+        ("mi355x", "mxfp4", "no MFU: no source states the mxfp4 peak of AMD Instinct MI355X"),
+    ],
+)
+def test_mfu_without_a_peak_is_refused(name: str, dtype: str, sentence: str) -> None:
+    gpu = table.generation(name)
+    assert table.peak(gpu, dtype) is None  # type: ignore[arg-type]
+    with pytest.raises(table.UnknownPeak) as caught:
+        table.mfu(400, gpu, dtype)  # type: ignore[arg-type]
+    assert caught.value.message == sentence
+
+
+@pytest.mark.parametrize("tflops", [float("nan"), float("inf"), -1.0])
+def test_mfu_of_no_throughput_is_refused(tflops: float) -> None:
+    with pytest.raises(ValueError, match="is no throughput"):
+        table.mfu(tflops, "NVIDIA H200", "bf16")
+
+
+def values(name: str) -> dict[str, str | None]:
+    return {v.name: v.value for v in table.environment(name)}
+
+
+def test_gfx942_gets_the_two_switches_that_upstream_needs_by_hand() -> None:
+    for switch in ("NVTE_CK_IS_V3_ATOMIC_FP32", "PRIMUS_TURBO_ATTN_V3_ATOMIC_FP32"):
+        assert [values(n).get(switch) for n in NAMES] == ["1", "1", "0", "0", None]
+
+
+def test_what_belongs_to_one_architecture_stays_there() -> None:
+    assert [values(n).get("RCCL_WARP_SPEED_AUTO") for n in NAMES] == [None, None, "0", "0", None]
+    assert [values(n).get("NVTE_ROCM_ENABLE_MXFP8") for n in NAMES] == [None, None, "1", "1", None]
+    assert [values(n).get("GPU_ARCHS") for n in NAMES] == ["gfx942", "gfx942", "gfx950", "gfx950", None]
+    assert [values(n).get("GPU_MAX_HW_QUEUES") for n in NAMES] == ["2", "2", "2", "8", None]
+    assert not any(n.startswith(("HSA_", "HIP_", "RCCL_", "NVTE_", "PRIMUS_")) for n in values("h200"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_image_sets_what_serialises_fsdp(name: str) -> None:
+    (left,) = (v for v in table.left_unset(name) if v.name == "CUDA_DEVICE_MAX_CONNECTIONS")
+    assert "FSDP2" in left.why
+    assert left.name not in values(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_variable_concerns_a_target_once_in_order(name: str) -> None:
+    baked, left = table.environment(name), table.left_unset(name)
+    names = [v.name for v in (*baked, *left)]
+    assert len(set(names)) == len(names)
+    assert [v.name for v in baked] == sorted(v.name for v in baked)
+    assert all(v.value is not None for v in baked)
+    assert all(v.value is None for v in left)
+
+
+def test_variables_of_several_generations_are_written_once() -> None:
+    seen: set[tuple[str, str | None]] = set()
+    for variable in table.load_table().environment:
+        assert (variable.name, variable.value) not in seen
+        seen.add((variable.name, variable.value))
+
+
+def test_upstreams_contradictions_are_all_decided() -> None:
+    """Every contradiction that published sources hold is in the table, with the reason of its decision."""
+    known = {
+        "NVTE_CK_USES_BWD_V3", "HSA_NO_SCRATCH_RECLAIM", "NCCL_PXN_DISABLE", "PRIMUS_TURBO_ATTN_V3_ATOMIC_FP32",
+        "NVTE_CK_IS_V3_ATOMIC_FP32", "GPU_MAX_HW_QUEUES", "TORCH_NCCL_HIGH_PRIORITY", "CUDA_DEVICE_MAX_CONNECTIONS",
+    }  # fmt: skip
+    decided = {v.name for v in table.load_table().environment if v.disagreeing and v.choice}
+    assert known <= decided
+
+
+def small() -> Table:
+    arch = Arch(
+        arch="gfx1", vendor="amd", fp8="e4m3fn", fp8_largest=448, fp8_source="s", mx=(), mx_source="s", others=()
+    )
+    real = table.generation("h200")
+    gpu: Generation = replace(
+        real,
+        name="one",
+        title="One|Two",
+        arch="gfx1",
+        device_ids=(),
+        peaks=(Peak(dtype="bf16", tflops=None, source="nobody"), Peak(dtype="fp8", tflops=1234.5, source="a page")),
+    )
+    variables = (
+        Variable(name="B", value="1", for_=("gfx1",), why="reason of B", stated=(Statement(by="x", value="1"),)),
+        Variable(
+            name="A",
+            value=None,
+            for_=("one",),
+            why="reason of A",
+            stated=(Statement(by="y", value="7"),),
+            choice="no 7",
+        ),
+    )
+    return Table(archs=(arch,), generations=(gpu,), environment=variables)
+
+
+def test_the_page_shows_figures_reasons_and_decisions() -> None:
+    page = gpu_page(small())
+    assert "| One\\|Two | bf16 | not known | nobody |" in page
+    assert "| One\\|Two | fp8 | 1,234.5 | a page |" in page
+    assert "| `B` | `1` | gfx1 | reason of B | x |" in page
+    assert "| `A` | one | reason of A | `7`: y | no 7 |" in page
+    disagreeing = page.partition("## Where sources disagree")[2]
+    assert "`B`" not in disagreeing
+    assert "`A`" not in disagreeing
+
+
+@pytest.mark.parametrize("variable", table.load_table().environment, ids=lambda v: f"{v.name}-{v.for_[0]}")
+def test_the_page_has_every_variable_and_every_statement(variable: Variable) -> None:
+    page = gpu_page(table.load_table())
+    lines = [line for line in page.splitlines() if line.startswith(f"| `{variable.name}` |")]
+    text = "\n".join(line for line in lines if f"| {', '.join(variable.for_)} |" in line)
+    assert variable.why in text
+    assert variable.choice is None or variable.choice in text
+    for statement in variable.stated:
+        assert statement.by in text
+
+
+def node(root: Path, number: int, *, version: int, device: int, simds: int) -> None:
+    folder = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
+    folder.mkdir(parents=True)
+    lines = f"simd_count {simds}\ngfx_target_version {version}\nvendor_id 4098\ndevice_id {device}\n"
+    (folder / "properties").write_text(lines)
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "simds", "name", "generation"),
+    [
+        (90402, 0x74A1, 1216, "AMD Instinct MI300X (gfx942)", "mi300x"),
+        (90402, 0x74A5, 1216, "AMD Instinct MI325X (gfx942)", "mi325x"),
+        (90500, 0x75A0, 1024, "AMD Instinct MI350X (gfx950)", "mi350x"),
+        (90500, 0x75A3, 1024, "AMD Instinct MI355X (gfx950)", "mi355x"),
+        (90402, 0x74A2, 1216, "unknown AMD GPU (gfx942, device 0x74a2)", ""),
+        (90500, 0x74A1, 1216, "unknown AMD GPU (gfx950, device 0x74a1)", ""),
+        (90402, 0x74A1, 152, "part of AMD Instinct MI300X (gfx942, 38 of 304 compute units)", ""),
+        (90402, 0, 1216, "AMD Instinct MI300X or MI325X (gfx942)", ""),
+    ],
+)
+def test_amd_products_are_told_by_device_id_and_size(
+    tmp_path: Path, version: int, device: int, simds: int, name: str, generation: str
+) -> None:
+    node(tmp_path, 1, version=version, device=device, simds=simds)
+    found = detect.detect(tmp_path)
+    assert (found.names, found.generations, found.generation) == ((name,), (generation,), generation)
+
+
+def test_a_mixed_machine_has_no_one_generation(tmp_path: Path) -> None:
+    node(tmp_path, 1, version=90402, device=0x74A1, simds=1216)
+    node(tmp_path, 2, version=90402, device=0x74A5, simds=1216)
+    found = detect.detect(tmp_path)
+    assert found.generations == ("mi300x", "mi325x")
+    assert found.generation == ""
+    assert detect.Found().generation == ""
+
+
+def test_nvidia_gpus_by_name_unless_they_are_split(tmp_path: Path) -> None:
+    for bus, model in enumerate(("NVIDIA H200", "NVIDIA H200 NVL")):
+        folder = tmp_path / f"proc/driver/nvidia/gpus/0000:{bus}9:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t {model}\n")
+    assert detect.detect(tmp_path).generations == ("h200", "")
+    (tmp_path / "proc/driver/nvidia/capabilities/gpu0/mig/gi1").mkdir(parents=True)
+    assert detect.detect(tmp_path).generations == ("", "")

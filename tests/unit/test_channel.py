@@ -90,7 +90,7 @@ def test_preview_is_named_labelled_and_told(kit: Kit) -> None:
 
 def test_a_channels_pins_stay_apart(kit: Kit) -> None:
     kit.edit("versions.yaml", "channel: local}", "channel: local}\n  rocm:\n    name: R\n    pins:\n      - "
-             "{wheel: rocm, version: 7.2.4, channel: debian}")  # fmt: skip
+             "{deb: rocminfo, version: 7.2.4, channel: debian}")  # fmt: skip
     kit.edit("images/demo.yaml", "[part]", "[part, rocm]")
     result = kit.primus("plan", "demo", "--channel", "amd")
     assert result.code == 2

@@ -154,7 +154,11 @@ def test_debian_packages_are_of_the_train() -> None:
     mixed = coherence(debs({**DEBS, "librccl1": "5.4.3-3+b1"}), "gfx942")
     (finding,) = mixed.findings
     assert finding.message.startswith("librccl1 5.4.3-3+b1 is of ROCm 5.4.3, libamdhip64-7, libamd-comgr3, ")
-    assert finding.path == "lock:1:1"
+    assert (finding.path, finding.severity) == ("lock:1:1", "error")
+    (older,) = coherence(debs({**DEBS, "libamdhip64-6": "6.4.3-5"}), "gfx942").findings
+    assert older.severity == "warning", "another soname beside the train's own, for what Debian linked against it"
+    (only,) = coherence(debs({**DEBS, "libamdhip64-7": "6.4.3-5"}), "gfx942").findings
+    assert only.severity == "error"
 
 
 VERSIONS = """\

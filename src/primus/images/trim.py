@@ -43,7 +43,7 @@ LEFT_OUT = (
 TRIM = (*NOT_UNPACKED, *UNPACKED_STILL, *LEFT_OUT)
 
 # Where Debian's ROCm libraries keep a file per architecture. Files there that name none serve all.
-_KERNELS = ("/usr/lib/*/rocblas/*/library/*gfx", "/usr/lib/*/hipblaslt/library/*gfx", "/usr/share/miopen/*gfx")
+_KERNELS = ("/usr/lib/*/rocblas/*/library/*gfx", "/usr/lib/*/hipblaslt/library/*gfx")
 
 
 def kernels_of_others(arch: str) -> tuple[str, ...]:

@@ -149,6 +149,26 @@ def test_what_a_killed_builder_left_is_swept(store: Store) -> None:
     assert list((store.root / "blobs/sha256").iterdir()) == []
 
 
+def _sweep_often(root: Path) -> None:
+    while not (root / "done").exists():
+        Store(root).prepare()
+
+
+def test_sweepers_never_take_what_was_just_made(store: Store) -> None:
+    """Between its making and its locking a file must not look abandoned to a builder that starts just then."""
+    sweeper = multiprocessing.get_context("spawn").Process(target=_sweep_often, args=(store.root,))
+    sweeper.start()
+    try:
+        for number in range(400):
+            layer = write_layer(store, entries(str(number).encode()))
+            assert store.has(layer.blob)
+            with store.folder("work") as folder:
+                (folder / "x").write_text("y")
+    finally:
+        (store.root / "done").touch()
+        sweeper.join()
+
+
 def test_blob_descriptor() -> None:
     blob = Blob(digest="sha256:ab", media_type="x/y", size=3)
     assert blob.descriptor == {"mediaType": "x/y", "digest": "sha256:ab", "size": 3}

@@ -124,14 +124,17 @@ class Store:
         """A file under ``tmp/`` held by a lock while this process lives; gone afterwards unless adopted."""
         import tempfile
 
-        with tempfile.NamedTemporaryFile(dir=self.root / "tmp", prefix="blob-", delete=False) as stream:
-            path = Path(stream.name)
-            path.chmod(0o644)
+        # Under the sweepers' lock: between its making and its locking a file looks like one whose owner died.
+        with self.lock("tmp"):
+            stream = tempfile.NamedTemporaryFile(dir=self.root / "tmp", prefix="blob-", delete=False)  # noqa: SIM115
             fcntl.flock(stream, fcntl.LOCK_EX)
-            try:
+        path = Path(stream.name)
+        try:
+            with stream:
+                path.chmod(0o644)
                 yield stream
-            finally:
-                path.unlink(missing_ok=True)
+        finally:
+            path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def folder(self, prefix: str) -> Iterator[Path]:
@@ -139,9 +142,10 @@ class Store:
         import shutil
         import tempfile
 
-        path = Path(tempfile.mkdtemp(dir=self.root / "tmp", prefix=f"{prefix}-"))
-        keep = os.open(path, os.O_RDONLY)
-        fcntl.flock(keep, fcntl.LOCK_EX)
+        with self.lock("tmp"):
+            path = Path(tempfile.mkdtemp(dir=self.root / "tmp", prefix=f"{prefix}-"))
+            keep = os.open(path, os.O_RDONLY)
+            fcntl.flock(keep, fcntl.LOCK_EX)
         try:
             yield path
         finally:
@@ -233,20 +237,31 @@ class Store:
         import shutil
         import time
 
-        for path in (self.root / "tmp").iterdir():
-            with contextlib.suppress(OSError):
-                handle = os.open(path, os.O_RDONLY)
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    # A "write-" file is written and renamed in one breath, without a lock.
-                    if path.name.startswith("write-") and time.time() - path.stat().st_mtime < 3600:
-                        continue
-                    if path.is_dir():
-                        shutil.rmtree(path, ignore_errors=True)
-                    else:
-                        path.unlink()
-                finally:
-                    os.close(handle)
+        with self.lock("tmp"):
+            left = [path for path in (self.root / "tmp").iterdir() if self._is_left(path, time.time())]
+        for path in left:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _is_left(path: Path, now: float) -> bool:
+        """Whether nobody holds the path any more; its owner took a lock as it made it."""
+        try:
+            # A "write-" file is written and renamed in one breath, without a lock.
+            if path.name.startswith("write-"):
+                return now - path.stat().st_mtime > 3600
+            handle = os.open(path, os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(handle)
+        return True
 
 
 def storage_error(error: OSError, path: Path) -> HostError:

@@ -52,6 +52,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Kit
         make_wheel(root / "files", "tool", version, needs=("helper",))
     make_wheel(root / "files", "helper", "1.0")
     make_deb(root / "pool", "python3.11-minimal", "3.11.2-6", essential=True)
+    make_deb(root / "pool", "usr-is-merged", "37")
     index_debs(root, "bookworm")
     kit = Kit(tmp_path / "project")
     kit.write("versions.yaml", VERSIONS)
@@ -80,11 +81,11 @@ def test_from_no_lock_to_a_fresh_one(world: tuple[Kit, Server]) -> None:
     assert f"versions.yaml:6:5: {LOCK} is stale: base bookworm python: locked nothing, wanted 3.11.2\n" in before.out
     made = kit.primus("lock")
     assert made.code == 0
-    assert f"{LOCK}: 3 files" in made.err
+    assert f"{LOCK}: 4 files" in made.err
     text = (kit.root / LOCK).read_text()
     assert str(server.port) not in text
     assert str(kit.root) not in text
-    assert [f["name"] for f in json.loads(text)["files"]] == ["python3.11-minimal", "helper", "tool"]
+    assert [f["name"] for f in json.loads(text)["files"]] == ["python3.11-minimal", "usr-is-merged", "helper", "tool"]
     assert kit.primus("lock", "--check").code == 0
     assert not (kit.root / "images/locks/local").exists(), "a target without pins has no lock"
 
@@ -164,5 +165,6 @@ def test_a_build_locks_again_what_is_gone_unless_locked(
     builder._fetch(project, workshop, plans, may_relock=True, offline=False)
     lock = project.lock("demo")
     assert lock is not None
-    assert {f.name: f.version for f in lock.files} == {"python3.11-minimal": "3.11.2-7", "tool": "1.0", "helper": "1.0"}
+    versions = {f.name: f.version for f in lock.files if f.name != "usr-is-merged"}
+    assert versions == {"python3.11-minimal": "3.11.2-7", "tool": "1.0", "helper": "1.0"}
     assert all(workshop.files.verify(f.sha256) for f in lock.files)

@@ -112,6 +112,16 @@ def test_what_the_base_brings_is_not_taken_from_the_index(index: Server) -> None
     assert "do not fit together" in message
 
 
+def test_a_pure_pin_takes_the_wheel_for_every_platform(index: Server) -> None:
+    make_wheel(index.root / "files", "two", "1.0")
+    make_wheel(index.root / "files", "two", "1.0", tag="cp311-cp311-manylinux_2_28_x86_64")
+    asked = _request(two="1.0")
+    assert _resolve(asked)["two"].file == "two-1.0-cp311-cp311-manylinux_2_28_x86_64.whl"
+    assert _resolve(replace(asked, pure=("two",)))["two"].file == "two-1.0-py3-none-any.whl"
+    with pytest.raises(InputError, match=r"newer-glibc 1\.0 has no wheel for every platform"):
+        _resolve(replace(_request(newer_glibc="1.0"), pure=("newer-glibc",)))
+
+
 def test_no_such_version_and_conflict_are_sentences(index: Server) -> None:
     message = _within(9, lambda: _resolve(_request(small="1.2")), InputError)
     assert "no wheel of small 1.2" in message

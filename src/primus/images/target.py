@@ -149,5 +149,6 @@ def request_of(versions: Versions, name: str, channel: str, base: str | None, pi
         },
         wheels={normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel},
         sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},
+        pure=tuple(normalised(p.wheel) for p in pins.values() if p.wheel and p.pure),
         debs={p.deb: p.version or "" for p in pins.values() if p.deb},
     )

@@ -63,7 +63,8 @@ class Request:
     """What is asked of the sources for one target: the lock's input. ``python`` is the major.minor of its base.
 
     ``wheels`` and ``sdists`` map normalised package names to exact versions, ``debs`` names of the base's packages to
-    upstream ones; ``bases`` holds the target's own base and those of its builders.
+    upstream ones; ``pure`` names wheels to take for every platform; ``bases`` holds the target's own base and those of
+    its builders.
     """
 
     target: str
@@ -74,6 +75,7 @@ class Request:
     wheels: Mapping[str, str] = field(default_factory=dict)
     sdists: Mapping[str, str] = field(default_factory=dict)
     debs: Mapping[str, str] = field(default_factory=dict)
+    pure: tuple[str, ...] = ()
 
     @property
     def provided(self) -> dict[str, str]:
@@ -89,6 +91,7 @@ class Request:
             result[f"base {name} python"] = base.python
             result[f"base {name} packages"] = " ".join(sorted(base.packages))
         result |= {f"wheel {name}": version for name, version in self.wheels.items()}
+        result |= {f"wheel {name} platform": "any" for name in self.pure}
         result |= {f"deb {name}": version for name, version in self.debs.items()}
         result |= {f"sdist {name}": version for name, version in self.sdists.items()}
         return dict(sorted(result.items()))

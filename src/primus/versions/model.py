@@ -47,6 +47,9 @@ class Pin:
     )
     include: tuple[str, ...] = described("Children of `path` to take; all when left out.", default=())
     builder: str | None = described("Base that builds the sdist.", default=None)
+    pure: bool = described(
+        "Take the wheel for every platform, where one for this platform holds code of another GPU.", default=False
+    )
     line: int = field(default=0, compare=False, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
@@ -62,6 +65,8 @@ class Pin:
             raise ValueError(f"a {kinds[0]} pin needs an exact version and a channel other than local")
         if (kinds[0] == "deb") != (self.channel == "debian"):
             raise ValueError("channel debian is for deb pins, and only for them")
+        if self.pure and kinds[0] != "wheel":
+            raise ValueError("`pure` goes with `wheel` only")
         if (kinds[0] == "sdist") != (self.builder is not None):
             raise ValueError("an sdist pin, and only it, names the base that builds it: `builder`")
 

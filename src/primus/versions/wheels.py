@@ -86,6 +86,7 @@ def resolve_wheels(
                 f"{one.name} is pinned to {wanted}, but the index offers {one.version}",
                 hint=f"pin {one.version} if that is the one meant",
             )
+    found = tuple(_pure(one, indexes) if one.name in request.pure else one for one in found)
     files = _measured("wheel", found, indexes)
     progress.finish("wheels", f"{len(files)} wheels")
     return files
@@ -165,6 +166,19 @@ def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -
             f"this pip cannot resolve for Python {request.python}", hint="use pip 24.2 or newer: pip install -U pip"
         )
     return report
+
+
+def _pure(one: Found, indexes: Indexes) -> Found:
+    """The same version's wheel for every platform; pip prefers the one for this platform. InputError without one."""
+    if one.file.endswith("-none-any.whl"):
+        return one
+    stem = "-".join(one.file.split("-")[:2])
+    for link in indexes.links(indexes.session(), one.name):
+        if link.file.startswith(stem + "-") and link.file.endswith("-none-any.whl"):
+            return Found(name=one.name, version=one.version, file=link.file, url=link.url, sha256=link.sha256)
+    raise InputError(
+        f"{one.name} {one.version} has no wheel for every platform", hint="leave out `pure`, or pin a version with one"
+    )
 
 
 def _provided(request: Request, folder: Path) -> list[str]:

@@ -142,7 +142,7 @@ def _where(project: Project, request: Request, pin: str) -> str:
         return project.place("bases", name, field)
     for component, entry in project.pins(request.target).items():
         package = {"wheel": entry.wheel, "sdist": entry.sdist, "deb": entry.deb}.get(kind)
-        if package is not None and normalise(package) == rest:
+        if package is not None and normalise(package) == rest.partition(" ")[0]:
             return project.pin_place(component, entry)
     return "versions.yaml"
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from primus.cli.host.common import add_build_options, add_project_options, add_targets, open_project, targets_of
+from primus.cli.host.common import add_planning_options, open_project, targets_of
 
 if TYPE_CHECKING:
     from primus.images.action import ImagePlan
@@ -23,9 +23,7 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus build``."""
-    add_targets(parser)
-    add_project_options(parser)
-    add_build_options(parser)
+    add_planning_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="show the plan and stop, as `primus plan`")
     parser.add_argument("--rehash", action="store_true", help="read every blob again first; build damaged ones anew")
     parser.add_argument(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_build_options",
+    "add_planning_options",
     "add_project_options",
     "add_target",
     "add_targets",
@@ -48,6 +49,13 @@ def add_targets(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     )
     action.completer = complete_target  # type: ignore[attr-defined]
     parser.add_argument("--all", action="store_true", help="every target of images/")
+
+
+def add_planning_options(parser: argparse.ArgumentParser) -> None:
+    """Targets, places, and what planning may do: the options of every verb that plans."""
+    add_targets(parser)
+    add_project_options(parser)
+    add_build_options(parser)
 
 
 def add_build_options(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from primus.cli.host.common import add_build_options, add_project_options, add_targets, open_project, targets_of
+from primus.cli.host.common import add_planning_options, open_project, targets_of
 
 EXAMPLE = "primus explain cpu"
 
@@ -16,9 +16,7 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus explain``."""
-    add_targets(parser)
-    add_project_options(parser)
-    add_build_options(parser)
+    add_planning_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from primus.images.action import Action
 from primus.images.layer import write_layer
 from primus.images.skeleton import inline_entries
 from primus.images.store import Layer
-from primus.images.tar import Entry
+from primus.images.tar import BLOCK, Entry
 from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
@@ -47,10 +47,10 @@ class Workshop:
             if action.kind == "build":
                 self._build(action)
                 return True
-            size = sum(f.size for f in action.files)
-            self.progress.start(action.key, action.name, size or None)
+            self.progress.start(action.key, action.name)
             with store.folder("work") as scratch:
-                entries = self._entries(action, scratch)
+                entries = list(self._entries(action, scratch))
+                self.progress.start(action.key, action.name, sum(BLOCK + e.size for e in entries))
                 layer = write_layer(
                     store,
                     entries,

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
-__all__ = ["MTIME", "Entry", "Sink", "Source", "in_order", "write_tar"]
+__all__ = ["BLOCK", "MTIME", "Entry", "Sink", "Source", "in_order", "write_tar"]
 
 # The oldest time a zip file can hold (1980-01-01 UTC), so that files of an image can be zipped again.
 MTIME = 315532800
-_BLOCK = 512
+BLOCK = 512
 _CHUNK = 1 << 20
 _TYPES = {"file": b"0", "hardlink": b"1", "symlink": b"2", "char": b"3", "block": b"4", "dir": b"5", "fifo": b"6"}
 
@@ -103,12 +103,12 @@ def write_tar(entries: Iterable[Entry], sink: Sink) -> int:
         if entry.kind == "file" and entry.size:
             for chunk in entry.chunks():
                 sink.write(chunk)
-            padding = -entry.size % _BLOCK
+            padding = -entry.size % BLOCK
             if padding:
                 sink.write(b"\0" * padding)
             total += entry.size + padding
-    sink.write(b"\0" * (2 * _BLOCK))
-    return total + 2 * _BLOCK
+    sink.write(b"\0" * (2 * BLOCK))
+    return total + 2 * BLOCK
 
 
 def _header(entry: Entry) -> bytes:
@@ -135,7 +135,7 @@ def _header(entry: Entry) -> bytes:
     body = b"".join(_record(k, pax[k]) for k in sorted(pax))
     plain = Entry(path="pax", size=len(body))
     head = _block(b"././@PaxHeader", b"", plain, len(body), b"", b"x")
-    return head + body + b"\0" * (-len(body) % _BLOCK) + block
+    return head + body + b"\0" * (-len(body) % BLOCK) + block
 
 
 def _split(name: str) -> tuple[bytes | None, bytes]:
@@ -155,7 +155,7 @@ def _split(name: str) -> tuple[bytes | None, bytes]:
 
 def _block(name: bytes, prefix: bytes, entry: Entry, size: int, link: bytes, kind: bytes) -> bytes:
     uid, gid = entry.uid & 0o7777777, entry.gid & 0o7777777
-    block = bytearray(_BLOCK)
+    block = bytearray(BLOCK)
     block[0 : len(name)] = name
     block[100:108] = b"%07o\0" % (entry.mode & 0o7777)
     block[108:116] = b"%07o\0" % uid

@@ -145,6 +145,7 @@ def _drop_damaged(project: Project, plans: Sequence[ImagePlan]) -> None:
     store = project.store
     for action in {a.key: a for plan in plans for a in plan.layers}.values():
         layer = store.layer(action.key)
-        if layer is not None and (fault := store.check(layer.blob)):
-            print(f"! {action.name}: {fault}; building it again", file=sys.stderr)
-            store.discard(layer.blob.digest)
+        for digest in (layer.blob.digest, layer.paths) if layer is not None else ():
+            if fault := store.check(digest):
+                print(f"! {action.name}: {fault}; building it again", file=sys.stderr)
+                store.discard(digest)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed, HostError
 from primus.images.action import Action
-from primus.images.layer import write_layer
+from primus.images.layer import compression_of, write_layer
 from primus.images.skeleton import inline_entries
 from primus.images.store import Layer
 from primus.images.tar import BLOCK, Entry
@@ -32,7 +32,6 @@ class Workshop:
     project: Project
     files: FileCache
     progress: Progress
-    compression: str = "zstd"
     engine: str = "auto"
 
     def run(self, action: Action) -> bool:
@@ -54,7 +53,7 @@ class Workshop:
                 layer = write_layer(
                     store,
                     entries,
-                    compression=self.compression,
+                    compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
                     advance=lambda n: self.progress.advance(action.key, n),
                 )
             store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": action.tree})

@@ -23,6 +23,7 @@ from primus.errors import CheckFailed, HostError
 from primus.images.tar import MTIME, Entry
 from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, kernels_of_others
 from primus.sandbox import userns
+from primus.sandbox.build import log_tail
 from primus.versions.lock import LockedFile
 
 __all__ = ["root_entries"]
@@ -67,8 +68,7 @@ def root_entries(
         env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": str(place)}
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False).returncode
     if code != 0:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{tail}", where=str(log))
+        raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
     return list(_entries(tar))
 
 

@@ -15,7 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -90,18 +90,15 @@ class Store:
         except OSError:
             return False
 
-    def check(self, blob: Blob, advance: Callable[[int], None] = lambda _: None) -> str | None:
+    def check(self, digest: str) -> str | None:
         """Read the blob and hash it: None when sound, else one sentence saying what is wrong."""
-        seen = hashlib.sha256()
         try:
-            with self.blob_path(blob.digest).open("rb") as stream:
-                while chunk := stream.read(1 << 20):
-                    seen.update(chunk)
-                    advance(len(chunk))
+            with self.blob_path(digest).open("rb") as stream:
+                seen = hashlib.file_digest(stream, "sha256")
         except OSError as error:
-            return f"blob {blob.digest} cannot be read: {error.strerror}"
-        if f"sha256:{seen.hexdigest()}" != blob.digest:
-            return f"blob {blob.digest} is damaged: its bytes hash to sha256:{seen.hexdigest()}"
+            return f"blob {digest} cannot be read: {error.strerror}"
+        if f"sha256:{seen.hexdigest()}" != digest:
+            return f"blob {digest} is damaged: its bytes hash to sha256:{seen.hexdigest()}"
         return None
 
     def discard(self, digest: str) -> None:
@@ -165,13 +162,15 @@ class Store:
     # Records
 
     def layer(self, key: str) -> Layer | None:
-        """The layer an action made, or None when it was not run or its blob is missing or cut short."""
+        """The layer an action made, or None when it was not run, its blob is missing or cut short, or its list of
+        paths is missing.
+        """
         record = self.record("actions", key)
         if record is None or "layer" not in record:
             return None
         fields = dict(record["layer"])
         layer = Layer(**{**fields, "blob": Blob(**fields["blob"])})
-        return layer if self.has(layer.blob) else None
+        return layer if self.has(layer.blob) and self.blob_path(layer.paths).exists() else None
 
     def save_layer(self, key: str, layer: Layer, about: dict[str, object]) -> None:
         """Record that the action ``key`` made ``layer``; its blob is in place already."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ from typing import Any
 import yaml
 
 from primus.errors import InputError
-from primus.recipes.model import Scalar, Setting, Value
+from primus.recipes.model import CHOICES, Scalar, Setting, Value
 
-__all__ = ["find", "folder", "names", "parse"]
+__all__ = ["Case", "Source", "beside", "find", "folder", "names", "parse", "read"]
 
 _IN_IMAGE = Path("/opt/primus/recipes")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def folder() -> Path:
@@ -48,14 +51,65 @@ def find(name: str) -> Path:
     return path
 
 
-def parse(text: str, file: str) -> dict[str, Setting]:
-    """Read recipe text into dotted keys. ``file`` is the name used in origins.
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Settings that hold when every choice of ``when`` is among the words given for it."""
+
+    when: Mapping[str, tuple[str, ...]]
+    settings: Mapping[str, Setting]
+
+    def holds(self, chosen: Mapping[str, str]) -> bool:
+        """Whether ``chosen`` (choice → word) meets every condition; ``nodes: multi`` is any number above one."""
+        return all(
+            chosen[choice] in words or (choice == "nodes" and "multi" in words and chosen["nodes"] != "1")
+            for choice, words in self.when.items()
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One recipe file as written: what always holds, and its cases in order."""
+
+    settings: Mapping[str, Setting]
+    cases: tuple[Case, ...]
+
+
+def read(path: Path) -> Source:
+    """A recipe file with the files it ``uses`` before it, each once. InputError tells the place."""
+    settings: dict[str, Setting] = {}
+    cases: list[Case] = []
+    _collect(path, settings, cases, {})
+    return Source(settings=settings, cases=tuple(cases))
+
+
+def beside(path: Path, name: str) -> Path:
+    """The file that the recipe at ``path`` calls ``name``: beside it, else among primus's own recipes."""
+    near = path.parent / name
+    return near if near.exists() or not (folder() / name).exists() else folder() / name
+
+
+def _collect(path: Path, settings: dict[str, Setting], cases: list[Case], seen: dict[Path, str]) -> None:
+    source, uses = parse(path.read_text(encoding="utf-8"), str(path))
+    seen[path] = str(path)
+    for name in uses:
+        used = beside(path, str(name.value))
+        if used in seen:
+            continue
+        if not used.is_file():
+            raise InputError(f"there is no file {name.value!r} to use", where=name.origin)
+        _collect(used, settings, cases, seen)
+    settings.update(source.settings)
+    cases += source.cases
+
+
+def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
+    """Read recipe text into dotted keys, and the files it uses. ``file`` is the name used in origins.
 
     InputError for anything that is not a mapping of mappings and plain values, and for a key given twice
     (YAML itself would silently keep the last).
     """
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
@@ -65,13 +119,65 @@ def parse(text: str, file: str) -> dict[str, Setting]:
     if not isinstance(root, yaml.MappingNode):
         raise InputError("a recipe is a mapping of keys to values", where=f"{file}:1:1")
     settings: dict[str, Setting] = {}
-    _flatten(root, "", file, settings)
-    return settings
+    cases: list[Case] = []
+    uses: list[Setting] = []
+    for key, value in root.value:
+        if key.value == "cases":
+            cases = [_case(node, file) for node in _items(value, "cases", file)]
+        elif key.value == "uses":
+            uses = [
+                Setting(value=_scalar(n, "uses", file), origin=_where(n, file)) for n in _items(value, "uses", file)
+            ]
+    plain = [(key, value) for key, value in root.value if key.value not in ("cases", "uses")]
+    _flatten(plain, "", file, settings)
+    return Source(settings=settings, cases=tuple(cases)), uses
 
 
-def _flatten(node: yaml.MappingNode, prefix: str, file: str, into: dict[str, Setting]) -> None:
+def _items(node: Any, key: str, file: str) -> list[Any]:
+    if not isinstance(node, yaml.SequenceNode):
+        raise InputError(f"{key} must be a list", where=_where(node, file))
+    return list(node.value)
+
+
+def _case(node: Any, file: str) -> Case:
+    """One case: ``when``, an optional ``because``, and settings."""
+    if not isinstance(node, yaml.MappingNode):
+        raise InputError("a case is a mapping with 'when' and settings", where=_where(node, file))
+    when: dict[str, Setting] = {}
+    because = ""
+    rest = []
+    for key, value in node.value:
+        if key.value == "when" and isinstance(value, yaml.MappingNode):
+            _flatten(value.value, "", file, when)
+        elif key.value == "because":
+            because = str(_scalar(value, "because", file))
+        else:
+            rest.append((key, value))
+    if not when:
+        raise InputError("a case needs 'when': the choices it holds for", where=_where(node, file))
+    for choice, setting in when.items():
+        if choice not in CHOICES:
+            near = get_close_matches(choice, CHOICES, 1)
+            raise InputError(
+                f"there is no choice {choice!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+                where=setting.origin, hint=f"choices: {', '.join(CHOICES)}",
+            )  # fmt: skip
+    settings: dict[str, Setting] = {}
+    _flatten(rest, "", file, settings)
+    return Case(
+        when={choice: _words(setting.value) for choice, setting in when.items()},
+        settings={key: replace(setting, because=because) for key, setting in settings.items()},
+    )
+
+
+def _words(value: Value) -> tuple[str, ...]:
+    items = value if isinstance(value, list) else [value]
+    return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
+
+
+def _flatten(pairs: list[Any], prefix: str, file: str, into: dict[str, Setting]) -> None:
     seen: set[str] = set()
-    for key_node, value_node in node.value:
+    for key_node, value_node in pairs:
         where = _where(key_node, file)
         if not isinstance(key_node, yaml.ScalarNode):
             raise InputError("a key must be a word", where=where)
@@ -80,7 +186,7 @@ def _flatten(node: yaml.MappingNode, prefix: str, file: str, into: dict[str, Set
             raise InputError(f"{key} is given twice", where=where)
         seen.add(key)
         if isinstance(value_node, yaml.MappingNode):
-            _flatten(value_node, f"{key}.", file, into)
+            _flatten(value_node.value, f"{key}.", file, into)
             continue
         into[key] = Setting(value=_value(value_node, key, file), origin=_where(value_node, file))
 

@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.recipes.model import Recipe
-from primus.recipes.resolve import data_parallel, resolve
+from primus.recipes.model import Asked, Recipe
+from primus.recipes.resolve import resolve
 from primus.training import checks, outcome
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
 from primus.training.outcome import Outcome
-from primus.training.torchtitan import render
 
 __all__ = ["digest", "judge", "plan", "recipe_of", "run"]
 
@@ -24,38 +23,36 @@ __all__ = ["digest", "judge", "plan", "recipe_of", "run"]
 FORMAT = 1
 
 
-def plan(recipe: str, root: Path, overrides: Sequence[str] = ()) -> tuple[Job, ...]:
+def plan(recipe: str, root: Path, overrides: Sequence[str] = (), asked: Asked | None = None) -> tuple[Job, ...]:
     """The jobs, in the order to run them; each has a folder of its own below ``root``.
 
     Four starts serve all comparisons: ``base`` also leaves the checkpoint for ``resume`` and is the
     one-micro-batch side of ``accumulation``.
     """
-    whole = resolve(recipe, overrides)
+    whole = resolve(recipe, overrides, asked)
     middle = whole.get("validation.resume_at", int)
     if middle >= whole.steps:
         raise InputError(
             f"validation.resume_at: {middle} leaves no step of {whole.steps} to resume",
             where=whole.settings["validation.resume_at"].origin,
         )
-    base = _job("base", recipe, root, overrides, "checkpoint.enable=true", f"checkpoint.interval={middle}")
-    repeat = _job("repeat", recipe, root, overrides)
-    resumed = replace(
-        _job("resume", recipe, root, overrides), resume_from=base.output / "checkpoint" / f"step-{middle}"
+    knows = whole.knows
+
+    def job(name: str, **settings: int) -> Job:
+        words = [f"{knows.key(what)}={value}" for what, value in settings.items()]
+        again = resolve(recipe, [*overrides, *words], whole.asked)
+        return Job(name=name, recipe=again, output=root / name)
+
+    base = job("base", checkpoint=middle)
+    repeat = job("repeat")
+    resumed = replace(job("resume"), resume_from=base.output / "checkpoint" / f"step-{middle}")
+    split = job(
+        "accumulation",
+        local_batch=whole.local_batch // whole.get("validation.accumulation", int),
+        global_batch=whole.global_batch,
+        steps=2,
     )
-    asked = render.expected_facts(base)
-    local, together = asked["local_batch_size"], asked["accumulation_steps"] * data_parallel(whole)
-    parts = whole.get("validation.accumulation", int)
-    split = _job(
-        "accumulation", recipe, root, overrides,
-        f"training.local_batch_size={local // parts}",
-        f"training.global_batch_size={local * together}",
-        "training.steps=2",
-    )  # fmt: skip
     return base, repeat, resumed, split
-
-
-def _job(name: str, recipe: str, root: Path, overrides: Sequence[str], *more: str) -> Job:
-    return Job(name=name, recipe=resolve(recipe, [*overrides, *more]), output=root / name)
 
 
 def recipe_of(jobs: Sequence[Job]) -> Recipe:
@@ -98,7 +95,7 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
     def limit(key: str) -> float:
         return recipe.get(f"validation.{key}", float)
 
-    vocabulary = recipe.get("model.args.vocab_size", int)
+    vocabulary = recipe.architecture.vocab_size
     verdicts += [
         checks.loss_plausible(base.series, vocabulary, limit("first_loss_tolerance")),
         checks.loss_falls(base.series, limit("loss_drop")),

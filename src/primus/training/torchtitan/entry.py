@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from primus.recipes.architecture import rebuilt
 from primus.training.torchtitan import cpu
+from primus.training.torchtitan.render import model_arguments, model_name
 
 __all__ = ["main"]
 
@@ -84,17 +87,30 @@ def _register_model(job: dict[str, Any], exact: Path) -> None:
                 with exact.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 
-    name = job["model"]["name"]
+    model = rebuilt(job["model"])
+    name = model_name(model.family)
     spec = get_train_spec(name)
-    arguments = type(next(iter(spec.model_args.values())))
+    arguments = _arguments(type(next(iter(spec.model_args.values()))), model_arguments(model))
     register_train_spec(
         name,
         replace(
             spec,
-            model_args={**spec.model_args, FLAVOR: arguments(**job["model"]["args"])},
+            model_args={**spec.model_args, FLAVOR: arguments},
             build_metrics_processor_fn=lambda config, dims, _args=None, tag=None: ExactMetrics(config, dims, tag),
         ),
     )
+
+
+def _arguments(cls: type[Any], given: Mapping[str, Any]) -> Any:
+    """torchtitan's arguments from plain values; what is a mapping there is a dataclass of its own here."""
+    from dataclasses import fields
+
+    nested = {entry.name: entry.default_factory for entry in fields(cls)}
+    made = {
+        key: _arguments(type(nested[key]()), value) if isinstance(value, dict) else value  # type: ignore[operator,misc]
+        for key, value in given.items()
+    }
+    return cls(**made)
 
 
 if __name__ == "__main__":

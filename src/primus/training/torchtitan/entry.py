@@ -107,7 +107,7 @@ def _arguments(cls: type[Any], given: Mapping[str, Any]) -> Any:
 
     nested = {entry.name: entry.default_factory for entry in fields(cls)}
     made = {
-        key: _arguments(type(nested[key]()), value) if isinstance(value, dict) else value  # type: ignore[operator,misc]
+        key: _arguments(type(nested[key]()), value) if isinstance(value, dict) else value  # type: ignore[operator]
         for key, value in given.items()
     }
     return cls(**made)

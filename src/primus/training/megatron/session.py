@@ -39,7 +39,9 @@ class MegatronSession:
         self._attention = asked.attention
         self.model_parts = build(given.model, given.training, config, asked, on_cpu=process.on_cpu)
         self._ddp = self.model_parts[0].ddp_config
-        self._optimizer = get_megatron_optimizer(_optimizer_config(given, self._ddp), self.model_parts)
+        self._optimizer = get_megatron_optimizer(
+            _optimizer_config(given, self._ddp), self.model_parts, use_gloo_process_groups=False
+        )
         _fuse(self._inner(), process)
         transformer = get_model_config(self.model_parts[0])
         transformer.finalize_model_grads_func = finalize_model_grads

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["apply", "no_random_states"]
+__all__ = ["apply", "apply_after_import"]
 
 
 def apply() -> None:
@@ -34,11 +34,14 @@ def apply() -> None:
 
 
 class _Stream:
-    def wait_stream(self, _other: object) -> None:
-        """Nothing runs beside anything else here."""
+    """All work is done when its call returns, so there is nothing to wait for, and no event to wait on."""
 
-    def synchronize(self) -> None:
-        """Nothing is under way."""
+    def wait_stream(self, _other: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self
 
 
 class _AsCuda(TorchFunctionMode):
@@ -61,8 +64,16 @@ class _AsCuda(TorchFunctionMode):
         return result
 
 
-def no_random_states() -> None:
-    """Megatron's tracker of random states forks CUDA's generators; nothing draws from them without dropout."""
+def apply_after_import() -> None:
+    """The rest, on Megatron's own names."""
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer.moe import token_dispatcher
 
+    # Its tracker of random states forks CUDA's generators; nothing draws from them without dropout.
     initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    # The all-to-all takes its splits as numbers; they become such only on their way from a GPU.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+
+
+def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from primus.recipes.architecture import Architecture
 from primus.training.loop.config import LoopConfig
-from primus.training.megatron import render, weights
+from primus.training.megatron import render, weights, without_te
 from primus.training.megatron.attention import TorchAttention
 from primus.training.megatron.config import MegatronConfig
 
@@ -58,6 +58,8 @@ def build(
 ) -> list[DistributedDataParallel]:
     """This rank's parts of the model (several with interleaved pipelines), each reducing its gradients."""
     layers = layers_of(asked)
+    if find_spec("transformer_engine") is None:
+        without_te.apply()
     transformer = configure(model, training, config, layers, on_cpu=on_cpu)
     methods = weights.defer(transformer)
     ddp = DistributedDataParallelConfig(**render.ddp(config))

@@ -183,9 +183,9 @@ def _initialize_parallelism(model: dict[str, Any]) -> None:
 
 def _initialize_random_states(seed: int, *, on_cpu: bool) -> None:
     if on_cpu:
-        from primus.training.megatron.cpu import no_random_states
+        from primus.training.megatron.cpu import apply_after_import
 
-        no_random_states()
+        apply_after_import()
         return
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -37,11 +37,12 @@ def main(argv: list[str]) -> None:
 
     from torchtitan.train import main as train
 
+    from primus.training.loop.process import leave
     from primus.training.torchtitan.observe import observed_trainer
 
     train(observed_trainer(Path(job["output"]) / "facts.json"))
     if on_cpu:
-        cpu.leave()
+        leave()
 
 
 def _job_file(argv: list[str]) -> Path:

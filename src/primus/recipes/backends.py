@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Backend:
     degrees: Mapping[str, str]
     schema: tuple[Declared, ...]
     owned: Mapping[str, str]
+    needs: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, what: str) -> str:
         """The full key of what every backend has: ``steps`` → ``torchtitan.training.steps``."""

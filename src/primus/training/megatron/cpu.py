@@ -44,7 +44,7 @@ class _Stream:
         return self
 
 
-class _AsCuda(TorchFunctionMode):
+class _AsCuda(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
     """``device="cuda"`` and ``.cuda()`` stay on the CPU, and a tensor says it is of a CUDA type.
 
     The first two stand as literals in schedules, optimizer and clipping. By the last the optimizers sort parameters;
@@ -75,5 +75,5 @@ def apply_after_import() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
 
 
-def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _as_numbers(tensor: Any, as_numpy: bool = False, **_of_streams: Any) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

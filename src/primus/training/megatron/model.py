@@ -104,9 +104,9 @@ def _spec(config: TransformerConfig, asked: MegatronConfig, layers: str, vp_stag
     return block
 
 
-class Norm(torch.nn.RMSNorm):
+class Norm(torch.nn.RMSNorm):  # type: ignore[misc,unused-ignore]
     """torch's RMSNorm. Megatron's wrapper of it refuses sequence parallelism, which only needs the mark."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_other: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel

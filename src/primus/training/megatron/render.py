@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from primus.errors import InputError
@@ -141,52 +141,32 @@ def ddp(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(recipe: Recipe) -> None:
     """InputError for what the model, or the shared section, asks and this backend does not compute."""
-    model = recipe.architecture
-    for refused, key, why, hint in (
-        (model.family == "flux", "model.family", "is no language model", "--backend flux"),
-        (
-            model.rope_scaling.kind == "llama3"
-            and (
-                model.rope_scaling.original_max_position,
-                model.rope_scaling.low_freq_factor,
-                model.rope_scaling.high_freq_factor,
-            )
-            != (8192, 1.0, 4.0),
-            "model.rope_scaling.kind",
-            "megatron-core 0.16.1 knows Llama 3's scaling for an original length of 8192 and factors 1 and 4 alone",
-            None,
-        ),
-        (
-            model.rope_scaling.kind == "yarn" and not model.mla.kv_lora_rank,
-            "model.rope_scaling.kind",
-            "GPTModel of megatron-core 0.16.1 has YaRN with latent attention alone",
-            None,
-        ),
-        (
-            model.moe.score == "sigmoid" and not model.moe.normalize_top_k,
+    for key, why, hint in _refused(recipe):
+        raise InputError(f"{key}: {why}", where=recipe.settings[key].origin, hint=hint)
+
+
+def _refused(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
+    model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
+    scaling = model.rope_scaling
+    if model.family == "flux":
+        yield "model.family", "flux is no language model", "use --backend flux"
+    stretch = (scaling.original_max_position, scaling.low_freq_factor, scaling.high_freq_factor)
+    if scaling.kind == "llama3" and stretch != (8192, 1.0, 4.0):
+        why = "megatron-core 0.16.1 knows Llama 3's scaling from 8192 tokens by factors 1 and 4 alone"
+        yield "model.rope_scaling.kind", why, None
+    if scaling.kind == "yarn" and not latent:
+        yield "model.rope_scaling.kind", "megatron-core 0.16.1 has YaRN with latent attention alone", None
+    if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
+        yield (
             "model.moe.score",
-            "megatron-core always normalizes the top-k of sigmoid scores",
+            "Megatron always normalizes the chosen sigmoid scores",
             "model.moe.normalize_top_k=true",
-        ),
-        (
-            recipe.find("megatron.training.fp8", "none") != "none",
-            "megatron.training.fp8",
-            "Megatron computes FP8 through Transformer Engine",
-            "megatron.model.fp8: hybrid",
-        ),
-        (recipe.find("megatron.training.compile", False), "megatron.training.compile", "Megatron is not compiled", None),
-        (
-            recipe.find("megatron.training.master_dtype", "float32") != "float32",
-            "megatron.training.master_dtype",
-            "Megatron's optimizer keeps float32 weights",
-            None,
-        ),
-        (
-            recipe.find("megatron.attention", "torch") == "unfused" and bool(model.mla.kv_lora_rank),
-            "megatron.attention",
-            "Megatron's unfused attention has no latent form",
-            "attention=torch",
-        ),
-    ):
-        if refused:
-            raise InputError(f"{key}: {why}", where=recipe.settings[key].origin, hint=hint)
+        )
+    if recipe.find("megatron.training.fp8", "none") != "none":
+        yield "megatron.training.fp8", "Megatron's FP8 is Transformer Engine's", "megatron.model.fp8=hybrid"
+    if recipe.find("megatron.training.compile", False):
+        yield "megatron.training.compile", "Megatron compiles its own small functions and nothing else", None
+    if recipe.find("megatron.training.master_dtype", "float32") != "float32":
+        yield "megatron.training.master_dtype", "Megatron's optimizer keeps float32 weights", None
+    if latent and recipe.find("megatron.attention", "torch") == "unfused":
+        yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"

@@ -126,17 +126,21 @@ class MegatronSession:
             for part in self.model_parts:
                 # The next forward would fetch what the other ranks updated.
                 part.start_param_sync(force_sync=True)
-        dense = f"tp{parallel_state.get_tensor_model_parallel_rank()}.pp{parallel_state.get_pipeline_model_parallel_rank()}"
+        tensor, stage = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        dense = f"tp{tensor}.pp{stage}"
         expert = f"{dense}.ep{parallel_state.get_expert_model_parallel_rank()}"
         state: dict[str, Any] = {}
         for number, part in enumerate(self.model_parts):
-            for name, tensor in (*part.named_parameters(), *part.named_buffers()):
-                place = dense if getattr(tensor, "allreduce", True) else expert
-                state[f"model.{place}.{number}.{name}"] = tensor.detach()
+            for name, weight in (*part.named_parameters(), *part.named_buffers()):
+                place = dense if getattr(weight, "allreduce", True) else expert
+                state[f"model.{place}.{number}.{name}"] = weight.detach()
         sharded = f"rank{dist.get_rank()}" if self._ddp.use_distributed_optimizer else expert
         for number, inner in enumerate(self._inner()):
-            for key, tensor in _states(inner, weights=self._separate_weights):
-                state[f"optimizer.{sharded}.{number}.{key}"] = tensor
+            for key, value in _states(inner, weights=self._separate_weights):
+                state[f"optimizer.{sharded}.{number}.{key}"] = value
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,7 +156,7 @@ class MegatronSession:
         """Whose layers ran, and the layout."""
         return {
             "layers": self._layers,
-            "attention_layers": self._attention if self._layers == "local" else "transformer_engine",
+            "core_attention": self._attention if self._layers == "local" else "transformer_engine",
             "distributed_optimizer": self._ddp.use_distributed_optimizer,
             "degrees": {
                 "tp": parallel_state.get_tensor_model_parallel_world_size(),

@@ -34,8 +34,7 @@ def defer(config: Any) -> dict[str, Method]:
     return methods
 
 
-@torch.no_grad()
-def initialize(model: torch.nn.Module, methods: dict[str, Method], seed: int, *, tied: bool) -> None:
+def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool) -> None:
     """Fill every matrix of ``model`` (a ``GPTModel``) as its whole would be, each from a generator of its own.
 
     Norms and biases have their values from their constructors. One whole matrix at a time is in memory.
@@ -54,7 +53,7 @@ def initialize(model: torch.nn.Module, methods: dict[str, Method], seed: int, *,
         methods[_kind(name)](whole, generator=generator)
         if split >= 0:
             whole = _share(whole, split, group, halves=2 if "linear_fc1" in name else 1)
-        parameter.copy_(whole)
+        parameter.data.copy_(whole)
 
 
 def _kind(name: str) -> str:
@@ -75,22 +74,18 @@ def _share(whole: torch.Tensor, split: int, group: Any, halves: int) -> torch.Te
     return torch.cat(parts, dim=split)
 
 
-def _named(model: torch.nn.Module, *, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _named(model: Any, *, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Parameters under the names they would have on one rank that holds the whole model."""
-    layers = {f"decoder.layers.{i}.": layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}  # type: ignore[union-attr,arg-type]
+    layers = {str(place): str(layer.layer_number - 1) for place, layer in enumerate(model.decoder.layers)}
+    here = (model.config.num_moe_experts or 1) // parallel_state.get_expert_model_parallel_world_size()
+    first = here * parallel_state.get_expert_model_parallel_rank()
     for name, parameter in model.named_parameters():
         if tied and name == "output_layer.weight":
             # The last pipeline stage's copy of the embedding.
-            name = "embedding.word_embeddings.weight"
-        for here, number in layers.items():
-            if name.startswith(here):
-                name = f"decoder.layers.{number}.{name.removeprefix(here)}"
-                break
-        yield re.sub(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+", _whole_number(model), name), parameter
+            yield "embedding.word_embeddings.weight", parameter
+            continue
+        whole = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: layers[match[0]], name)
+        yield _EXPERT.sub(lambda match: str(first + int(match[0])), whole), parameter
 
 
-def _whole_number(model: torch.nn.Module) -> Callable[[re.Match[str]], str]:
-    experts = model.config.num_moe_experts or 1  # type: ignore[union-attr]
-    here = experts // parallel_state.get_expert_model_parallel_world_size()
-    first = here * parallel_state.get_expert_model_parallel_rank()
-    return lambda match: str(first + int(match[0]))
+_EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")

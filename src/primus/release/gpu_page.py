@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from primus.gpus.model import Arch, Generation, Peak, Table, Variable
+from primus.release.markdown import rows
 
 __all__ = ["gpu_page"]
 
@@ -27,14 +28,14 @@ def gpu_page(table: Table) -> str:
             "",
             "## Generations",
             "",
-            *_rows(
+            *rows(
                 ("target", "GPU", "architecture", "units", "memory", "bandwidth", "FP8", "MX"),
                 [_generation(g, archs[g.arch]) for g in table.generations],
             ),
             "",
             "## Peaks",
             "",
-            *_rows(
+            *rows(
                 ("GPU", "dtype", "TFLOP/s", "source"),
                 [(g.title, p.dtype, _figure(p), p.source) for g in table.generations for p in g.peaks],
             ),
@@ -46,7 +47,7 @@ def gpu_page(table: Table) -> str:
             "The two FP8 formats differ in bias: bytes of one read as the other are wrong by a factor of two, and "
             "nothing fails.",
             "",
-            *_rows(
+            *rows(
                 ("architecture", "FP8", "largest", "MX formats", "sources", "also the architecture of"),
                 [
                     (
@@ -63,7 +64,7 @@ def gpu_page(table: Table) -> str:
             "",
             "## Names and sources",
             "",
-            *_rows(
+            *rows(
                 ("target", "names that tools print", "PCI device ids", "source of units and memory"),
                 [
                     (f"`{g.name}`", ", ".join(g.names), ", ".join(g.device_ids) or _NONE, g.source)
@@ -76,21 +77,21 @@ def gpu_page(table: Table) -> str:
             "A target file with `gpu: mi355x` bakes these in for that GPU; its own `environment` goes over them, and "
             "`docker run -e` over everything.",
             "",
-            *_rows(
+            *rows(
                 ("variable", "value", "for", "reason", "same value in"),
                 [(f"`{v.name}`", f"`{v.value}`", _for(v), v.why, _agreeing(v)) for v in _sorted(baked)],
             ),
             "",
             "## Left unset on purpose",
             "",
-            *_rows(
+            *rows(
                 ("variable", "for", "reason", "elsewhere", "decision"),
                 [(f"`{v.name}`", _for(v), v.why, _others(v), v.choice or _NONE) for v in _sorted(unset)],
             ),
             "",
             "## Where sources disagree",
             "",
-            *_rows(
+            *rows(
                 ("variable", "for", "here", "elsewhere", "decision"),
                 [
                     (f"`{v.name}`", _for(v), f"`{v.value}`", _others(v), v.choice or _NONE)
@@ -127,8 +128,3 @@ def _agreeing(variable: Variable) -> str:
 
 def _others(variable: Variable) -> str:
     return "; ".join(f"`{s.value}`: {s.by}" for s in variable.disagreeing)
-
-
-def _rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body]

@@ -15,6 +15,7 @@ from typing import Any
 from primus.recipes.architecture import rebuilt
 from primus.recipes.model import MOCK
 from primus.training.mock import texts
+from primus.training.store import choose_store
 from primus.training.torchtitan import cpu
 from primus.training.torchtitan.render import model_arguments, model_name
 
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> None:
     job = json.loads(_job_file(argv).read_text())
     import torch
 
+    choose_store()
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         cpu.apply(int(job["threads"]))

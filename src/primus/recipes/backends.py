@@ -36,6 +36,7 @@ class Backend:
     degrees: Mapping[str, str]
     schema: tuple[Declared, ...]
     owned: Mapping[str, str]
+    resharding: bool = False
 
     def key(self, what: str) -> str:
         """The full key of what every backend has: ``steps`` → ``torchtitan.training.steps``."""

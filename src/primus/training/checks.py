@@ -14,8 +14,8 @@ from typing import Any
 from primus.training.logs import Series
 
 __all__ = [
-    "Verdict", "accumulation", "exit_code", "finite", "grad_norm_steady", "loss_falls", "loss_plausible",
-    "precision", "ran_as_asked", "reproducible", "resume", "steps_logged",
+    "Verdict", "accumulation", "exit_code", "finite", "grad_norm_steady", "layout", "loss_falls", "loss_plausible",
+    "precision", "ran_as_asked", "reproducible", "resume", "same_loss", "steps_logged", "throughput",
 ]  # fmt: skip
 
 
@@ -259,6 +259,58 @@ def accumulation(base: Series, split: Series, tolerance: float) -> Verdict:
         passed=passed,
         reason=f"gradient norm {whole.grad_norm:.6f} in one, {parts.grad_norm:.6f} in several micro-batches",
         measured=f"loss {loss:.1e}, gradient norm {norm:.1e}",
+        limit=limit,
+    )
+
+
+def layout(one: Series, split: Series, at: int, tolerance: float) -> Verdict:
+    """The same batch and weights on one rank and on two that share every layer: the same loss and gradient norm.
+
+    Catches gradients that a layout scales or drops (torchtitan#2972). ``at`` is the first step that both took.
+    """
+    limit = f"relative gap ≤ {tolerance:g}"
+    whole, parts = one.at(at), split.at(at)
+    if whole is None or parts is None:
+        return Verdict(name="layout", passed=False, reason=f"step {at} was not logged", limit=limit)
+    loss, norm = _gap(whole.loss, parts.loss), _gap(whole.grad_norm, parts.grad_norm)
+    return Verdict(
+        name="layout",
+        passed=loss <= tolerance and norm <= tolerance,
+        reason=f"gradient norm {whole.grad_norm:.6f} on one rank, {parts.grad_norm:.6f} on two",
+        measured=f"loss {loss:.1e}, gradient norm {norm:.1e}",
+        limit=limit,
+    )
+
+
+def same_loss(precisions: tuple[str, str], base: Series, other: Series, tolerance: float) -> Verdict:
+    """Two precisions, same data and seed: the mean loss of the last fifth agrees.
+
+    A precision that loses what the model learns shows here (torchtitan#865).
+    """
+    name, limit = f"loss in {precisions[1]}", f"relative gap ≤ {tolerance:g}"
+    if len(base.losses) < 5 or len(other.losses) < 5:
+        return Verdict(name=name, passed=False, reason="needs at least 5 steps of both", limit=limit)
+    means = [statistics.fmean(series.losses[-(len(series.losses) // 5) :]) for series in (base, other)]
+    gap = _gap(*means)
+    return Verdict(
+        name=name,
+        passed=gap <= tolerance,
+        reason=f"{means[0]:.4f} in {precisions[0]}, {means[1]:.4f} in {precisions[1]}",
+        measured=f"{gap:.2g}",
+        limit=limit,
+    )
+
+
+def throughput(measured: float | None, reference: float, tolerance: float) -> Verdict:
+    """Tokens per second and GPU against the recipe's reference for this GPU."""
+    limit = f"≥ {reference * (1 - tolerance):,.0f}"
+    if measured is None:
+        return Verdict(name="throughput", passed=False, reason="no step was measured", limit=limit)
+    return Verdict(
+        name="throughput",
+        passed=measured >= reference * (1 - tolerance),
+        reason=f"{measured / reference:.2f} × the reference of {reference:,.0f} tokens/s/GPU",
+        measured=f"{measured:,.0f}",
         limit=limit,
     )
 

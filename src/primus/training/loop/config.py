@@ -16,7 +16,8 @@ class LoopConfig:
     optimizer step over all ranks; their quotient is the number of accumulation steps. ``dtype`` is that of the matrix
     products; weights and optimizer states follow ``master_dtype``. ``fp8`` other than "none" replaces the products of
     the linear layers. ``checkpoint_interval`` and ``profile_step`` are steps; 0 means never. ``lr_schedule`` decays
-    from ``lr`` to ``min_lr`` after ``warmup_steps``.
+    from ``lr`` to ``min_lr`` after ``warmup_steps``. ``tensorboard`` and ``wandb`` leave the figures of every step in
+    folders of those names, too; Weights & Biases stays offline unless its environment says otherwise.
     """
 
     steps: int = 50
@@ -41,3 +42,5 @@ class LoopConfig:
     compile: bool = False
     checkpoint_interval: int = 0
     profile_step: int = 0
+    tensorboard: bool = False
+    wandb: bool = False

@@ -132,21 +132,25 @@ _MATMULS = {
 
 
 def _matmul_dtypes(profile: Any) -> dict[str, int]:
-    """ "aten::mm BFloat16" → how often: the dtype of the second factor, the weight or its gradient's."""
+    """ "aten::mm BFloat16" → how often: the dtype of the second factor, the weight or a gradient."""
     counts: Counter[str] = Counter()
     for event in profile.profiler.kineto_results.events():
         if event.name() in _MATMULS:
-            dtypes = [word for word in event.dtypes() if word not in ("", "Scalar")]
-            if len(dtypes) > 1:
-                counts[f"{event.name()} {dtypes[-1].removeprefix('c10::')}"] += 1
+            place = 2 if event.name() == "aten::addmm" else 1
+            dtypes = event.dtypes()
+            if len(dtypes) > place:
+                counts[f"{event.name()} {dtypes[place].removeprefix('c10::')}"] += 1
     return dict(sorted(counts.items()))
 
 
-def _gpu_kernels(profile: Any, most: int = 20) -> list[str]:
-    """The kernels that took most of the GPU's time, the longest first."""
-    timed = [(getattr(e, "self_device_time_total", 0), e.key) for e in profile.key_averages()]
-    on_gpu = [(time, key) for time, key in timed if time > 0 and not key.startswith(("aten::", "Memcpy", "Memset"))]
-    return [key for _, key in sorted(on_gpu, reverse=True)[:most]]
+_TELLING = ("gemm", "nvjet", "cutlass", "Cijk", "e4m3", "fp8", "flash", "fmha", "attn")
+
+
+def _gpu_kernels(profile: Any, most: int = 12) -> list[str]:
+    """The kernels of products and attention that took most of the GPU's time, the longest first."""
+    timed = [(getattr(event, "self_device_time_total", 0), event.key) for event in profile.key_averages()]
+    on_gpu = [(time, key) for time, key in timed if time > 0 and any(word in key for word in _TELLING)]
+    return [key for _, key in sorted(on_gpu, reverse=True) if not key.startswith("aten::")][:most]
 
 
 def digest(parts: Sequence[Any]) -> str:

@@ -1,11 +1,11 @@
-"""The ``training`` section that every backend with our own loop shares."""
+"""The sections that backends with our own loop share: ``training``, and ``sharding`` where FSDP2 shards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LoopConfig"]
+__all__ = ["LoopConfig", "ShardingConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +44,16 @@ class LoopConfig:
     profile_step: int = 0
     tensorboard: bool = False
     wandb: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """How FSDP2 spreads a model over the ranks.
+
+    ``replicas`` groups of ranks hold the whole model each (1: all ranks share one). Without
+    ``reshard_after_forward`` gathered weights stay until the backward pass. Gradients are summed in ``reduce_dtype``.
+    """
+
+    replicas: int = 1
+    reshard_after_forward: bool = True
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"

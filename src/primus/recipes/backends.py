@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +37,7 @@ class Backend:
     schema: tuple[Declared, ...]
     owned: Mapping[str, str]
     resharding: bool = False
+    needs: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, what: str) -> str:
         """The full key of what every backend has: ``steps`` → ``torchtitan.training.steps``."""

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import yaml
 
-__all__ = ["Backend", "Declared", "backend", "backends"]
+__all__ = ["LOADER", "Backend", "Declared", "backend", "backends"]
 
+# libyaml's where PyYAML has it: ten times as fast.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FILE = Path(__file__).with_name("backends.yaml")
 
 
@@ -47,7 +49,7 @@ class Backend:
 @cache
 def backends() -> Mapping[str, Backend]:
     """All of them, by name."""
-    content = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+    content = yaml.load(_FILE.read_text(encoding="utf-8"), Loader=LOADER)
     return {name: _backend(name, entry) for name, entry in content.items()}
 
 

@@ -82,7 +82,7 @@ def watching(parts: Sequence[Any], linear_types: tuple[type, ...] = (torch.nn.Li
         found["weight"][_computed(module.weight)] += 1
         found["output"][str((output[0] if isinstance(output, tuple) else output).dtype)] += 1
 
-    linears = [module for part in parts for module in part.modules() if isinstance(module, linear_types)]
+    linears: list[Any] = [module for part in parts for module in part.modules() if isinstance(module, linear_types)]
     hooks = [module.register_forward_hook(note) for module in linears]
     seen: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU]

@@ -22,8 +22,10 @@ __all__ = ["check_backend", "prepare", "run_directly", "start", "write_atomicall
 
 
 def check_backend(job: Job) -> None:
-    """HostError when a package that the job's backend needs is not installed."""
-    missing = [name for name in job.recipe.knows.packages if not _importable(name)]
+    """HostError when a package that the job's backend, or one of its settings, needs is not installed."""
+    knows = job.recipe.knows
+    asked = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
+    missing = [name for name in (*knows.packages, *asked) if not _importable(name)]
     if missing:
         raise HostError(
             f"{' and '.join(missing)} cannot be imported by {sys.executable}",
@@ -53,7 +55,7 @@ def prepare(job: Job) -> None:
 
 def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verdict, ...], Summary]:
     """Run ``job``, which :func:`prepare` prepared, and judge it by the rules that hold for any run."""
-    argv = ranks.argv(job, sys.executable)
+    argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
     ended = launch.run(argv, log=job.output / "log.txt", environment=environment, on_line=on_line)
     left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from primus.recipes.architecture import Architecture
@@ -149,8 +150,8 @@ def _row(entry: Entry, recipe: Recipe, found: Sequence[Outcome], reasons: dict[s
 
 
 def _command(entry: Entry, recipe: Recipe) -> str:
-    words = " ".join(recipe.asked.words()[:-1]).replace("=", " ")
-    return f"primus train {entry.recipe} {words.replace(' --mode pretrain', '')}"
+    asked = recipe.asked if len(recipe.knows.modes) > 1 else replace(recipe.asked, mode=None)
+    return " ".join(["primus train", entry.recipe, *replace(asked, proxy=None).words()]).replace("=", " ")
 
 
 def _matrix(published: Published, found: Sequence[Outcome]) -> Iterator[str]:
@@ -158,7 +159,7 @@ def _matrix(published: Published, found: Sequence[Outcome]) -> Iterator[str]:
     yield from ("## What the documents publish", "")
     yield (
         f"{len(found)} combinations of model, GPU, precision, backend and nodes. Each resolves: "
-        f"{len(found) - differing} to the published figures, {differing} to others, for the reason given with the model."
+        f"{len(found) - differing} to the published figures, {differing} to others, for the reason given there."
     )
     yield ""
     yield from (f"- `{source.id}`: {source.title}" for source in published.sources)

@@ -136,7 +136,8 @@ def _read(annotation: ast.expr, types: set[str], choices: list[str]) -> bool:
             types.add("None")
             return _read(inner, types, choices)
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=several)):
-            return any([_read(item, types, choices) for item in several])
+            judged = [_read(item, types, choices) for item in several]  # all of them: each notes its type
+            return any(judged)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
             items: Iterable[ast.expr] = inner.elts if isinstance(inner, ast.Tuple) else [inner]
             choices.extend(str(item.value) for item in items if isinstance(item, ast.Constant))

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from primus.errors import InputError
 from primus.training.job import Job
 
 __all__ = ["argv", "checkpoints", "environment", "expected_facts", "files", "job_file"]
@@ -54,17 +55,39 @@ def files(job: Job) -> dict[str, str]:
     return made
 
 
-def argv(job: Job, python: str) -> list[str]:
-    """The command that starts all ranks of ``job`` on this machine."""
+def argv(job: Job, python: str, given: Mapping[str, str]) -> list[str]:
+    """The command that starts all ranks of ``job`` on this machine, in the environment ``given``."""
     backend = job.recipe.backend
     words = ["--job.config_file", str(job.output / "torchtitan.toml")] if backend == "torchtitan" else [str(job.output)]
     return [
         python, "-m", "torch.distributed.run",
         "--nproc-per-node", str(job.recipe.get("ranks", int)),
-        # Port 0: jobs side by side never meet. The address is named so that no host name is looked up.
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
+        *_meeting(job, given),
         "--log-dir", str(job.output / "cache" / "torchrun"),
         "-m", f"primus.training.{backend}.entry", *words,
+    ]  # fmt: skip
+
+
+def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
+    """Where the ranks meet. InputError when several nodes are asked for and nothing says which one this is."""
+    nodes = job.recipe.get("nodes", int)
+    if nodes == 1:
+        # A file of the job: jobs side by side never meet, and torchrun's own store of the other kind needs a torch
+        # with libuv. The address is named so that no host name is looked up.
+        return [
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", str(job.output / "cache" / "rendezvous"),
+            "--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1",
+        ]  # fmt: skip
+    rank, address = given.get("NODE_RANK") or given.get("SLURM_NODEID"), given.get("MASTER_ADDR")
+    if rank is None or not address:
+        raise InputError(
+            f"{nodes} nodes: {'NODE_RANK' if rank is None else 'MASTER_ADDR'} is not set on this machine",
+            where=job.recipe.settings["nodes"].origin,
+            hint="on each node: MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
+        )
+    return [
+        "--nnodes", str(nodes), "--node-rank", rank,
+        "--master-addr", address, "--master-port", given.get("MASTER_PORT", "29500"),
     ]  # fmt: skip
 
 
@@ -84,6 +107,8 @@ def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONDONTWRITEBYTECODE": "1",
         "NO_COLOR": "1",
+        # Rank 0 opens the ranks' store, not torchrun, which would ask for libuv without a choice.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     # torchrun's own default, which it only announces loudly when it is not set.
     made.setdefault("OMP_NUM_THREADS", "1")

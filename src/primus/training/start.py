@@ -53,7 +53,7 @@ def prepare(job: Job) -> None:
 
 def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verdict, ...], Summary]:
     """Run ``job``, which :func:`prepare` prepared, and judge it by the rules that hold for any run."""
-    argv = ranks.argv(job, sys.executable)
+    argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
     ended = launch.run(argv, log=job.output / "log.txt", environment=environment, on_line=on_line)
     left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -114,11 +115,15 @@ def _show_plan(job: Job, *, as_json: bool) -> None:
     width = max(map(len, job.recipe.settings))
     for key, setting in job.recipe.settings.items():
         print(f"  {key:<{width}}  {setting.value!s:<28}  {_short(setting.origin, job.recipe)}")
-    print("\n" + " ".join(ranks.argv(job, "python3")))
+    print("\n" + " ".join(ranks.argv(job, "python3", _ELSEWHERE | dict(os.environ))))
 
 
 def _short(origin: str, recipe: Recipe) -> str:
     return origin.replace(str(recipe.path), recipe.path.name)
+
+
+# A job of several nodes can be shown on a machine that is none of them.
+_ELSEWHERE = {"NODE_RANK": "$NODE_RANK", "MASTER_ADDR": "$MASTER_ADDR"}
 
 
 class _Progress:

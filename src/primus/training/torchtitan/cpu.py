@@ -29,6 +29,7 @@ def apply(threads: int) -> None:
     _device()
     _barrier()
     _gradient_reduction()
+    _histogram()
 
 
 def leave() -> NoReturn:
@@ -99,3 +100,18 @@ def _gradient_reduction() -> None:
         module.set_force_sum_reduction_for_comms(True)
 
     FSDPModule.set_gradient_divide_factor = with_plain_sum
+
+
+def _histogram() -> None:
+    """The router counts tokens per expert by ``histc`` over whole numbers, which torch has on GPUs alone.
+
+    Counts below 2^24 are exact in float32.
+    """
+    import torch
+
+    histc = torch.histc
+
+    def over_floats(values: Any, *args: Any, **kwargs: Any) -> Any:
+        return histc(values.float(), *args, **kwargs).to(values.dtype)
+
+    torch.histc = over_floats

@@ -27,6 +27,8 @@ VERBS = {
     "diff": ("host.diff", "compare two releases: components, sizes, GPUs"),
     "docs": ("host.docs", "write every generated file again, or check them"),
     "train": ("image.train", "run a recipe on this machine"),
+    "import-exp": ("image.import_exp", "turn an experiment file of Primus into a recipe"),
+    "compat": ("image.compat", "run a command of older documents, such as run_pretrain.sh"),
 }
 
 

@@ -11,7 +11,7 @@ from primus.compat.tables import nearest, preset
 from primus.compat.translate import Translation, translate
 from primus.compat.words import Given, spelt, typed
 from primus.errors import InputError
-from primus.recipes.model import Value
+from primus.recipes.model import Scalar, Value
 from primus.yamlfile import Document, Plain, read
 
 __all__ = ["Experiment", "experiment", "is_experiment", "recipe_text"]
@@ -33,10 +33,12 @@ class Experiment:
     backend: str
     given: tuple[Given, ...]
     precision: str | None
+    settings: Mapping[str, Scalar]
 
     def translated(self, more: Sequence[Given] = ()) -> Translation:
         """The file's keys and then those of ``more``, in words of the recipe."""
         done = translate(self.backend, [*self.given, *more])
+        done.settings = {**self.settings, **done.settings}
         if self.precision:
             done.choices.setdefault("precision", self.precision)
         done.choices.setdefault("precision", "bf16")
@@ -76,7 +78,7 @@ def experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
     own = path.parent / model
     if own.is_file():
         model = _layers(own, environment, given, (path,)) or own.name
-    recipe, precision = preset(framework, Path(model).name, document.where((*place, "model")))
+    recipe, settings, precision = preset(framework, Path(model).name, document.where((*place, "model")))
     config = trainer.get("config")
     if isinstance(config, str) and (path.parent / config).is_file():
         _layers(path.parent / config, environment, given, (path,))
@@ -84,7 +86,8 @@ def experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
         _flatten(document, (*place, "overrides"), len(place) + 1, environment, given)
     name = _text(document, ("exp_name",), environment) if "exp_name" in data else path.stem
     return Experiment(
-        path=path, name=name, recipe=recipe, backend=framework, given=tuple(given), precision=precision
+        path=path, name=name, recipe=recipe, backend=framework, given=tuple(given), precision=precision,
+        settings=settings,
     )  # fmt: skip
 
 
@@ -120,10 +123,8 @@ def _layers(path: Path, environment: Mapping[str, str], into: list[Given], above
             if not isinstance(name, str):
                 raise InputError(f"{word} must name files", where=document.where((word, index)))
             near = path.parent / name
-            if near.is_file():
-                base = _layers(near, environment, into, (*above, path)) or base
-            else:
-                base = Path(name).name
+            found = _layers(near, environment, into, (*above, path)) if near.is_file() else Path(name).name
+            base = found or base
     for key in data:
         if key not in _BASES:
             _flatten(document, (key,), 0, environment, into)
@@ -176,7 +177,7 @@ def _filled(text: str, where: str, environment: Mapping[str, str]) -> str:
 def _at(document: Document, key: tuple[str | int, ...]) -> Plain:
     value = document.data
     for part in key:
-        value = value[part] if isinstance(value, dict) and isinstance(part, str) else None
+        value = value.get(part) if isinstance(value, dict) and isinstance(part, str) else None
     return value
 
 

@@ -20,7 +20,7 @@ class Request:
     """
 
     recipe: str
-    asked: Asked = Asked()
+    asked: Asked = field(default_factory=Asked)
     words: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)

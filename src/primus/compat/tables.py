@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
@@ -43,6 +43,7 @@ class Documented:
     precision: str
     gpu: str | None
     says: str | None
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 @cache
@@ -105,24 +106,29 @@ def documented(name: str) -> Documented:
         if gpu is None or len(folders) > 1:
             raise _unknown("folder", "/".join(folders), table["gpus"], name)
     stem, precision = match[1], match[2]
-    recipe = table["stems"][backend].get(stem)
-    if recipe is None:
+    if stem not in table["stems"][backend]:
         raise _unknown("model", stem, table["stems"][backend], name)
+    recipe, settings = _stem(backend, stem)
     whole = "/".join(parts[max(start - 1, 0) :])
     return Documented(
         path=name, recipe=recipe, backend=backend, precision=table["precisions"].get(precision, "bf16"), gpu=gpu,
-        says=table["says"].get(whole),
+        says=table["says"].get(whole), settings=settings,
     )  # fmt: skip
 
 
-def preset(backend: str, name: str, where: str) -> tuple[str, str | None]:
-    """Recipe and precision (None: not said) of an experiment's ``model:``. InputError names the nearest."""
-    stems: Mapping[str, str] = _table("paths")["stems"][backend]
+def _stem(backend: str, stem: str) -> tuple[str, Mapping[str, Scalar]]:
+    what = _table("paths")["stems"][backend][stem]
+    return (what, {}) if isinstance(what, str) else (what["recipe"], what["settings"])
+
+
+def preset(backend: str, name: str, where: str) -> tuple[str, Mapping[str, Scalar], str | None]:
+    """Recipe, settings on top and precision (None: not said) of an experiment's ``model:``; InputError for another."""
+    stems: Mapping[str, Any] = _table("paths")["stems"][backend]
     stem = name.removesuffix(".yaml").removesuffix(".yml")
     plain = re.sub(r"-fp8$", "", stem)
     if plain not in stems:
         raise _unknown("model", stem, stems, where)
-    return stems[plain], None if plain == stem else "fp8"
+    return *_stem(backend, plain), None if plain == stem else "fp8"
 
 
 def nearest(word: str, known: Mapping[str, Any] | list[str]) -> str:

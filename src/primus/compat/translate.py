@@ -61,7 +61,7 @@ def translate(backend: str, given: Sequence[Given]) -> Translation:
 def _known(one: Given, what: Entry, last: Mapping[str, Value], done: Translation) -> None:
     if what.needs and last.get(what.needs) in (None, False):
         return
-    values = [one.value]
+    values: list[Value] = [one.value]
     if what.values is not None:
         # A list is judged item by item: torchtitan's converters.
         words = [spelt(v) for v in one.value] if isinstance(one.value, list) and one.value else [spelt(one.value)]
@@ -71,7 +71,7 @@ def _known(one: Given, what: Entry, last: Mapping[str, Value], done: Translation
             reason = f"; {what.because}" if what.because else ""
             done.unmapped.append(Unmapped(given=one, why=f"{wrong[0]} has no counterpart (known: {known}){reason}"))
             return
-        values = [value for word in words if (value := what.values[word]) is not None]
+        values = [made for word in words if (made := what.values[word]) is not None]
     if what.to is None and what.choice is None:
         if what.because and what.values is None:
             done.left_out.append(f"{one.key} is left out: {what.because}")

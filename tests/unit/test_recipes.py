@@ -266,3 +266,20 @@ def test_the_recipes_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert load.names() == []
     with pytest.raises(InputError, match="no recipe 'llama3-proxy'"):
         load.find("llama3-proxy")
+
+
+def test_experts_need_ranks_of_their_own_in_each_stage(edited: Path) -> None:
+    change(edited, "ranks: 2", "ranks: 8")
+    change(edited, "data_parallel_shard_degree: -1", "pipeline_parallel_degree: 2\n    expert_parallel_degree: 8")
+    with pytest.raises(InputError, match="8 ranks do not divide by EP = 8 × PP = 2") as caught:
+        resolve.resolve(str(edited))
+    assert caught.value.hint == "--nodes 2 is the least"
+
+
+def test_a_recipe_may_need_several_nodes_and_its_proxy_one(edited: Path) -> None:
+    change(edited, "default:", "default:\n  nodes: 4")
+    assert resolve.resolve(str(edited)).get("nodes", int) == 1
+    whole = resolve.resolve(str(edited), ["proxy=false", "gpu=h200"])
+    assert whole.get("nodes", int) == 4
+    assert whole.global_batch == 32
+    assert resolve.resolve(str(edited), ["proxy=false", "gpu=h200", "nodes=2"]).global_batch == 16

@@ -100,6 +100,8 @@ def recipe_text(source: Experiment, done: Translation) -> str:
         f"description: {spelt(f'{source.recipe} as {source.path.name} has it')}",
         f"default: {{backend: {source.backend}, mode: pretrain, precision: {done.choices['precision']}}}",
     ]
+    if any(key.endswith(".global_batch_size") for key in done.settings):
+        lines.append("# The global batch is that of one node here: n nodes take n times it.")
     if done.settings:
         lines += ["cases:", f"  - when: {{backend: {source.backend}, proxy: false}}"]
         lines += [f"    {key}: {spelt(value)}" for key, value in done.settings.items()]

@@ -69,9 +69,8 @@ def pretrain(
     says += [*done.left_out, *(f"{one.given.key} is left out: {one.why}" for one in done.unmapped)]
     nodes = _count(environment, "NNODES")
     ranks = _count(environment, "GPUS_PER_NODE")
-    asked = replace(
-        request.asked, precision=done.choices.get("precision"), nodes=nodes if nodes and nodes > 1 else None
-    )  # fmt: skip
+    # One node unless told otherwise, as the script had it: a recipe may ask for more by itself.
+    asked = replace(request.asked, precision=done.choices.get("precision"), nodes=nodes or 1)
     return replace(
         request,
         asked=asked,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from primus.recipes.model import Value
 
@@ -15,8 +15,11 @@ __all__ = [
     "MixtureOfExperts",
     "RopeScaling",
     "architecture",
+    "built",
     "rebuilt",
 ]
+
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,7 @@ class Architecture:
 
 def architecture(section: Mapping[str, Value]) -> Architecture:
     """From the dotted keys of a recipe's ``model`` section, which were checked before."""
-    return cast(Architecture, _build(Architecture, section))
+    return built(Architecture, section)
 
 
 def rebuilt(tree: Mapping[str, Any]) -> Architecture:
@@ -142,14 +145,15 @@ def _nested(cls: type[Any], tree: Mapping[str, Any]) -> object:
     return cls(**{key: _nested(inner[key], value) if key in inner else value for key, value in tree.items()})
 
 
-def _build(cls: type[Any], section: Mapping[str, Value]) -> object:
+def built(cls: type[Kind], section: Mapping[str, Value]) -> Kind:
+    """A dataclass from dotted keys that were checked before; fields not named keep their defaults."""
     given: dict[str, object] = {}
-    for entry in fields(cls):
+    for entry in fields(cls):  # type: ignore[arg-type]
         default = entry.default_factory() if callable(entry.default_factory) else None
         if is_dataclass(default):
             head = entry.name + "."
             inner = {key.removeprefix(head): value for key, value in section.items() if key.startswith(head)}
-            given[entry.name] = _build(type(default), inner)
+            given[entry.name] = built(type(default), inner)
         elif entry.name in section:
             given[entry.name] = section[entry.name]
     return cls(**given)

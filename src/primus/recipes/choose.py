@@ -10,7 +10,7 @@ from primus.errors import InputError
 from primus.recipes.backends import backends
 from primus.recipes.model import CHOICES, Asked, Setting
 
-__all__ = ["CPU", "PRECISIONS", "choose", "supported"]
+__all__ = ["CPU", "PRECISIONS", "among", "choose", "computes", "supported"]
 
 CPU = "cpu"
 PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
@@ -25,10 +25,10 @@ def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[st
         if key.startswith("supports."):
             _, backend, mode = (*key.split("."), "", "")[:3]
             value = setting.value if isinstance(setting.value, list) else [setting.value]
-            _among("backend", backend, list(backends()), setting.origin)
-            _among("mode", mode, list(backends()[backend].modes), setting.origin)
+            among("backend", backend, list(backends()), setting.origin)
+            among("mode", mode, list(backends()[backend].modes), setting.origin)
             for word in value:
-                _among("precision", str(word), list(PRECISIONS), setting.origin)
+                among("precision", str(word), list(PRECISIONS), setting.origin)
             if not value:
                 raise InputError(f"{key} names no precision", where=setting.origin)
             cells[backend, mode] = tuple(map(str, value))
@@ -43,7 +43,9 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
     cells = supported(settings)
     if not cells:
         raise InputError("the recipe supports nothing", where=f"{path}:1:1", hint="supports: {torchtitan: …}")
-    proxy = Setting(value=True, origin="--proxy") if asked.proxy else settings.get("default.proxy") or _default(False)
+    proxy = settings.get("default.proxy") or _default(False)
+    if asked.proxy is not None:
+        proxy = Setting(value=asked.proxy, origin="--proxy" if asked.proxy else "command line: proxy=false")
     gpu = _gpu(asked, settings)
     if gpu.value == CPU and proxy.value is not True:
         raise InputError(
@@ -60,7 +62,9 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
         fallback = {}
     precision = _pick("precision", asked.precision, fallback, offered, {"backend": backend, "mode": mode})
     _computable(str(precision.value), str(gpu.value), str(backend.value), precision.origin)
-    nodes = Setting(value=asked.nodes, origin=f"--nodes {asked.nodes}") if asked.nodes is not None else _default(1)
+    nodes = settings.get("default.nodes", _default(1)) if proxy.value is not True else _default(1)
+    if asked.nodes is not None:
+        nodes = Setting(value=asked.nodes, origin=f"--nodes {asked.nodes}")
     if not isinstance(nodes.value, int) or nodes.value < 1:
         raise InputError("nodes must be at least 1", where=nodes.origin)
     return dict(zip(CHOICES, (backend, mode, precision, gpu, nodes, proxy), strict=True))
@@ -70,7 +74,8 @@ def _default(value: bool | int) -> Setting:
     return Setting(value=value, origin="default")
 
 
-def _among(what: str, word: str, offered: list[str], where: str) -> None:
+def among(what: str, word: str, offered: list[str], where: str) -> None:
+    """InputError unless ``word`` is one of ``offered``; it names the nearest."""
     if word not in offered:
         near = get_close_matches(word, offered, 1)
         raise InputError(
@@ -103,7 +108,7 @@ def _gpu(asked: Asked, settings: Mapping[str, Setting]) -> Setting:
     from primus.gpus.table import load_table
 
     if asked.gpu is not None:
-        _among("GPU", asked.gpu, [CPU, *(g.name for g in load_table().generations)], f"--gpu {asked.gpu}")
+        among("GPU", asked.gpu, [CPU, *(g.name for g in load_table().generations)], f"--gpu {asked.gpu}")
         return Setting(value=asked.gpu, origin=f"--gpu {asked.gpu}")
     if "default.gpu" in settings:
         return settings["default.gpu"]
@@ -118,6 +123,15 @@ def _gpu(asked: Asked, settings: Mapping[str, Setting]) -> Setting:
             hint="--gpu NAME says which settings to take",
         )
     return Setting(value=found.generation, origin="the GPUs of this machine")
+
+
+def computes(gpu: str, precision: str, backend: str) -> bool:
+    """Whether ``backend`` can compute ``precision`` on ``gpu``, a generation or ``cpu``."""
+    try:
+        _computable(precision, gpu, backend, "")
+    except InputError:
+        return False
+    return True
 
 
 def _computable(precision: str, gpu: str, backend: str, where: str) -> None:

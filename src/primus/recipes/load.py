@@ -6,12 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 from primus.errors import InputError
+from primus.recipes.backends import LOADER
 from primus.recipes.known import check_choice, check_word
 from primus.recipes.model import Scalar, Setting, Value
 
@@ -21,7 +24,6 @@ _IN_IMAGE = Path("/opt/primus/recipes")
 _TOO_DEEP = "nested too deeply, or an anchor that holds itself"
 # A few aliases of aliases can stand for more than any memory holds.
 _MOST_VALUES = 10_000
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def folder() -> Path:
@@ -122,6 +124,7 @@ def _text(path: Path) -> str:
         raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from error
 
 
+@lru_cache(maxsize=256)  # a list of all recipes meets the same shared files again and again
 def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
     """Read recipe text into dotted keys, and the files it uses. ``file`` is the name used in origins.
 
@@ -129,7 +132,7 @@ def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
     (YAML itself would silently keep the last).
     """
     try:
-        root = yaml.compose(text, Loader=_LOADER)
+        root = yaml.compose(text, Loader=LOADER)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
@@ -239,9 +242,8 @@ def _value(node: Any, key: str, file: str) -> Value:
 
 
 def _scalar(node: yaml.ScalarNode, key: str, file: str) -> Scalar:
-    loader = yaml.SafeLoader("")
     try:
-        value: object = loader.construct_object(node)
+        value: object = SafeConstructor().construct_object(node)
     except yaml.YAMLError as error:
         raise InputError(f"{key}: {node.value!r} is not a plain value", where=_where(node, file)) from error
     if value is not None and not isinstance(value, (str, int, float, bool)):

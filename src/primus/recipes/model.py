@@ -52,7 +52,7 @@ class Asked:
     def words(self) -> list[str]:
         """The options that ask for the same again."""
         named = [f"--{name}={value}" for name in CHOICES[:-1] if (value := getattr(self, name)) is not None]
-        return [*named, *(["--proxy"] if self.proxy else [])]
+        return named if self.proxy is None else [*named, "--proxy" if self.proxy else "proxy=false"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,9 +189,13 @@ def _check_mesh(recipe: Recipe) -> None:
     product = math.prod(recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas"))
     if world % product:
         raise InputError(f"ranks: {world} ranks do not divide by TP·PP·CP·replicas = {product}", where=origin)
-    expert = recipe.degree("ep")
-    if world % expert:
-        raise InputError(f"ranks: {world} ranks do not divide by EP = {expert}", where=origin)
+    expert, stages = recipe.degree("ep"), recipe.degree("pp")
+    if world // stages % expert:
+        least = math.lcm(recipe.get("ranks", int), expert * stages) // recipe.get("ranks", int)
+        raise InputError(
+            f"ranks: {world} ranks do not divide by EP = {expert}" + (f" × PP = {stages}" if stages > 1 else ""),
+            where=origin, hint=f"--nodes {least} is the least" if least > recipe.get("nodes", int) else None,
+        )  # fmt: skip
     model, tensor = recipe.architecture, recipe.degree("tp")
     for what, size in (("heads", model.heads), ("kv_heads", model.kv_heads), ("vocab_size", model.vocab_size)):
         if size % tensor:
@@ -200,7 +204,7 @@ def _check_mesh(recipe: Recipe) -> None:
     if expert > 1 and (not model.moe.experts or model.moe.experts % expert):
         degree = recipe.settings[f"{knows.name}.{knows.degrees['ep']}"]
         raise InputError(f"model.moe.experts: {model.moe.experts} do not divide by EP = {expert}", where=degree.origin)
-    if recipe.degree("pp") > max(1, model.layers):
+    if stages > max(1, model.layers):
         degree = recipe.settings[f"{knows.name}.{knows.degrees['pp']}"]
         raise InputError(f"model.layers: {model.layers} layers are fewer than PP stages", where=degree.origin)
     if model.family != "flux" and model.max_seq_len and recipe.seq_len > model.max_seq_len:

@@ -180,7 +180,8 @@ def precision(facts: Mapping[str, Any], asked: str) -> Verdict:
     )
 
 
-_PLAIN_LINEARS = {"Linear", "FSDPLinear"}
+# torch's, FSDP2's, Megatron's.
+_PLAIN_LINEARS = {"Linear", "FSDPLinear", "ColumnParallelLinear", "RowParallelLinear"}
 
 
 def ran_as_asked(facts: Mapping[str, Any], asked: Mapping[str, Any]) -> Verdict:

@@ -46,12 +46,16 @@ def job_file(job: Job) -> str:
 
 
 def files(job: Job) -> dict[str, str]:
-    """Name → text of every file that the ranks read from the job's folder."""
+    """Name → text of every file that the ranks read from the job's folder. InputError: its backend cannot train it."""
     made = {"job.json": job_file(job)}
     if job.recipe.backend == "torchtitan":
         from primus.training.torchtitan import render
 
         made["torchtitan.toml"] = render.toml(job)
+    if job.recipe.backend == "megatron":
+        from primus.training.megatron.render import check
+
+        check(job.recipe)
     return made
 
 

@@ -22,8 +22,10 @@ __all__ = ["check_backend", "prepare", "run_directly", "start", "write_atomicall
 
 
 def check_backend(job: Job) -> None:
-    """HostError when a package that the job's backend needs is not installed."""
-    missing = [name for name in job.recipe.knows.packages if not _importable(name)]
+    """HostError when a package that the job's backend, or one of its settings, needs is not installed."""
+    knows = job.recipe.knows
+    asked = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
+    missing = [name for name in (*knows.packages, *asked) if not _importable(name)]
     if missing:
         raise HostError(
             f"{' and '.join(missing)} cannot be imported by {sys.executable}",

@@ -5,18 +5,30 @@ from __future__ import annotations
 import argparse
 
 from primus.recipes.choose import PRECISIONS
+from primus.recipes.load import names
 from primus.recipes.model import Asked, Recipe
 from primus.recipes.resolve import resolve
 
-__all__ = ["add_choices", "add_recipe", "resolved"]
+__all__ = ["add_choices", "add_recipe", "complete_recipe", "resolved", "short_origin"]
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """The recipe's name and the settings that replace its own."""
     # argparse alone takes positional words in one go: key=value after an option would be refused.
     parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or the path of its file")
+    recipe = parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or the path of its file")
+    recipe.completer = complete_recipe  # type: ignore[attr-defined]
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the recipe's")
+
+
+def complete_recipe(prefix: str, **_: object) -> list[str]:
+    """Names for tab completion."""
+    return [name for name in names() if name.startswith(prefix)]
+
+
+def short_origin(origin: str, recipe: Recipe) -> str:
+    """``origin`` with paths below the recipe's folder."""
+    return origin.replace(f"{recipe.path.parent}/", "")
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:

@@ -15,9 +15,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.image.common import add_choices, add_recipe, resolved
+from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
 from primus.errors import InputError
-from primus.recipes.model import Recipe
 from primus.training import logs, ranks, start
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of
@@ -114,12 +113,8 @@ def _show_plan(job: Job, *, as_json: bool) -> None:
     print(_headline(job))
     width = max(map(len, job.recipe.settings))
     for key, setting in job.recipe.settings.items():
-        print(f"  {key:<{width}}  {setting.value!s:<28}  {_short(setting.origin, job.recipe)}")
+        print(f"  {key:<{width}}  {setting.value!s:<28}  {short_origin(setting.origin, job.recipe)}")
     print("\n" + " ".join(ranks.argv(job, "python3", _ELSEWHERE | dict(os.environ))))
-
-
-def _short(origin: str, recipe: Recipe) -> str:
-    return origin.replace(str(recipe.path), recipe.path.name)
 
 
 # A job of several nodes can be shown on a machine that is none of them.

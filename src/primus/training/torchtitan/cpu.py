@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
-__all__ = ["apply", "leave"]
+__all__ = ["apply"]
 
 
 def apply(threads: int) -> None:
@@ -30,19 +29,6 @@ def apply(threads: int) -> None:
     _barrier()
     _gradient_reduction()
     _histogram()
-
-
-def leave() -> NoReturn:
-    """End this process with exit code 0, now: call it when training is over and its groups are destroyed.
-
-    A gloo thread that still holds the last reference to a finished collective takes the GIL to drop it. When
-    that falls into the interpreter's finalization, CPython ends the thread by unwinding it, the destructor it
-    is in may not throw, and the whole process aborts: about one good run in fifteen on busy cores would be
-    reported as failed (pytorch#190489, pytorch#179291). What is skipped here is only that finalization.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _device() -> None:

@@ -42,13 +42,14 @@ def main(argv: list[str]) -> None:
 
     from torchtitan.train import main as train
 
+    from primus.training.loop.process import leave
     from primus.training.torchtitan.observe import observed_trainer
 
     if (tokenizer := str(job["assets"]["tokenizer"])).startswith("hf:"):
         sys.argv += ["--model.hf_assets_path", _tokenizer_of(tokenizer.removeprefix("hf:"))]
     train(observed_trainer(Path(job["output"]) / "facts.json"))
     if on_cpu:
-        cpu.leave()
+        leave()
 
 
 def _job_file(argv: list[str]) -> Path:

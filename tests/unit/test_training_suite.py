@@ -178,10 +178,11 @@ def test_exit_codes_of_launcher_and_command(jobs: tuple[Job, ...]) -> None:
 
 
 def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:
-    one, other = (
-        suite.plan("llama3-proxy", tmp_path, words)[0].recipe for words in ((), ("validation.loss_drop=0.2",))
+    one, other, quick = (
+        suite.plan("llama3-proxy", tmp_path, words, level=level)
+        for words, level in (((), "standard"), (("validation.loss_drop=0.2",), "standard"), ((), "quick"))
     )
-    assert suite.digest(one) != suite.digest(other)
+    assert len({suite.digest(suite.recipe_of(jobs), jobs) for jobs in (one, other, quick)}) == 3
 
 
 def test_a_suite_too_short_to_resume_is_refused(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ class Backend:
     degrees: Mapping[str, str]
     schema: tuple[Declared, ...]
     owned: Mapping[str, str]
+    resharding: bool = False
     needs: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, what: str) -> str:

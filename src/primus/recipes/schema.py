@@ -45,7 +45,7 @@ def _rule(kind: str, *choices: str) -> Rule:
 
 _TOLERANCES = (
     "first_loss_tolerance", "loss_drop", "grad_norm_jump", "repeat_tolerance", "resume_tolerance",
-    "accumulation_tolerance", "layout_tolerance", "precision_tolerance", "throughput_tolerance",
+    "accumulation_tolerance", "layout_tolerance", "precision_tolerance", "throughput", "throughput_tolerance",
 )  # fmt: skip
 
 RECIPE: Mapping[str, Rule] = {

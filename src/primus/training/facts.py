@@ -68,11 +68,14 @@ def _computed(tensor: Any) -> str:
 
 
 @contextmanager
-def watching(parts: Sequence[Any], linear_types: tuple[type, ...] = (torch.nn.Linear,)) -> Iterator[dict[str, Any]]:
+def watching(
+    parts: Sequence[Any], linear_types: tuple[type, ...] = (torch.nn.Linear,), *, compiled: bool = False
+) -> Iterator[dict[str, Any]]:
     """Fill the yielded dict with the dtypes every linear layer used and the kernels the step called.
 
     ``linear_types`` are the classes that count as linear layers: each has a ``weight``, and takes and returns a
-    tensor (or a tuple that begins with it).
+    tensor (or a tuple that begins with it). Layers of a ``compiled`` model are not listened to, which would compile
+    it twice; the products that the profiler sees then tell the dtypes.
     """
     found: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
 
@@ -82,27 +85,42 @@ def watching(parts: Sequence[Any], linear_types: tuple[type, ...] = (torch.nn.Li
         found["weight"][_computed(module.weight)] += 1
         found["output"][str((output[0] if isinstance(output, tuple) else output).dtype)] += 1
 
-    linears = [module for part in parts for module in part.modules() if isinstance(module, linear_types)]
-    hooks = [module.register_forward_hook(note) for module in linears]
+    linears = {
+        name: module
+        for part in parts
+        for name, module in part.named_modules()
+        if isinstance(module, linear_types) or type(module).__name__ in _CONVERTED
+    }
+    plain = {name: module for name, module in linears.items() if type(module).__name__ not in _CONVERTED}
+    hooks = [] if compiled else [module.register_forward_hook(note) for module in plain.values()]
     seen: dict[str, Any] = {}
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     try:
-        with torch.profiler.profile(activities=activities) as profile:
+        with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
             yield seen
     finally:
         for hook in hooks:
             hook.remove()
     called = Counter({event.key: event.count for event in profile.key_averages()})
     seen["linears"] = {
-        "types": _counts(type(module).__name__ for module in linears),
+        "types": _counts(type(module).__name__ for module in linears.values()),
+        "plain": sorted(plain),
+        "listened": not compiled,
         **{f"{side}_dtypes": dict(sorted(counter.items())) for side, counter in found.items()},
     }
     seen["attention"] = sorted(name for name in called if "scaled_dot_product" in name or "flash" in name)
     seen["matmuls"] = {name: called[name] for name in sorted(called) if name in _MATMULS}
+    seen["matmul_dtypes"] = _matmul_dtypes(profile)
+    seen["gpu_kernels"] = _gpu_kernels(profile)
 
 
+# Layers that compute their products in FP8 or MXFP8: torchao's and Transformer Engine's.
+_CONVERTED = {
+    "Float8Linear", "MXLinear", "TELinear", "TEColumnParallelLinear", "TERowParallelLinear",
+    "TELayerNormColumnParallelLinear",
+}  # fmt: skip
 _MATMULS = {
     "aten::mm",
     "aten::bmm",
@@ -111,6 +129,28 @@ _MATMULS = {
     "aten::_grouped_mm",
     "mkldnn::_linear_pointwise",
 }
+
+
+def _matmul_dtypes(profile: Any) -> dict[str, int]:
+    """ "aten::mm BFloat16" → how often: the dtype of the second factor, the weight or a gradient."""
+    counts: Counter[str] = Counter()
+    for event in profile.profiler.kineto_results.events():
+        if event.name() in _MATMULS:
+            place = 2 if event.name() == "aten::addmm" else 1
+            dtypes = event.dtypes()
+            if len(dtypes) > place:
+                counts[f"{event.name()} {dtypes[place].removeprefix('c10::')}"] += 1
+    return dict(sorted(counts.items()))
+
+
+_TELLING = ("gemm", "nvjet", "cutlass", "Cijk", "e4m3", "fp8", "flash", "fmha", "attn")
+
+
+def _gpu_kernels(profile: Any, most: int = 12) -> list[str]:
+    """The kernels of products and attention that took most of the GPU's time, the longest first."""
+    timed = [(getattr(event, "self_device_time_total", 0), event.key) for event in profile.key_averages()]
+    on_gpu = [(time, key) for time, key in timed if time > 0 and any(word in key for word in _TELLING)]
+    return [key for _, key in sorted(on_gpu, reverse=True) if not key.startswith("aten::")][:most]
 
 
 def digest(parts: Sequence[Any]) -> str:

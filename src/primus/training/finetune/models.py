@@ -172,7 +172,10 @@ def _stored(files: weights.Files, name: str) -> weights.Rows:
 
     def rows(first: int, last: int) -> torch.Tensor:
         return torch.stack(
-            [torch.cat([_whole(files, f"{head}.{number}.{part}.weight") for part in parts]) for number in range(first, last)]
+            [
+                torch.cat([_whole(files, f"{head}.{number}.{part}.weight") for part in parts])
+                for number in range(first, last)
+            ]
         )
 
     return rows

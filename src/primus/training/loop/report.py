@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from primus.training.flops import of_recipe_unit
 from primus.training.loop.given import Given
 from primus.training.loop.process import Process, peak_memory
 from primus.training.loop.session import Data
@@ -28,7 +29,8 @@ class Report:
         self._exact = given.output / "exact.jsonl"
         self._trackers = _trackers(given) if process.rank == 0 else []
         self._since = time.perf_counter()
-        self._flops = _flops_per_token(given)
+        # Counted as torchtitan counts, so that the figures of all backends compare: attention non-causal.
+        self._flops = of_recipe_unit(given.model, given.training.seq_len).non_causal
 
     def start(self) -> None:
         """What went before belongs to no step."""
@@ -62,14 +64,6 @@ class Report:
         if self._process.rank == 0:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
-
-
-def _flops_per_token(given: Given) -> float:
-    try:
-        from primus.training import flops  # type: ignore[attr-defined,unused-ignore]
-    except ImportError:
-        return 0.0
-    return float(flops.per_token(given.model, given.training.seq_len))
 
 
 def _trackers(given: Given) -> list[Any]:

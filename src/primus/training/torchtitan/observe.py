@@ -30,7 +30,7 @@ def observed_trainer(facts_file: Path) -> type:
             if "linears" in self.facts:
                 super().train_step(data_iterator)
                 return
-            with facts.watching(self.model_parts) as seen:
+            with facts.watching(self.model_parts, compiled=self.job_config.compile.enable) as seen:
                 super().train_step(data_iterator)
             self.facts.update(seen)
             facts.write(facts_file, self.facts)

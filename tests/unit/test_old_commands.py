@@ -124,6 +124,16 @@ def test_every_recipe_that_a_table_names_is_there() -> None:
     assert named_ones <= set(names())
 
 
+def test_the_table_of_scripts_is_what_is_in_the_image() -> None:
+    scripts = tables.commands()["scripts"]
+    for name, what in scripts.items():
+        assert not what["folder"] or (WORKSPACE / what["folder"] / name).is_file(), name
+    with pytest.raises(PrimusError) as caught:
+        requested("nothing.sh", [], {})
+    known = set(str(caught.value.hint).removeprefix("there are: ").split(", "))
+    assert known == set(scripts) - {"pytorch_benchmark_setup.sh"}
+
+
 def test_the_working_folder_stays_open_to_every_user_id() -> None:
     folders = working_folders("workspace", ["Primus/examples/run_pretrain.sh"])
     assert set(folders) == {"workspace", "workspace/Primus", "workspace/Primus/examples"}

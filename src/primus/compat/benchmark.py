@@ -40,6 +40,9 @@ def report(words: Sequence[str]) -> Request:
     seq_len = given.get("seq_len")
     if seq_len is not None and not seq_len.isdigit():
         raise InputError(f"the sequence length must be a whole number, not {seq_len!r}", where=f"-s {seq_len}")
+    if mode not in what["backends"]:
+        offered = ", ".join(word for word, kind in table["modes"].items() if kind in what["backends"])
+        raise InputError(f"{model} has no {given['mode']}", where=f"-t {given['mode']}", hint=f"there are: {offered}")
     backend = what["backends"][mode]
     # Fine-tuning of all weights is what the page's pretrain of FLUX does.
     flux = backend == "flux"

@@ -26,6 +26,7 @@ def generated(project: Path) -> dict[str, str]:
     from primus.release.gpu_page import gpu_page
     from primus.release.history import History, load_history
     from primus.release.inputs import Inputs
+    from primus.release.old_commands_page import old_commands_page
     from primus.release.show import page
     from primus.schema import json_schema
     from primus.versions.model import Versions
@@ -38,6 +39,7 @@ def generated(project: Path) -> dict[str, str]:
         "docs/schemas/release_inputs.json": _json(json_schema(Inputs, title="what published images were made from")),
         "docs/releases.md": page(load_history()),
         "docs/gpus.md": gpu_page(load_table()),
+        "docs/old-commands.md": old_commands_page(),
         "README.md": _between(readme, "targets", _targets(Project.find(project))),
     }
     results = project / _RESULTS

@@ -22,7 +22,7 @@ from primus.errors import HostError, InputError
 
 __all__ = ["EXAMPLE", "add_arguments", "requested", "run"]
 
-EXAMPLE = "EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml primus compat run_pretrain.sh --train_iters 50"
+EXAMPLE = "primus compat pytorch_benchmark_report.sh -t pretrain -m Llama-3.1-8B -p FP8 -s 8192 --dry-run"
 
 # One rank of torchrun is enough to start primus, which starts its own ranks.
 _OF_TORCHRUN = (

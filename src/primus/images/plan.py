@@ -12,7 +12,7 @@ from primus.images.action import Action, ImagePlan, Input
 from primus.images.canonical import key_of
 from primus.images.layer import assembler
 from primus.images.prefix import Prefix
-from primus.images.skeleton import console_script, distribution, environment
+from primus.images.skeleton import console_script, distribution, environment, working_folders
 from primus.images.source import WHEEL_SCRIPT
 from primus.images.target import normalised
 from primus.images.trim import TRIM, kernels_of_others
@@ -190,7 +190,7 @@ def _tree(project: Project, component: str, pin: Pin, where: str, prefix: Prefix
     if prefix is None and "{site}" in (pin.to or ""):
         raise InputError(f"{component} goes among the Python packages, and its target has no base", where=where)
     to = (pin.to or "/").replace("{site}", prefix.site if prefix else "").strip("/")
-    extra = {}
+    extra = dict(working_folders(to, (path for path, _, _ in tree)))
     if component == "primus":
         extra = {**distribution(to), **console_script(to)}
     return Action(

@@ -27,6 +27,7 @@ def generated(project: Path) -> dict[str, str]:
     from primus.release.history import History, load_history
     from primus.release.inputs import Inputs
     from primus.release.models_page import models_page
+    from primus.release.old_commands_page import old_commands_page
     from primus.release.show import page
     from primus.schema import json_schema
     from primus.versions.model import Versions
@@ -40,6 +41,7 @@ def generated(project: Path) -> dict[str, str]:
         "docs/releases.md": page(load_history()),
         "docs/gpus.md": gpu_page(load_table()),
         "docs/models.md": models_page(),
+        "docs/old-commands.md": old_commands_page(),
         "README.md": _between(readme, "targets", _targets(Project.find(project))),
     }
     results = project / _RESULTS

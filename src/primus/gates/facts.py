@@ -12,7 +12,6 @@ import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,6 +19,7 @@ from primus.gates.archs import in_path
 from primus.gates.codeobjects import Code, code_in, is_kernel_file, is_triton_metadata
 from primus.gates.contents import Member, walk
 from primus.gates.litter import Scanner, Trace, path_traces, reads_text, text_traces
+from primus.gates.rules import rules
 from primus.gates.sonames import Library, soname_of
 from primus.gates.versions_inside import Stated, stated_in, states_versions
 from primus.sandbox.model import LayerRef
@@ -112,21 +112,12 @@ def _copy(member: Member, stream: IO[bytes], scanner: Scanner, copy: IO[bytes]) 
     return keep or named
 
 
-@cache
-def _rules() -> str:
-    """A hash of this package's code: the rules are what it does."""
-    code = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        code.update(path.read_bytes())
-    return code.hexdigest()
-
-
 def facts_of(layer: LayerRef, blob: Path, folder: Path, needles: Sequence[bytes] = ()) -> LayerFacts:
     """The layer's facts, from ``folder`` when they are kept there, else by reading the blob, whose digest it proves.
 
     Raises HostError when the blob cannot be read or is damaged.
     """
-    mark = hashlib.sha256(_rules().encode() + b"\0".join(sorted(needles))).hexdigest()[:16]
+    mark = hashlib.sha256(rules().encode() + b"\0".join(sorted(needles))).hexdigest()[:16]
     kept = folder / f"{layer.digest.removeprefix('sha256:')}-{mark}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return _loads(kept.read_bytes())

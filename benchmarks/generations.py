@@ -1,4 +1,4 @@
-"""What building the AMD generations costs and shares: `python -m benchmarks.generations`.
+"""What building the AMD generations costs and shares: `nox -s bench-generations`.
 
 Works on a copy of the repository's inputs with an empty store, offline: the files must be fetched (a build of all four
 targets does that). Every figure is of the preview images, from the locks as they are committed.
@@ -38,7 +38,7 @@ _NOOPS = 15
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write the results; 1 when a bar is not met."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.generations", description=__doc__)
+    parser = argparse.ArgumentParser(prog="nox -s bench-generations --", description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file")
     args = parser.parse_args(argv)
     before = os.getloadavg()
@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench: {error}", file=sys.stderr)
         return error.exit_code
     result = {
-        "generated": "by `python -m benchmarks.generations`; do not edit",
+        "generated": "by `nox -s bench-generations`; do not edit",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": "python -m benchmarks.generations",
+        "command": "nox -s bench-generations",
         "machine": machine(),
         "versions": {"primus-images": metadata.version("primus-images"), "zstandard": metadata.version("zstandard")},
         "load_average": {"before": [round(v, 2) for v in before], "after": [round(v, 2) for v in os.getloadavg()]},

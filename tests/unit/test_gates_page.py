@@ -17,7 +17,7 @@ from project_kit import Kit, make_project
 
 BENCH: dict[str, Any] = {
     "date": "2026-11-20",
-    "command": "python -m benchmarks.generations",
+    "command": "nox -s bench-generations",
     "versions": {"primus-images": "1"},
     "machine": {"cpu": "C", "cores": 2, "memory_gib": 8, "system": "S", "kernel": "6", "python": "3.11"},
     "load_average": {"before": [0.5, 0, 0], "after": [1.25, 0, 0]},

@@ -10,6 +10,7 @@ import argparse
 import datetime
 import json
 import os
+import resource
 import shutil
 import statistics
 import sys
@@ -87,10 +88,13 @@ def _measure(root: Path) -> tuple[list[dict[str, Any]], list[str]]:
     peak = peak_megabytes(build("mi355x"))
     (first,) = {image["digest"] for image in Project(root).store.images().values()}
     _forget(root)
+    used = _processor_seconds()
     cold = run(build("mi355x"))
+    used = _processor_seconds() - used
     if cold.lines[-1] != first:
         raise CheckFailed(f"two builds from empty stores differ: {first} and {cold.lines[-1]}")
     _row(rows, "mi355x preview, cold", cold.seconds, "s", ("≤", 240))
+    _row(rows, "mi355x preview, cold: processor time, which other work on the machine hardly changes", used, "s")
     _row(rows, "mi355x preview, cold: peak memory of all processes", peak, "MB", ("≤", 500))
     noop = statistics.median(run(build("mi355x")).seconds for _ in range(_NOOPS))
     _row(rows, f"mi355x preview, nothing to do (median of {_NOOPS})", noop, "s", ("≤", 0.2))
@@ -124,6 +128,11 @@ def _measure(root: Path) -> tuple[list[dict[str, Any]], list[str]]:
         "Memory is measured in a build of its own, since watching it slows the build",
     ]
     return rows, notes
+
+
+def _processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _unpruned(root: Path) -> dict[str, int]:

@@ -7,6 +7,7 @@ gate gets no name; a preview gets its own, and the build says what it failed.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed
@@ -35,6 +36,7 @@ class Gatekeeper:
         self._progress = progress
         self._pool: ThreadPoolExecutor | None = None
         self._facts: dict[str, Future[LayerFacts]] = {}
+        self._stop = Event()
 
     def look(self, layer: Layer) -> None:
         """Look into a layer, aside; what is wrong with it is said when an image with it is judged."""
@@ -43,7 +45,7 @@ class Gatekeeper:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
         if layer.blob.digest not in self._facts:
-            self._facts[layer.blob.digest] = self._pool.submit(look_into, self._project, layer)
+            self._facts[layer.blob.digest] = self._pool.submit(look_into, self._project, layer, self._stop)
 
     def judge(self, image: Composed) -> tuple[str, ...]:
         """The gates that the image fails, a sentence each. Raises CheckFailed with all findings when it is a release
@@ -64,6 +66,12 @@ class Gatekeeper:
                 hint="only an image of a preview channel may fail one",
             )
         return tuple(_sentence(report) for report in outcome.reports if not report.passed)
+
+    def close(self) -> None:
+        """Leave off looking: the build is over, or was interrupted."""
+        self._stop.set()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
 
 def _sentence(report: GateReport) -> str:

@@ -23,6 +23,8 @@ from primus.images.plan import plan_image
 from primus.sandbox.model import LayerRef
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from primus.gates.facts import LayerFacts
     from primus.images.build import Composed
     from primus.images.project import Project
@@ -75,15 +77,15 @@ class Examined:
     facts: Mapping[str, LayerFacts]
 
 
-def look_into(project: Project, layer: Layer) -> LayerFacts:
-    """What lies in the layer, read once and kept. Raises HostError when it is damaged."""
+def look_into(project: Project, layer: Layer, stop: Event | None = None) -> LayerFacts:
+    """What lies in the layer, read once and kept; see :func:`primus.gates.facts.facts_of` for what it raises."""
     from primus.gates.facts import facts_of
 
     ref = LayerRef(
         digest=layer.blob.digest, diff_id=layer.diff_id, size=layer.blob.size, media_type=layer.blob.media_type
     )
     blob = project.store.blob_path(layer.blob.digest)
-    return facts_of(ref, blob, project.work / "cache" / "gates", _needles(project))
+    return facts_of(ref, blob, project.work / "cache" / "gates", _needles(project), stop)
 
 
 def examine(project: Project, name: str, progress: Progress) -> Examined:

@@ -10,9 +10,10 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import IO, Any, cast
 
 from primus.gates.archs import in_path
@@ -112,16 +113,18 @@ def _copy(member: Member, stream: IO[bytes], scanner: Scanner, copy: IO[bytes]) 
     return keep or named
 
 
-def facts_of(layer: LayerRef, blob: Path, folder: Path, needles: Sequence[bytes] = ()) -> LayerFacts:
+def facts_of(
+    layer: LayerRef, blob: Path, folder: Path, needles: Sequence[bytes] = (), stop: Event | None = None
+) -> LayerFacts:
     """The layer's facts, from ``folder`` when they are kept there, else by reading the blob, whose digest it proves.
 
-    Raises HostError when the blob cannot be read or is damaged.
+    Raises HostError when the blob cannot be read or is damaged, InterruptedError once ``stop`` is set.
     """
     mark = hashlib.sha256(rules().encode() + b"\0".join(sorted(needles))).hexdigest()[:16]
     kept = folder / f"{layer.digest.removeprefix('sha256:')}-{mark}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return _loads(kept.read_bytes())
-    facts = observe(walk(layer, blob), needles)
+    facts = observe(_until(stop, walk(layer, blob)), needles)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(kept.name.partition("-")[0] + "-*"):
@@ -130,6 +133,13 @@ def facts_of(layer: LayerRef, blob: Path, folder: Path, needles: Sequence[bytes]
             json.dump(asdict(facts), stream)
         Path(stream.name).replace(kept)
     return facts
+
+
+def _until(stop: Event | None, members: Iterable[Member]) -> Iterator[Member]:
+    for member in members:
+        if stop is not None and stop.is_set():
+            raise InterruptedError
+        yield member
 
 
 def _loads(data: bytes) -> LayerFacts:

@@ -87,6 +87,9 @@ class Gates(Protocol):
     def judge(self, image: Composed) -> tuple[str, ...]:
         """The failed gates, a sentence each; raises CheckFailed when the image must not get its name."""
 
+    def close(self) -> None:
+        """The build is over."""
+
 
 def current(store: Store, plan: ImagePlan, judged: str | None = None) -> Built | None:
     """The image if the store holds exactly this plan's, whole; the no-op build ends here. With ``judged`` only when

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -92,8 +93,10 @@ def build_images(
     store.prepare()
     if rehash:
         _drop_damaged(project, plans)
-    with choose_progress(quiet) as progress:
+    with choose_progress(quiet) as progress, contextlib.ExitStack() as stack:
         judge = gates(project, progress) if gates else None
+        if judge:
+            stack.callback(judge.close)
         mark = judge.mark if judge else None
         before = {plan.key: image for plan in plans if (image := current(store, plan, mark)) is not None}
         workshop = Workshop(

@@ -34,7 +34,8 @@ class Gatekeeper:
         self.mark = rules()
         self._project = project
         self._progress = progress
-        self._pool: ThreadPoolExecutor | None = None
+        # Starts no thread before there is something to look into.
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
         self._facts: dict[str, Future[LayerFacts]] = {}
         self._stop = Event()
 
@@ -42,8 +43,6 @@ class Gatekeeper:
         """Look into a layer, aside; what is wrong with it is said when an image with it is judged."""
         from primus.gates.check import look_into
 
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
         if layer.blob.digest not in self._facts:
             self._facts[layer.blob.digest] = self._pool.submit(look_into, self._project, layer, self._stop)
 
@@ -70,8 +69,7 @@ class Gatekeeper:
     def close(self) -> None:
         """Leave off looking: the build is over, or was interrupted."""
         self._stop.set()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
 
 def _sentence(report: GateReport) -> str:

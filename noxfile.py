@@ -104,3 +104,10 @@ def bench(session: nox.Session) -> None:
     python(session, "benchmarks.engine", *session.posargs)
     if not session.posargs:
         primus(session, "docs")
+
+
+@nox.session(name="bench-assembly")
+def bench_assembly(session: nox.Session) -> None:
+    """Measure a whole image's assembly against `docker build`: gigabytes and many minutes (`-- cpu --repeats 1`)."""
+    python(session, "benchmarks.assembly", *session.posargs)
+    primus(session, "docs")

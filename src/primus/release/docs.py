@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,9 @@ from primus.versions.lock import drift
 if TYPE_CHECKING:
     from primus.images.project import Project
 
-__all__ = ["benchmark_page", "generated", "stale", "write"]
+__all__ = ["assembly_page", "benchmark_page", "generated", "stale", "write"]
 
-_RESULTS = "benchmarks/results/engine.json"
+_RESULTS = "benchmarks/results"
 
 
 def generated(project: Path) -> dict[str, str]:
@@ -40,13 +40,15 @@ def generated(project: Path) -> dict[str, str]:
         "docs/gpus.md": gpu_page(load_table()),
         "README.md": _between(readme, "targets", _targets(Project.find(project))),
     }
-    results = project / _RESULTS
-    if results.exists():
-        try:
-            files["docs/benchmarks/engine.md"] = benchmark_page(json.loads(results.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            hint = "run `nox -s bench` to make it again"
-            raise InputError(f"not a benchmark result: {error}", where=_RESULTS, hint=hint) from None
+    for results in sorted((project / _RESULTS).glob("*.json")):
+        kind = results.stem.rpartition("-")[2]
+        if kind in _PAGES:
+            page_of, session = _PAGES[kind]
+            try:
+                files[f"docs/benchmarks/{results.stem}.md"] = page_of(json.loads(results.read_text(encoding="utf-8")))
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                where, hint = f"{_RESULTS}/{results.name}", f"run `nox -s {session}` to make it again"
+                raise InputError(f"not a benchmark result: {error}", where=where, hint=hint) from None
     return files
 
 
@@ -101,32 +103,70 @@ def _json(data: object) -> str:
 
 def benchmark_page(result: Mapping[str, Any]) -> str:
     """The page about one benchmark run; every figure in it stands in the result."""
-    machine, load, work = result["machine"], result["load_average"], result["workload"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    title = "# Engine against BuildKit" + (" (quick run: no result)" if result["quick"] else "")
+    work = result["workload"]
+    title = "Engine against BuildKit" + (" (quick run: no result)" if result["quick"] else "")
     return "\n".join(
         [
-            "<!-- Generated from benchmarks/results/engine.json by `nox -s docs`; do not edit. -->",
-            title,
-            "",
-            f"Measured on {result['date']} by `{result['command']}`: both builders in one run, turn by turn, on the "
-            "same files; medians, with the fastest and the slowest run in brackets.",
-            "",
-            f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
-            f"Linux {machine['kernel']}, Python {machine['python']}",
-            f"- Versions: {versions}",
-            f"- Load average before {_load(load['before'])}, after {_load(load['after'])}",
+            *_head(result, "engine", title),
             f"- Synthetic graph: {work['components']} components, each one {work['blob_megabytes']} MB file of random "
             f"bytes and {work['small_files_per_component']} small files; a folder of recipes; no base image",
             f"- A child process starts with its parent's peak memory: figures below "
             f"{result['memory_floor_megabytes']:g} MB would mean nothing",
-            "",
-            "| what | ours | BuildKit | ours ÷ BuildKit | bar | met |",
-            "|---|---|---|---|---|---|",
-            *(_row(row) for row in result["rows"]),
-            "",
+            *_table(result),
         ]
     )
+
+
+def assembly_page(result: Mapping[str, Any]) -> str:
+    """The page about one image's assembly; every figure in it stands in the result."""
+    sizes = {name: value / 1e9 for name, value in result["sizes"].items()}
+    return "\n".join(
+        [
+            *_head(result, f"{result['target']}-assembly", f"Assembly of {result['target']} against `docker build`"),
+            f"- Both start with every file on disk, the base imported and the {result['sizes']['wheels']} wheels "
+            f"({sizes['wheel_bytes']:.2f} GB) there, one built from source among them if the image has one. Both lay "
+            "out the same wheels and compile their bytecode. `docker build` sees the wheels through a bind mount and "
+            "runs one `pip install --no-index --no-deps`",
+            f"- Ours leaves {result['sizes']['layers']} compressed layers, {sizes['compressed_bytes']:.2f} GB "
+            f"({sizes['unpacked_bytes']:.2f} GB unpacked), ready to push; `docker build` leaves "
+            f"{sizes['docker_bytes']:.2f} GB unpacked and compresses when it pushes",
+            "- Peak memory is of one more run each: ours with all it started, theirs the daemon with all it started",
+            *_table(result),
+        ]
+    )
+
+
+_PAGES: Mapping[str, tuple[Callable[[Mapping[str, Any]], str], str]] = {
+    "engine": (benchmark_page, "bench"),
+    "assembly": (assembly_page, "bench-assembly"),
+}
+
+
+def _head(result: Mapping[str, Any], source: str, title: str) -> list[str]:
+    machine, load = result["machine"], result["load_average"]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [
+        f"<!-- Generated from {_RESULTS}/{source}.json by `nox -s docs`; do not edit. -->",
+        f"# {title}",
+        "",
+        f"Measured on {result['date']} by `{result['command']}`: both builders in one run, turn by turn, on the "
+        "same files; medians, with the fastest and the slowest run in brackets.",
+        "",
+        f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
+        f"Linux {machine['kernel']}, Python {machine['python']}",
+        f"- Versions: {versions}",
+        f"- Load average before {_load(load['before'])}, after {_load(load['after'])}",
+    ]
+
+
+def _table(result: Mapping[str, Any]) -> list[str]:
+    return [
+        "",
+        "| what | ours | BuildKit | ours ÷ BuildKit | bar | met |",
+        "|---|---|---|---|---|---|",
+        *(_row(row) for row in result["rows"]),
+        "",
+    ]
 
 
 def _row(row: Mapping[str, Any]) -> str:

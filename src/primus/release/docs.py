@@ -14,9 +14,9 @@ from primus.versions.lock import drift
 if TYPE_CHECKING:
     from primus.images.project import Project
 
-__all__ = ["benchmark_page", "generated", "stale", "write"]
+__all__ = ["assembly_page", "benchmark_page", "generated", "stale", "write"]
 
-_RESULTS = "benchmarks/results/engine.json"
+_RESULTS = "benchmarks/results"
 _GENERATIONS = "benchmarks/results/generations.json"
 
 
@@ -52,8 +52,10 @@ def generated(project: Path) -> dict[str, str]:
         page_of_gates := _from_result(project, _GENERATIONS, partial(gates_page, load_gate_records(project)))
     ) is not None:
         files["docs/gates.md"] = page_of_gates
-    if (page_of_engine := _from_result(project, _RESULTS, benchmark_page)) is not None:
-        files["docs/benchmarks/engine.md"] = page_of_engine
+    for results in sorted((project / _RESULTS).glob("*.json")):
+        page_of = _PAGES.get(results.stem.rpartition("-")[2])
+        if page_of and (text := _from_result(project, f"{_RESULTS}/{results.name}", page_of)) is not None:
+            files[f"docs/benchmarks/{results.stem}.md"] = text
     return files
 
 
@@ -134,32 +136,70 @@ def _json(data: object) -> str:
 
 def benchmark_page(result: Mapping[str, Any]) -> str:
     """The page about one benchmark run; every figure in it stands in the result."""
-    machine, load, work = result["machine"], result["load_average"], result["workload"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    title = "# Engine against BuildKit" + (" (quick run: no result)" if result["quick"] else "")
+    work = result["workload"]
+    title = "Engine against BuildKit" + (" (quick run: no result)" if result["quick"] else "")
     return "\n".join(
         [
-            "<!-- Generated from benchmarks/results/engine.json by `nox -s docs`; do not edit. -->",
-            title,
-            "",
-            f"Measured on {result['date']} by `{result['command']}`: both builders in one run, turn by turn, on the "
-            "same files; medians, with the fastest and the slowest run in brackets.",
-            "",
-            f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
-            f"Linux {machine['kernel']}, Python {machine['python']}",
-            f"- Versions: {versions}",
-            f"- Load average before {_load(load['before'])}, after {_load(load['after'])}",
+            *_head(result, "engine", title),
             f"- Synthetic graph: {work['components']} components, each one {work['blob_megabytes']} MB file of random "
             f"bytes and {work['small_files_per_component']} small files; a folder of recipes; no base image",
             f"- A child process starts with its parent's peak memory: figures below "
             f"{result['memory_floor_megabytes']:g} MB would mean nothing",
-            "",
-            "| what | ours | BuildKit | ours ÷ BuildKit | bar | met |",
-            "|---|---|---|---|---|---|",
-            *(_row(row) for row in result["rows"]),
-            "",
+            *_table(result),
         ]
     )
+
+
+def assembly_page(result: Mapping[str, Any]) -> str:
+    """The page about one image's assembly; every figure in it stands in the result."""
+    sizes = {name: value / 1e9 for name, value in result["sizes"].items()}
+    return "\n".join(
+        [
+            *_head(result, f"{result['target']}-assembly", f"Assembly of {result['target']} against `docker build`"),
+            f"- Both start with every file on disk, the base imported and the {result['sizes']['wheels']} wheels "
+            f"({sizes['wheel_bytes']:.2f} GB) there, one built from source among them if the image has one. Both lay "
+            "out the same wheels and compile their bytecode. `docker build` sees the wheels through a bind mount and "
+            "runs one `pip install --no-index --no-deps`",
+            f"- Ours leaves {result['sizes']['layers']} compressed layers, {sizes['compressed_bytes']:.2f} GB "
+            f"({sizes['unpacked_bytes']:.2f} GB unpacked), ready to push; `docker build` leaves "
+            f"{sizes['docker_bytes']:.2f} GB unpacked and compresses when it pushes",
+            "- Peak memory is of one more run each: ours with all it started, theirs the daemon with all it started",
+            *_table(result),
+        ]
+    )
+
+
+_PAGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "engine": benchmark_page,
+    "assembly": assembly_page,
+}
+
+
+def _head(result: Mapping[str, Any], source: str, title: str) -> list[str]:
+    machine, load = result["machine"], result["load_average"]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [
+        f"<!-- Generated from {_RESULTS}/{source}.json by `nox -s docs`; do not edit. -->",
+        f"# {title}",
+        "",
+        f"Measured on {result['date']} by `{result['command']}`: both builders in one run, turn by turn, on the "
+        "same files; medians, with the fastest and the slowest run in brackets.",
+        "",
+        f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
+        f"Linux {machine['kernel']}, Python {machine['python']}",
+        f"- Versions: {versions}",
+        f"- Load average before {_load(load['before'])}, after {_load(load['after'])}",
+    ]
+
+
+def _table(result: Mapping[str, Any]) -> list[str]:
+    return [
+        "",
+        "| what | ours | BuildKit | ours ÷ BuildKit | bar | met |",
+        "|---|---|---|---|---|---|",
+        *(_row(row) for row in result["rows"]),
+        "",
+    ]
 
 
 def _row(row: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ VERBS = {
     "diff": ("host.diff", "compare two releases: components, sizes, GPUs"),
     "docs": ("host.docs", "write every generated file again, or check them"),
     "train": ("image.train", "run a recipe on this machine"),
+    "turbo": ("image.turbo", "kernels compiled ahead of time: list, compile, prove"),
 }
 
 

@@ -16,6 +16,7 @@ from primus.gates.model import Finding, GateReport
 from primus.gates.pins import pinned_packages
 from primus.gates.prune import pruning
 from primus.gates.sonames import shared_names
+from primus.gates.turbo import ask_image, turbo
 from primus.gates.versions_inside import versions_inside
 from primus.images.build import current
 from primus.images.outline import bytes_text
@@ -129,9 +130,18 @@ def check_image(project: Project, name: str, progress: Progress) -> Outcome:
             litter([(layer, f.traces) for layer, f in facts], lambda layer: layer not in published), image.config
         ),
         _budget(project, image),
+        *_turbo(project, image),
     )
     libraries = tuple(asdict(library) for library in gpu_libraries(code, arch))
     return Outcome(target=name, ref=image.plan.ref, digest=image.built.digest, reports=reports, libraries=libraries)
+
+
+def _turbo(project: Project, image: Examined) -> Sequence[GateReport]:
+    """What the image says of its own kernels, where it should have some."""
+    if not project.target(image.plan.target).kernels:
+        return ()
+    root = root_of_image(project.store, project.work / "unpacked", image.plan.target, ref=image.plan.ref)
+    return (turbo(ask_image(root, image.built.digest, project.work / "cache" / "gates")),)
 
 
 def _needles(project: Project) -> Sequence[bytes]:

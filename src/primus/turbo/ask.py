@@ -15,7 +15,7 @@ import triton
 
 from primus.turbo.catalogue import Case
 from primus.turbo.pretend import Gpu, KernelError, pretending
-from primus.turbo.workloads import WORKLOADS, call
+from primus.turbo.workloads import WORKLOADS, Workload, call
 
 __all__ = ["Answer", "Asked", "ask", "ask_pretending", "forward_and_backward"]
 
@@ -99,7 +99,7 @@ def forward_and_backward(case: Case, device: str, *, compare: bool = False) -> s
     workload = WORKLOADS[case.kernel.test]
     inputs = workload.inputs(case, device)
     # Made first: some kernels write their gradients over their inputs.
-    wanted = _wanted(workload.reference, case, inputs) if compare else []
+    wanted = _wanted(workload, case, inputs) if compare else []
     out = call(case, inputs)
     out.backward(torch.ones_like(out))
     if not compare:
@@ -116,11 +116,9 @@ def forward_and_backward(case: Case, device: str, *, compare: bool = False) -> s
     return ""
 
 
-def _wanted(
-    reference: Callable[..., torch.Tensor], case: Case, inputs: tuple[torch.Tensor, ...]
-) -> list[torch.Tensor]:
+def _wanted(workload: Workload, case: Case, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
-    out = reference(case, *copies)
+    out = workload.reference(*copies, **workload.options(case))
     out.backward(torch.ones_like(out))
     return [out.detach().float(), *(t.grad.float() for t in copies if t.grad is not None)]
 

@@ -1,8 +1,9 @@
 """Compile the catalogue for one architecture into a folder that an image carries.
 
-Started in the image's own root file system while it is built: ``python -m primus.turbo.bake ARCH UNITS TO OUT
-COMPONENT…``. The outcome has the same bytes each time: of each kernel its code and what Triton notes of it, with the
-paths they will have in the image, and ``index.json`` that says what was asked for.
+Started in the image's own root file system while it is built: ``python -m primus.turbo.bake ARCH UNITS ROOT OUT
+COMPONENT…`` writes below OUT what will lie below ROOT, in a folder for Triton's version and one for ARCH. The outcome
+has the same bytes each time: of each kernel its code and what Triton notes of it, with the paths they will have in the
+image, and ``index.json`` that says what was asked for.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ _CODE = (".hsaco", ".cubin")
 
 
 def bake(
-    cases: Sequence[Case], gpu: Gpu, out: Path, to: str, *, say: Callable[[str], None] = lambda _: None
+    cases: Sequence[Case], gpu: Gpu, out: Path, root: str, *, say: Callable[[str], None] = lambda _: None
 ) -> ask.Answer:
-    """Compile everything that ``cases`` ask for into ``out``, which will lie at ``to``.
+    """Compile everything that ``cases`` ask for; what is below ``out`` will lie below ``root``.
 
     Raises CheckFailed naming each kernel that does not compile, and the architecture.
     """
+    inside = f"{triton.__version__}/{gpu.arch}"
+    folder, to = out / inside, f"{root}/{inside}"
     with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
         # Nothing may be taken from elsewhere, and the intermediate forms are six times the code.
         triton.knobs.cache.manager_class = None
         triton.knobs.compilation.store_binary_only = True
-        answer = ask.ask_pretending(cases, gpu, say=say, keep=lambda cache, key: _copy(cache / key, out / key, to))
+        answer = ask.ask_pretending(cases, gpu, say=say, keep=lambda cache, key: _copy(cache / key, folder / key, to))
     if answer.failures:
         raise CheckFailed("\n".join(answer.failures), hint="pin another version, or take it out of the catalogue")
     index = {
@@ -51,7 +54,7 @@ def bake(
             for one in sorted(answer.asked, key=lambda a: (a.kernel, a.function, a.key))
         ],
     }
-    (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return answer
 
 
@@ -70,13 +73,13 @@ def _is_metadata(path: Path) -> bool:
 
 
 def main(words: Sequence[str]) -> int:
-    """ARCH UNITS TO OUT COMPONENT…"""
-    arch, units, to, out, *components = words
+    """ARCH UNITS ROOT OUT COMPONENT…"""
+    arch, units, root, out, *components = words
     gpu = Gpu(arch=arch, units=int(units))
     catalogue = load_catalogue()
     try:
         cases = list(catalogue.cases(catalogue.of(components, gpu.vendor)))
-        answer = bake(cases, gpu, Path(out), to, say=lambda line: print(line, flush=True))
+        answer = bake(cases, gpu, Path(out), root, say=lambda line: print(line, flush=True))
     except PrimusError as error:
         print(f"✗ {error}", file=sys.stderr)
         return error.exit_code

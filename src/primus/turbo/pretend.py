@@ -65,7 +65,7 @@ class Gpu:
         return int(digits[0]), int(digits[1])
 
     @property
-    def gcnArchName(self) -> str:  # noqa: N802
+    def gcnArchName(self) -> str:
         """The name in PyTorch's device properties."""
         return self.arch
 
@@ -99,8 +99,8 @@ class _Pointer:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype = tensor.dtype
-        self._address = _ALIGNED + tensor.storage_offset() * tensor.element_size()
-        self._bytes = tensor.untyped_storage().nbytes()
+        self._address: int = _ALIGNED + tensor.storage_offset() * tensor.element_size()
+        self._bytes: int = tensor.untyped_storage().nbytes()
 
     def data_ptr(self) -> int:
         return self._address
@@ -109,7 +109,7 @@ class _Pointer:
         return self._bytes
 
 
-class _OnCuda(TorchFunctionMode):
+class _OnCuda(TorchFunctionMode):  # type: ignore[misc]
     """Makes what is asked for on ``cuda`` on ``meta``, and lets it say ``cuda``."""
 
     def __init__(self, count: Callable[[], int]) -> None:
@@ -144,11 +144,11 @@ def pretending(gpu: Gpu, count: Callable[[], int]) -> Iterator[None]:
     """
     real_run = JITFunction.run
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def run(self: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:
         given = [_argument(a) for a in args]
-        named = {k: _argument(v) for k, v in kwargs.items()}
+        named = {k: _argument(v) for k, v in kwargs.items()} | {"warmup": True}
         try:
-            return real_run(self, *given, grid=grid, warmup=True, **named)
+            return real_run(self, *given, grid=grid, **named)
         except Exception as error:
             raise KernelError(self.__name__, f"{type(error).__name__}: {error}") from error
 

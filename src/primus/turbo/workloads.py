@@ -18,14 +18,15 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """``inputs`` makes the tensors of a case on a device, ``fused`` calls the library with its entry, ``reference``
-    computes the same. ``largest_error`` is the most that output and gradients may differ, as a share of the
-    reference's largest value.
+    """``inputs`` makes the tensors of a case on a device, ``fused`` calls the library's entry with them, ``reference``
+    computes the same, both with ``options`` as keywords. ``largest_error`` is the most that output and gradients may
+    differ, as a share of the reference's largest value.
     """
 
     inputs: Callable[[Case, str], Tensors]
     fused: Callable[..., torch.Tensor]
     reference: Callable[..., torch.Tensor]
+    options: Callable[[Case], dict[str, Any]] = lambda _: {}
     largest_error: float = 0.02
 
 
@@ -33,7 +34,7 @@ def call(case: Case, inputs: Tensors) -> torch.Tensor:
     """The library's answer for ``case``, ready for ``backward``."""
     module, _, name = case.kernel.entry.partition(":")
     entry = getattr(importlib.import_module(module), name)
-    return WORKLOADS[case.kernel.test].fused(entry, case, *inputs)
+    return WORKLOADS[case.kernel.test].fused(entry, *inputs, **WORKLOADS[case.kernel.test].options(case))
 
 
 def _random(case: Case, device: str, *size: int, scale: float = 1.0) -> torch.Tensor:
@@ -46,11 +47,11 @@ def _norm_inputs(case: Case, device: str) -> Tensors:
     return _random(case, device, case.batch, case.sequence, hidden), _random(case, device, hidden)
 
 
-def _norm(entry: Any, case: Case, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _norm(entry: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(entry.apply(x, weight, 1e-5, 0.0, "llama", False))
 
 
-def _norm_reference(case: Case, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _norm_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-5)
 
 
@@ -68,13 +69,13 @@ def _rope_inputs(case: Case, device: str) -> Tensors:
     return q.requires_grad_(), k.requires_grad_(), cos, sin
 
 
-def _rope(entry: Any, case: Case, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rope(entry: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     # The kernel writes where it reads.
     q, k = entry.apply(q.clone(), k.clone(), cos, sin)
     return torch.cat((q, k), dim=1)
 
 
-def _rope_reference(case: Case, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rope_reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     x = torch.cat((q, k), dim=1).float()
     left, right = x.chunk(2, dim=-1)
     return x * cos.float()[:, None] + torch.cat((-right, left), dim=-1) * sin.float()[:, None]
@@ -85,11 +86,11 @@ def _swiglu_inputs(case: Case, device: str) -> Tensors:
     return _random(case, device, *size), _random(case, device, *size)
 
 
-def _swiglu(entry: Any, case: Case, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _swiglu(entry: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(entry.apply(gate, up))
 
 
-def _swiglu_reference(case: Case, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate.float()) * up.float()
 
 
@@ -106,12 +107,12 @@ def _loss_inputs(case: Case, device: str) -> Tensors:
     )
 
 
-def _loss(entry: Any, case: Case, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(entry.apply(x, weight, targets, None, None, -100, 0.0, 0.0, case.reduction)[0])
+def _loss(entry: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, reduction: str) -> torch.Tensor:
+    return torch.as_tensor(entry.apply(x, weight, targets, None, None, -100, 0.0, 0.0, reduction)[0])
 
 
-def _loss_reference(case: Case, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(x.float() @ weight.float().t(), targets, reduction=case.reduction)
+def _loss_reference(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, reduction: str) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(x.float() @ weight.float().t(), targets, reduction=reduction)
 
 
 def _attention_inputs(case: Case, device: str) -> Tensors:
@@ -121,12 +122,12 @@ def _attention_inputs(case: Case, device: str) -> Tensors:
     return q, k, v
 
 
-def _attention(entry: Any, case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attention(entry: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     # Dropout, scale, causal, window, soft cap, ALiBi, deterministic, softmax too, gradients.
     return torch.as_tensor(entry.apply(q, k, v, 0.0, None, True, (-1, -1), 0.0, None, False, False, True))
 
 
-def _attention_reference(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attention_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     heads = [t.float().transpose(1, 2) for t in (q, k, v)]
     out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
@@ -136,6 +137,11 @@ WORKLOADS = {
     "rms_norm": Workload(inputs=_norm_inputs, fused=_norm, reference=_norm_reference),
     "rope": Workload(inputs=_rope_inputs, fused=_rope, reference=_rope_reference),
     "swiglu": Workload(inputs=_swiglu_inputs, fused=_swiglu, reference=_swiglu_reference),
-    "fused_linear_cross_entropy": Workload(inputs=_loss_inputs, fused=_loss, reference=_loss_reference),
+    "fused_linear_cross_entropy": Workload(
+        inputs=_loss_inputs,
+        fused=_loss,
+        reference=_loss_reference,
+        options=lambda case: {"reduction": case.reduction},
+    ),
     "flash_attention": Workload(inputs=_attention_inputs, fused=_attention, reference=_attention_reference),
 }

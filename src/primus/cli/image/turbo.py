@@ -103,8 +103,8 @@ def _check(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(verdict.as_json(), ensure_ascii=False))
     else:
-        how = "ran" if real else "were asked for as if it were here"
-        print(f"{len(verdict.answer.asked)} kernels of {verdict.calls} calls {how} on {gpu.arch}; ", end="")
+        how = f"ran on {gpu.arch}" if real else f"were asked for as if {gpu.arch} were here"
+        print(f"{len(verdict.answer.asked)} kernels of {verdict.calls} calls {how}; ", end="")
         print(f"{len(verdict.missing)} had to be compiled, {len(verdict.answer.failures)} failed")
         for line in (*(f"not there: {name}" for name in verdict.missing), *verdict.answer.failures):
             print(f"  ✗ {line}")

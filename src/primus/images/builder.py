@@ -11,6 +11,7 @@ from primus.images.action import ImagePlan
 from primus.images.build import missing
 from primus.images.plan import plan_image
 from primus.versions.lock import Drift, LockedFile, drift
+from primus.versions.suites import suites_of
 
 if TYPE_CHECKING:
     from primus.images.build import Built
@@ -110,7 +111,8 @@ def _fetch(
     def get(plans: Sequence[ImagePlan]) -> None:
         files = {f.sha256: f for action in missing(plans, workshop.done) for f in action.files}
         absent = [f for f in files.values() if not workshop.files.has(f.sha256, f.size)]
-        suites = {name: base.suites for name, base in project.versions.bases.items()}
+        bases = {n: b for plan in plans for n, b in project.request(plan.target).bases.items()}
+        suites = {name: suites_of(base.suite, base.packages) for name, base in bases.items()}
         fetch(absent, workshop.files, suites=suites, offline=offline, progress=workshop.progress)
 
     try:

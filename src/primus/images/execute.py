@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,11 +186,14 @@ class Workshop:
             out.mkdir()
             inside = f"/in/{source.file}"
             code = run_isolated(
-                self.root(action.needs[0]),
-                ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside],
-                inputs={inside: self._file(source)},
+                self.root(*action.tools),
+                ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside, str(action.spec["python"])],
+                inputs={
+                    inside: self._file(source),
+                    "/in/order/sitecustomize.py": Path(__file__).with_name("sorted_folders.py"),
+                },
                 outputs=out,
-                env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"},
+                env={**_build_env(action.job_bytes), **action.spec["environment"]},  # type: ignore[dict-item]
                 log=log,
                 engine=choose(self.engine),
             )
@@ -248,3 +252,17 @@ class Workshop:
         from primus.sandbox.build import log_tail
 
         return CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
+
+
+def _build_env(job_bytes: int) -> dict[str, str]:
+    """The environment of every build; as many compilers as there are cores, and memory for."""
+    (line,) = [m for m in Path("/proc/meminfo").read_text().splitlines() if m.startswith("MemAvailable:")]
+    memory = 1024 * int(line.split()[1])
+    jobs = str(max(1, min(len(os.sched_getaffinity(0)), memory // max(job_bytes, 1))))
+    return {
+        "CMAKE_BUILD_PARALLEL_LEVEL": jobs,
+        "MAX_JOBS": jobs,
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_ROOT_USER_ACTION": "ignore",
+        "PYTHONPATH": "/in/order",
+    }

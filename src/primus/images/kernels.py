@@ -77,7 +77,7 @@ def kernels_action(
         kind="kernels",
         inputs=tuple(inputs),
         spec={
-            "python": f"/{prefix.root}/bin/python3",
+            "python": prefix.interpreter,
             "arch": gpu.arch,
             "units": gpu.compute_units,
             "components": list(components),

@@ -17,7 +17,7 @@ from primus.turbo.catalogue import Case
 from primus.turbo.pretend import Gpu, KernelError, pretending
 from primus.turbo.workloads import WORKLOADS, Workload, call
 
-__all__ = ["Answer", "Asked", "ask", "ask_pretending", "forward_and_backward"]
+__all__ = ["Answer", "Asked", "ask", "ask_pretending", "forward_and_backward", "skip_dispatcher"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def ask_pretending(
     failures: dict[str, str] = {}
     with _empty_cache() as cache, _noting(current, say) as asked:
         with pretending(gpu, lambda: current[0].batch * current[0].sequence - current[0].ignored):
-            _skip_dispatcher()
+            skip_dispatcher()
             for case in cases:
                 current[:] = [case]
                 say(case.label)
@@ -123,8 +123,10 @@ def _wanted(workload: Workload, case: Case, inputs: tuple[torch.Tensor, ...]) ->
     return [out.detach().float(), *(t.grad.float() for t in copies if t.grad is not None)]
 
 
-def _skip_dispatcher() -> None:
-    """Flash Attention's operators have stand-ins for tensors without values; what they stand in for is wanted here."""
+def skip_dispatcher() -> None:
+    """Call Flash Attention's own functions, not the operators that PyTorch knows them as: those have stand-ins for
+    tensors without values, and nothing for a CPU.
+    """
     with contextlib.suppress(ImportError):
         from flash_attn import flash_attn_interface as interface
 

@@ -1,8 +1,9 @@
-"""Kernels compiled ahead of time: list the catalogue, compile it, or prove that a run compiles nothing.
+"""Kernels compiled ahead of time: list the catalogue, compile it, prove that a run compiles nothing, or interpret it.
 
 `check` runs each kernel forward and backward on the GPU that is here, compares it with plain PyTorch and counts
-compilations. Without a GPU, or with --pretend, it asks for all kernels as if one were there, and runs none. Exit code
-1: a kernel was compiled, failed, or was wrong; 3: torch, Triton or a library is missing.
+compilations. Without a GPU, or with --pretend, it asks for all kernels as if one were there, and runs none.
+`interpret` runs small ones on the CPU through Triton's interpreter and compares them with plain PyTorch. Exit code 1: a
+kernel was compiled, failed, or was wrong; 3: torch, Triton or a library is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _IMAGE = Path("/etc/primus/image.json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("what", choices=("list", "compile", "check"))
+    parser.add_argument("what", choices=("list", "compile", "check", "interpret"))
     parser.add_argument("--gpu", help="target whose GPU is meant (default: the image's)")
     parser.add_argument("--kernel", action="append", default=[], help="only this one of the catalogue; repeatable")
     parser.add_argument(
@@ -44,11 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do one of the three. Returns 0 or 1; raises InputError, CheckFailed and HostError."""
+    """Do one of the four. Returns 0 or 1; raises InputError, CheckFailed and HostError."""
     if options.what == "list":
         return _list(options)
+    verbs = {"compile": _compile, "check": _check, "interpret": _interpret}
     try:
-        return _compile(options) if options.what == "compile" else _check(options)
+        return verbs[options.what](options)
     except ModuleNotFoundError as error:
         raise HostError(f"{error.name} is not installed here", hint="run it in an image that holds it") from error
 
@@ -109,6 +111,20 @@ def _check(options: argparse.Namespace) -> int:
         for line in (*(f"not there: {name}" for name in verdict.missing), *verdict.answer.failures):
             print(f"  ✗ {line}")
     return 0 if verdict.passed else 1
+
+
+def _interpret(options: argparse.Namespace) -> int:
+    from primus.turbo.interpret import interpret
+
+    found = []
+    for case, fault in interpret(_kernels(options, None)):
+        found.append({"case": case.label, "fault": fault})
+        if not options.json:
+            print(f"{'✗' if fault else '✓'} {case.label}{': ' + fault if fault else ''}", flush=True)
+    passed = not any(one["fault"] for one in found)
+    if options.json:
+        print(json.dumps({"cases": found, "passed": passed}, ensure_ascii=False))
+    return 0 if passed else 1
 
 
 def _folder() -> Path:

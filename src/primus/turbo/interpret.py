@@ -40,8 +40,12 @@ def interpret(kernels: Sequence[Kernel], shape: Shape = TINY) -> Iterator[tuple[
     interpreter._implicit_cvt = as_launched
     skip_dispatcher()
     if any(kernel.component == "liger-kernel" for kernel in kernels):
-        # The device library's functions are no Python; the language's own are, once a kernel runs.
-        importlib.import_module("liger_kernel.ops.rms_norm").__dict__["rsqrt"] = lambda x: tl.rsqrt(x)
+        # The device library's functions are no Python. The language's own are while a kernel runs, so it is looked up
+        # then.
+        def rsqrt(x: Any) -> Any:
+            return tl.rsqrt(x)
+
+        importlib.import_module("liger_kernel.ops.rms_norm").__dict__["rsqrt"] = rsqrt
     for kernel in kernels:
         for reduction in kernel.reductions:
             for ignored in kernel.ignored:

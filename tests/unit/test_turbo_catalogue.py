@@ -11,7 +11,7 @@ import pytest
 
 from primus.errors import InputError
 from primus.gates.turbo import turbo
-from primus.images import kernels
+from primus.images import turbo as plan
 from primus.images.project import Project
 from primus.turbo.catalogue import CATALOGUE_FILE, load_catalogue
 
@@ -50,7 +50,7 @@ def test_a_kernel_that_stands_twice_is_refused(tmp_path: Path) -> None:
 
 def test_what_targets_list_is_in_the_catalogue_for_their_gpu() -> None:
     project, catalogue = Project(ROOT), load_catalogue()
-    listed = {name: project.target(name).kernels for name in project.target_names() if project.target(name).kernels}
+    listed = {name: project.target(name).turbo for name in project.target_names() if project.target(name).turbo}
     assert {"mi300x", "mi325x", "mi350x", "mi355x"} <= set(listed)
     for name, components in listed.items():
         vendor = "amd" if (project.arch(name) or "").startswith("gfx") else "nvidia"
@@ -59,7 +59,7 @@ def test_what_targets_list_is_in_the_catalogue_for_their_gpu() -> None:
 
 
 def test_the_compiling_program_sees_every_module_it_imports() -> None:
-    shown = set(kernels._SOURCES)
+    shown = set(plan._SOURCES)
     for name in shown:
         if not name.endswith(".py"):
             continue
@@ -80,7 +80,7 @@ def test_the_baked_folder_has_one_name() -> None:
         and isinstance(node.targets[0], ast.Name)
         and isinstance(node.value, ast.Constant)
     }
-    assert values["BAKED"] == kernels.BAKED
+    assert values["BAKED"] == plan.BAKED
 
 
 def answer(**changes: object) -> dict[str, object]:

@@ -138,7 +138,7 @@ def check_image(project: Project, name: str, progress: Progress) -> Outcome:
 
 def _turbo(project: Project, image: Examined) -> Sequence[GateReport]:
     """What the image says of its own kernels, where it should have some."""
-    if not project.target(image.plan.target).kernels:
+    if not project.target(image.plan.target).turbo:
         return ()
     root = root_of_image(project.store, project.work / "unpacked", image.plan.target, ref=image.plan.ref)
     return (turbo(ask_image(root, image.built.digest, project.work / "cache" / "gates")),)

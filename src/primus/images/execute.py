@@ -73,7 +73,7 @@ class Workshop:
             "files": self._files,
             "wheels": self._wheels,
             "debs": self._debs,
-            "kernels": self._kernels,
+            "turbo": self._turbo,
         }
         return kinds[action.kind](action, scratch)
 
@@ -150,9 +150,9 @@ class Workshop:
         for path in sorted(out.rglob("*.pyc")):
             yield Entry(path=f"{site}/{path.relative_to(out)}", size=path.stat().st_size, source=path)
 
-    def _kernels(self, action: Action, scratch: Path) -> Iterator[Entry]:
+    def _turbo(self, action: Action, scratch: Path) -> Iterator[Entry]:
         """Compile Triton kernels in the image's own root file system, where no GPU is needed."""
-        from primus.images.kernels import BAKED, command_of, sources_of
+        from primus.images.turbo import BAKED, command_of, sources_of
         from primus.sandbox.build import run_isolated
         from primus.sandbox.engines import choose
 

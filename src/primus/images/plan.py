@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from primus.errors import InputError
 from primus.images.action import Action, ImagePlan, Input
 from primus.images.canonical import key_of
-from primus.images.kernels import kernels_action
 from primus.images.layer import assembler
 from primus.images.prefix import Prefix
 from primus.images.skeleton import console_script, distribution, environment
 from primus.images.source import WHEEL_SCRIPT
 from primus.images.target import build_root, normalised
 from primus.images.trim import TRIM, kernels_of_others
+from primus.images.turbo import turbo_action
 from primus.versions.lock import Lock, LockedFile
 from primus.versions.model import Build, Pin
 
@@ -46,13 +46,13 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
         # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
         layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
     layers += _components(project, name, pins, lock, prefix, layers[0] if layers else None, tool)
-    if target.kernels:
+    if target.turbo:
         if prefix is None:
-            raise InputError("kernels need a base to be compiled in", where=project.target_place(name, "kernels"))
+            raise InputError("kernels need a base to be compiled in", where=project.target_place(name, "turbo"))
         # In all but the local trees: those change most often, and no kernel is compiled from them.
         inside = [a for a in layers if not a.tree]
         local = [a for a in layers if a.tree]
-        layers = [*inside, kernels_action(project, name, pins, inside, prefix, tool), *local]
+        layers = [*inside, turbo_action(project, name, pins, inside, prefix, tool), *local]
     facts = {
         "release": versions.release,
         "target": name,

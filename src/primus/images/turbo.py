@@ -16,7 +16,7 @@ from primus.versions.model import Pin
 if TYPE_CHECKING:
     from primus.images.project import Project
 
-__all__ = ["BAKED", "command_of", "kernels_action", "sources_of"]
+__all__ = ["BAKED", "command_of", "sources_of", "turbo_action"]
 
 # As in primus.turbo.cache, which needs Triton to be imported.
 BAKED = "/opt/primus/triton"
@@ -35,7 +35,7 @@ _DECIDE = ("AMDGCN_", "DISABLE_", "FLASH_ATTENTION_", "LIGER_", "LLVM_", "MLIR_"
 _PLACES = ("TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER", "TRITON_HOME")
 
 
-def kernels_action(
+def turbo_action(
     project: Project,
     name: str,
     pins: Mapping[str, Pin],
@@ -43,12 +43,12 @@ def kernels_action(
     prefix: Prefix,
     tool: str,
 ) -> Action:
-    """The action that compiles what ``images/NAME.yaml`` lists under ``kernels``, in the root of ``layers``.
+    """The action that compiles what ``images/NAME.yaml`` lists under ``turbo``, in the root of ``layers``.
 
     Raises InputError where the target lacks a GPU, Triton or a listed component.
     """
-    components, gpu = project.target(name).kernels, project.gpu(name)
-    where = project.target_place(name, "kernels")
+    components, gpu = project.target(name).turbo, project.gpu(name)
+    where = project.target_place(name, "turbo")
     if gpu is None:
         raise InputError("kernels are compiled for a GPU, and this target has none", where=where, hint="set `gpu`")
     for component in ("triton", *components):
@@ -73,8 +73,8 @@ def kernels_action(
         if component in pins:
             inputs += _of(pins[component], built.get(component), base)
     return Action(
-        name=f"kernels {gpu.arch}",
-        kind="kernels",
+        name=f"turbo {gpu.arch}",
+        kind="turbo",
         inputs=tuple(inputs),
         spec={
             "python": prefix.interpreter,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from primus.errors import CheckFailed, InputError
-from primus.images import kernels
+from primus.images import turbo
 from primus.images.action import Action
 from primus.images.execute import Workshop
 from primus.images.filecache import FileCache
@@ -52,7 +52,7 @@ channels: [debian]
 base: debs
 gpu: GPU
 components: [pytorch, triton, liger-kernel, pip, primus]
-kernels: [liger-kernel]
+turbo: [liger-kernel]
 environment:
   - {name: TRITON_CACHE_DIR, value: /tmp/a, why: w}
   - {name: TRITON_F32_DEFAULT, value: ieee, why: w}
@@ -96,7 +96,7 @@ class Kit:
         return {a.name: a for a in plan_image(Project(self.root), name, lock).layers}
 
     def key(self, **versions: str) -> str:
-        return self.layers(**versions)["kernels gfx942"].key
+        return self.layers(**versions)["turbo gfx942"].key
 
 
 @pytest.fixture
@@ -106,11 +106,11 @@ def kit(tmp_path: Path) -> Kit:
 
 def test_two_targets_with_one_gpu_share_the_layer_and_local_trees_stay_on_top(kit: Kit) -> None:
     mine, other = kit.layers("mi300x"), kit.layers("mi325x")
-    assert mine["kernels gfx942"].key == other["kernels gfx942"].key
+    assert mine["turbo gfx942"].key == other["turbo gfx942"].key
     names = list(mine)
-    assert names.index("pip") < names.index("kernels gfx942") < names.index("primus")
-    assert "primus" not in {a.name for a in mine["kernels gfx942"].tools}
-    assert mine["kernels gfx942"].spec["units"] == 304
+    assert names.index("pip") < names.index("turbo gfx942") < names.index("primus")
+    assert "primus" not in {a.name for a in mine["turbo gfx942"].tools}
+    assert mine["turbo gfx942"].spec["units"] == 304
 
 
 def test_the_key_holds_what_decides_the_kernels_and_nothing_else(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_the_key_holds_what_decides_the_kernels_and_nothing_else(kit: Kit, monke
     kit.edit("images/mi300x.yaml", "value: ieee", "value: tf32")
     assert kit.key(pip="26.4", liger_kernel="0.8.6", triton="3.9.0") != changed_too
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_SOURCES", kernels._SOURCES[1:])
+        patch.setattr(turbo, "_SOURCES", turbo._SOURCES[1:])
         assert kit.key(pip="26.4", liger_kernel="0.8.6", triton="3.9.0") != changed_too
 
 
@@ -160,9 +160,9 @@ def test_a_compiler_that_fails_fails_the_build_with_its_words(kit: Kit, monkeypa
     project.store.prepare()
     workshop = Workshop(project=project, files=FileCache(project.work / "files"), progress=QuietProgress())
     with pytest.raises(CheckFailed, match="liger-rope does not compile for gfx942: _triton_rope"):
-        workshop.run(kit.layers()["kernels gfx942"])
+        workshop.run(kit.layers()["turbo gfx942"])
     assert asked["argv"][-5:] == ["gfx942", "304", "/opt/primus/triton", "/out", "liger-kernel"]
     assert asked["env"]["TRITON_F32_DEFAULT"] == "ieee"
     assert "TRITON_CACHE_DIR" not in asked["env"]
     assert asked["inputs"]["/in/primus/turbo/bake.py"].is_file()
-    assert not workshop.done(kit.layers()["kernels gfx942"])
+    assert not workshop.done(kit.layers()["turbo gfx942"])

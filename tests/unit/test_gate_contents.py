@@ -204,8 +204,8 @@ def test_what_only_looks_like_litter(path: str, text: str) -> None:
 def test_build_paths_in_compiled_files() -> None:
     data = elf({".debug_str": b"\0/home/runner/build/x/a.cpp\0/tmp/pip-req-build-1/a.c\0/home/runner/b\0"})
     assert traces("lib/libx.so", data) == [
-        ("build path", "/tmp/pip-req-build-1/a.c"),
         ("build path", "/home/runner/build/x/a.cpp"),
+        ("build path", "/tmp/pip-req-build-1/a.c"),
     ]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from primus.errors import CheckFailed, HostError
 from primus.images.action import Action
@@ -19,6 +19,7 @@ from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
     from primus.images.filecache import FileCache
+    from primus.images.kernels import KernelFiles
     from primus.images.project import Project
     from primus.progress import Progress
     from primus.sandbox.model import RootFs
@@ -28,12 +29,15 @@ __all__ = ["Workshop"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """What actions work with: the project's store, the fetched files, a place to report."""
+    """What actions work with: the project's store, the fetched files, a place to report; ``made`` hears of each layer
+    that is finished.
+    """
 
     project: Project
     files: FileCache
     progress: Progress
     engine: str = "auto"
+    made: Callable[[Layer], None] = lambda _: None
 
     def run(self, action: Action) -> bool:
         """Do the action unless another builder just did; True when it was done here.
@@ -49,7 +53,12 @@ class Workshop:
                 return True
             self.progress.start(action.key, action.name)
             with store.folder("work") as scratch:
-                entries = list(self._entries(action, scratch))
+                left_out = (0, 0)
+                if action.kind == "kernels":
+                    kernels = self._kernels(action, scratch)
+                    entries, left_out = kernels.entries, kernels.left_out
+                else:
+                    entries = list(self._entries(action, scratch))
                 self.progress.start(action.key, action.name, sum(BLOCK + e.size for e in entries))
                 layer = write_layer(
                     store,
@@ -57,8 +66,10 @@ class Workshop:
                     compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
                     advance=lambda n: self.progress.advance(action.key, n),
                 )
+            layer = replace(layer, left_out=left_out)
             store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": action.tree})
             self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB, {layer.seconds:.1f} s")
+            self.made(layer)
         return True
 
     def done(self, action: Action) -> bool:
@@ -103,8 +114,17 @@ class Workshop:
             find=self._file,
             mmdebstrap=str(mmdebstrap),
             log=self._log(action),
-            arch=str(action.spec["arch"]) if "arch" in action.spec else None,
+            kernels=cast("Mapping[str, str]", action.spec.get("kernels", {})),
         )
+
+    def _kernels(self, action: Action, scratch: Path) -> KernelFiles:
+        from primus.images.kernels import KernelFiles
+
+        found = KernelFiles(arch=str(action.spec["arch"]))
+        patterns = cast("Mapping[str, str]", action.spec["kernels"])
+        for deb in action.files:
+            found.take(self._file(deb), patterns[deb.name], scratch / deb.name)
+        return found
 
     def _wheels(self, action: Action, scratch: Path) -> Iterator[Entry]:
         from primus.images.prefix import Prefix

@@ -15,7 +15,7 @@ from primus.images.prefix import Prefix
 from primus.images.skeleton import console_script, distribution, environment
 from primus.images.source import WHEEL_SCRIPT
 from primus.images.target import build_root, normalised
-from primus.images.trim import TRIM, kernels_of_others
+from primus.images.trim import TRIM
 from primus.images.turbo import turbo_action
 from primus.versions.lock import Lock, LockedFile
 from primus.versions.model import Build, Pin
@@ -43,6 +43,8 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
         base = versions.bases[choice.base]
         prefix = Prefix(python=".".join(base.python.split(".")[:2]))
         layers.append(_base(project, choice.base, lock, name, tool))
+        if base.kernels:
+            layers.append(_kernels(project, choice.base, lock, name, tool))
         # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
         layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
     layers += _components(project, name, pins, lock, prefix, layers[0] if layers else None, tool)
@@ -121,7 +123,7 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, 
     if not debs:
         raise InputError(f"the lock of {name} has no packages for {root or base}", hint=f"primus lock {name}")
     where, about = project.base_place(base), project.versions.bases[base]
-    kernels = {"arch": about.arch, "kernels": list(kernels_of_others(about.arch))} if about.arch else {}
+    kernels = {"kernels": dict(about.kernels)} if about.kernels else {}
     return Action(
         name=f"base {root or base}",
         kind="debs",
@@ -131,6 +133,28 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, 
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
         spec={"suite": about.suite, "trim": list(TRIM), **kernels},
+        files=debs,
+    )
+
+
+def _kernels(project: Project, base: str, lock: Lock | None, name: str, tool: str) -> Action:
+    """What the base's packages keep per architecture, for the target's one."""
+    where, kernels, arch = project.base_place(base), project.versions.bases[base].kernels, project.arch(name)
+    if arch is None:
+        raise InputError(
+            f"base {base} keeps kernel files apart per GPU, and {name} has none",
+            where=project.target_place(name),
+            hint="say which: gpu",
+        )
+    debs = tuple(f for f in _need(lock, name).of("deb", base) if f.name in kernels)
+    return Action(
+        name=f"kernels {arch}",
+        kind="kernels",
+        inputs=(
+            Input(name="assembler", value=tool),
+            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
+        ),
+        spec={"arch": arch, "kernels": dict(kernels)},
         files=debs,
     )
 

@@ -83,7 +83,8 @@ def turbo_action(
             "components": list(components),
             "environment": environment,
         },
-        tools=tuple(layers),
+        # Kernel files of the base's own libraries are of no use here.
+        tools=tuple(layer for layer in layers if layer.kind != "kernels"),
         root=str(_PACKAGE),
         tree=tree,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["benchmark_page", "generated", "stale", "write"]
 
 _RESULTS = "benchmarks/results/engine.json"
+_GENERATIONS = "benchmarks/results/generations.json"
 
 
 def generated(project: Path) -> dict[str, str]:
@@ -23,6 +25,8 @@ def generated(project: Path) -> dict[str, str]:
     from primus.gpus.table import load_table
     from primus.images.project import Project
     from primus.images.target import Target
+    from primus.release.gate_record import load_gate_records
+    from primus.release.gates_page import gates_page
     from primus.release.gpu_page import gpu_page
     from primus.release.history import History, load_history
     from primus.release.inputs import Inputs
@@ -40,14 +44,25 @@ def generated(project: Path) -> dict[str, str]:
         "docs/gpus.md": gpu_page(load_table()),
         "README.md": _between(readme, "targets", _targets(Project.find(project))),
     }
-    results = project / _RESULTS
-    if results.exists():
-        try:
-            files["docs/benchmarks/engine.md"] = benchmark_page(json.loads(results.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            hint = "run `nox -s bench` to make it again"
-            raise InputError(f"not a benchmark result: {error}", where=_RESULTS, hint=hint) from None
+    if (
+        page_of_gates := _from_result(project, _GENERATIONS, partial(gates_page, load_gate_records(project)))
+    ) is not None:
+        files["docs/gates.md"] = page_of_gates
+    if (page_of_engine := _from_result(project, _RESULTS, benchmark_page)) is not None:
+        files["docs/benchmarks/engine.md"] = page_of_engine
     return files
+
+
+def _from_result(project: Path, name: str, make: Callable[[Any], str]) -> str | None:
+    """The page that ``make`` writes of a result, None when nothing was measured."""
+    path = project / name
+    if not path.exists():
+        return None
+    try:
+        return make(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+        hint = "run what its `command` says to make it again"
+        raise InputError(f"not a benchmark result: {error}", where=name, hint=hint) from None
 
 
 def stale(project: Path) -> tuple[str, ...]:
@@ -81,9 +96,15 @@ def _between(text: str, marker: str, new: str) -> str:
 
 
 def _targets(project: Project) -> str:
+    from primus.images.outline import bytes_text
     from primus.images.project import Project
+    from primus.release.gate_record import load_gate_records, lock_mark
 
-    rows = ["| target | channel | files in the lock | size of the files | status |", "|---|---|---|---|---|"]
+    records = load_gate_records(project.root)
+    rows = [
+        "| target | channel | files in the lock | size of the files | image | gates | status |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name in project.target_names():
         for channel in project.target(name).channels:
             of_channel = Project(project.root, channel=channel)
@@ -91,7 +112,15 @@ def _targets(project: Project) -> str:
             fresh = lock is not None and not drift(lock, of_channel.request(name))
             files = f"{len(lock.files)} | {sum(f.size for f in lock.files) / 1e6:,.0f} MB" if lock else "– | –"
             status = "locked" if fresh else "its lock is stale" if lock else "not locked yet"
-            rows.append(f"| `{name}` | {channel} | {files} | {status}{f'; preview: {preview}' if preview else ''} |")
+            record = records.get(name, {"channel": None, "lock": None})
+            image = "– | not judged yet"
+            if lock is not None and (record["channel"], record["lock"]) == (channel, lock_mark(of_channel, name)):
+                failed = [gate["gate"] for gate in record["gates"] if not gate["passed"]]
+                size = bytes_text(sum(layer["bytes"] for layer in record["layers"]))
+                verdict = f"fails {', '.join(failed)}" if failed else f"all {len(record['gates'])} pass"
+                image = f"{size} | {verdict}"
+            about = f"{status}{f'; preview: {preview}' if preview else ''}"
+            rows.append(f"| `{name}` | {channel} | {files} | {image} | {about} |")
     return "\n".join(rows) + "\n"
 
 

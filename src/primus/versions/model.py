@@ -126,8 +126,10 @@ class Base:
         pattern=_DEB,
         shape="a package name, or name/suite",
     )
-    arch: Literal["gfx942", "gfx950"] | None = described(
-        "GPU architecture it is for: kernel files that name other ones are left out.", default=None
+    kernels: Mapping[str, str] = described(
+        "Package → pattern of its files that are for one GPU architecture each, which their paths name. They stay out "
+        "of the base; those of a target's architecture are a layer of their own.",
+        default_factory=dict,
     )
 
     def __post_init__(self) -> None:
@@ -142,6 +144,11 @@ class Base:
         names = [name_of(p) for p in self.packages]
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"{twice[0]} is named twice under `packages`")
+        for package, pattern in self.kernels.items():
+            if package not in names:
+                raise ValueError(f"{package} stands under `kernels` and not under `packages`")
+            if not pattern.startswith("/") or "gfx" not in pattern:
+                raise ValueError(f"{pattern!r} is no absolute pattern with gfx in it")
 
     @property
     def suites(self) -> tuple[str, ...]:

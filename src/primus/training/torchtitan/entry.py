@@ -7,6 +7,7 @@ dimensions and the corpus of the recipe (``job.json`` beside the config file), a
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ def main(argv: list[str]) -> None:
     job = json.loads(_job_file(argv).read_text())
     import torch
 
+    _store()
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         cpu.apply(int(job["threads"]))
@@ -39,6 +41,18 @@ def main(argv: list[str]) -> None:
     train(observed_trainer(Path(job["output"]) / "facts.json"))
     if on_cpu:
         cpu.leave()
+
+
+def _store() -> None:
+    """Let the ranks' store do without libuv where torch has none, as Debian's."""
+    from torch.distributed import TCPStore
+
+    try:
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)
+    except RuntimeError as error:
+        if "libuv" not in str(error):
+            raise
+        os.environ["USE_LIBUV"] = "0"
 
 
 def _job_file(argv: list[str]) -> Path:

@@ -92,8 +92,10 @@ def argv(job: Job, python: str) -> list[str]:
     return [
         python, "-m", "torch.distributed.run",
         "--nproc-per-node", str(job.recipe.get("ranks", int)),
-        # Port 0: jobs side by side never meet. The address is named so that no host name is looked up.
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
+        # The ranks meet over a file of the job: jobs side by side never do, and torchrun's own store of the other kind
+        # needs a torch with libuv. The address is named so that no host name is looked up.
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", str(job.output / "cache" / "rendezvous"),
+        "--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1",
         "--log-dir", str(job.output / "cache" / "torchrun"),
         "-m", ENTRY, "--job.config_file", str(job.output / "torchtitan.toml"),
     ]  # fmt: skip
@@ -116,6 +118,8 @@ def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONDONTWRITEBYTECODE": "1",
         "NO_COLOR": "1",
+        # Rank 0 opens the ranks' store, not torchrun, which would ask for libuv without a choice.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     # torchrun's own default, which it only announces loudly when it is not set.
     made.setdefault("OMP_NUM_THREADS", "1")

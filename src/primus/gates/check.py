@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,11 +17,12 @@ from primus.gates.model import Finding, GateReport
 from primus.gates.pins import pinned_packages
 from primus.gates.prune import pruning
 from primus.gates.sonames import shared_names
+from primus.gates.turbo import ask_image, turbo
 from primus.gates.versions_inside import versions_inside
 from primus.images.build import compose, current
 from primus.images.outline import bytes_text
 from primus.images.plan import plan_image
-from primus.sandbox.model import LayerRef
+from primus.sandbox.model import LayerRef, RootFs
 
 if TYPE_CHECKING:
     from threading import Event
@@ -81,11 +83,8 @@ def look_into(project: Project, layer: Layer, stop: Event | None = None) -> Laye
     """What lies in the layer, read once and kept; see :func:`primus.gates.facts.facts_of` for what it raises."""
     from primus.gates.facts import facts_of
 
-    ref = LayerRef(
-        digest=layer.blob.digest, diff_id=layer.diff_id, size=layer.blob.size, media_type=layer.blob.media_type
-    )
     blob = project.store.blob_path(layer.blob.digest)
-    return facts_of(ref, blob, project.work / "cache" / "gates", _needles(project), stop)
+    return facts_of(_ref(layer), blob, project.work / "cache" / "gates", _needles(project), stop)
 
 
 def examine(project: Project, name: str, progress: Progress) -> Examined:
@@ -142,9 +141,32 @@ def judge(project: Project, examined: Examined) -> Outcome:
             litter([(layer, f.traces) for layer, f in facts], lambda layer: layer not in published), image.config
         ),
         _budget(project, image),
+        *_turbo(project, image),
     )
     libraries = tuple(asdict(library) for library in gpu_libraries(code, arch))
     return Outcome(target=name, ref=image.plan.ref, digest=image.digest, reports=reports, libraries=libraries)
+
+
+def _turbo(project: Project, image: Composed) -> Sequence[GateReport]:
+    """What the image says of its own kernels, where it should have some."""
+    if not project.target(image.plan.target).turbo:
+        return ()
+    root = RootFs(
+        layers=tuple(map(_ref, image.layers)),
+        config=json.loads(image.config),
+        blob=project.store.blob_path,
+        cache=project.work / "unpacked",
+        name=image.plan.ref,
+        config_bytes=image.config,
+        manifest=image.manifest,
+    )
+    return (turbo(ask_image(root, image.digest, project.work / "cache" / "gates")),)
+
+
+def _ref(layer: Layer) -> LayerRef:
+    return LayerRef(
+        digest=layer.blob.digest, diff_id=layer.diff_id, size=layer.blob.size, media_type=layer.blob.media_type
+    )
 
 
 def _needles(project: Project) -> Sequence[bytes]:

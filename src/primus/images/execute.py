@@ -84,6 +84,7 @@ class Workshop:
             "files": self._files,
             "wheels": self._wheels,
             "debs": self._debs,
+            "turbo": self._turbo,
         }
         return kinds[action.kind](action, scratch)
 
@@ -168,6 +169,29 @@ class Workshop:
             raise self._failed(f"compiling bytecode of {action.name}", code, log)
         for path in sorted(out.rglob("*.pyc")):
             yield Entry(path=f"{site}/{path.relative_to(out)}", size=path.stat().st_size, source=path)
+
+    def _turbo(self, action: Action, scratch: Path) -> Iterator[Entry]:
+        """Compile Triton kernels in the image's own root file system, where no GPU is needed."""
+        from primus.images.turbo import BAKED, command_of, sources_of
+        from primus.sandbox.build import run_isolated
+        from primus.sandbox.engines import choose
+
+        environment = action.spec["environment"]
+        assert isinstance(environment, dict)
+        out, log = scratch / "out", self._log(action)
+        code = run_isolated(
+            self.root(*action.tools),
+            command_of(action),
+            inputs=sources_of(action),
+            outputs=out,
+            env={**environment, "PYTHONPATH": "/in", "PYTHONDONTWRITEBYTECODE": "1"},
+            log=log,
+            engine=choose(self.engine),
+        )
+        if code != 0:
+            raise self._failed(f"compiling {action.name}", code, log)
+        for path in sorted(p for p in out.rglob("*") if p.is_file()):
+            yield Entry(path=f"{BAKED}/{path.relative_to(out)}".lstrip("/"), size=path.stat().st_size, source=path)
 
     def _build(self, action: Action) -> None:
         """Source → wheel in the sandbox: no network, sources read-only, one wheel taken from what it leaves."""

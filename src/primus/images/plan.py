@@ -16,6 +16,7 @@ from primus.images.skeleton import console_script, distribution, environment, wo
 from primus.images.source import WHEEL_SCRIPT
 from primus.images.target import build_root, normalised
 from primus.images.trim import TRIM
+from primus.images.turbo import turbo_action
 from primus.versions.lock import Lock, LockedFile
 from primus.versions.model import Build, Pin
 
@@ -47,6 +48,13 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
         # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
         layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
     layers += _components(project, name, pins, lock, prefix, layers[0] if layers else None, tool)
+    if target.turbo:
+        if prefix is None:
+            raise InputError("kernels need a base to be compiled in", where=project.target_place(name, "turbo"))
+        # In all but the local trees: those change most often, and no kernel is compiled from them.
+        inside = [a for a in layers if not a.tree]
+        local = [a for a in layers if a.tree]
+        layers = [*inside, turbo_action(project, name, pins, inside, prefix, tool), *local]
     facts = {
         "release": versions.release,
         "target": name,

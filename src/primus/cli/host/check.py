@@ -1,8 +1,8 @@
 """Run every gate on a built image: what lies in its layers, not what was asked for.
 
 Gates: one ROCm version, GPU code for the target's architecture, kernel files of others, versions as locked, library
-names with two owners, secrets and litter, the size budget. Exit code 1 when one fails. Layers are read once; what was
-seen is kept until the layer or a rule changes.
+names with two owners, secrets and litter, the size budget, kernels compiled ahead of time. Exit code 1 when one fails.
+Layers are read once; what was seen is kept until the layer or a rule changes.
 """
 
 from __future__ import annotations

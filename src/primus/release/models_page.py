@@ -12,7 +12,7 @@ from primus.recipes.catalogue import Entry, entries
 from primus.recipes.model import Asked, Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.size import readable
-from primus.release.markdown import rows
+from primus.release.markdown import table
 from primus.release.published import Outcome, Published, load_published, outcomes
 
 __all__ = ["models_page"]
@@ -58,7 +58,7 @@ def _overview(sections: Sequence[tuple[str, list[Entry]]]) -> list[str]:
         body.append(
             (f"[{name}](#{_anchor(name)})", group[0].description, readable(group[0].size.total), "; ".join(ways))
         )
-    return rows(("recipe", "model", "parameters", "backends, modes, precisions"), body)
+    return table(("recipe", "model", "parameters", "backends, modes, precisions"), body)
 
 
 def _anchor(name: str) -> str:
@@ -80,7 +80,7 @@ def _section(name: str, group: Sequence[Entry], found: Sequence[Outcome]) -> Ite
     for entry in group:
         body = list(_rows(entry, found, reasons))
         head = ("GPU", "precision", "nodes", "sequence", "per GPU", "per step", "command", "published by")
-        yield from (f"### {name} by {entry.backend}, {entry.mode}", "", *rows(head, body), "")
+        yield from (f"### {name} by {entry.backend}, {entry.mode}", "", *table(head, body), "")
     if reasons:
         yield from (f"### {name}: where sources disagree, or say nothing", "")
         yield from (f"- {_where(recipes)}: {because}" for because, recipes in reasons.items())
@@ -184,4 +184,4 @@ def _matrix(published: Published, found: Sequence[Outcome]) -> Iterator[str]:
                 *figures, here, "; ".join(filter(None, (words, cell.note))) or _NONE,
             )
         )  # fmt: skip
-    yield from rows(head, body)
+    yield from table(head, body)

@@ -85,7 +85,7 @@ def watching(
         found["weight"][_computed(module.weight)] += 1
         found["output"][str((output[0] if isinstance(output, tuple) else output).dtype)] += 1
 
-    linears = {
+    linears: dict[str, Any] = {
         name: module
         for part in parts
         for name, module in part.named_modules()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from primus.recipes.architecture import Architecture
 from primus.training.finetune.config import FinetuneConfig, LoraConfig
@@ -126,10 +127,12 @@ class FineTuned(LanguageModel):
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
+    @override
     def head(self) -> nn.Linear:
         found: nn.Linear = self.causal.lm_head
         return found
 
+    @override
     def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         causal = self.causal
         balance = getattr(causal, "router_aux_loss_coef", 0.0)
@@ -163,9 +166,7 @@ def init(model: nn.Module, seed: int, given: weights.Files | None) -> None:
 def _stored(files: weights.Files, name: str) -> weights.Rows:
     experts = _EXPERTS.match(name)
     if name in files or not experts:
-        if name not in files:
-            raise SystemExit(f"the weights lack {name}")
-        return lambda first, last: files.rows(name, first, last)
+        return files.rows_of(name)
     # Mixtral's files hold each expert's three matrices apart; transformers computes on stacks of them.
     parts = ("w1", "w3") if experts[2] == "gate_up_proj" else ("w2",)
     head = f"{experts[1]}.block_sparse_moe.experts"
@@ -173,15 +174,9 @@ def _stored(files: weights.Files, name: str) -> weights.Rows:
     def rows(first: int, last: int) -> torch.Tensor:
         return torch.stack(
             [
-                torch.cat([_whole(files, f"{head}.{number}.{part}.weight") for part in parts])
+                torch.cat([files.whole(f"{head}.{number}.{part}.weight") for part in parts])
                 for number in range(first, last)
             ]
         )
 
     return rows
-
-
-def _whole(files: weights.Files, name: str) -> torch.Tensor:
-    if name not in files:
-        raise SystemExit(f"the weights lack {name}")
-    return files.rows(name, 0, 2**62)

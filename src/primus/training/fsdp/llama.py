@@ -7,6 +7,7 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from primus.recipes.architecture import Architecture, RopeScaling
 from primus.training.loop.language import LanguageModel
@@ -34,9 +35,11 @@ class Llama(LanguageModel):
         self.register_buffer("mask", mask, persistent=False)
 
     @property
+    @override
     def head(self) -> nn.Linear:
         return self.output
 
+    @override
     def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         states = self.embedding(tokens)
         for layer in self.layers:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from primus.recipes.model import MOCK
 from primus.training.loop.given import Given
@@ -42,10 +43,12 @@ class _Tokens(Data):
         self._seq_len = seq_len
 
     @property
+    @override
     def tokens_per_sample(self) -> int:
         return self._seq_len
 
     @property
+    @override
     def images_per_sample(self) -> int:
         return 0
 
@@ -53,10 +56,12 @@ class _Tokens(Data):
         """``seq_len + 1`` tokens, int64."""
         raise NotImplementedError
 
+    @override
     def batch(self, first: int, count: int) -> Batch:
         tokens = torch.stack([self.sample(number) for number in range(first, first + count)])
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
+    @override
     def terms(self, batch: Batch) -> int:
         return int((batch["labels"] != _IGNORED).sum())
 
@@ -73,6 +78,7 @@ class Packed(_Tokens):
         if self._samples < 1:
             raise SystemExit(f"the corpus has {len(tokens)} tokens, fewer than one sample of {seq_len} + 1")
 
+    @override
     def sample(self, number: int) -> torch.Tensor:
         turn, place = divmod(number, self._samples)
         if self._order is None or self._order[0] != turn:
@@ -90,6 +96,7 @@ class _Mock(_Tokens):
         self._symbols = min(_MOCK_SYMBOLS, vocabulary)
         self._spread = vocabulary // self._symbols
 
+    @override
     def sample(self, number: int) -> torch.Tensor:
         generator = generator_of(self._seed, number)
         steps = torch.tensor(_MOCK_STEPS)[torch.randint(4, (self._seq_len,), generator=generator)]

@@ -34,7 +34,7 @@ class Process:
     @property
     def on_cpu(self) -> bool:
         """Whether there is no GPU to compute on."""
-        return self.device.type == "cpu"
+        return str(self.device.type) == "cpu"
 
 
 def main(folder: str, train: Callable[[Given, Process], None]) -> None:

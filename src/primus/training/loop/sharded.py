@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from primus.training.loop import weights
 from primus.training.loop.config import ShardingConfig
@@ -45,14 +46,14 @@ def shard(
     if config.fp8 == "tensorwise":
         from torchao.float8 import convert_to_float8_training
 
-        convert_to_float8_training(model, module_filter_fn=lambda module, name: not wide(name))
+        convert_to_float8_training(model, module_filter_fn=lambda _module, name: not wide(name))
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.dtype), reduce_dtype=getattr(torch, sharding.reduce_dtype)
     )
     mesh = _mesh(process, sharding)
     for block in blocks:
         if config.recompute == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if config.compile:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward)
@@ -94,17 +95,21 @@ class Sharded(Session):
         torch.manual_seed(self._config.seed + process.rank)
 
     @property
+    @override
     def model_parts(self) -> Sequence[nn.Module]:
         return [self._model]
 
     @property
+    @override
     def linear_types(self) -> tuple[type, ...]:
         return (nn.Linear,)
 
     @property
+    @override
     def data_rank(self) -> int:
         return self._process.rank
 
+    @override
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
         total = torch.zeros((), device=self._process.device)
         for batch in batches:
@@ -114,11 +119,13 @@ class Sharded(Session):
             total += loss.detach()
         return total
 
+    @override
     def total(self, value: torch.Tensor) -> torch.Tensor:
         value = value.clone()
         dist.all_reduce(value)
         return value
 
+    @override
     def step(self, lr: float) -> torch.Tensor:
         norm: Any = nn.utils.clip_grad_norm_(self._trained, self._config.max_norm, foreach=True)
         for group in self._optimizer.param_groups:
@@ -128,16 +135,19 @@ class Sharded(Session):
         whole: torch.Tensor = norm.full_tensor()
         return whole
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
         return {"model": model, "optimizer": optimizer}
 
+    @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(
             self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
             options=_OPTIONS,
         )  # fmt: skip
 
+    @override
     def facts(self) -> dict[str, Any]:
         return {
             "optimizer": {

@@ -20,6 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 __all__ = ["Files", "Rows", "constant", "draw_all", "draw_one", "empty", "fill", "materialize", "normal"]
 
 _STD = 0.02
+_ALL = 2**62
 
 # Gives rows first … last − 1 of a weight's first dimension.
 Rows = Callable[[int, int], torch.Tensor]
@@ -35,11 +36,11 @@ def empty() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+    nn.Module.register_parameter = on_meta
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module.register_parameter = register
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -123,11 +124,13 @@ class Files:
     def __contains__(self, name: str) -> bool:
         return name in self._open
 
-    def names(self) -> set[str]:
-        """The names of all weights in the files."""
-        return set(self._open)
+    def rows_of(self, name: str) -> Rows:
+        """The rows of one weight. SystemExit when the files lack it."""
+        if name not in self:
+            raise SystemExit(f"the weights lack {name}")
+        part = self._open[name].get_slice(name)
+        return lambda first, last: part[first:last]
 
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Rows of one weight; KeyError when the files lack it."""
-        tensor: torch.Tensor = self._open[name].get_slice(name)[first:last]
-        return tensor
+    def whole(self, name: str) -> torch.Tensor:
+        """All of one weight. SystemExit when the files lack it."""
+        return self.rows_of(name)(0, _ALL)

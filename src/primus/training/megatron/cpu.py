@@ -25,7 +25,7 @@ def apply() -> None:
         # Groups, pipelines and the dispatcher of tokens wait for the device.
         "synchronize": lambda *_: None,
         # The dispatcher of tokens copies their counts to the host on a stream of its own.
-        "Stream": lambda *_, **__: _Stream(),
+        "Stream": _Stream,
         "current_stream": lambda *_: _Stream(),
         "stream": lambda _: nullcontext(),
     }.items():
@@ -35,6 +35,8 @@ def apply() -> None:
 
 class _Stream:
     """All work is done when its call returns, so there is nothing to wait for, and no event to wait on."""
+
+    def __init__(self, *_of_device: object, **_of_priority: object) -> None: ...
 
     def wait_stream(self, _other: object) -> None: ...
 

@@ -66,11 +66,14 @@ class _AsCuda(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
 
 def apply_after_import() -> None:
     """The rest, on Megatron's own names."""
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
-    # Its tracker of random states forks CUDA's generators; nothing draws from them without dropout.
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    # Its tracker of random states forks CUDA's generators, and layers computed twice start from the same state of
+    # them; nothing draws from them without dropout.
+    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    random._get_cuda_rng_state = lambda *_, **__: None
+    random._set_cuda_rng_state = lambda *_, **__: None
     # The all-to-all takes its splits as numbers; they become such only on their way from a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
 

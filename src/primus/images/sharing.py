@@ -152,8 +152,7 @@ def sharing_text(images: Sequence[Image]) -> str:
     ):
         rows.append([name, "", *map(_text, values)])
     table = [["pair", "shared", "of the larger"]]
-    for pair in pairs(images):
-        table.append([" ↔ ".join(pair.targets), _text(pair.shared), share_text(pair.share)])
+    table += [[" ↔ ".join(pair.targets), _text(pair.shared), share_text(pair.share)] for pair in pairs(images)]
     return "\n".join([*_aligned(rows), "", *_aligned(table)])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import re
 import subprocess
@@ -16,6 +17,7 @@ from primus.images.kernels import KernelFiles, is_for, unlisted
 from primus.images.plan import plan_image
 from primus.images.project import Project
 from primus.images.tar import Entry
+from primus.images.trim import LEFT_OUT
 from primus.versions.lock import Lock, LockedFile
 
 LIBRARY = "usr/lib/x86_64-linux-gnu/rocblas/5/library/"
@@ -159,6 +161,18 @@ def test_a_base_that_brings_another_version_or_none_is_named(project: Project) -
     other = Lock(target="one", channel="debian", pins={}, files=tuple(f for f in lock.files if f.name == "x"))
     with pytest.raises(InputError, match=r"has no packages|brings no python3-torch"):
         plan_image(project, "one", other)
+
+
+@pytest.mark.parametrize(
+    ("path", "left_out"),
+    [
+        ("usr/lib/python3/dist-packages/_distutils_hack/__pycache__/__init__.cpython-314.pyc", True),
+        ("usr/share/python3/debpython/__pycache__/version.cpython-314.pyc", True),
+        ("usr/lib/python3/dist-packages/torch/__pycache__/__init__.cpython-314.pyc", False),
+    ],
+)
+def test_bytecode_that_imports_leave_behind_stays_out(path: str, left_out: bool) -> None:
+    assert any(fnmatch.fnmatchcase(path, pattern) for pattern in LEFT_OUT) is left_out
 
 
 def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project) -> None:

@@ -71,6 +71,8 @@ def root_entries(
         env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": str(place)}
         # An interrupted base is thrown away: dpkg need not wait for the disk after every file.
         env["DPKG_FORCE"] = "unsafe-io"
+        # What packages compile on purpose comes out the same each time, what an import leaves behind does not.
+        env["PYTHONDONTWRITEBYTECODE"] = "1"
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False).returncode
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")

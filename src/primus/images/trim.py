@@ -38,6 +38,9 @@ LEFT_OUT = (
     "var/lib/dpkg/lock*",
     "var/lib/dpkg/triggers/Lock",
     "var/lib/systemd/*",
+    # Python writes these as it imports them while packages are configured, and not the same bytes each time.
+    "usr/share/python3/debpython/__pycache__*",
+    "usr/lib/python3/dist-packages/_distutils_hack/__pycache__*",
 )
 
 TRIM = (*NOT_UNPACKED, *UNPACKED_STILL, *LEFT_OUT)

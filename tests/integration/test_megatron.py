@@ -58,8 +58,8 @@ def test_the_model_computes_what_transformers_computes_with_the_same_weights(pyt
     assert gap < 1e-4 * largest
 
 
-def five_steps(python: str, name: str, output: Path, *words: str) -> Outcome:
-    job = Job(name="train", recipe=resolve(name, ["training.steps=5", *words], CPU), output=output)
+def three_steps(python: str, name: str, output: Path, *words: str) -> Outcome:
+    job = Job(name="train", recipe=resolve(name, ["training.steps=3", *words], CPU), output=output)
     left = outcome.read(job, train(python, job))
     failed = [verdict for verdict in outcome.basic_verdicts(left) if not verdict.passed]
     assert failed == []
@@ -67,7 +67,6 @@ def five_steps(python: str, name: str, output: Path, *words: str) -> Outcome:
 
 
 TENSOR = "model.tensor_model_parallel_size=2"
-SEQUENCE = "model.sequence_parallel=true"
 PIPELINE = "model.pipeline_model_parallel_size=2"
 ALONE = "model.expert_model_parallel_size=1"
 
@@ -75,20 +74,23 @@ ALONE = "model.expert_model_parallel_size=1"
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        ("llama3.1-8b", [[], [TENSOR], [TENSOR, SEQUENCE], [PIPELINE], ["ddp.use_distributed_optimizer=false"]]),
-        ("deepseek-v2-lite", [[], [ALONE], [ALONE, TENSOR, SEQUENCE], [ALONE, PIPELINE]]),
+        ("llama3.1-8b", [[], [TENSOR], [PIPELINE], ["ddp.use_distributed_optimizer=false"]]),
+        ("deepseek-v2-lite", [[], [ALONE], [ALONE, TENSOR], [ALONE, PIPELINE]]),
     ],
 )
 def test_every_layout_trains_the_same_model(python: str, tmp_path: Path, name: str, layouts: list[list[str]]) -> None:
     runs = [
-        five_steps(python, name, tmp_path / str(number), "model.layers=4", *words)
+        three_steps(python, name, tmp_path / str(number), "model.layers=4", *words)
         for number, words in enumerate(layouts)
     ]
-    first = runs[0].series.steps
-    for words, other in zip(layouts, runs, strict=True):
-        for left, right in zip(first, other.series.steps, strict=True):
-            assert right.loss == pytest.approx(left.loss, rel=1e-5), words
-            assert right.grad_norm == pytest.approx(left.grad_norm, rel=1e-3), words
+    base = runs[0].series.steps
+    for words, other in zip(layouts[1:], runs[1:], strict=True):
+        steps = other.series.steps
+        assert steps[0].loss == pytest.approx(base[0].loss, rel=1e-6), words
+        # Of one group of weights counted twice or not at all, the norm of the first gradient tells.
+        assert steps[0].grad_norm == pytest.approx(base[0].grad_norm, rel=2e-5), words
+        # Adam's first updates are as large for a gradient that is nothing but rounding.
+        assert [step.loss for step in steps] == pytest.approx([step.loss for step in base], rel=1e-3), words
 
 
 @pytest.mark.parametrize(("name", "precision"), [("deepseek-v2-lite", "fp32"), ("llama3.1-8b", "bf16")])

@@ -35,6 +35,7 @@ def configure(
 ) -> TransformerConfig:
     """Megatron's configuration of the model: the recipe's sizes, then the job's own ``model`` keys."""
     dtype = getattr(torch, training.dtype)
+    keys = render.section(config, "model")
     given = {
         **render.transformer(model, training),
         "activation_func": torch.nn.functional.silu,
@@ -48,7 +49,9 @@ def configure(
         "moe_grouped_gemm": layers == "transformer_engine" and bool(model.moe.experts),
         # Without Apex or Transformer Engine there is no kernel that adds to a gradient.
         "gradient_accumulation_fusion": False,
-        **render.section(config, "model"),
+        # Experts need it beside tensor parallelism, and latent attention's norms would count their gradients twice.
+        "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
+        **keys,
     }
     if given.get("fp8") and layers != "transformer_engine":
         raise SystemExit("megatron: FP8 needs Transformer Engine, which is not installed here")

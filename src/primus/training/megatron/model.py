@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from primus.recipes.architecture import Architecture
@@ -83,11 +84,20 @@ def build(
         if not on_cpu:
             part.cuda(torch.cuda.current_device())
         weights.initialize(part, methods, training.seed, tied=model.tied_embeddings)
-        parts.append(Float16Module(transformer, part) if transformer.bf16 else part)
+        parts.append(_narrow(transformer, part) if transformer.bf16 else part)
     return [
         DistributedDataParallel(transformer, ddp, part, disable_bucketing=number > 0)
         for number, part in enumerate(parts)
     ]
+
+
+def _narrow(config: TransformerConfig, part: GPTModel) -> Float16Module:
+    """The part in bfloat16, but for the routers' biases: they would widen at the first forward, after a checkpoint."""
+    narrow = Float16Module(config, part)
+    for module in part.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
+    return narrow
 
 
 def _spec(config: TransformerConfig, asked: MegatronConfig, layers: str, vp_stage: int | None) -> Any:

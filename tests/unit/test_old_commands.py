@@ -187,3 +187,23 @@ def test_tuning_stages_set_what_the_ranks_read() -> None:
     use = requested("run_pretrain.sh", [], {**given, "PRIMUS_HIPBLASLT_TUNING_STAGE": "3"}).environment
     assert use["HIPBLASLT_TUNING_OVERRIDE_FILE"].endswith("/llama2-7b/gemm_tune/tune_hipblas_gemm_results.txt")
     assert requested("run_pretrain.sh", [], given).environment == {}
+
+
+def test_variables_that_change_nothing_are_named_and_the_deterministic_one_is_kept() -> None:
+    given = {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml"}
+    told = requested("run_pretrain.sh", [], {**given, "TRAIN_LOG": "a.txt", "PRIMUS_DETERMINISTIC": "1"})
+    assert any("TRAIN_LOG is left out" in sentence for sentence in told.says)
+    assert told.words == ("megatron.training.deterministic=true",)
+    assert requested("run_pretrain.sh", [], given).words == ()
+
+
+def test_what_only_the_host_can_start_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EXP", "examples/megatron/configs/llama2_7B-pretrain.yaml")
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    assert main(["compat", "run_slurm_pretrain.sh"]) == 3
+    assert "a job of Slurm is started outside of the image" in capsys.readouterr().err
+    monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "2")
+    assert main(["compat", "run_pretrain.sh"]) == 3
+    assert main(["compat", "madengine", "run", "--tags", "pyt_train_flux"]) == 3

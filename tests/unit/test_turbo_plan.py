@@ -129,10 +129,11 @@ def test_the_key_holds_what_decides_the_kernels_and_nothing_else(kit: Kit, monke
     changed_too = kit.key(pip="26.4", liger_kernel="0.8.6", triton="3.9.0")
     assert changed_too not in (key, changed)
     kit.edit("images/mi300x.yaml", "value: ieee", "value: tf32")
-    assert kit.key(pip="26.4", liger_kernel="0.8.6", triton="3.9.0") != changed_too
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turbo, "_SOURCES", turbo._SOURCES[1:])
-        assert kit.key(pip="26.4", liger_kernel="0.8.6", triton="3.9.0") != changed_too
+    last = kit.layers(pip="26.4", liger_kernel="0.8.6", triton="3.9.0")["turbo gfx942"]
+    assert last.key != changed_too
+    assert [i.where[:20] for i in last.inputs if i.name == "TRITON_F32_DEFAULT"] == ["images/mi300x.yaml:7"]
+    monkeypatch.setattr(turbo, "_SOURCES", turbo._SOURCES[1:])
+    assert kit.key(pip="26.4", liger_kernel="0.8.6", triton="3.9.0") not in (last.key, changed_too)
 
 
 def test_a_target_that_cannot_have_kernels_is_refused_with_the_line(kit: Kit) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from primus.compat.experiment import experiment, is_experiment
 from primus.compat.request import Request
-from primus.compat.tables import documented, nearest
+from primus.compat.tables import documented, ignored_variables, nearest
 from primus.compat.translate import refuse, translate
 from primus.compat.words import options
 from primus.errors import HostError, InputError
+from primus.recipes.backends import backend as known_backend
 from primus.recipes.load import names
 from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
@@ -25,10 +26,14 @@ _CLIENT_OPTIONS = ("replica", "cpu", "gpu", "backend", "exp", "data_path", "imag
 
 
 def pretrain(
-    words: Sequence[str], environment: Mapping[str, str], *, allow_unmapped: bool = False, precision: str | None = None
+    options_given: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    allow_unmapped: bool = False,
+    precision: str | None = None,
 ) -> Request:
     """What ``EXP=… BACKEND=… NNODES=… run_pretrain.sh --key value …`` asks for. InputError names what is wrong."""
-    given = options(words)
+    given = options(options_given)
     name = environment.get("EXP", "")
     if not name:
         raise InputError("EXP is not set", hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml")
@@ -66,15 +71,19 @@ def pretrain(
         raise InputError(f"BACKEND is {backend}, but {name} is of {request.asked.backend}", where=f"EXP={name}")
     if not allow_unmapped:
         refuse(done.unmapped, ALLOW_UNMAPPED)
-    says += [*done.left_out, *(f"{one.given.key} is left out: {one.why}" for one in done.unmapped)]
+    ignored = [f"{name} is left out: {why}" for name, why in ignored_variables().items() if environment.get(name)]
+    says += [*ignored, *done.left_out, *(f"{one.given.key} is left out: {one.why}" for one in done.unmapped)]
     nodes = _count(environment, "NNODES")
     ranks = _count(environment, "GPUS_PER_NODE")
     # One node unless told otherwise, as the script had it: a recipe may ask for more by itself.
     asked = replace(request.asked, precision=done.choices.get("precision"), nodes=nodes or 1)
+    words = [f"ranks={ranks}"] if ranks else []
+    if environment.get("PRIMUS_DETERMINISTIC") == "1":
+        words.append(f"{known_backend(str(asked.backend)).key('deterministic')}=true")
     return replace(
         request,
         asked=asked,
-        words=(*([f"ranks={ranks}"] if ranks else []), *done.words()),
+        words=(*words, *done.words()),
         says=tuple(says),
         environment={**_meeting(environment, nodes), **_tuning(environment, request.recipe)},
     )

@@ -16,7 +16,18 @@ import yaml
 from primus.errors import InputError
 from primus.recipes.model import Scalar
 
-__all__ = ["Documented", "Entry", "commands", "documented", "documented_paths", "entry", "keys", "nearest", "preset"]
+__all__ = [
+    "Documented",
+    "Entry",
+    "commands",
+    "documented",
+    "documented_paths",
+    "entry",
+    "ignored_variables",
+    "keys",
+    "nearest",
+    "preset",
+]
 
 _HERE = Path(__file__).parent
 
@@ -49,6 +60,12 @@ class Documented:
 @cache
 def _table(name: str) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load((_HERE / f"{name}.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def ignored_variables() -> Mapping[str, str]:
+    """Variables of the old scripts that change nothing, with the reason."""
+    found: Mapping[str, str] = _table("keys")["environment"]
     return found
 
 

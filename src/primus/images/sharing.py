@@ -4,6 +4,7 @@ no bytes, and neither has any sum with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,7 +14,18 @@ from primus.images.action import ImagePlan
 from primus.images.outline import bytes_text
 from primus.images.store import Store
 
-__all__ = ["Image", "LayerOf", "Pair", "Part", "pairs", "parts", "sharing_json", "sharing_of", "sharing_text"]
+__all__ = [
+    "Image",
+    "LayerOf",
+    "Pair",
+    "Part",
+    "pairs",
+    "parts",
+    "share_text",
+    "sharing_json",
+    "sharing_of",
+    "sharing_text",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +152,13 @@ def sharing_text(images: Sequence[Image]) -> str:
     ):
         rows.append([name, "", *map(_text, values)])
     table = [["pair", "shared", "of the larger"]]
-    for pair in pairs(images):
-        share = "unknown" if pair.share is None else f"{100 * pair.share:.2f} %"
-        table.append([" ↔ ".join(pair.targets), _text(pair.shared), share])
+    table += [[" ↔ ".join(pair.targets), _text(pair.shared), share_text(pair.share)] for pair in pairs(images)]
     return "\n".join([*_aligned(rows), "", *_aligned(table)])
+
+
+def share_text(share: float | None) -> str:
+    """A share in percent, rounded down: all but a few bytes is not all."""
+    return "unknown" if share is None else f"{math.floor(10_000 * share) / 100:.2f} %"
 
 
 def _text(size: int | None) -> str:

@@ -32,6 +32,7 @@ def generated(project: Path) -> dict[str, str]:
     from primus.release.inputs import Inputs
     from primus.release.models_page import models_page
     from primus.release.old_commands_page import old_commands_page
+    from primus.release.published import Published
     from primus.release.show import page
     from primus.schema import json_schema
     from primus.versions.model import Versions
@@ -42,6 +43,7 @@ def generated(project: Path) -> dict[str, str]:
         "docs/schemas/image.json": _json(json_schema(Target, title="images/<target>.yaml: what one image holds")),
         "docs/schemas/releases.json": _json(json_schema(History, title="the published releases")),
         "docs/schemas/release_inputs.json": _json(json_schema(Inputs, title="what published images were made from")),
+        "docs/schemas/published.json": _json(json_schema(Published, title="what the source documents publish")),
         "docs/releases.md": page(load_history()),
         "docs/gpus.md": gpu_page(load_table()),
         "docs/models.md": models_page(),

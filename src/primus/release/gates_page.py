@@ -7,7 +7,7 @@ from typing import Any
 
 from primus.gates.archs import runs_on
 from primus.images.outline import bytes_text
-from primus.images.sharing import Image, LayerOf, pairs, parts
+from primus.images.sharing import Image, LayerOf, pairs, parts, share_text
 from primus.release.markdown import table
 
 __all__ = ["gates_page"]
@@ -130,14 +130,7 @@ def _sharing(records: Iterable[Record]) -> list[str]:
         for record in records
     ]
     own = [(f"`{p.target}`", _size(p.size), _size(p.shared), _size(p.own)) for p in parts(images)]
-    shares = [
-        (
-            f"`{pair.targets[0]}` ↔ `{pair.targets[1]}`",
-            _size(pair.shared),
-            "unknown" if pair.share is None else f"{100 * pair.share:.2f} %",
-        )
-        for pair in pairs(images)
-    ]
+    shares = [(" ↔ ".join(f"`{t}`" for t in p.targets), _size(p.shared), share_text(p.share)) for p in pairs(images)]
     return [
         *table(("target", "image", "shared with others", "its own"), own),
         "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 
 from primus.recipes.architecture import Architecture
@@ -30,6 +31,7 @@ publishes that combination, and the figure is ours. Where documents disagree, th
 the file it names and over files of other dates, and the section says what each of them has."""
 
 
+@cache
 def models_page() -> str:
     """The page in Markdown."""
     published, found = load_published(), tuple(outcomes())

@@ -102,7 +102,7 @@ def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
     """
     cache = job.output / "cache"
     made = dict(given)
-    if not any(str(value).startswith("hf:") for value in job.recipe.section("assets").values()):
+    if not any(str(setting.value).startswith("hf:") for setting in job.recipe.settings.values()):
         made |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(cache / "huggingface")}
     made |= {
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
@@ -130,6 +130,8 @@ def expected_facts(job: Job) -> dict[str, Any]:
     }
     if recipe.architecture.vocab_size:
         asked |= {"seq_len": recipe.seq_len, "vocab_size": recipe.architecture.vocab_size}
+    if recipe.mode == "lora":
+        asked |= {"mode": "lora", "trained_outside_adapters": 0}
     if recipe.seed >= 0:
         asked["seed"] = recipe.seed
     if recipe.deterministic:

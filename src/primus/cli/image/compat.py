@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from primus.cli.image import train
 from primus.compat import benchmark, pretrain
@@ -105,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{command}: {sentence}", file=sys.stderr)
     print(f"{command}: → primus train {' '.join(request.train())}", file=sys.stderr)
     if not own.dry_run:
-        _startable(command, environment)
+        _startable(command, environment, request)
         for name in _OF_TORCHRUN if _STARTED_BY_TORCHRUN in environment else ():
             os.environ.pop(name, None)
         os.environ.update(request.environment)
@@ -159,8 +160,8 @@ def _for_this_machine(request: Request, own: argparse.Namespace) -> Request:
     return request
 
 
-def _startable(command: str, environment: Mapping[str, str]) -> None:
-    """HostError for what only the host can start."""
+def _startable(command: str, environment: Mapping[str, str], request: Request) -> None:
+    """HostError for what only the host can start, InputError for a tuning stage without the one before it."""
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
         raise HostError(
             "a job of Slurm is started outside of the image",
@@ -170,6 +171,10 @@ def _startable(command: str, environment: Mapping[str, str]) -> None:
         raise HostError(
             f"{command} starts containers, which is done outside of the image", hint="--dry-run shows the run"
         )
-    stage = environment.get("PRIMUS_HIPBLASLT_TUNING_STAGE") or "0"
-    if stage == "2":
+    if environment.get("PRIMUS_HIPBLASLT_TUNING_STAGE") == "2":
         raise HostError("this image cannot tune hipBLASLt yet", hint="stages 0, 1 and 3 work")
+    tuned = request.environment.get("HIPBLASLT_TUNING_OVERRIDE_FILE")
+    if tuned is not None and not Path(tuned).is_file():
+        raise InputError(f"there is no {tuned}", where="PRIMUS_HIPBLASLT_TUNING_STAGE=3", hint="stage 2 makes it")
+    if shapes := request.environment.get("HIPBLASLT_LOG_FILE"):
+        Path(shapes).parent.mkdir(parents=True, exist_ok=True)

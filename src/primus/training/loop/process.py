@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from primus.training.loop.given import Given, read
+from primus.training.store import choose_store
 
 __all__ = ["Process", "leave", "main", "peak_memory", "start"]
 
@@ -55,6 +56,7 @@ def start(given: Given) -> Process:
     run can be repeated to the last bit.
     """
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    choose_store()
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -30,7 +30,8 @@ class Report:
         self._trackers = _trackers(given) if process.rank == 0 else []
         self._since = time.perf_counter()
         # Counted as torchtitan counts, so that the figures of all backends compare: attention non-causal.
-        self._flops = of_recipe_unit(given.model, given.training.seq_len).non_causal
+        per_unit = of_recipe_unit(given.model, given.training.seq_len).non_causal
+        self._flops = per_unit * (self._images or self._tokens)
 
     def start(self) -> None:
         """What went before belongs to no step."""
@@ -44,7 +45,7 @@ class Report:
         speed = self._tokens / seconds
         line = (
             f"step: {step:2}  loss: {loss:8.5f}  grad_norm: {grad_norm:7.4f}  memory: {memory:5.2f}GiB({share:.2f}%)  "
-            f"tps: {round(speed):,}  tflops: {speed * self._flops / 1e12:,.2f}  mfu: N/A"
+            f"tps: {round(speed):,}  tflops: {self._flops / seconds / 1e12:,.2f}  mfu: N/A"
         )
         if self._images:
             line += f"  images/s: {self._images / seconds:.3f}"

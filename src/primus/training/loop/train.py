@@ -25,7 +25,7 @@ _COLLECT_EVERY = 50
 def run(given: Given, process: Process, session: Session, data: Data) -> None:
     """Train the steps that are asked for, leave log, facts and checkpoints in the output folder.
 
-    The first step is watched (:func:`primus.training.facts.watching`) and runs uncompiled for that.
+    The first step is watched: :func:`primus.training.facts.watching`.
     """
     config = given.training
     report = Report(given, process, data)
@@ -40,10 +40,8 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
         batches = _batches(given, session, data, step)
         if step == given.first_step:
             report.start()
-            torch.compiler.set_stance("force_eager")
-            with facts.watching(session.model_parts, session.linear_types) as seen:
+            with facts.watching(session.model_parts, session.linear_types, compiled=config.compile) as seen:
                 loss, norm = _step(process, session, data, batches, rate)
-            torch.compiler.set_stance("default")
             known |= seen
             report.step(step, loss, norm, rate)
             facts.write(given.output / "facts.json", known)

@@ -4,53 +4,38 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from training_kit import ROOT, failing, train
 
 from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
 from primus.training import outcome, suite
-from primus.training.job import Job, JobResult
+from primus.training.job import Job
 from primus.training.outcome import Outcome
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).resolve().parents[2]
-REFERENCE = Path(__file__).with_name("megatron_reference.py")
+REFERENCE = Path(__file__).with_name("inside") / "gpt.py"
 CPU = Asked(backend="megatron", gpu="cpu", proxy=True)
 
 
-def run(python: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [python, *words],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+def run(python: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python that knows primus."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": ""}
+    return subprocess.run([*python, *words], env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.fixture(scope="module")
-def python() -> str:
-    """Python with megatron-core and transformers: PRIMUS_TEST_PYTHON's, else the one that runs the tests."""
-    chosen = os.environ.get("PRIMUS_TEST_PYTHON", sys.executable)
-    missing = run(chosen, "-c", "import megatron.core, transformers")
+@pytest.fixture(autouse=True, scope="module")
+def _installed(python: list[str]) -> None:
+    missing = run(python, "-c", "import megatron.core, transformers")
     if missing.returncode:
-        pytest.skip(f"{chosen}: {missing.stderr.strip().splitlines()[-1]}; PRIMUS_TEST_PYTHON names another")
-    return chosen
-
-
-def train(python: str, job: Job) -> JobResult:
-    ended = run(python, "-m", "primus.cli.main", *job.arguments(), "--json")
-    assert ended.returncode in (0, 1), ended.stderr
-    return JobResult(exit_code=ended.returncode, output=job.output)
+        pytest.skip(f"{missing.stderr.strip().splitlines()[-1]}; PRIMUS_TEST_PYTHON names a Python that has it")
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2", "mistral", "mixtral", "deepseek_v2", "deepseek_v3"])
-def test_the_model_computes_what_transformers_computes_with_the_same_weights(python: str, family: str) -> None:
+def test_the_model_computes_what_transformers_computes_with_the_same_weights(python: list[str], family: str) -> None:
     ended = run(python, "-W", "ignore", str(REFERENCE), family)
     assert ended.returncode == 0, ended.stderr
     gap, largest = map(float, ended.stdout.split())
@@ -58,16 +43,14 @@ def test_the_model_computes_what_transformers_computes_with_the_same_weights(pyt
     assert gap < 1e-4 * largest
 
 
-def five_steps(python: str, name: str, output: Path, *words: str) -> Outcome:
-    job = Job(name="train", recipe=resolve(name, ["training.steps=5", *words], CPU), output=output)
+def three_steps(python: list[str], name: str, output: Path, *words: str) -> Outcome:
+    job = Job(name="train", recipe=resolve(name, ["training.steps=3", *words], CPU), output=output)
     left = outcome.read(job, train(python, job))
-    failed = [verdict for verdict in outcome.basic_verdicts(left) if not verdict.passed]
-    assert failed == []
+    assert failing(outcome.basic_verdicts(left)) == []
     return left
 
 
 TENSOR = "model.tensor_model_parallel_size=2"
-SEQUENCE = "model.sequence_parallel=true"
 PIPELINE = "model.pipeline_model_parallel_size=2"
 ALONE = "model.expert_model_parallel_size=1"
 
@@ -75,25 +58,29 @@ ALONE = "model.expert_model_parallel_size=1"
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        ("llama3.1-8b", [[], [TENSOR], [TENSOR, SEQUENCE], [PIPELINE], ["ddp.use_distributed_optimizer=false"]]),
-        ("deepseek-v2-lite", [[], [ALONE], [ALONE, TENSOR, SEQUENCE], [ALONE, PIPELINE]]),
+        ("llama3.1-8b", [[], [TENSOR], [PIPELINE], ["ddp.use_distributed_optimizer=false"]]),
+        ("deepseek-v2-lite", [[], [ALONE], [ALONE, TENSOR], [ALONE, PIPELINE]]),
     ],
 )
-def test_every_layout_trains_the_same_model(python: str, tmp_path: Path, name: str, layouts: list[list[str]]) -> None:
+def test_every_layout_trains_the_same_model(
+    python: list[str], tmp_path: Path, name: str, layouts: list[list[str]]
+) -> None:
     runs = [
-        five_steps(python, name, tmp_path / str(number), "model.layers=4", *words)
+        three_steps(python, name, tmp_path / str(number), "model.layers=4", *words)
         for number, words in enumerate(layouts)
     ]
-    first = runs[0].series.steps
-    for words, other in zip(layouts, runs, strict=True):
-        for left, right in zip(first, other.series.steps, strict=True):
-            assert right.loss == pytest.approx(left.loss, rel=1e-5), words
-            assert right.grad_norm == pytest.approx(left.grad_norm, rel=1e-3), words
+    base = runs[0].series.steps
+    for words, other in zip(layouts[1:], runs[1:], strict=True):
+        steps = other.series.steps
+        assert steps[0].loss == pytest.approx(base[0].loss, rel=1e-6), words
+        # Of one group of weights counted twice or not at all, the norm of the first gradient tells.
+        assert steps[0].grad_norm == pytest.approx(base[0].grad_norm, rel=2e-5), words
+        # Adam's first updates are as large for a gradient that is nothing but rounding.
+        assert [step.loss for step in steps] == pytest.approx([step.loss for step in base], rel=1e-3), words
 
 
 @pytest.mark.parametrize(("name", "precision"), [("deepseek-v2-lite", "fp32"), ("llama3.1-8b", "bf16")])
-def test_the_suite_passes(python: str, tmp_path: Path, name: str, precision: str) -> None:
+def test_the_suite_passes(python: list[str], tmp_path: Path, name: str, precision: str) -> None:
     asked = Asked(backend="megatron", gpu="cpu", proxy=True, precision=precision)
     jobs = suite.plan(name, tmp_path, (), asked)
-    verdicts = suite.judge(jobs, suite.run(jobs, lambda job: train(python, job)))
-    assert [verdict for verdict in verdicts if not verdict.passed] == []
+    assert failing(suite.judge(jobs, suite.run(jobs, lambda job: train(python, job)))) == []

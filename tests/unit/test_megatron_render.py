@@ -107,6 +107,7 @@ def test_the_recipes_are_computable(name: str) -> None:
         (["model.rope_scaling.original_max_position=4096"], "model.rope_scaling.kind: megatron-core"),
         (["model.rope_scaling.kind=yarn"], "YaRN with latent attention alone"),
         (["model.moe.score=sigmoid"], "always normalizes"),
+        (["model.context_parallel_size=2"], "megatron.model.context_parallel_size"),
         (["training.compile=true"], "megatron.training.compile"),
         (["training.master_dtype=bfloat16"], "float32 weights"),
     ],

@@ -80,6 +80,8 @@ def watching(
     found: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
 
     def note(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if module.weight is None:  # Megatron hands a tied head its weight for the call.
+            return
         found["input"][_computed(inputs[0])] += 1
         # Inside forward FSDP has replaced the shard by the gathered weight, in the dtype it computes with.
         found["weight"][_computed(module.weight)] += 1

@@ -33,8 +33,6 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise SystemExit("megatron: context parallelism needs Transformer Engine's attention")
         if attention_dropout or config.attention_dropout or config.apply_query_key_layer_scaling:
             raise SystemExit("megatron: attention by torch has neither dropout nor scaling by layer")
         self.scale = softmax_scale

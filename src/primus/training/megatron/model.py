@@ -11,6 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from primus.recipes.architecture import Architecture
@@ -35,6 +36,7 @@ def configure(
 ) -> TransformerConfig:
     """Megatron's configuration of the model: the recipe's sizes, then the job's own ``model`` keys."""
     dtype = getattr(torch, training.dtype)
+    keys = render.section(config, "model")
     given = {
         **render.transformer(model, training),
         "activation_func": torch.nn.functional.silu,
@@ -48,7 +50,9 @@ def configure(
         "moe_grouped_gemm": layers == "transformer_engine" and bool(model.moe.experts),
         # Without Apex or Transformer Engine there is no kernel that adds to a gradient.
         "gradient_accumulation_fusion": False,
-        **render.section(config, "model"),
+        # Experts need it beside tensor parallelism, and latent attention's norms would count their gradients twice.
+        "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
+        **keys,
     }
     if given.get("fp8") and layers != "transformer_engine":
         raise SystemExit("megatron: FP8 needs Transformer Engine, which is not installed here")
@@ -80,11 +84,20 @@ def build(
         if not on_cpu:
             part.cuda(torch.cuda.current_device())
         weights.initialize(part, methods, training.seed, tied=model.tied_embeddings)
-        parts.append(Float16Module(transformer, part) if transformer.bf16 else part)
+        parts.append(_narrow(transformer, part) if transformer.bf16 else part)
     return [
         DistributedDataParallel(transformer, ddp, part, disable_bucketing=number > 0)
         for number, part in enumerate(parts)
     ]
+
+
+def _narrow(config: TransformerConfig, part: GPTModel) -> Float16Module:
+    """The part in bfloat16, but for the routers' biases: they would widen at the first forward, after a checkpoint."""
+    narrow = Float16Module(config, part)
+    for module in part.modules():
+        if isinstance(module, TopKRouter):
+            module._maintain_float32_expert_bias()
+    return narrow
 
 
 def _spec(config: TransformerConfig, asked: MegatronConfig, layers: str, vp_stage: int | None) -> Any:

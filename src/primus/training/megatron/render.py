@@ -162,6 +162,8 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
             "Megatron always normalizes the chosen sigmoid scores",
             "model.moe.normalize_top_k=true",
         )
+    if recipe.degree("cp") > 1:
+        yield "megatron.model.context_parallel_size", "Megatron splits sequences in Transformer Engine alone", "use TP"
     if recipe.find("megatron.training.fp8", "none") != "none":
         yield "megatron.training.fp8", "Megatron's FP8 is Transformer Engine's", "megatron.model.fp8=hybrid"
     if recipe.find("megatron.training.compile", False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ class MegatronSession:
         asked = MegatronConfig(**render.own(config))
         _initialize_parallelism(render.section(config, "model"))
         _initialize_random_states(given.training.seed, on_cpu=process.on_cpu)
+        if given.training.deterministic:
+            # Transformer Engine's attention is refused beside Megatron's deterministic mode without it.
+            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         self._device = process.device
         self._seq_len = given.training.seq_len
         self._micro_batch = given.training.micro_batch_size

@@ -1,6 +1,6 @@
 """The same weights in Megatron's model, made from our sizes, and in transformers' own: print the gap of their logits.
 
-Run as a program, with a family's name, by Python with megatron-core and transformers.
+Run by Python with megatron-core and transformers, with the name of a family.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ from typing import Any
 
 from primus.recipes.load import folder
 from primus.recipes.model import Asked
+from primus.recipes.size import size
 from primus.training import logs, metrics, start, suite
-from primus.training.flops import of_recipe_unit, parameters
+from primus.training.flops import of_recipe_unit
 from primus.training.job import Job
 from primus.training.torchtitan import render
 
@@ -69,7 +70,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     common = {
         "cell": cell, "recipe_sha256": job.recipe.digest, "gpu": job.recipe.gpu, "ranks": job.recipe.world_size,
         "seq_len": job.recipe.seq_len, "local_batch": job.recipe.local_batch, "global_batch": job.recipe.global_batch,
-        "parameters": parameters(job.recipe.architecture).total,
+        "parameters": size(job.recipe.architecture).total,
         "gflop_per_unit": {"causal": unit.causal / 1e9, "non_causal": unit.non_causal / 1e9},
     }  # fmt: skip
     if cell.startswith("bare:"):

@@ -43,6 +43,38 @@ def test_what_each_change_makes_stale() -> None:
     assert relock.stale(_request(), lock, gone=[_file("wheel", "numpy")]) == {"wheels"}
 
 
+def _with_build(request: Request, *wheels: str) -> Request:
+    return Request(**vars(request) | {"builds": {"x build": wheels}})
+
+
+def test_a_build_is_resolved_anew_with_what_it_copies_from() -> None:
+    lock = _lock(_with_build(_request(), "torch", "ninja==1"))
+    assert relock.stale(_with_build(_request(), "torch", "ninja==1"), lock) == set()
+    assert relock.stale(_with_build(_request(), "torch", "ninja==2"), lock) == {"build x build"}
+    both = {"wheels", "build x build"}
+    assert relock.stale(_with_build(_request(torch="3"), "torch", "ninja==1"), lock) == both, "it has the image's torch"
+    gone = [_file("wheel", "ninja", base="x build")]
+    assert relock.stale(_with_build(_request(), "torch", "ninja==1"), lock, gone=gone) == {"build x build"}
+
+
+def test_what_a_built_wheel_requires_is_a_pin_of_the_lock() -> None:
+    lock = _lock(_request())
+    assert relock.stale(Request(**vars(_request()) | {"requires": ("onnx",)}), lock) == {"wheels"}
+    assert relock.stale(Request(**vars(_request()) | {"requires": ("torch",)}), lock) == set(), "pinned already"
+
+
+def test_a_builds_wheels_are_not_the_images() -> None:
+    lock = Lock(
+        target="cpu",
+        channel="pypi",
+        pins={},
+        files=(_file("wheel", "torch"), _file("wheel", "ninja", base="x build"), _file("deb", "gcc", base="x build")),
+    )
+    assert [f.name for f in lock.of("wheel")] == ["torch"]
+    assert [f.name for f in lock.of("wheel", "x build")] == ["ninja"]
+    assert [f.name for f in lock.of("deb")] == ["gcc"]
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.cli.image.common import complete_recipe
+from primus.cli.image.common import add_named, complete_recipe, offered
 from primus.cli.main import main
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -118,6 +119,11 @@ def test_show_of_an_unknown_recipe_names_the_nearest(capsys: pytest.CaptureFixtu
 def test_names_complete() -> None:
     assert complete_recipe("ti") == ["tiny"]
     assert complete_recipe("x") == []
+    assert offered("mode") == ["pretrain", "full", "lora"]
+    assert "mi355x" in offered("gpu")
+    parser = argparse.ArgumentParser()
+    add_named(parser, "backend", "")
+    assert "megatron" in parser._actions[-1].completer()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("words", ["list", "show tiny --gpu h200"])

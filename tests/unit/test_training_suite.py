@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tomllib
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ from primus.report.html import page
 from primus.report.plot import Line, line_chart, ticks
 from primus.training import outcome, ranks, record, start, suite
 from primus.training.job import Job, JobResult
-from primus.training.torchtitan import render
+from primus.training.torchtitan import entry, render
 
 LINEARS: dict[str, Any] = {
     "types": {"Linear": 21, "FSDPLinear": 1},
@@ -213,6 +217,41 @@ def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: t
     for name in ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
         assert made[name].startswith(str(jobs[0].output))
     assert ranks.environment(jobs[0], {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+
+
+def test_ranks_meet_over_a_file_of_the_job(jobs: tuple[Job, ...]) -> None:
+    words = render.argv(jobs[0], "python")
+    options = dict(pairwise(words))
+    assert options["--rdzv-endpoint"].startswith(str(jobs[0].output / "cache"))
+    assert options["--rdzv-conf"] == "store_type=file"
+    assert render.environment(jobs[0], {})["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, None),
+        ("use_libuv was requested but PyTorch was built without libuv support", "0"),
+        ("the network is down", RuntimeError),
+    ],
+)
+def test_only_a_torch_without_libuv_does_without(
+    monkeypatch: pytest.MonkeyPatch, error: str | None, expected: str | type[Exception] | None
+) -> None:
+    def store(*_: object, **__: object) -> None:
+        if error is not None:
+            raise RuntimeError(error)
+
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace(TCPStore=store))
+    monkeypatch.setenv("USE_LIBUV", "")
+    monkeypatch.delenv("USE_LIBUV")
+    if expected is RuntimeError:
+        with pytest.raises(RuntimeError, match=error):
+            entry._store()
+    else:
+        entry._store()
+        assert os.environ.get("USE_LIBUV") == expected
 
 
 def test_a_folder_that_holds_a_run_is_not_reused(jobs: tuple[Job, ...]) -> None:

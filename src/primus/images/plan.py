@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,13 @@ from primus.images.action import Action, ImagePlan, Input
 from primus.images.canonical import key_of
 from primus.images.layer import assembler
 from primus.images.prefix import Prefix
-from primus.images.skeleton import console_script, distribution, environment
+from primus.images.skeleton import console_script, distribution, environment, working_folders
 from primus.images.source import WHEEL_SCRIPT
-from primus.images.target import normalised
-from primus.images.trim import TRIM, kernels_of_others
+from primus.images.target import build_root, normalised
+from primus.images.trim import TRIM
+from primus.images.turbo import turbo_action
 from primus.versions.lock import Lock, LockedFile
-from primus.versions.model import Pin
+from primus.versions.model import Build, Pin
 
 if TYPE_CHECKING:
     from primus.images.project import Project
@@ -27,6 +28,7 @@ __all__ = ["plan_image"]
 # A wheel of the closure at least this large gets a layer of its own: small ones change together, large ones rarely.
 _OWN_LAYER = 8_000_000
 _BYTECODE = Path(__file__).with_name("compile_bytecode.py")
+_ORDER = Path(__file__).with_name("sorted_folders.py")
 _SOURCE = "https://github.com/AMD-AGI/Primus"
 
 
@@ -41,9 +43,18 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
         base = versions.bases[choice.base]
         prefix = Prefix(python=".".join(base.python.split(".")[:2]))
         layers.append(_base(project, choice.base, lock, name, tool))
+        if base.kernels:
+            layers.append(_kernels(project, choice.base, lock, name, tool))
         # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
         layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
     layers += _components(project, name, pins, lock, prefix, layers[0] if layers else None, tool)
+    if target.turbo:
+        if prefix is None:
+            raise InputError("kernels need a base to be compiled in", where=project.target_place(name, "turbo"))
+        # In all but the local trees: those change most often, and no kernel is compiled from them.
+        inside = [a for a in layers if not a.tree]
+        local = [a for a in layers if a.tree]
+        layers = [*inside, turbo_action(project, name, pins, inside, prefix, tool), *local]
     facts = {
         "release": versions.release,
         "target": name,
@@ -106,14 +117,15 @@ def _inline(name: str, entries: Mapping[str, Mapping[str, object]], tool: str) -
     )
 
 
-def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str) -> Action:
-    debs = _need(lock, name).of("deb", base)
+def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, root: str = "") -> Action:
+    """The root file system of ``base``, or ``root``, a build's, which holds more."""
+    debs = _need(lock, name).of("deb", root or base)
     if not debs:
-        raise InputError(f"the lock of {name} has no packages for base {base}", hint=f"primus lock {name}")
+        raise InputError(f"the lock of {name} has no packages for {root or base}", hint=f"primus lock {name}")
     where, about = project.base_place(base), project.versions.bases[base]
-    kernels = {"arch": about.arch, "kernels": list(kernels_of_others(about.arch))} if about.arch else {}
+    kernels = {"kernels": dict(about.kernels)} if about.kernels else {}
     return Action(
-        name=f"base {base}",
+        name=f"base {root or base}",
         kind="debs",
         inputs=(
             Input(name="assembler", value=tool),
@@ -121,6 +133,28 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str) 
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
         spec={"suite": about.suite, "trim": list(TRIM), **kernels},
+        files=debs,
+    )
+
+
+def _kernels(project: Project, base: str, lock: Lock | None, name: str, tool: str) -> Action:
+    """What the base's packages keep per architecture, for the target's one."""
+    where, kernels, arch = project.base_place(base), project.versions.bases[base].kernels, project.arch(name)
+    if arch is None:
+        raise InputError(
+            f"base {base} keeps kernel files apart per GPU, and {name} has none",
+            where=project.target_place(name),
+            hint="say which: gpu",
+        )
+    debs = tuple(f for f in _need(lock, name).of("deb", base) if f.name in kernels)
+    return Action(
+        name=f"kernels {arch}",
+        kind="kernels",
+        inputs=(
+            Input(name="assembler", value=tool),
+            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
+        ),
+        spec={"arch": arch, "kernels": dict(kernels)},
         files=debs,
     )
 
@@ -156,19 +190,25 @@ def _components(
                 )
             layers.append(_wheels(project, component, (wheel,), where, base, prefix, tool))
         else:
-            built = _build(project, name, pin, lock, where, tool)
+            built = _build(project, name, pin, lock, where, base, prefix, tool)
             layers.append(_wheels(project, component, (), where, base, prefix, tool, built))
     lock_name = str(project.lock_path(name).relative_to(project.root))
-    large = [f for f in wheels.values() if f.size >= _OWN_LAYER]
-    small = tuple(f for f in wheels.values() if f.size < _OWN_LAYER)
-    closure = [
-        _wheels(project, f"python-{f.name}", (f,), lock_name, base, prefix, tool) for f in large if base and prefix
-    ]
-    if small and base and prefix:
-        closure.append(_wheels(project, "python", small, lock_name, base, prefix, tool))
+    closure = _closure(project, "python", wheels.values(), lock_name, base, prefix, tool) if base and prefix else []
     # Local trees change most often: they lie on top of what rarely does.
     local = [a for a in layers if a.kind == "files"]
     return [*closure, *(a for a in layers if a.kind != "files"), *local]
+
+
+def _closure(
+    project: Project, name: str, wheels: Iterable[LockedFile], where: str, base: Action, prefix: Prefix, tool: str
+) -> list[Action]:
+    """Layers for wheels that no pin names: large ones each their own, small ones together."""
+    wheels = tuple(wheels)
+    small = tuple(f for f in wheels if f.size < _OWN_LAYER)
+    layers = [
+        _wheels(project, f"python-{f.name}", (f,), where, base, prefix, tool) for f in wheels if f.size >= _OWN_LAYER
+    ]
+    return [*layers, _wheels(project, name, small, where, base, prefix, tool)] if small else layers
 
 
 def _check_deb(project: Project, name: str, pin: Pin, lock: Lock | None, where: str) -> None:
@@ -190,7 +230,7 @@ def _tree(project: Project, component: str, pin: Pin, where: str, prefix: Prefix
     if prefix is None and "{site}" in (pin.to or ""):
         raise InputError(f"{component} goes among the Python packages, and its target has no base", where=where)
     to = (pin.to or "/").replace("{site}", prefix.site if prefix else "").strip("/")
-    extra = {}
+    extra = dict(working_folders(to, (path for path, _, _ in tree)))
     if component == "primus":
         extra = {**distribution(to), **console_script(to)}
     return Action(
@@ -235,17 +275,42 @@ def _wheels(
     )
 
 
-def _build(project: Project, name: str, pin: Pin, lock: Lock | None, where: str, tool: str) -> Action:
-    package = normalised(pin.sdist or "")
-    source = next((f for f in _need(lock, name).of("sdist") if f.name == package), None)
+def _build(
+    project: Project, name: str, pin: Pin, lock: Lock | None, where: str, base: Action, prefix: Prefix, tool: str
+) -> Action:
+    package, build = normalised(pin.sdist or ""), pin.build or Build()
+    lock = _need(lock, name)
+    source = next((f for f in lock.of("sdist") if f.name == package), None)
     if source is None or source.version != pin.version:
         raise InputError(f"{pin.text} is pinned, the lock of {name} has not got it", where=where, hint="primus lock")
-    builder = _base(project, pin.builder or "", lock, name, tool)
+    root, wheels = build_root(package), lock.of("wheel", build_root(package))
+    own = _base(project, project.choice(name).base or "", lock, name, tool, root) if build.debs else base
+    layers: list[Action] = []
+    if wheels:
+        lock_name = str(project.lock_path(name).relative_to(project.root))
+        layers = [
+            _inline("environment", environment(prefix, system=True), tool),
+            *_closure(project, f"wheels of {root}", wheels, lock_name, base, prefix, tool),
+        ]
     return Action(
         name=f"build {package}",
         kind="build",
-        inputs=(Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),),
-        spec={"package": package, "script": WHEEL_SCRIPT},
-        needs=(builder,),
+        inputs=(
+            Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),
+            Input(name="sorted folders", value="sha256:" + project.stats.sha256(str(_ORDER))),
+            *(Input(name=f"deb {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where) for f in own.files),
+            *(Input(name=f"wheel {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where) for f in wheels),
+            *(Input(name=f"environment {k}", value=v, where=where) for k, v in build.environment.items()),
+        ),
+        spec={
+            "package": package,
+            "script": WHEEL_SCRIPT,
+            "python": prefix.interpreter if wheels else f"/usr/bin/python{prefix.python}",
+            "environment": dict(build.environment),
+            "root": own.spec,
+        },
+        # How they are compressed and laid out changes no wheel: their packages are the inputs, not their keys.
+        tools=(own, *layers),
         files=(source,),
+        job_bytes=round(build.job_gb * 1e9),
     )

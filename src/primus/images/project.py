@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.gpus.model import Table
+from primus.gpus.model import Generation, Table
 from primus.gpus.table import TABLE_FILE, generation
 from primus.images.channel import Choice, choose
 from primus.images.stats import StatIndex
@@ -112,11 +112,16 @@ class Project:
 
     def arch(self, name: str) -> str | None:
         """The GPU architecture that the target's libraries must have code for: its generation's, or as it says."""
+        gpu = self.gpu(name)
+        return gpu.arch if gpu else self.target(name).arch
+
+    def gpu(self, name: str) -> Generation | None:
+        """The GPU that the target is for, if it names one."""
         target = self.target(name)
         if target.gpu is None:
-            return target.arch
+            return None
         try:
-            return generation(target.gpu, self._gpus).arch
+            return generation(target.gpu, self._gpus)
         except InputError as error:
             raise InputError(error.message, where=self.target_place(name, "gpu"), hint=error.hint) from None
 

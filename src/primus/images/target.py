@@ -12,7 +12,7 @@ from primus.schema import described
 from primus.versions.lock import BaseRequest, Request
 from primus.versions.model import Pin, Versions
 
-__all__ = ["Target", "Variable", "environment_of", "normalised", "pins_of", "request_of"]
+__all__ = ["Target", "Variable", "build_root", "environment_of", "normalised", "pins_of", "request_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,9 @@ class Target:
         "Channels whose images are previews, with the sentence that says what they lack.", default_factory=dict
     )
     environment: tuple[Variable, ...] = described("Environment of every container.", default=())
+    turbo: tuple[str, ...] = described(
+        "Components whose Triton kernels are compiled into the image, for its GPU.", default=()
+    )
     entrypoint: tuple[str, ...] = described("Command that every command line is given to.", default=())
     command: tuple[str, ...] = described("Command line when none is given.", default=())
     recipes: tuple[str, ...] = described("Recipes that validate it, the default first.", default=())
@@ -129,26 +132,31 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
 
 def request_of(versions: Versions, name: str, channel: str, base: str | None, pins: Mapping[str, Pin]) -> Request:
     """What the target asks of the sources: the input of its lock. Raises InputError for a base that is not there."""
-    wanted = [base] if base else []
-    wanted += [p.builder for p in pins.values() if p.builder]
-    for one in wanted:
-        if one not in versions.bases:
-            raise InputError(f"{name}: no base is called {one!r}", hint="bases stand in versions.yaml")
+    if base and base not in versions.bases:
+        raise InputError(f"{name}: no base is called {base!r}", hint="bases stand in versions.yaml")
     python = versions.bases[base].python if base else ""
+    builds = {build_root(p.sdist): p.build for p in pins.values() if p.sdist and p.build}
+    debs: dict[str, tuple[str, ...]] = {base: ()} if base else {}
+    debs |= {root: build.debs for root, build in builds.items() if base and build.debs}
+    own = versions.bases[base] if base else None
     return Request(
         target=name,
         channel=channel,
         python=".".join(python.split(".")[:2]),
         bases={
-            one: BaseRequest(
-                suite=versions.bases[one].suite,
-                python=versions.bases[one].python,
-                packages=versions.bases[one].packages,
-            )
-            for one in dict.fromkeys(wanted)
+            root: BaseRequest(suite=own.suite, python=own.python, packages=(*own.packages, *more))
+            for root, more in debs.items()
+            if own
         },
         wheels={normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel},
         sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},
         pure=tuple(normalised(p.wheel) for p in pins.values() if p.wheel and p.pure),
         debs={p.deb: p.version or "" for p in pins.values() if p.deb},
+        requires=tuple(dict.fromkeys(normalised(r) for p in pins.values() for r in p.requires)),
+        builds={root: build.wheels for root, build in builds.items() if build.wheels},
     )
+
+
+def build_root(sdist: str) -> str:
+    """What the lock calls the root file system that builds ``sdist``."""
+    return f"{normalised(sdist)} build"

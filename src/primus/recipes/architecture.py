@@ -111,6 +111,19 @@ class Architecture:
     mla: LatentAttention = field(default_factory=LatentAttention)
     dit: DiffusionTransformer = field(default_factory=DiffusionTransformer)
 
+    def objection(self) -> tuple[str, str] | None:
+        """Key and reason of the first size that no model can have; None when all can."""
+        if self.family == "flux":
+            return None
+        for key, size in (("layers", self.layers), ("hidden_size", self.hidden_size), ("heads", self.heads)):
+            if size < 1:
+                return key, "must be at least 1"
+        if not self.head_dim and self.hidden_size % self.heads:
+            return "hidden_size", f"{self.hidden_size} does not divide by {self.heads} heads"
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
+            return "heads", f"{self.heads} does not divide by {self.kv_heads} heads of keys and values"
+        return None
+
     @property
     def head_size(self) -> int:
         """Elements of one attention head."""

@@ -23,7 +23,7 @@ class Entry:
     """One recipe with one backend in one mode.
 
     ``precisions`` are those of the whole model, each with the GPUs that compute it; ``proxy`` those in which its proxy
-    trains on a CPU.
+    trains on a CPU. ``only_proxy``: there is no whole model behind it.
     """
 
     recipe: str
@@ -34,6 +34,7 @@ class Entry:
     mode: str
     precisions: Mapping[str, tuple[str, ...]]
     proxy: tuple[str, ...]
+    only_proxy: bool
 
     @property
     def gpus(self) -> tuple[str, ...]:
@@ -69,6 +70,7 @@ def entries() -> Iterator[Entry]:
                 backend=backend,
                 mode=mode,
                 precisions={p: _computing(p, backend) for p in precisions},
+                only_proxy="default.proxy" in settings and settings["default.proxy"].value is True,
                 proxy=tuple(p for p in backends()[backend].cpu if p == "fp32" or p in precisions),
             )
 

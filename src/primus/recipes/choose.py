@@ -29,6 +29,8 @@ def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[st
             among("mode", mode, list(backends()[backend].modes), setting.origin)
             for word in value:
                 among("precision", str(word), list(PRECISIONS), setting.origin)
+            if not value:
+                raise InputError(f"{key} names no precision", where=setting.origin)
             cells[backend, mode] = tuple(map(str, value))
     return cells
 

@@ -113,7 +113,9 @@ def _override(word: str, knows: Backend) -> tuple[str, Setting]:
         return key, setting
     rules, unjudged = schema.backend_rules(knows.name)
     neutral = key.startswith("model.") and key.removeprefix("model.") in schema.model_rules()
-    native = key in rules or key in knows.owned or (unjudged and key.startswith(unjudged) and not neutral)
+    # What cannot be judged here is taken for the backend's own, unless it would stand among our own sections.
+    ours = neutral or (section in _OWN_SECTIONS and section != "model")
+    native = key in rules or key in knows.owned or (unjudged and key.startswith(unjudged) and not ours)
     return (f"{knows.name}.{key}" if native or section not in _OWN_SECTIONS else key), setting
 
 
@@ -132,6 +134,8 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
         native = key.removeprefix(f"{knows.name}.")
         if native != key and native in knows.owned:
             raise InputError(f"{key} is set by primus", where=setting.origin, hint=f"use {knows.owned[native]}")
+        if isinstance(setting.value, float) and not math.isfinite(setting.value):
+            raise InputError(f"{key} must be finite, not {setting.value}", where=setting.origin)
         rule = rules.get(key)
         if rule is None:
             if open_ended and key.startswith(open_ended):
@@ -167,6 +171,8 @@ def _check_sense(recipe: Recipe) -> None:
         asset = recipe.asset(name)
         if asset is not None and not asset.exists():
             refuse(f"assets.{name}", f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
+    if (objection := recipe.architecture.objection()) is not None:
+        refuse(f"model.{objection[0]}", objection[1])
     _check_mesh(recipe)
     given = derived_precision(recipe)
     if given != recipe.precision:
@@ -207,6 +213,10 @@ def _check_mesh(recipe: Recipe) -> None:
     together = recipe.local_batch * recipe.data_parallel
     key = knows.key("global_batch")
     batch = recipe.find(key, -1)
+    if batch < 1 and batch != -1:
+        raise InputError(
+            f"{key}: must be at least 1, or -1 for one pass of all ranks", where=recipe.settings[key].origin
+        )
     if batch > 0 and batch % together:
         raise InputError(
             f"{key}: {batch} is not a multiple of local batch × data parallel size = {together}",

@@ -185,7 +185,7 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], asked:
         for dtype, count in linears[f"{side}_dtypes"].items()
         if dtype != expected
     ]
-    complaints += [f"{count} {kind}" for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS]
+    complaints += [f"{count} {kind}" for kind, count in _converted(linears).items()]
     evidence = f"{calls} linear calls, weights, inputs and outputs"
     if not linears.get("listened", True):
         products = facts.get("matmul_dtypes", {})
@@ -201,8 +201,15 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], asked:
     return complaints, evidence
 
 
+def _converted(linears: Mapping[str, Any]) -> Mapping[str, int]:
+    """Layers that compute in 8 bits, by class. Runs before they were told apart have the classes alone."""
+    plain = {kind: count for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS}
+    told: Mapping[str, int] = linears.get("converted", plain)
+    return told
+
+
 def _eight_bit_products(facts: Mapping[str, Any], linears: Mapping[str, Any]) -> tuple[list[str], str]:
-    converted = sum(count for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS)
+    converted = sum(_converted(linears).values())
     left = [name for name in linears.get("plain", ()) if not name.rpartition(".")[2].startswith(_KEPT)]
     complaints = [f"{len(left)} linear layers were left as they are: {', '.join(left[:3])} …"] if left else []
     if not converted:

@@ -33,7 +33,9 @@ Kind = Literal["wheel", "sdist", "deb"]
 
 @dataclass(frozen=True, kw_only=True)
 class LockedFile:
-    """One file. ``base`` names the root file system a deb belongs to; ``name`` is PEP 503-normalised for wheels."""
+    """One file. ``base`` names the root file system that a deb, or a wheel of a build, belongs to; a wheel without one
+    is the image's. ``name`` is PEP 503-normalised for wheels.
+    """
 
     kind: Kind
     name: str
@@ -63,8 +65,9 @@ class Request:
     """What is asked of the sources for one target: the lock's input. ``python`` is the major.minor of its base.
 
     ``wheels`` and ``sdists`` map normalised package names to exact versions, ``debs`` names of the base's packages to
-    upstream ones; ``pure`` names wheels to take for every platform; ``bases`` holds the target's own base and those of
-    its builders.
+    upstream ones; ``pure`` names wheels to take for every platform; ``requires`` names wheels of any version that
+    fits; ``bases`` holds the target's own base and the roots of its builds, ``builds`` the wheels that lie in these
+    (``NAME``, of the image's version, or ``NAME==VERSION``).
     """
 
     target: str
@@ -76,6 +79,8 @@ class Request:
     sdists: Mapping[str, str] = field(default_factory=dict)
     debs: Mapping[str, str] = field(default_factory=dict)
     pure: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    builds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def provided(self) -> dict[str, str]:
@@ -92,6 +97,8 @@ class Request:
             result[f"base {name} packages"] = " ".join(sorted(base.packages))
         result |= {f"wheel {name}": version for name, version in self.wheels.items()}
         result |= {f"wheel {name} platform": "any" for name in self.pure}
+        result |= {f"wheel {name}": "what fits" for name in self.requires if name not in self.wheels}
+        result |= {f"build {name} wheels": " ".join(sorted(wheels)) for name, wheels in self.builds.items()}
         result |= {f"deb {name}": version for name, version in self.debs.items()}
         result |= {f"sdist {name}": version for name, version in self.sdists.items()}
         return dict(sorted(result.items()))
@@ -107,8 +114,9 @@ class Lock:
     files: tuple[LockedFile, ...]
 
     def of(self, kind: Kind, base: str | None = None) -> tuple[LockedFile, ...]:
-        """The files of one kind (debs: of one base)."""
-        return tuple(f for f in self.files if f.kind == kind and (base is None or f.base == base))
+        """The files of one kind: of ``base``, or the image's own (debs: of every base)."""
+        every = kind == "deb" and base is None
+        return tuple(f for f in self.files if f.kind == kind and (every or f.base == base))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,33 @@ from typing import Literal
 from primus.schema import described
 from primus.versions.suites import name_of, suites_of
 
-__all__ = ["Base", "Component", "Pin", "Versions"]
+__all__ = ["Base", "Build", "Component", "Pin", "Versions"]
 
 # PEP 440 public version with optional local part; a Debian version also fits a base package's own pin.
 _VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"
+_DEB = r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?"
 _NAME = r"[a-z0-9]+(-[a-z0-9]+)*"
 _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """How an sdist becomes a wheel: what its root file system holds on top of the target's base."""
+
+    debs: tuple[str, ...] = described(
+        "Packages besides the base's own, such as a compiler.",
+        pattern=_DEB,
+        shape="a package name, or name/suite",
+        default=(),
+    )
+    wheels: tuple[str, ...] = described(
+        "Wheels that lie there with all they need: NAME as the image has it, NAME==VERSION for the build alone.",
+        pattern=rf"[A-Za-z0-9._-]+(=={_VERSION})?",
+        shape="a package name, or NAME==VERSION",
+        default=(),
+    )
+    environment: Mapping[str, str] = described("Environment of the build.", default_factory=dict)
+    job_gb: float = described("Memory that one compiler may need, in GB: decides how many run at once.", default=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +67,13 @@ class Pin:
         default=None,
     )
     include: tuple[str, ...] = described("Children of `path` to take; all when left out.", default=())
-    builder: str | None = described("Base that builds the sdist.", default=None)
+    build: Build | None = described("How the sdist becomes a wheel, in the sandbox.", default=None)
+    requires: tuple[str, ...] = described(
+        "Packages that the sdist's wheel needs at run time and no other pin brings; the lock takes versions that fit.",
+        pattern=r"[A-Za-z0-9._-]+",
+        shape="a package name",
+        default=(),
+    )
     pure: bool = described(
         "Take the wheel for every platform, where one for this platform holds code of another GPU.", default=False
     )
@@ -67,8 +94,10 @@ class Pin:
             raise ValueError("channel debian is for deb pins, and only for them")
         if self.pure and kinds[0] != "wheel":
             raise ValueError("`pure` goes with `wheel` only")
-        if (kinds[0] == "sdist") != (self.builder is not None):
-            raise ValueError("an sdist pin, and only it, names the base that builds it: `builder`")
+        if (kinds[0] == "sdist") != (self.build is not None):
+            raise ValueError("an sdist pin, and only it, says how it becomes a wheel: `build`")
+        if self.requires and kinds[0] != "sdist":
+            raise ValueError("`requires` goes with `sdist` only: a wheel says itself what it needs")
 
     @property
     def text(self) -> str:
@@ -94,11 +123,13 @@ class Base:
     python: str = described("Python version in the suite.", pattern=r"3\.[0-9]+\.[0-9]+", shape="like 3.11.2")
     packages: tuple[str, ...] = described(
         "Packages; what they need comes along. `name/suite` takes one from another suite.",
-        pattern=r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?",
+        pattern=_DEB,
         shape="a package name, or name/suite",
     )
-    arch: Literal["gfx942", "gfx950"] | None = described(
-        "GPU architecture it is for: kernel files that name other ones are left out.", default=None
+    kernels: Mapping[str, str] = described(
+        "Package → pattern of its files that are for one GPU architecture each, which their paths name. They stay out "
+        "of the base; those of a target's architecture are a layer of their own.",
+        default_factory=dict,
     )
 
     def __post_init__(self) -> None:
@@ -113,6 +144,11 @@ class Base:
         names = [name_of(p) for p in self.packages]
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"{twice[0]} is named twice under `packages`")
+        for package, pattern in self.kernels.items():
+            if package not in names:
+                raise ValueError(f"{package} stands under `kernels` and not under `packages`")
+            if not pattern.startswith("/") or "gfx" not in pattern:
+                raise ValueError(f"{pattern!r} is no absolute pattern with gfx in it")
 
     @property
     def suites(self) -> tuple[str, ...]:
@@ -144,5 +180,3 @@ class Versions:
                     if (pin.channel, target) in seen:
                         raise ValueError(f"{name} has two pins for channel {pin.channel}, target {target}")
                     seen.add((pin.channel, target))
-                if pin.builder is not None and pin.builder not in self.bases:
-                    raise ValueError(f"{name}: no base is called {pin.builder!r}")

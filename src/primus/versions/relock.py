@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from primus.progress import Progress
 from primus.versions.debs import resolve_debs
 from primus.versions.lock import Lock, LockedFile, Request, drift
-from primus.versions.wheels import resolve_sdists, resolve_wheels
+from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
 __all__ = ["Stale", "resolve", "stale"]
 
@@ -16,21 +16,32 @@ Stale = frozenset[str]
 
 
 def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: Collection[LockedFile] = ()) -> Stale:
-    """The parts to resolve anew: ``"wheels"``, ``"sdists"`` and ``"base NAME"``."""
-    parts = {f"base {name}" for name in request.bases} | {"wheels", "sdists"}
+    """The parts to resolve anew: ``"wheels"``, ``"sdists"``, ``"base NAME"`` and ``"build NAME"``."""
+    builds = {f"build {name}" for name in request.builds}
+    parts = {f"base {name}" for name in request.bases} | {"wheels", "sdists"} | builds
     if previous is None or refresh:
         return frozenset(parts)
-    changed = {{"wheel": "wheels", "sdist": "sdists"}.get(f.kind, f"base {f.base}") for f in gone}
+    changed = {_part(f) for f in gone}
     for one in drift(previous, request):
         kind, _, rest = one.pin.partition(" ")
         if kind in ("architecture", "python"):
             return frozenset(parts)
         base = f"base {rest.rpartition(' ')[0]}"
-        changed |= {"wheel": {"wheels"}, "deb": {"wheels"}, "sdist": {"sdists"}, "base": {base}}[kind]
+        build = f"build {rest.rpartition(' ')[0]}"
+        changed |= {"wheel": {"wheels"}, "deb": {"wheels"}, "sdist": {"sdists"}, "base": {base}, "build": {build}}[kind]
         # A base's glibc and exact Python decide which wheels fit it.
         if one.pin.startswith("base ") and one.pin.endswith((" suite", " python")):
             changed.add("wheels")
+    if "wheels" in changed:
+        # They have the image's versions.
+        changed |= builds
     return frozenset(changed & parts)
+
+
+def _part(file: LockedFile) -> str:
+    if file.kind == "wheel":
+        return f"build {file.base}" if file.base else "wheels"
+    return "sdists" if file.kind == "sdist" else f"base {file.base}"
 
 
 def resolve(
@@ -71,5 +82,13 @@ def resolve(
     with ThreadPoolExecutor(max(1, len(work))) as pool:
         futures = [pool.submit(one) for one in work]
         found = [file for future in futures for file in future.result()]
+    image = {f.name: f.version for f in (*kept, *found) if f.kind == "wheel"}
+    for name, wheels in request.builds.items():
+        before = previous.of("wheel", name) if previous is not None else ()
+        if f"build {name}" in parts:
+            held = {} if refresh else {f.name: f.version for f in before if f not in gone}
+            found += resolve_build(request, name, wheels, image=image, keep=held, progress=progress)
+        else:
+            kept += before
     files = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
     return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(files))

@@ -12,7 +12,7 @@ import threading
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -22,7 +22,16 @@ from primus.progress import Progress
 from primus.versions.indexes import Indexes, pip_failure_hides_network
 from primus.versions.lock import LockedFile, Request
 
-__all__ = ["Found", "explain", "normalise", "parse_report", "platforms", "resolve_sdists", "resolve_wheels"]
+__all__ = [
+    "Found",
+    "explain",
+    "normalise",
+    "parse_report",
+    "platforms",
+    "resolve_build",
+    "resolve_sdists",
+    "resolve_wheels",
+]
 
 # glibc of the suites a base may use: a wheel built for a newer glibc does not start there.
 GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41}
@@ -67,12 +76,13 @@ def resolve_wheels(
 
     Raises InputError when no set of versions fits, HostError when an index does not answer.
     """
-    if not request.wheels:
+    if not request.wheels and not request.requires:
         return ()
     indexes = Indexes.of_host()
-    indexes.probe(next(iter(request.wheels)))
+    indexes.probe(next(iter((*request.wheels, *request.requires))))
     progress.start("wheels", "resolve wheels", unit="files")
     pins = [f"{name}=={version}" for name, version in request.wheels.items()]
+    pins += [name for name in request.requires if name not in request.wheels]
     constraints = [f"{n}=={v}" for n, v in (keep or {}).items() if n not in request.wheels]
     report = _report(request, pins, constraints)
     if report is None:
@@ -90,6 +100,37 @@ def resolve_wheels(
     files = _measured("wheel", found, indexes)
     progress.finish("wheels", f"{len(files)} wheels")
     return files
+
+
+def resolve_build(
+    request: Request,
+    root: str,
+    wheels: Sequence[str],
+    *,
+    image: Mapping[str, str],
+    keep: Mapping[str, str],
+    progress: Progress,
+) -> tuple[LockedFile, ...]:
+    """The wheels of the build root ``root`` and all they need, in the image's versions (``image``) where it has them.
+
+    ``keep`` maps names to versions that should stay if they can. Raises InputError for a name without version that the
+    image lacks, and when what only the build has does not go with the image's versions.
+    """
+    progress.start(root, f"resolve wheels of {root}", unit="files")
+    lacking = [name for name in wheels if "==" not in name and normalise(name) not in image]
+    if lacking:
+        raise InputError(f"{root}: the image has no {lacking[0]}", hint=f"name a version: {lacking[0]}==VERSION")
+    pins = [name if "==" in name else f"{name}=={image[normalise(name)]}" for name in wheels]
+    own = {normalise(name.partition("==")[0]) for name in wheels}
+    fixed = [f"{n}=={v}" for n, v in image.items() if n not in own]
+    kept = [f"{n}=={v}" for n, v in keep.items() if n not in own and n not in image]
+    report = _report(request, pins, [*fixed, *kept]) or _report(request, pins, fixed)
+    if report is None:
+        raise InputError(f"the wheels of {root} do not go with the image's versions", hint="pin others under `build`")
+    found = tuple(one for one in parse_report(report) if one.name not in request.provided)
+    files = _measured("wheel", found, Indexes.of_host())
+    progress.finish(root, f"{len(files)} wheels")
+    return tuple(replace(file, base=root) for file in files)
 
 
 def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile, ...]:

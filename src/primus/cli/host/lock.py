@@ -137,11 +137,13 @@ def _where(project: Project, request: Request, pin: str) -> str:
     from primus.versions.wheels import normalise
 
     kind, _, rest = pin.partition(" ")
-    if kind == "base":
-        name, _, field = rest.rpartition(" ")
+    name, _, field = rest.rpartition(" ")
+    if kind == "base" and name in project.versions.bases:
         return project.place("bases", name, field)
     for component, entry in project.pins(request.target).items():
-        package = {"wheel": entry.wheel, "sdist": entry.sdist, "deb": entry.deb}.get(kind)
+        # What is no base is the root of a build, called after its sdist.
+        kinds = {"wheel": entry.wheel, "deb": entry.deb, **dict.fromkeys(("sdist", "base", "build"), entry.sdist)}
+        package = kinds.get(kind)
         if package is not None and normalise(package) == rest.partition(" ")[0]:
             return project.pin_place(component, entry)
     return "versions.yaml"

@@ -9,7 +9,7 @@ from primus.recipes.load import names
 from primus.recipes.model import Asked, Recipe
 from primus.recipes.resolve import resolve
 
-__all__ = ["add_choices", "add_recipe", "complete_recipe", "resolved", "short_origin"]
+__all__ = ["add_choices", "add_named", "add_recipe", "complete_recipe", "offered", "resolved", "short_origin"]
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +31,34 @@ def short_origin(origin: str, recipe: Recipe) -> str:
     return origin.replace(f"{recipe.path.parent}/", "")
 
 
+def offered(choice: str) -> list[str]:
+    """Every word that some recipe takes for a choice."""
+    from primus.recipes.backends import backends
+    from primus.recipes.catalogue import gpus
+
+    match choice:
+        case "backend":
+            return list(backends())
+        case "mode":
+            return list(dict.fromkeys(mode for backend in backends().values() for mode in backend.modes))
+        case "precision":
+            return list(PRECISIONS)
+        case _:
+            return list(gpus())
+
+
+def add_named(parser: argparse.ArgumentParser, choice: str, meaning: str) -> None:
+    """An option for one of the choices, with its words for tab completion."""
+    action = parser.add_argument(f"--{choice}", metavar="NAME", help=meaning)
+    action.completer = lambda **_: offered(choice)  # type: ignore[attr-defined]
+
+
 def add_choices(parser: argparse.ArgumentParser) -> None:
     """What decides which of a recipe's cases hold, and the settings that every backend has."""
-    parser.add_argument("--backend", metavar="NAME", help="torchtitan, megatron, finetune, flux or fsdp")
-    parser.add_argument("--mode", metavar="NAME", help="pretrain, full or lora")
-    parser.add_argument("--precision", metavar="NAME", help=", ".join(PRECISIONS))
-    parser.add_argument("--gpu", metavar="NAME", help="generation to resolve for (default: the machine's)")
+    add_named(parser, "backend", "torchtitan, megatron, finetune, flux or fsdp")
+    add_named(parser, "mode", "pretrain, full or lora")
+    add_named(parser, "precision", ", ".join(PRECISIONS))
+    add_named(parser, "gpu", "generation to resolve for (default: the machine's)")
     parser.add_argument("--nodes", type=int, metavar="N", help="machines that take part (default: 1)")
     parser.add_argument("--proxy", action="store_true", default=None, help="the small model of the same code path")
     parser.add_argument("--ranks", type=int, metavar="N", help="processes on each machine")

@@ -10,37 +10,32 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from primus.cli.image.common import complete_recipe
+from primus.cli.image.common import add_named, complete_recipe, offered
 from primus.errors import InputError
-from primus.recipes.backends import backends
-from primus.recipes.catalogue import Entry, entries, gpus
-from primus.recipes.choose import PRECISIONS, among
+from primus.recipes.catalogue import Entry, entries
+from primus.recipes.choose import among
 from primus.recipes.size import readable
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
 EXAMPLE = "primus list llama --gpu mi355x --precision fp8"
+_CHOICES = ("backend", "mode", "precision", "gpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     name = parser.add_argument("name", metavar="NAME", nargs="?", default="", help="only recipes whose name has this")
     name.completer = complete_recipe  # type: ignore[attr-defined]
-    for option, words in _offered().items():
-        parser.add_argument(f"--{option}", metavar="NAME", help=f"only with this {option}: {', '.join(words)}")
+    for choice in _CHOICES:
+        add_named(parser, choice, f"only with this {choice}")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def _offered() -> dict[str, list[str]]:
-    modes = dict.fromkeys(mode for backend in backends().values() for mode in backend.modes)
-    return {"backend": list(backends()), "mode": list(modes), "precision": list(PRECISIONS), "gpu": list(gpus())}
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the table. Returns 0; raises InputError when nothing is left."""
-    for option, words in _offered().items():
-        if (asked := getattr(options, option)) is not None:
-            among(option, asked, words, f"--{option} {asked}")
+    for choice in _CHOICES:
+        if (asked := getattr(options, choice)) is not None:
+            among(choice, asked, offered(choice), f"--{choice} {asked}")
     shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]
     if not shown:
         raise InputError("no recipe is like that", hint="primus list shows all")

@@ -25,7 +25,7 @@ def apply() -> None:
         # Groups, pipelines and the dispatcher of tokens wait for the device.
         "synchronize": lambda *_: None,
         # The dispatcher of tokens copies their counts to the host on a stream of its own.
-        "Stream": lambda *_, **__: _Stream(),
+        "Stream": _Stream,
         "current_stream": lambda *_: _Stream(),
         "stream": lambda _: nullcontext(),
     }.items():
@@ -35,6 +35,8 @@ def apply() -> None:
 
 class _Stream:
     """All work is done when its call returns, so there is nothing to wait for, and no event to wait on."""
+
+    def __init__(self, *_of_device: object, **_of_priority: object) -> None: ...
 
     def wait_stream(self, _other: object) -> None: ...
 
@@ -66,11 +68,14 @@ class _AsCuda(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
 
 def apply_after_import() -> None:
     """The rest, on Megatron's own names."""
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
-    # Its tracker of random states forks CUDA's generators; nothing draws from them without dropout.
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    # Its tracker of random states forks CUDA's generators, and layers computed twice start from the same state of
+    # them; nothing draws from them without dropout.
+    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    random._get_cuda_rng_state = lambda *_, **__: None
+    random._set_cuda_rng_state = lambda *_, **__: None
     # The all-to-all takes its splits as numbers; they become such only on their way from a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
 

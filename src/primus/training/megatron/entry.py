@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 
 __all__ = ["main"]
 
 
 def main(folder: str) -> None:
     """Train the job of the output folder ``folder``. Raises what Megatron raises."""
+    # Kernels then start in the order they are asked for in, which overlapping tensor-parallel communication relies on.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # What is not installed is a fact of the run; a dozen lines on standard error say it worse.
+    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex|Apex is not installed")
     import torch
 
     if not torch.cuda.is_available():

@@ -44,6 +44,8 @@ def configure(
         # What the loss is divided by is known for the whole step only, and labels can be ignored.
         "calculate_per_token_loss": True,
         "transformer_impl": layers,
+        # The local form of it needs a package of its own; one product per expert is what remains.
+        "moe_grouped_gemm": layers == "transformer_engine" and bool(model.moe.experts),
         # Without Apex or Transformer Engine there is no kernel that adds to a gradient.
         "gradient_accumulation_fusion": False,
         **render.section(config, "model"),

@@ -57,9 +57,7 @@ class MegatronSession:
             return (ColumnParallelLinear, RowParallelLinear)
         from megatron.core.extensions import transformer_engine as te
 
-        return (
-            ColumnParallelLinear, te.TELinear, te.TELayerNormColumnParallelLinear, te.TEGroupedLinear,
-        )  # fmt: skip
+        return (te.TELinear, te.TELayerNormColumnParallelLinear)
 
     @property
     def data_rank(self) -> int:
@@ -74,7 +72,6 @@ class MegatronSession:
         for part in self.model_parts:
             part.zero_grad_buffer()
         self._optimizer.zero_grad()
-        counted = torch.zeros((), dtype=torch.int64)
 
         def forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             batch = {key: value.to(self._device, non_blocking=True) for key, value in next(batches).items()}
@@ -85,9 +82,7 @@ class MegatronSession:
             def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
                 trained = labels >= 0
                 total = (losses.float() * trained).sum()
-                count = trained.sum(dtype=torch.int32)
-                counted.add_(count.cpu())
-                return total, count, total.detach()
+                return total, trained.sum(dtype=torch.int32), total.detach()
 
             return output, loss
 
@@ -126,18 +121,12 @@ class MegatronSession:
             for part in self.model_parts:
                 # The next forward would fetch what the other ranks updated.
                 part.start_param_sync(force_sync=True)
-        tensor, stage = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        dense = f"tp{tensor}.pp{stage}"
-        expert = f"{dense}.ep{parallel_state.get_expert_model_parallel_rank()}"
+        dense, expert, sharded = self._places()
         state: dict[str, Any] = {}
         for number, part in enumerate(self.model_parts):
             for name, weight in (*part.named_parameters(), *part.named_buffers()):
                 place = dense if getattr(weight, "allreduce", True) else expert
                 state[f"model.{place}.{number}.{name}"] = weight.detach()
-        sharded = f"rank{dist.get_rank()}" if self._ddp.use_distributed_optimizer else expert
         for number, inner in enumerate(self._inner()):
             for key, value in _states(inner, weights=self._separate_weights):
                 state[f"optimizer.{sharded}.{number}.{key}"] = value
@@ -145,7 +134,7 @@ class MegatronSession:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The tensors were read in place; only a count of steps that is no tensor is left."""
-        sharded = f"rank{dist.get_rank()}" if self._ddp.use_distributed_optimizer else None
+        _, _, sharded = self._places()
         for number, inner in enumerate(self._inner()):
             for position, group in enumerate(inner.param_groups):
                 if "step" in group:
@@ -166,6 +155,16 @@ class MegatronSession:
                 "dp": parallel_state.get_data_parallel_world_size(),
             },
         }
+
+    def _places(self) -> tuple[str, str, str]:
+        """Names for what this rank shares with others: dense weights, experts, optimizer states."""
+        tensor, stage = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        dense = f"tp{tensor}.pp{stage}"
+        expert = f"{dense}.ep{parallel_state.get_expert_model_parallel_rank()}"
+        return dense, expert, f"rank{dist.get_rank()}" if self._ddp.use_distributed_optimizer else expert
 
     def _inner(self) -> list[torch.optim.Optimizer]:
         """torch's (or Transformer Engine's) optimizers below Megatron's: dense parameters, then experts."""
@@ -218,8 +217,9 @@ def _fuse(optimizers: list[torch.optim.Optimizer], process: Process) -> None:
 def _states(optimizer: torch.optim.Optimizer, *, weights: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Moments and steps of every parameter, made now if no step has made them, and its float32 weights."""
     for position, group in enumerate(optimizer.param_groups):
-        if "step" in group:
-            yield f"{position}.step", torch.as_tensor(group["step"])
+        if not isinstance(optimizer, torch.optim.AdamW):
+            # Transformer Engine's keeps one count per group, from its first step on.
+            yield f"{position}.step", torch.as_tensor(group.setdefault("step", 0))
         for place, parameter in enumerate(group["params"]):
             state = optimizer.state[parameter]
             if not state:

@@ -29,6 +29,7 @@ def apply(threads: int) -> None:
     _barrier()
     _gradient_reduction()
     _histogram()
+    _permutation()
 
 
 def _device() -> None:
@@ -101,3 +102,10 @@ def _histogram() -> None:
         return histc(values.float(), *args, **kwargs).to(values.dtype)
 
     torch.histc = over_floats
+
+
+def _permutation() -> None:
+    """Tokens are sorted by expert by a Triton kernel; torchtitan's own CPU form of it is never asked for."""
+    from torchtitan.models.moe import kernels
+
+    kernels.fill_indices_wrapper = kernels.fill_indices_cpu

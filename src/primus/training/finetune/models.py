@@ -108,8 +108,8 @@ def adapted(model: Any, lora: LoraConfig) -> Any:
         return get_peft_model(
             model,
             PeftConfig(
-                r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.targets) or sorted(names),
-                task_type="CAUSAL_LM", init_lora_weights=False,
+                r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, init_lora_weights=False,
+                target_modules=list(lora.targets) or sorted(names), task_type="CAUSAL_LM",
             ),
             autocast_adapter_dtype=False,
         )  # fmt: skip

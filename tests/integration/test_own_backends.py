@@ -91,7 +91,7 @@ def healthy(python: list[str], jobs: dict[str, Job]) -> Outcome:
 @pytest.fixture
 def broken(python: list[str], jobs: dict[str, Job], tmp_path: Path) -> Callable[[str, str], Outcome]:
     def run(name: str, fault: str) -> Outcome:
-        job = replace(jobs[name], output=tmp_path / name)
+        job = replace(jobs[name], output=tmp_path / f"{name}-{fault}")
         return outcome.read(job, train(python, job, fault))
 
     return run

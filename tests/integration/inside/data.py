@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import torch
 
-from primus.training.flux.latents import packed
+from primus.recipes.architecture import Architecture, DiffusionTransformer
+from primus.training.flux.config import FluxConfig
+from primus.training.flux.latents import cached, packed
+from primus.training.loop.config import LoopConfig
 from primus.training.loop.data import Packed, mock
 
 
@@ -39,6 +47,28 @@ def check_latents_are_packed_as_flux_packs_them() -> None:
     assert torch.equal(torch.stack([packed(one) for one in latents]), theirs)
 
 
+def check_cached_latents_are_read_with_their_own_noise() -> None:
+    from safetensors.torch import save_file
+
+    model = Architecture(family="flux", dit=DiffusionTransformer(in_channels=16, image_size=64, text_tokens=3))
+    training = LoopConfig(seq_len=16 + 3, seed=1)
+    given: Any = SimpleNamespace(model=model, training=training)
+    stored = {"latents": torch.randn(3, 4, 8, 8), "text": torch.randn(3, 3, 5), "pooled": torch.randn(3, 6)}
+    with TemporaryDirectory() as folder:
+        save_file(stored, Path(folder) / "some.safetensors")
+        data = cached(given, FluxConfig(), Path(folder))
+        batch = data.batch(0, 3)
+        again = data.batch(3, 3)
+    found = {tuple(one.flatten().tolist()) for one in batch["latents"]}
+    assert found == {tuple(packed(one).flatten().tolist()) for one in stored["latents"]}, "a pass misses an image"
+    assert batch["latents"].shape == batch["noise"].shape == (3, 16, 16)
+    assert data.terms(batch) == 3
+    assert ((batch["time"] > 0) & (batch["time"] < 1)).all()
+    noises = torch.cat([batch["noise"], again["noise"]]).flatten(1)
+    assert len({tuple(noise.tolist()) for noise in noises}) == 6, "noise is used twice"
+
+
 check_a_pass_sees_every_sample_once()
+check_cached_latents_are_read_with_their_own_noise()
 check_made_up_tokens_can_be_learned()
 check_latents_are_packed_as_flux_packs_them()

@@ -12,15 +12,13 @@ __all__ = ["FinetuneConfig", "LoraConfig"]
 class LoraConfig:
     """Adapters of rank ``rank``, scaled by ``alpha`` ÷ ``rank``, beside the linear layers named by ``targets``.
 
-    Read in mode ``lora`` only.
+    No name: beside all of them but the output layer. Read in mode ``lora`` only.
     """
 
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    targets: list[str] = field(
-        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    )
+    targets: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,12 @@ def _files(name: str, here: Process) -> weights.Files | None:
         return weights.Files(Path(name))
     from huggingface_hub import snapshot_download
 
-    wanted = {"repo_id": name.removeprefix(_HUB), "allow_patterns": ["*.safetensors", "*.json"]}
+    wanted = {
+        "repo_id": name.removeprefix(_HUB),
+        "allow_patterns": ["*.safetensors", "*.json"],
+        # The same weights once more, in the makers' own form.
+        "ignore_patterns": ["consolidated*", "original/*"],
+    }
     if here.local_rank == 0:
         snapshot_download(**wanted)
     dist.barrier()

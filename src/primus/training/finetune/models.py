@@ -101,14 +101,15 @@ def adapted(model: Any, lora: LoraConfig) -> Any:
     from peft import get_peft_model
 
     names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    names.discard("lm_head")
     if unknown := sorted(set(lora.targets) - names):
         raise SystemExit(f"lora.targets: no linear layer is named {', '.join(unknown)}; there are {sorted(names)}")
     with weights.empty():
         return get_peft_model(
             model,
             PeftConfig(
-                r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.targets),
-                task_type="CAUSAL_LM", init_lora_weights=False,
+                r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, init_lora_weights=False,
+                target_modules=list(lora.targets) or sorted(names), task_type="CAUSAL_LM",
             ),
             autocast_adapter_dtype=False,
         )  # fmt: skip
@@ -164,9 +165,11 @@ def init(model: nn.Module, seed: int, given: weights.Files | None) -> None:
 
 
 def _stored(files: weights.Files, name: str) -> weights.Rows:
-    experts = _EXPERTS.match(name)
-    if name in files or not experts:
+    if name in files:
         return files.rows_of(name)
+    experts = _EXPERTS.match(name)
+    if not experts:
+        return files.rows_of(name.replace(".mlp.gate.", ".block_sparse_moe.gate."))
     # Mixtral's files hold each expert's three matrices apart; transformers computes on stacks of them.
     parts = ("w1", "w3") if experts[2] == "gate_up_proj" else ("w2",)
     head = f"{experts[1]}.block_sparse_moe.experts"

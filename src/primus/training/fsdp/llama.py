@@ -70,7 +70,6 @@ class _Attention(nn.Module):
     def __init__(self, model: Architecture) -> None:
         super().__init__()
         self.size = model.head_size
-        self.grouped = model.kv_heads != model.heads
         self.query = nn.Linear(model.hidden_size, model.heads * self.size, bias=model.qkv_bias)
         self.key = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
@@ -83,9 +82,12 @@ class _Attention(nn.Module):
             project(states).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
+        if mask is not None:
+            # No fused kernel takes both a mask and grouped heads.
+            key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
         mixed = functional.scaled_dot_product_attention(
             _rotate(query, cosine, sine), _rotate(key, cosine, sine), value,
-            attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped,
+            attn_mask=mask, is_causal=mask is None, enable_gqa=key.shape[1] != query.shape[1],
         )  # fmt: skip
         out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out

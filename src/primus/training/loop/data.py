@@ -30,6 +30,8 @@ def text(given: Given, process: Process) -> Data:
     """The data that the job's assets name."""
     if given.assets["corpus"] == MOCK:
         return mock(given.training.seed, given.training.seq_len, given.model.vocab_size)
+    if given.assets["tokenizer"] == MOCK:
+        raise SystemExit("assets.tokenizer is mock, but the corpus is text: name a tokenizer")
     tokens = _tokenized(given, process)
     if (largest := int(tokens.max())) >= given.model.vocab_size:
         raise SystemExit(f"the tokenizer makes token {largest}, the model's vocabulary has {given.model.vocab_size}")

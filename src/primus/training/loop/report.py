@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from typing import Any
 
 from primus.training.flops import of_recipe_unit
 from primus.training.loop.given import Given
 from primus.training.loop.process import Process, peak_memory
 from primus.training.loop.session import Data
+from primus.training.loop.trackers import trackers
 
 __all__ = ["Report"]
 
@@ -27,7 +26,7 @@ class Report:
         self._tokens = samples * data.tokens_per_sample
         self._images = samples * data.images_per_sample
         self._exact = given.output / "exact.jsonl"
-        self._trackers = _trackers(given) if process.rank == 0 else []
+        self._trackers = trackers(given) if process.rank == 0 else []
         self._since = time.perf_counter()
         # Counted as torchtitan counts, so that the figures of all backends compare: attention non-causal.
         per_unit = of_recipe_unit(given.model, given.training.seq_len).non_causal
@@ -58,34 +57,15 @@ class Report:
             file.write(json.dumps({"step": step, "loss": repr(loss), "grad_norm": repr(grad_norm)}) + "\n")
         figures = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": speed, "memory_gib": memory}
         for track in self._trackers:
-            track(figures, step)
+            track.step(figures, step)
+
+    def end(self) -> None:
+        """Close what the trackers have open."""
+        for track in self._trackers:
+            track.end()
 
     def say(self, text: str) -> None:
         """A line for people, from rank 0."""
         if self._process.rank == 0:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
-
-
-def _trackers(given: Given) -> list[Any]:
-    trackers: list[Any] = []
-    if given.training.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(given.output / "tensorboard"))  # type: ignore[no-untyped-call,unused-ignore]
-
-        def scalars(figures: dict[str, float], step: int) -> None:
-            for name, value in figures.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
-
-        trackers.append(scalars)
-    if given.training.wandb:
-        import wandb
-
-        mode = os.environ.get("WANDB_MODE", "offline")
-        run = wandb.init(
-            project="primus", name=given.output.name, dir=str(given.output), mode=mode, config=dict(given.config)
-        )
-        trackers.append(lambda figures, step: run.log(figures, step=step))
-    return trackers

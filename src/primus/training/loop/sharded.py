@@ -44,9 +44,11 @@ def shard(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
     if config.fp8 == "tensorwise":
-        from torchao.float8 import convert_to_float8_training
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        convert_to_float8_training(model, module_filter_fn=lambda _module, name: not wide(name))
+        # No CPU computes in FP8: there the numbers are rounded to it, and multiplied in float32.
+        scaling = Float8LinearConfig(emulate=process.on_cpu)
+        convert_to_float8_training(model, module_filter_fn=lambda _module, name: not wide(name), config=scaling)
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.dtype), reduce_dtype=getattr(torch, sharding.reduce_dtype)
     )

@@ -57,6 +57,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
             report.start()
         if step % _COLLECT_EVERY == 0:
             gc.collect()
+    report.end()
     known |= {"weights_sha256": facts.digest(session.model_parts), "last_step": given.last_step}
     facts.write(given.output / "facts.json", known)
 

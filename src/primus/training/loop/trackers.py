@@ -1,0 +1,71 @@
+"""Figures for programs that draw them: TensorBoard's and Weights & Biases' own files in the output folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from primus.training.loop.given import Given
+
+__all__ = ["Tracker", "trackers"]
+
+
+class Tracker(Protocol):
+    """Takes the figures of each step, then is closed."""
+
+    def step(self, figures: Mapping[str, float], step: int) -> None:
+        """Note what a step measured."""
+
+    def end(self) -> None:
+        """Write out what is not written yet."""
+
+
+def trackers(given: Given) -> list[Tracker]:
+    """Those that the recipe asks for. SystemExit when their library is not installed."""
+    made: list[Tracker] = []
+    try:
+        if given.training.tensorboard:
+            made.append(_TensorBoard(given.output / "tensorboard"))
+        if given.training.wandb:
+            made.append(_WeightsAndBiases(given))
+    except ImportError as error:
+        raise SystemExit(f"training.tensorboard or training.wandb: {error.name} is not installed") from error
+    return made
+
+
+class _TensorBoard(Tracker):
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def step(self, figures: Mapping[str, float], step: int) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def end(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases(Tracker):
+    """Offline unless WANDB_MODE says otherwise; a key comes from the environment or the user's own login."""
+
+    def __init__(self, given: Given) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project="primus",
+            name=given.output.name,
+            dir=str(given.output),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            config=dict(given.config),
+        )
+
+    def step(self, figures: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def end(self) -> None:
+        self._run.finish()

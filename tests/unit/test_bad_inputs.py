@@ -21,7 +21,16 @@ LONG = {
     "{deep}": "name: " + "{a: " * 5000 + "1" + "}" * 5000,
     "{bomb}": "a0: &a0 {k: 1, l: 2}\n" + "".join(f"a{n}: &a{n} {{k: *a{n - 1}, l: *a{n - 1}}}\n" for n in range(1, 40)),
 }
-STANDING = ("EXP", "BACKEND", "NNODES", "GPUS_PER_NODE", "PRIMUS_PROXY", "PRIMUS_GPU", "PRIMUS_HIPBLASLT_TUNING_STAGE")
+STANDING = (
+    "HF_TOKEN",
+    "EXP",
+    "BACKEND",
+    "NNODES",
+    "GPUS_PER_NODE",
+    "PRIMUS_PROXY",
+    "PRIMUS_GPU",
+    "PRIMUS_HIPBLASLT_TUNING_STAGE",
+)
 
 
 @pytest.mark.parametrize("given", INPUTS, ids=[one["name"].replace(" ", "-") for one in INPUTS])

@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import subprocess
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,22 @@ def test_what_only_the_host_can_start_is_refused(
     monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "2")
     assert main(["compat", "run_pretrain.sh"]) == 3
     assert main(["compat", "madengine", "run", "--tags", "pyt_train_flux"]) == 3
+
+
+def test_setting_up_installs_nothing_and_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("primus.compat.setup.version", lambda name: "1.2.3")
+    assert main(["compat", "pytorch_benchmark_setup.sh"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^datasets +1\.2\.3$", out, re.MULTILINE)
+    assert re.search(r"^tomli +not needed: ", out, re.MULTILINE)
+
+    def lacking(name: str) -> str:
+        if name == "peft":
+            raise PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr("primus.compat.setup.version", lacking)
+    assert main(["compat", "pytorch_benchmark_setup.sh"]) == 3
+    assert "peft cannot be imported here" in capsys.readouterr().err

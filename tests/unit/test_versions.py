@@ -93,8 +93,8 @@ def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: s
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("version: 1.0, channel: pypi", "exactly one of wheel, sdist, deb, path"),
-        ("wheel: a, sdist: b, version: 1.0, channel: pypi", "exactly one of wheel, sdist, deb, path"),
+        ("version: 1.0, channel: pypi", "exactly one of wheel, sdist, git, deb, path"),
+        ("wheel: a, sdist: b, version: 1.0, channel: pypi", "exactly one of wheel, sdist, git, deb, path"),
         ("wheel: a, channel: pypi", "needs an exact version"),
         ("wheel: a, version: 1.0, channel: local", "channel other than local"),
         ("path: src, channel: local", "has `to`"),

@@ -13,7 +13,7 @@ from primus.gates.coherence import coherence
 from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.litter import litter, secrets_in
 from primus.gates.model import Finding, GateReport
-from primus.gates.pins import pinned_packages
+from primus.gates.pins import pinned_packages, python_packages
 from primus.gates.prune import pruning
 from primus.gates.sonames import shared_names
 from primus.gates.versions_inside import versions_inside
@@ -107,10 +107,12 @@ def check_image(project: Project, name: str, progress: Progress) -> Outcome:
     image = examine(project, name, progress)
     arch, lock, pins = project.arch(name), project.lock(name), project.pins(name)
     base = project.choice(name).base
-    wheels = {f.name: f.version for f in (*lock.of("wheel"), *lock.of("sdist"))} if lock else {}
+    wheels = {f.name: f.version for f in python_packages(lock)} if lock else {}
     if "primus" in pins:
         wheels["primus-images"] = __version__
-    published = {a.name for a in image.plan.layers if a.kind == "wheels" and not a.needs}
+    published = {a.name for a in image.plan.layers if (a.kind == "wheels" and not a.needs) or a.kind == "image"}
+    # The packages of a base's image are locked as its layers, not one by one.
+    given = {a.name for a in image.plan.layers if a.kind == "image"}
     facts = image.facts.items()
     code = [(layer, f.code) for layer, f in facts]
     unreadable = [(layer, path, why) for layer, f in facts for path, why in f.unreadable.items()]
@@ -119,7 +121,7 @@ def check_image(project: Project, name: str, progress: Progress) -> Outcome:
         coverage(code, arch, unreadable),
         pruning(code, arch),
         versions_inside(
-            [(layer, f.stated) for layer, f in facts],
+            [(layer, [s for s in f.stated if layer not in given or s.kind != "deb"]) for layer, f in facts],
             wheels=wheels,
             debs={f.name: f.version for f in lock.of("deb", base)} if lock and base else {},
             components={component: pin.version for component, pin in pins.items() if pin.version},
@@ -157,7 +159,9 @@ def _budget(project: Project, image: Examined) -> GateReport:
         summary += f" of {bytes_text(plan.budget_bytes)}"
         if size > plan.budget_bytes:
             message = f"the image weighs {bytes_text(size)}, its budget is {bytes_text(plan.budget_bytes)}"
-            place = project.target_place(plan.target, "budget_gb")
+            channel = project.choice(plan.target).channel
+            own = channel in project.target(plan.target).budgets_gb
+            place = project.target_place(plan.target, *(("budgets_gb", channel) if own else ("budget_gb",)))
             findings = (Finding(gate="budget", severity="error", path=place, message=message),)
     return GateReport(gate="budget", summary=summary, findings=findings)
 

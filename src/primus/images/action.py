@@ -12,7 +12,7 @@ from primus.versions.lock import LockedFile
 
 __all__ = ["Action", "ImagePlan", "Input", "Kind"]
 
-Kind = Literal["debs", "wheels", "files", "build"]
+Kind = Literal["image", "debs", "wheels", "files", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)

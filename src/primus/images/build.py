@@ -123,6 +123,7 @@ def _stop_sandboxes() -> None:
 
 def assemble(project: Project, plan: ImagePlan, built: set[str]) -> Built:
     """Config, manifest, overlap rule, budget; then the name. All layers must be in the store."""
+    from primus.images.given import stacked
     from primus.images.layer import read_paths
     from primus.images.overlap import check_overlap
 
@@ -133,7 +134,9 @@ def assemble(project: Project, plan: ImagePlan, built: set[str]) -> Built:
         if layer is None:
             raise CheckFailed(f"the layer of {action.name} left the store while it was used", hint="build again")
         layers.append(layer)
-    check_overlap([(a.name, read_paths(store, layer)) for a, layer in zip(plan.layers, layers, strict=True)])
+    paths = [(a, read_paths(store, layer)) for a, layer in zip(plan.layers, layers, strict=True)]
+    image = stacked(found for a, found in paths if a.kind == "image")
+    check_overlap([("the base image", image), *((a.name, found) for a, found in paths if a.kind != "image")])
     _check_budget(plan, layers)
     config = {
         **plan.config,

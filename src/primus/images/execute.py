@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed, HostError
 from primus.images.action import Action
+from primus.images.given import adopt_layer
 from primus.images.layer import compression_of, write_layer
 from primus.images.skeleton import inline_entries
 from primus.images.store import Layer
@@ -47,6 +48,12 @@ class Workshop:
                 self._build(action)
                 return True
             self.progress.start(action.key, action.name)
+            if action.kind == "image":
+                (given,) = action.files
+                layer = adopt_layer(store, self._file(given), given.sha256)
+                store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": ()})
+                self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB")
+                return True
             with store.folder("work") as scratch:
                 entries = list(self._entries(action, scratch))
                 self.progress.start(action.key, action.name, sum(BLOCK + e.size for e in entries))
@@ -92,7 +99,11 @@ class Workshop:
     def _debs(self, action: Action, scratch: Path) -> Iterator[Entry]:
         from primus.images.rootfs import root_entries
         from primus.images.tools import need
+        from primus.images.unpacked import over_entries
 
+        if "over" in action.spec:
+            yield from over_entries(action.files, scratch, find=self._file)
+            return
         mmdebstrap = need("mmdebstrap", "mmdebstrap", progress=self.progress)
         yield from root_entries(
             action.files,
@@ -135,7 +146,7 @@ class Workshop:
         log = self._log(action)
         script = Path(__file__).with_name("compile_bytecode.py")
         code = run_isolated(
-            self.root(action.tools[0]),
+            self.root(*action.tools),
             [f"/usr/bin/python{action.spec['python']}", "-I", "/compile.py", f"/{site}"],
             inputs={"/in": source, "/compile.py": script},
             outputs=out,
@@ -154,6 +165,7 @@ class Workshop:
         from primus.sandbox.engines import choose
 
         (source,) = action.files
+        variables: Mapping[str, str] = action.spec["environment"]  # type: ignore[assignment]
         self.progress.start(action.key, action.name, None)
         log = self._log(action)
         with self.project.store.folder("build") as scratch:
@@ -161,11 +173,11 @@ class Workshop:
             out.mkdir()
             inside = f"/in/{source.file}"
             code = run_isolated(
-                self.root(action.needs[0]),
+                self.root(*action.needs, *action.tools),
                 ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside],
                 inputs={inside: self._file(source)},
                 outputs=out,
-                env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"},
+                env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", **variables},
                 log=log,
                 engine=choose(self.engine),
             )

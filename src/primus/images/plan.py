@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,10 +40,10 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
     if choice.base:
         base = versions.bases[choice.base]
         prefix = Prefix(python=".".join(base.python.split(".")[:2]))
-        layers.append(_base(project, choice.base, lock, name, tool))
+        layers += _root(project, choice.base, lock, name, tool)
         # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
         layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
-    layers += _components(project, name, pins, lock, prefix, layers[0] if layers else None, tool)
+    layers += _components(project, name, pins, lock, prefix, tuple(layers), tool)
     facts = {
         "release": versions.release,
         "target": name,
@@ -87,7 +87,7 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
             **({"io.primus.preview": choice.preview} if choice.preview else {}),
         },
         suffix=choice.suffix,
-        budget_bytes=round(target.budget_gb * 1e9) if target.budget_gb else None,
+        budget_bytes=round(budget * 1e9) if (budget := project.budget_gb(name)) else None,
     )
 
 
@@ -106,6 +106,23 @@ def _inline(name: str, entries: Mapping[str, Mapping[str, object]], tool: str) -
     )
 
 
+def _root(project: Project, base: str, lock: Lock | None, name: str, tool: str) -> list[Action]:
+    """The layers of a base: those of its image as they are, over them its packages."""
+    about, where = project.versions.bases[base], project.base_place(base)
+    layers = [
+        Action(
+            name=f"base {layer.name}",
+            kind="image",
+            inputs=(Input(name=layer.name, value=f"sha256:{layer.sha256}", where=where),),
+            files=(layer,),
+        )
+        for layer in _need(lock, name).of("layer", base)
+    ]
+    if about.image and not layers:
+        raise InputError(f"the lock of {name} has no layers for base {base}", hint=f"primus lock {name}")
+    return [*layers, *([_base(project, base, lock, name, tool)] if about.packages else [])]
+
+
 def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str) -> Action:
     debs = _need(lock, name).of("deb", base)
     if not debs:
@@ -120,7 +137,7 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str) 
             Input(name="suite", value=about.suite, where=where),
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
-        spec={"suite": about.suite, "trim": list(TRIM), **kernels},
+        spec={"suite": about.suite, "trim": list(TRIM), **kernels, **({"over": about.image} if about.image else {})},
         files=debs,
     )
 
@@ -131,10 +148,13 @@ def _components(
     pins: Mapping[str, Pin],
     lock: Lock | None,
     prefix: Prefix | None,
-    base: Action | None,
+    root: tuple[Action, ...],
     tool: str,
 ) -> list[Action]:
     wheels = {f.name: f for f in lock.of("wheel")} if lock else {}
+    pinned = {normalised(pin.wheel) for pin in pins.values() if pin.wheel}
+    closure = _closure(project, name, [f for f in wheels.values() if f.name not in pinned], root, prefix, tool)
+    made: dict[str, Action] = {}
     layers: list[Action] = []
     for component, pin in pins.items():
         where = project.pin_place(component, pin)
@@ -144,31 +164,76 @@ def _components(
         if pin.path is not None:
             layers.append(_tree(project, component, pin, where, prefix, tool))
             continue
-        if prefix is None or base is None:
+        if prefix is None:
             raise InputError(f"{component} is a Python package, and target {name} has no base to hold it", where=where)
-        package = normalised(pin.wheel or pin.sdist or "")
         if pin.wheel is not None:
-            wheel = wheels.pop(package, None)
-            if wheel is None or wheel.version != pin.version:
-                locked = f"has {wheel.version}" if wheel else "has none"
-                raise InputError(
-                    f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}"
-                )
-            layers.append(_wheels(project, component, (wheel,), where, base, prefix, tool))
+            wheel = _locked(wheels, pin, name, where)
+            layers.append(_wheels(project, component, (wheel,), where, root, prefix, tool))
         else:
-            built = _build(project, name, pin, lock, where, tool)
-            layers.append(_wheels(project, component, (), where, base, prefix, tool, built))
-    lock_name = str(project.lock_path(name).relative_to(project.root))
-    large = [f for f in wheels.values() if f.size >= _OWN_LAYER]
-    small = tuple(f for f in wheels.values() if f.size < _OWN_LAYER)
-    closure = [
-        _wheels(project, f"python-{f.name}", (f,), lock_name, base, prefix, tool) for f in large if base and prefix
-    ]
-    if small and base and prefix:
-        closure.append(_wheels(project, "python", small, lock_name, base, prefix, tool))
+            tools = _tools(project, name, pin, made, lock, root, prefix, tool)
+            built = _build(project, name, pin, lock, where, tool, tools, closure)
+            layers.append(_wheels(project, component, (), where, root, prefix, tool, built))
+        made[component] = layers[-1]
     # Local trees change most often: they lie on top of what rarely does.
     local = [a for a in layers if a.kind == "files"]
     return [*closure, *(a for a in layers if a.kind != "files"), *local]
+
+
+def _locked(wheels: Mapping[str, LockedFile], pin: Pin, name: str, where: str) -> LockedFile:
+    wheel = wheels.get(normalised(pin.wheel or ""))
+    if wheel is None or wheel.version != pin.version:
+        locked = f"has {wheel.version}" if wheel else "has none"
+        raise InputError(f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}")
+    return wheel
+
+
+def _closure(
+    project: Project,
+    name: str,
+    wheels: Sequence[LockedFile],
+    root: tuple[Action, ...],
+    prefix: Prefix | None,
+    tool: str,
+) -> list[Action]:
+    """The layers of what pinned wheels need: a large one has its own."""
+    if prefix is None:
+        return []
+    where = str(project.lock_path(name).relative_to(project.root))
+    large = [f for f in wheels if f.size >= _OWN_LAYER]
+    small = tuple(f for f in wheels if f.size < _OWN_LAYER)
+    layers = [_wheels(project, f"python-{f.name}", (f,), where, root, prefix, tool) for f in large]
+    return [*layers, *([_wheels(project, "python", small, where, root, prefix, tool)] if small else [])]
+
+
+def _tools(
+    project: Project,
+    name: str,
+    pin: Pin,
+    made: Mapping[str, Action],
+    lock: Lock | None,
+    root: tuple[Action, ...],
+    prefix: Prefix,
+    tool: str,
+) -> tuple[Action, ...]:
+    """The layers of the components that are there while ``pin`` is built; InputError for one that comes after it."""
+    locked = {f.name: f for f in _need(lock, name).of("tool")}
+    extra = project.tools(name)
+    layers = []
+    for component in pin.tools:
+        if component in extra:
+            one = extra[component]
+            where = project.pin_place(component, one)
+            wheel = _locked(locked, one, name, where)
+            layers.append(_wheels(project, f"tool {component}", (wheel,), where, root, prefix, tool))
+        elif component in made:
+            layers.append(made[component])
+        else:
+            raise InputError(
+                f"{pin.text} is built with {component}, which {name} does not list before it",
+                where=project.target_place(name, "components"),
+                hint=f"list {component} first; it must be a Python package",
+            )
+    return tuple(layers)
 
 
 def _check_deb(project: Project, name: str, pin: Pin, lock: Lock | None, where: str) -> None:
@@ -212,13 +277,14 @@ def _wheels(
     name: str,
     files: tuple[LockedFile, ...],
     where: str,
-    base: Action,
+    root: tuple[Action, ...],
     prefix: Prefix,
     tool: str,
     built: Action | None = None,
 ) -> Action:
     # Bytecode is compiled by the image's own interpreter: its packages, not the whole base, are an input.
-    python = [i for i in base.inputs if "python3" in i.name]
+    base = tuple(a for a in root if a.kind in ("image", "debs"))
+    python = [i for a in base for i in a.inputs if "python3" in i.name]
     return Action(
         name=name,
         kind="wheels",
@@ -231,21 +297,48 @@ def _wheels(
         spec={"prefix": prefix.root, "python": prefix.python, "built": built.key if built else None},
         needs=(built,) if built else (),
         files=files,
-        tools=(base,),
+        tools=base,
     )
 
 
-def _build(project: Project, name: str, pin: Pin, lock: Lock | None, where: str, tool: str) -> Action:
-    package = normalised(pin.sdist or "")
-    source = next((f for f in _need(lock, name).of("sdist") if f.name == package), None)
-    if source is None or source.version != pin.version:
+def _build(
+    project: Project,
+    name: str,
+    pin: Pin,
+    lock: Lock | None,
+    where: str,
+    tool: str,
+    tools: tuple[Action, ...],
+    closure: Sequence[Action],
+) -> Action:
+    package = normalised(pin.source or "")
+    source = next((f for f in _need(lock, name).of("git" if pin.git else "sdist") if f.name == package), None)
+    if source is None or source.version != pin.version or (pin.commit or "") not in source.file:
         raise InputError(f"{pin.text} is pinned, the lock of {name} has not got it", where=where, hint="primus lock")
-    builder = _base(project, pin.builder or "", lock, name, tool)
+    variables = dict(pin.environment)
+    if pin.git:
+        # An archive has no history, from which setuptools-scm would tell the version.
+        variables.setdefault("SETUPTOOLS_SCM_PRETEND_VERSION", pin.version or "")
+    python = "/usr/bin/python3"
+    if tools:
+        about = Prefix(python=".".join(project.versions.bases[pin.builder or ""].python.split(".")[:2]))
+        tools = (_inline("environment", environment(about), tool), *tools)
+        python = about.interpreter
+        variables["PATH"] = f"/{about.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     return Action(
         name=f"build {package}",
         kind="build",
-        inputs=(Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),),
-        spec={"package": package, "script": WHEEL_SCRIPT},
-        needs=(builder,),
+        inputs=(
+            Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),
+            *(Input(name=variable, value=text, where=where) for variable, text in variables.items()),
+        ),
+        spec={
+            "package": package,
+            "script": WHEEL_SCRIPT,
+            "environment": {**variables, "PYTHON": python, "PREPARE": pin.prepare or ""},
+        },
+        needs=(*_root(project, pin.builder or "", lock, name, tool), *tools),
+        # What the tools need to start is there too; it leaves no trace in what they make.
+        tools=tuple(closure) if tools else (),
         files=(source,),
     )

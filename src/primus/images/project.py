@@ -15,7 +15,7 @@ from primus.gpus.table import TABLE_FILE, generation
 from primus.images.channel import Choice, choose
 from primus.images.stats import StatIndex
 from primus.images.store import Store
-from primus.images.target import Target, environment_of, pins_of, request_of
+from primus.images.target import Target, environment_of, pins_of, request_of, tools_of
 from primus.schema import build
 from primus.versions.lock import Lock, Request, dumps
 from primus.versions.lock import load as load_lock
@@ -68,7 +68,7 @@ class Project:
 
     def pin_place(self, component: str, pin: Pin) -> str:
         """``versions.yaml:line:col`` of a pin."""
-        index = self.versions.components[component].pins.index(pin)
+        index = pin.place if pin.place >= 0 else self.versions.components[component].pins.index(pin)
         return self._versions[1].where(("components", component, "pins", index))
 
     def base_place(self, base: str) -> str:
@@ -126,14 +126,26 @@ class Project:
 
     def pins(self, name: str) -> dict[str, Pin]:
         """Component → pin for the target."""
-        target, document = self._target(name)
+        (target, document), choice = self._target(name), self.choice(name)
         where = {c: document.where(("components", i)) for i, c in enumerate(target.components)}
-        return pins_of(self.versions, name, target, self.choice(name).sources, where)
+        more = target.more.get(choice.channel, ())
+        where |= {c: document.where(("more", choice.channel, i)) for i, c in enumerate(more)}
+        return pins_of(self.versions, name, list(where), choice.sources, self.arch(name), where)
+
+    def tools(self, name: str) -> dict[str, Pin]:
+        """Component → pin of what is there while components of the target are built, and not in the image."""
+        tools = tools_of(self.pins(name))
+        return pins_of(self.versions, name, tools, self.choice(name).sources, self.arch(name), {})
 
     def request(self, name: str) -> Request:
         """What the target's lock must answer."""
         choice = self.choice(name)
-        return request_of(self.versions, name, choice.channel, choice.base, self.pins(name))
+        return request_of(self.versions, name, choice.channel, choice.base, self.pins(name), self.tools(name))
+
+    def budget_gb(self, name: str) -> float | None:
+        """Most compressed GB that the image may weigh."""
+        target = self.target(name)
+        return target.budgets_gb.get(self.choice(name).channel, target.budget_gb)
 
     def choice(self, name: str) -> Choice:
         """The channel that builds the target."""

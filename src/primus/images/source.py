@@ -1,4 +1,4 @@
-"""How a source archive becomes a wheel. The script is part of the action's key."""
+"""How a source archive becomes a wheel. The script is part of the action's key; a pin may prepare the source."""
 
 from __future__ import annotations
 
@@ -13,5 +13,7 @@ case "$1" in
 *.zip) /usr/bin/python3 -m zipfile -e "$1" . ;;
 *) tar -xf "$1" --no-same-owner ;;
 esac
-exec /usr/bin/python3 -m pip wheel --no-index --no-deps --no-build-isolation --no-cache-dir --wheel-dir /out ./*
+cd ./*
+eval "$PREPARE"
+exec "$PYTHON" -m pip wheel --no-index --no-deps --no-build-isolation --no-cache-dir --wheel-dir /out .
 """

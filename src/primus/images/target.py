@@ -9,10 +9,10 @@ from typing import Literal
 from primus.errors import InputError
 from primus.gpus.model import Table
 from primus.schema import described
-from primus.versions.lock import BaseRequest, Request
+from primus.versions.lock import BaseRequest, Commit, Request
 from primus.versions.model import Pin, Versions
 
-__all__ = ["Target", "Variable", "environment_of", "normalised", "pins_of", "request_of"]
+__all__ = ["Target", "Variable", "environment_of", "normalised", "pins_of", "request_of", "tools_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,9 @@ class Target:
         "Channels that can build it, best first."
     )
     components: tuple[str, ...] = described("Components of versions.yaml that enter it; each becomes a layer.")
+    more: Mapping[str, tuple[str, ...]] = described(
+        "Components per channel that enter it beside `components`.", default_factory=dict
+    )
     base: str | None = described("Base of versions.yaml below the layers; none for an empty one.", default=None)
     gpu: str | None = described(
         "Generation of the GPU table; its environment is baked in, under that of this file.", default=None
@@ -51,6 +54,9 @@ class Target:
         "GPU architecture that every GPU library in it must have code for, where no `gpu` tells it.", default=None
     )
     budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
+    budgets_gb: Mapping[str, float] = described(
+        "The same per channel, where it is not `budget_gb`.", default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.arch is not None:
@@ -65,15 +71,20 @@ def normalised(name: str) -> str:
 
 
 def pins_of(
-    versions: Versions, name: str, target: Target, sources: Sequence[str], where: Mapping[str, str]
+    versions: Versions,
+    name: str,
+    components: Sequence[str],
+    sources: Sequence[str],
+    arch: str | None,
+    where: Mapping[str, str],
 ) -> dict[str, Pin]:
-    """Component → the one pin that ``target`` takes, in the target file's order.
+    """Component → the one pin that target ``name`` takes, in the order of ``components``.
 
     ``where`` gives the place of each component's line in the target file, for errors. The first of ``sources`` (the
-    channels that may serve this image) that has a pin for the component decides.
+    channels that may serve this image) that has a pin for the component decides; ``arch`` fills in its ``{arch}``.
     """
     result: dict[str, Pin] = {}
-    for component in target.components:
+    for component in components:
         if component not in versions.components:
             from difflib import get_close_matches
 
@@ -90,8 +101,16 @@ def pins_of(
                 where=where.get(component),
                 hint=f"add one to components.{component}.pins in versions.yaml",
             )
-        result[component] = chosen
+        try:
+            result[component] = chosen.resolved(versions.components[component].pins.index(chosen), arch)
+        except ValueError as error:
+            raise InputError(f"{component}: {error}", where=where.get(component)) from None
     return result
+
+
+def tools_of(pins: Mapping[str, Pin]) -> tuple[str, ...]:
+    """Components that only builds of ``pins`` need."""
+    return tuple(dict.fromkeys(tool for pin in pins.values() for tool in pin.tools if tool not in pins))
 
 
 def environment_of(target: Target, table: Table | None, where: Callable[..., str]) -> dict[str, str]:
@@ -127,8 +146,21 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
     return result
 
 
-def request_of(versions: Versions, name: str, channel: str, base: str | None, pins: Mapping[str, Pin]) -> Request:
-    """What the target asks of the sources: the input of its lock. Raises InputError for a base that is not there."""
+def request_of(
+    versions: Versions,
+    name: str,
+    channel: str,
+    base: str | None,
+    pins: Mapping[str, Pin],
+    tools: Mapping[str, Pin] | None = None,
+) -> Request:
+    """What the target asks of the sources: the input of its lock. ``tools`` are the pins of what only builds need.
+
+    Raises InputError for a base that is not there and for a tool that is no wheel.
+    """
+    tools = tools or {}
+    if wrong := next((tool for tool, pin in tools.items() if pin.wheel is None), None):
+        raise InputError(f"{wrong} is a tool of a build and no wheel", hint="put it into the image, or pin a wheel")
     wanted = [base] if base else []
     wanted += [p.builder for p in pins.values() if p.builder]
     for one in wanted:
@@ -144,6 +176,7 @@ def request_of(versions: Versions, name: str, channel: str, base: str | None, pi
                 suite=versions.bases[one].suite,
                 python=versions.bases[one].python,
                 packages=versions.bases[one].packages,
+                image=versions.bases[one].image,
             )
             for one in dict.fromkeys(wanted)
         },
@@ -151,4 +184,16 @@ def request_of(versions: Versions, name: str, channel: str, base: str | None, pi
         sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},
         pure=tuple(normalised(p.wheel) for p in pins.values() if p.wheel and p.pure),
         debs={p.deb: p.version or "" for p in pins.values() if p.deb},
+        gits={
+            normalised(p.package): Commit(url=p.git, commit=p.commit, version=p.version)
+            for p in pins.values()
+            if p.git and p.package and p.commit and p.version
+        },
+        tools={normalised(p.wheel): p.version or "" for p in tools.values() if p.wheel},
+        indexes={n: index.url for n, index in versions.indexes.items() if index.channel == channel},
+        indexed=frozenset(
+            normalised(p.wheel or p.sdist or "")
+            for p in (*pins.values(), *tools.values())
+            if p.channel == channel and any(index.channel == channel for index in versions.indexes.values())
+        ),
     )

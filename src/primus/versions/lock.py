@@ -16,6 +16,7 @@ from primus.errors import InputError
 __all__ = [
     "FORMAT",
     "BaseRequest",
+    "Commit",
     "Drift",
     "Lock",
     "LockedFile",
@@ -28,12 +29,17 @@ __all__ = [
 
 FORMAT = 1
 
-Kind = Literal["wheel", "sdist", "deb"]
+Kind = Literal["wheel", "sdist", "git", "tool", "deb", "layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockedFile:
-    """One file. ``base`` names the root file system a deb belongs to; ``name`` is PEP 503-normalised for wheels."""
+    """One file. ``base`` names the root file system a deb or layer belongs to, ``index`` the index of versions.yaml
+    that offers it (pip's own where there is none); ``name`` is PEP 503-normalised for Python packages.
+
+    A ``tool`` is a wheel that only builds need, a ``layer`` one of an image of a registry, ``git`` the archive of a
+    commit.
+    """
 
     kind: Kind
     name: str
@@ -42,6 +48,7 @@ class LockedFile:
     size: int
     sha256: str
     base: str | None = None
+    index: str | None = None
 
     @property
     def label(self) -> str:
@@ -51,11 +58,21 @@ class LockedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRequest:
-    """What a base asks of a Debian archive. ``packages`` may hold ``name/suite``, as in versions.yaml."""
+    """What a base asks of an archive and a registry. ``packages`` may hold ``name/suite``, as in versions.yaml."""
 
     suite: str
     python: str
     packages: tuple[str, ...]
+    image: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A commit of a repository, and the version that its package is to have."""
+
+    url: str
+    commit: str
+    version: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +81,8 @@ class Request:
 
     ``wheels`` and ``sdists`` map normalised package names to exact versions, ``debs`` names of the base's packages to
     upstream ones; ``pure`` names wheels to take for every platform; ``bases`` holds the target's own base and those of
-    its builders.
+    its builders. ``tools`` are wheels that only builds need, taken without their dependencies. ``indexes`` are the
+    channel's own (name → address), ``indexed`` the packages that must come from them.
     """
 
     target: str
@@ -76,12 +94,18 @@ class Request:
     sdists: Mapping[str, str] = field(default_factory=dict)
     debs: Mapping[str, str] = field(default_factory=dict)
     pure: tuple[str, ...] = ()
+    gits: Mapping[str, Commit] = field(default_factory=dict)
+    tools: Mapping[str, str] = field(default_factory=dict)
+    indexes: Mapping[str, str] = field(default_factory=dict)
+    indexed: frozenset[str] = frozenset()
 
     @property
     def provided(self) -> dict[str, str]:
-        """Python packages that come from the base, as pip compares versions."""
+        """Python packages that come from the base or are built here, as pip compares versions."""
         names = {name: version for name, version in self.debs.items() if name.startswith("python3-")}
-        return {name.removeprefix("python3-"): f"{version}+debian" for name, version in names.items()}
+        brought = {name.removeprefix("python3-"): f"{version}+debian" for name, version in names.items()}
+        built = {**self.sdists, **{name: one.version for name, one in self.gits.items()}}
+        return brought | {name: version if "+" in version else f"{version}+built" for name, version in built.items()}
 
     def flat(self) -> dict[str, str]:
         """The request as one flat mapping, the form in which the lock keeps it and drift is found."""
@@ -90,10 +114,14 @@ class Request:
             result[f"base {name} suite"] = base.suite
             result[f"base {name} python"] = base.python
             result[f"base {name} packages"] = " ".join(sorted(base.packages))
+            if base.image:
+                result[f"base {name} image"] = base.image
         result |= {f"wheel {name}": version for name, version in self.wheels.items()}
         result |= {f"wheel {name} platform": "any" for name in self.pure}
         result |= {f"deb {name}": version for name, version in self.debs.items()}
         result |= {f"sdist {name}": version for name, version in self.sdists.items()}
+        result |= {f"git {name}": f"{one.version} {one.commit}" for name, one in self.gits.items()}
+        result |= {f"tool {name}": version for name, version in self.tools.items()}
         return dict(sorted(result.items()))
 
 

@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from primus.schema import described
 from primus.versions.suites import name_of, suites_of
 
-__all__ = ["Base", "Component", "Pin", "Versions"]
+__all__ = ["Base", "Component", "Index", "Pin", "Versions"]
 
 # PEP 440 public version with optional local part; a Debian version also fits a base package's own pin.
 _VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"
-_NAME = r"[a-z0-9]+(-[a-z0-9]+)*"
+_NAME = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, deb, path is given."""
+    """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, git, deb, path is given.
+
+    ``{arch}`` in a package name or a variable of a build stands for the target's GPU architecture.
+    """
 
     wheel: str | None = described("Package on a Python index, taken as a wheel.", default=None)
     sdist: str | None = described("Package on a Python index, built from source in the sandbox.", default=None)
+    git: str | None = described(
+        "Repository, built into a wheel in the sandbox.",
+        pattern=r"(https|ssh|file)://[^ ]+",
+        shape="a URL that git fetches from",
+        default=None,
+    )
+    commit: str | None = described(
+        "Commit of the repository; its submodules come along.",
+        pattern=r"[0-9a-f]{40}",
+        shape="a full commit of 40 digits (a branch, a tag or a short commit can mean other bytes tomorrow)",
+        default=None,
+    )
+    package: str | None = described("Python package that the repository makes.", default=None)
     deb: str | None = described(
         "Package that the base brings, of this upstream version. A `python3-NAME` stands for NAME to pip.",
         pattern=r"[a-z0-9][a-z0-9.+-]+",
@@ -46,16 +62,22 @@ class Pin:
         default=None,
     )
     include: tuple[str, ...] = described("Children of `path` to take; all when left out.", default=())
-    builder: str | None = described("Base that builds the sdist.", default=None)
+    builder: str | None = described("Base that builds the sdist or the repository.", default=None)
+    tools: tuple[str, ...] = described(
+        "Components that are installed while it is built; one that the image does not hold stays out of it.",
+        default=(),
+    )
+    environment: Mapping[str, str] = described("Variables of its build.", default_factory=dict)
+    prepare: str | None = described("Shell commands in the unpacked source before it is built.", default=None)
     pure: bool = described(
         "Take the wheel for every platform, where one for this platform holds code of another GPU.", default=False
     )
-    line: int = field(default=0, compare=False, metadata={"hidden": True})
+    place: int = field(default=-1, compare=False, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
-        kinds = [k for k in ("wheel", "sdist", "deb", "path") if getattr(self, k) is not None]
+        kinds = [k for k in ("wheel", "sdist", "git", "deb", "path") if getattr(self, k) is not None]
         if len(kinds) != 1:
-            raise ValueError(f"a pin needs exactly one of wheel, sdist, deb, path; this one has {len(kinds)}")
+            raise ValueError(f"a pin needs exactly one of wheel, sdist, git, deb, path; this one has {len(kinds)}")
         if kinds[0] == "path":
             if self.version is not None or self.to is None or self.channel != "local":
                 raise ValueError("a path pin has `to` and `channel: local`, and no version: its content is its version")
@@ -67,15 +89,42 @@ class Pin:
             raise ValueError("channel debian is for deb pins, and only for them")
         if self.pure and kinds[0] != "wheel":
             raise ValueError("`pure` goes with `wheel` only")
-        if (kinds[0] == "sdist") != (self.builder is not None):
-            raise ValueError("an sdist pin, and only it, names the base that builds it: `builder`")
+        built = kinds[0] in ("sdist", "git")
+        if built != (self.builder is not None):
+            raise ValueError("an sdist or git pin, and only it, names the base that builds it: `builder`")
+        if (self.tools or self.environment or self.prepare) and not built:
+            raise ValueError("`tools`, `environment` and `prepare` go with `sdist` or `git` only")
+        if (kinds[0] == "git") != (self.commit is not None and self.package is not None):
+            raise ValueError("a git pin, and only it, has `commit` and `package`")
+
+    @property
+    def source(self) -> str | None:
+        """The Python package that is built from source, if it is."""
+        return self.sdist or self.package
+
+    def named(self, kind: str) -> str | None:
+        """The package that the pin asks for as one of the lock's kinds; None when it asks for another kind."""
+        kinds = {"wheel": self.wheel, "tool": self.wheel, "sdist": self.sdist, "git": self.package, "deb": self.deb}
+        return kinds.get(kind)
 
     @property
     def text(self) -> str:
         """The pin in a few words, as plan and explain show it."""
         if self.path is not None:
             return f"{self.path} → {self.to}"
-        return f"{self.wheel or self.sdist or self.deb} {self.version}"
+        return f"{self.wheel or self.source or self.deb} {self.version}"
+
+    def resolved(self, place: int, arch: str | None) -> Pin:
+        """The pin with its place in the component and, for a target of ``arch``, ``{arch}`` filled in. ValueError for
+        a target without one.
+        """
+        texts = {name: getattr(self, name) for name in ("wheel", "sdist", "package", "prepare")}
+        named = [text for text in (*texts.values(), *self.environment.values()) if text and "{arch}" in text]
+        if named and arch is None:
+            raise ValueError(f"{named[0]} is for one GPU architecture, and the target has none")
+        filled = {name: text and text.replace("{arch}", arch or "") for name, text in texts.items()}
+        variables = {name: text.replace("{arch}", arch or "") for name, text in self.environment.items()}
+        return replace(self, **filled, environment=variables, place=place)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +137,10 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """A root file system made of Debian packages; the lock holds each package's exact version and hash."""
+    """A root file system made of Debian packages; the lock holds each package's exact version and hash.
+
+    With ``image`` the packages are laid over an image of a registry, whose own layers are taken as they are.
+    """
 
     suite: str = described("Codename of the suite (a codename stays; `stable` moves).", pattern=r"[a-z]+")
     python: str = described("Python version in the suite.", pattern=r"3\.[0-9]+\.[0-9]+", shape="like 3.11.2")
@@ -96,6 +148,12 @@ class Base:
         "Packages; what they need comes along. `name/suite` takes one from another suite.",
         pattern=r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?",
         shape="a package name, or name/suite",
+    )
+    image: str | None = described(
+        "Image below the packages, by digest.",
+        pattern=r"[a-z0-9][a-z0-9./:_-]*@sha256:[0-9a-f]{64}",
+        shape="NAME@sha256:DIGEST (a tag can mean other bytes tomorrow)",
+        default=None,
     )
     arch: Literal["gfx942", "gfx950"] | None = described(
         "GPU architecture it is for: kernel files that name other ones are left out.", default=None
@@ -121,6 +179,14 @@ class Base:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Index:
+    """A Python index of a channel's own, beside those that pip is configured to use."""
+
+    channel: Literal["amd"] = described("Channel whose wheels and sdists it offers.")
+    url: str = described("Its address.", pattern=r"https?://[^ ]+", shape="an http or https address")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Versions:
     """The release's pins."""
 
@@ -132,9 +198,10 @@ class Versions:
     )
     bases: Mapping[str, Base] = described("Root file systems.")
     components: Mapping[str, Component] = described("Everything that is pinned.")
+    indexes: Mapping[str, Index] = described("Python indexes of the channels' own.", default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (*self.bases, *self.components):
+        for name in (*self.bases, *self.components, *self.indexes):
             if not re.fullmatch(_NAME, name):
                 raise ValueError(f"{name!r} is no name: lower-case letters, digits and hyphens")
         for name, component in self.components.items():
@@ -146,3 +213,5 @@ class Versions:
                     seen.add((pin.channel, target))
                 if pin.builder is not None and pin.builder not in self.bases:
                     raise ValueError(f"{name}: no base is called {pin.builder!r}")
+                if unknown := next((tool for tool in pin.tools if tool not in self.components), None):
+                    raise ValueError(f"{name}: no component is called {unknown!r}")

@@ -12,7 +12,7 @@ import threading
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -22,23 +22,35 @@ from primus.progress import Progress
 from primus.versions.indexes import Indexes, pip_failure_hides_network
 from primus.versions.lock import LockedFile, Request
 
-__all__ = ["Found", "explain", "normalise", "parse_report", "platforms", "resolve_sdists", "resolve_wheels"]
+__all__ = [
+    "Found",
+    "explain",
+    "normalise",
+    "parse_report",
+    "platforms",
+    "resolve_sdists",
+    "resolve_tools",
+    "resolve_wheels",
+]
 
 # glibc of the suites a base may use: a wheel built for a newer glibc does not start there.
-GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41}
+GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 _LEGACY = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One file in pip's report; ``sha256`` is None when its index told none."""
+    """One file in pip's report; ``sha256`` is None when its index told none, ``index`` is set for an index of
+    versions.yaml.
+    """
 
     name: str
     version: str
     file: str
     url: str
     sha256: str | None
+    index: str | None = None
 
 
 def normalise(name: str) -> str:
@@ -78,18 +90,56 @@ def resolve_wheels(
     if report is None:
         report = _report(request, pins, [])
         progress.say("the versions locked before do not fit the new pins; their dependencies are resolved anew")
-    found = tuple(one for one in parse_report(report or {}) if one.name not in request.provided)
+    found = [one for one in parse_report(report or {}) if one.name not in request.provided]
+    files = _as_pinned("wheel", found, request.wheels, request, indexes)
+    progress.finish("wheels", f"{len(files)} wheels")
+    return files
+
+
+def resolve_tools(request: Request, *, progress: Progress) -> tuple[LockedFile, ...]:
+    """The one wheel of each package that only builds need (what it needs is pinned on its own)."""
+    if not request.tools:
+        return ()
+    progress.start("tools", "find tools of builds", unit="files")
+    report = _report(request, [f"{name}=={version}" for name, version in request.tools.items()], [], "--no-deps")
+    found = [one for one in parse_report(report or {}) if one.name in request.tools]
+    files = _as_pinned("tool", found, request.tools, request, Indexes.of_host())
+    progress.finish("tools", f"{len(files)} tools")
+    return files
+
+
+def _as_pinned(
+    kind: Any, found: Sequence[Found], pins: Mapping[str, str], request: Request, indexes: Indexes
+) -> tuple[LockedFile, ...]:
+    """What pip found as locked files. Raises InputError for a version or an index that is not the pinned one."""
     for one in found:
-        wanted = request.wheels.get(one.name, one.version)
+        wanted = pins.get(one.name, one.version)
         if one.version != wanted:
             raise InputError(
                 f"{one.name} is pinned to {wanted}, but the index offers {one.version}",
                 hint=f"pin {one.version} if that is the one meant",
             )
-    found = tuple(_pure(one, indexes) if one.name in request.pure else one for one in found)
-    files = _measured("wheel", found, indexes)
-    progress.finish("wheels", f"{len(files)} wheels")
-    return files
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda one: _indexed(one, request, indexes), found))
+    return _measured(kind, [_pure(one, indexes) if one.name in request.pure else one for one in found], indexes)
+
+
+def _indexed(one: Found, request: Request, indexes: Indexes) -> Found:
+    """The file with the index of versions.yaml that offers it. A package that must come from one is taken from there,
+    wherever pip saw it; InputError when none offers it.
+    """
+    session = indexes.session() if request.indexes else None
+    for name, url in request.indexes.items():
+        for link in indexes.only(url).links(session, one.name):  # type: ignore[arg-type]
+            same = unquote(link.url) == unquote(one.url)
+            if link.file == one.file and (same or one.name in request.indexed):
+                return replace(one, url=link.url, sha256=link.sha256, index=name)
+    if one.name in request.indexed:
+        raise InputError(
+            f"{one.name} {one.version} is pinned to channel {request.channel}, but none of its indexes has {one.file}",
+            hint="its indexes: " + ", ".join(request.indexes),
+        )
+    return one
 
 
 def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile, ...]:
@@ -101,12 +151,20 @@ def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile,
     session = indexes.session()
     found: list[Found] = []
     for name, version in request.sdists.items():
-        offered = [link for link in indexes.links(session, name) if _sdist_version(link.file, name) is not None]
-        match = next((link for link in offered if _same(_sdist_version(link.file, name), version)), None)
+        places: dict[str | None, Indexes] = {None: indexes}
+        if name in request.indexed:
+            places = {index: indexes.only(url) for index, url in request.indexes.items()}
+        offered = [
+            (index, link, offers)
+            for index, place in places.items()
+            for link in place.links(session, name)
+            if (offers := _sdist_version(link.file, name)) is not None
+        ]
+        match = next(((index, link) for index, link, offers in offered if _same(offers, version)), None)
         if match is None:
-            versions = [v for v in (_sdist_version(link.file, name) for link in offered) if v]
-            raise _no_such(name, version, versions, "source archive")
-        found.append(Found(name=name, version=version, file=match.file, url=match.url, sha256=match.sha256))
+            raise _no_such(name, version, [offers for _, _, offers in offered], "source archive")
+        index, link = match
+        found.append(Found(name=name, version=version, file=link.file, url=link.url, sha256=link.sha256, index=index))
     files = _measured("sdist", found, indexes)
     progress.finish("sdists", f"{len(files)} source archives")
     return files
@@ -129,7 +187,7 @@ def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
     return tuple(found)
 
 
-def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -> dict[str, Any] | None:
+def _report(request: Request, pins: Sequence[str], constraints: Sequence[str], *more: str) -> dict[str, Any] | None:
     """pip's report; None when there is none with these constraints (without any it raises)."""
     bases = [base for base in request.bases.values() if base.python.startswith(request.python + ".")]
     if not bases:
@@ -145,7 +203,8 @@ def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -
         args = ["install", "--dry-run", "--ignore-installed", "--report", str(out), "--only-binary=:all:"]
         args += ["--python-version", base.python, "--implementation", "cp", "--abi", abi, "--abi", "abi3"]
         args += ["--abi", "none", *(part for tag in tags for part in ("--platform", tag))]
-        args += _provided(request, Path(folder, "provided"))
+        args += more or _provided(request, Path(folder, "provided"))
+        args += [word for url in request.indexes.values() for word in ("--extra-index-url", url)]
         args += ["--target", str(Path(folder, "target")), "--constraint", str(held)]
         args += ["--retries", "1", "--timeout", "10", "--no-input", "--disable-pip-version-check", "--no-color", *pins]
         # These would change what is resolved or clash with --target; indexes, CA and proxies stay the host's.
@@ -247,7 +306,15 @@ def _measured(kind: Any, found: Sequence[Found], indexes: Indexes) -> tuple[Lock
         session = local.__dict__.setdefault("session", indexes.session())
         size, read = indexes.measure(session, one.url)
         sha256 = one.sha256 or read or indexes.digest(session, one.url)
-        return LockedFile(kind=kind, name=one.name, version=one.version, file=one.file, size=size, sha256=sha256)
+        return LockedFile(
+            kind=kind,
+            name=one.name,
+            version=one.version,
+            file=one.file,
+            size=size,
+            sha256=sha256,
+            index=one.index,
+        )
 
     with ThreadPoolExecutor(8) as pool:
         return tuple(sorted(pool.map(measured, found), key=lambda f: f.name))

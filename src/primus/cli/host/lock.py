@@ -45,13 +45,15 @@ def run(args: argparse.Namespace) -> int:
     """Lock or check; 0 done or fresh, 1 stale under --check."""
     project = open_project(args)
     names = targets_of(project, args) if args.target else project.target_names()
+    if args.channel and not args.target:
+        names = [name for name in names if args.channel in project.target(name).channels]
     requests = [request for name in names if _asks(request := project.request(name))]
     return _check(project, requests, args.json) if args.check else _lock(project, requests, args)
 
 
 def _asks(request: Request) -> bool:
     # A target of local folders alone has nothing to lock.
-    return bool(request.bases or request.wheels or request.sdists)
+    return bool(request.bases or request.wheels or request.sdists or request.gits)
 
 
 def _check(project: Project, requests: Sequence[Request], as_json: bool) -> int:
@@ -140,8 +142,8 @@ def _where(project: Project, request: Request, pin: str) -> str:
     if kind == "base":
         name, _, field = rest.rpartition(" ")
         return project.place("bases", name, field)
-    for component, entry in project.pins(request.target).items():
-        package = {"wheel": entry.wheel, "sdist": entry.sdist, "deb": entry.deb}.get(kind)
+    for component, entry in {**project.tools(request.target), **project.pins(request.target)}.items():
+        package = entry.named(kind)
         if package is not None and normalise(package) == rest.partition(" ")[0]:
             return project.pin_place(component, entry)
     return "versions.yaml"

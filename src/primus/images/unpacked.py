@@ -49,10 +49,14 @@ def _entries(deb: LockedFile, path: Path, scratch: Path) -> Iterator[Entry]:
         raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")
     for entry in tar_entries(tar):
         if entry.path not in _MERGED and _unpacked("/" + entry.path):
-            top = entry.path.partition("/")[0]
-            yield replace(entry, path=f"usr/{entry.path}") if top in _MERGED else entry
+            link = _merged(entry.link) if entry.kind == "hardlink" else entry.link
+            yield replace(entry, path=_merged(entry.path), link=link)
     record = control.stdout.rstrip(b"\n") + b"\nStatus: install ok installed\n"
     yield Entry(path=f"var/lib/dpkg/status.d/{deb.name}", size=len(record), source=record)
+
+
+def _merged(path: str) -> str:
+    return f"usr/{path}" if path.partition("/")[0] in _MERGED else path
 
 
 def _unpacked(path: str) -> bool:

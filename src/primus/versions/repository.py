@@ -15,7 +15,6 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urljoin
 
 from primus.errors import HostError, InputError
 from primus.versions.lock import Commit, LockedFile
@@ -95,7 +94,7 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
 
 
 def _submodules(here: Path, commit: str, url: str) -> Iterator[tuple[str, str]]:
-    """Path and address of each submodule that the commit names; a relative address is meant from the repository's."""
+    """Path and address of each submodule that the commit names."""
     words = ["config", "--blob", f"{commit}:.gitmodules", "--get-regexp", r"^submodule\..*\.(path|url)$"]
     done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False, env=_env())
     found: dict[str, dict[str, str]] = {}
@@ -103,8 +102,17 @@ def _submodules(here: Path, commit: str, url: str) -> Iterator[tuple[str, str]]:
         found.setdefault(name, {})[key] = value
     for module in found.values():
         if len(module) == 2:
-            relative = module["url"].startswith((".", ".."))
-            yield module["path"], urljoin(url.rstrip("/") + "/", module["url"]) if relative else module["url"]
+            yield module["path"], _meant(url, module["url"])
+
+
+def _meant(url: str, address: str) -> str:
+    """A submodule's address; a relative one is meant from the repository's own."""
+    if not address.startswith(("./", "../")):
+        return address
+    base = url.rstrip("/")
+    while address.startswith("../"):
+        base, address = base.rpartition("/")[0], address[3:]
+    return f"{base}/{address.removeprefix('./')}"
 
 
 def _git(*words: str, about: str, timeout: float | None = None) -> bytes:

@@ -77,13 +77,14 @@ def _check(project: Project, requests: Sequence[Request], as_json: bool) -> int:
 
 def _lock(project: Project, requests: Sequence[Request], args: argparse.Namespace) -> int:
     from primus.images.display import choose_progress
-    from primus.versions.relock import resolve
+    from primus.versions.relock import Known, resolve
 
     outcome: list[dict[str, Any]] = []
+    known: Known = {}
     with choose_progress(args.json) as progress:
         for request in requests:
             name, previous = _name(project, request), project.lock(request.target)
-            lock = resolve(request, previous=previous, refresh=args.refresh, progress=progress)
+            lock = resolve(request, previous=previous, refresh=args.refresh, known=known, progress=progress)
             changes = compare(previous, lock)
             if previous != lock:
                 project.write_lock(request.target, lock)

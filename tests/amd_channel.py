@@ -155,7 +155,7 @@ assert pathlib.Path("run.sh").stat().st_mode & 0o111 and os.readlink("link") == 
 flags = {MACHS!r}[arch]
 code = bytes.fromhex("{code_object(0).hex()}")
 code = code[:48] + flags.to_bytes(4, "little") + code[52:]
-pathlib.Path("{module}/lib").mkdir(parents=True)
+pathlib.Path("{module}/lib").mkdir(parents=True, exist_ok=True)
 pathlib.Path("{module}/lib/kernels.hsaco").write_bytes(code)
 pathlib.Path("{module}/__init__.py").write_text(f"ARCH = {{arch!r}}\\n")
 setup(name="{package}", version=os.environ["SETUPTOOLS_SCM_PRETEND_VERSION"], packages=["{module}"],

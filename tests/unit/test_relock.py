@@ -55,7 +55,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(("wheels", dict(keep)))
         return (_file("wheel", "numpy", "9"), _file("wheel", "torch", request.wheels["torch"]))
 
-    def debs(name: str, base: BaseRequest, architecture: str, *, progress: object, status: str) -> tuple[LockedFile, ...]:
+    def debs(
+        name: str, base: BaseRequest, architecture: str, *, progress: object, status: str
+    ) -> tuple[LockedFile, ...]:
         seen.append(("debs", name))
         return (_file("deb", "bash", "9", base=name),)
 

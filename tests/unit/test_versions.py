@@ -150,3 +150,41 @@ def test_names_are_plain() -> None:
 def test_pin_in_words() -> None:
     made = versions(pin("path: src, to: /opt, channel: local"))
     assert made.components["torch"].pins[0].text == "src → /opt"
+
+
+GIT = "git: https://127.0.0.1/a, package: a, version: 1.0, channel: amd, builder: bookworm"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{GIT}, commit: main", "a full commit of 40 digits"),
+        (f"{GIT}, commit: 0123456", "a full commit of 40 digits"),
+        (GIT, "has `commit` and `package`"),
+        (f"wheel: a, version: 1.0, channel: amd, commit: {'0' * 40}, package: a", "and only it, has `commit`"),
+        ("wheel: a, version: 1.0, channel: amd, tools: [torch]", "go with `sdist` or `git` only"),
+        (f"{GIT}, commit: {'0' * 40}, tools: [gone]", "no component is called 'gone'"),
+        ("git: main, package: a, version: 1.0, channel: amd", "a URL that git fetches from"),
+    ],
+)
+def test_a_repository_is_pinned_by_its_full_commit(text: str, words: str) -> None:
+    assert words in str(refused(pin(text)))
+
+
+def test_an_image_is_pinned_by_digest() -> None:
+    text = pin("wheel: a, version: 1.0, channel: pypi")
+    digest = "0" * 64
+    for image, good in (("ubuntu:24.04", False), ("ubuntu", False), (f"ubuntu@sha256:{digest}", True)):
+        changed = text.replace("suite: bookworm", f"image: {image}, suite: bookworm")
+        if good:
+            assert versions(changed).bases["bookworm"].image == image
+        else:
+            assert "a tag can mean other bytes tomorrow" in str(refused(changed))
+
+
+def test_a_device_pin_is_of_the_targets_architecture() -> None:
+    made = versions(pin('wheel: "torch-device-{arch}", version: 1.0, channel: amd')).components["torch"].pins[0]
+    assert made.resolved(3, "gfx942").wheel == "torch-device-gfx942"
+    assert made.resolved(3, "gfx942").place == 3
+    with pytest.raises(ValueError, match="the target has none"):
+        made.resolved(0, None)

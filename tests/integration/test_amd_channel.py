@@ -113,8 +113,9 @@ def test_what_was_built_here_works_for_the_targets_gpu(channel: Channel, images:
     code = "import importlib.metadata as m; print(m.version('primus-turbo'), m.version('flash-attn'))"
     run = channel.kit.primus("run", "mi350x", "--", "python3", "-c", code)
     assert run.out.split() == ["0.4.1.dev33", "2.8.4"]
-    run = channel.kit.primus("run", "mi350x", "--", "python3", "-c", "import rocm_sdk_devel")
-    assert run.code != 0, "a tool of builds must stay out of the image"
+    code = "from importlib.util import find_spec; print(*map(find_spec, ('rocm_sdk_core', 'rocm_sdk_devel')), sep=';')"
+    core, devel = channel.kit.primus("run", "mi350x", "--", "python3", "-c", code).out.split(";")
+    assert (core[:10], devel.strip()) == ("ModuleSpec", "None"), "a tool of builds must stay out of the image"
 
 
 def test_targets_share_their_bytes(images: dict[str, dict[str, Any]]) -> None:
@@ -128,14 +129,23 @@ def test_targets_share_their_bytes(images: dict[str, dict[str, Any]]) -> None:
     assert differ == DEVICE | {"facts"}, "host wheels are in the store once"
 
 
-def test_a_no_op_does_nothing_and_a_better_lock_wakes_it(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
+def test_without_its_lock_the_preview_is_chosen_and_the_reason_told(
+    channel: Channel, images: dict[str, dict[str, Any]]
+) -> None:
     kit = channel.kit
     assert "nothing to do" in kit.build("mi355x", "--locked").err
     lock = kit.root / "images/locks/amd/mi355x.json"
     aside = lock.rename(lock.with_suffix(".aside"))
+    # Stale on purpose: with --locked the choice is made, and no gigabyte is fetched.
+    empty = {**json.loads(aside.read_text()), "channel": "debian", "pins": {}, "files": []}
+    preview = kit.write("images/locks/debian/mi355x.json", json.dumps(empty))
     try:
-        assert "channel debian" in kit.primus("build", "mi355x", "--locked").err
+        said = kit.primus("build", "mi355x", "--locked").err.splitlines()
+        reason = "the best channel with a lock; amd has none here (primus lock mi355x --channel amd)"
+        assert said[0] == f"mi355x: channel debian, {reason}"
+        assert "the lock of mi355x is stale" in said[1]
     finally:
+        preview.unlink()
         aside.rename(lock)
     assert "channel amd" in kit.build("mi355x", "--locked").err
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from primus.errors import HostError, InputError
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DEADLINE_S", "Sources", "ask"]
 
-# Of the 5 s that a refusal may take; starting Python and asking pip for its configuration take the rest.
-DEADLINE_S = 3.5
+# Of the 5 s that a refusal may take; on a busy machine starting Python takes a good part of the rest.
+DEADLINE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +79,16 @@ class Sources:
         from primus.versions.indexes import redact
 
         found: dict[str, Callable[[], object]] = {}
-        if self.indexes:
-            host = indexes()
-            for name, url in self.indexes.items():
-                found[f"the index {name} ({redact(url)})"] = partial(host.only(url).probe, "pip")
+        guard, host = threading.Lock(), cache(indexes)
+
+        def index(url: str) -> None:
+            # Asking pip takes its time too: within the deadline, and once.
+            with guard:
+                own = host().only(url)
+            own.probe("pip")
+
+        for name, url in self.indexes.items():
+            found[f"the index {name} ({redact(url)})"] = partial(index, url)
         for image in self.images.values():
             found[f"the registry of {image.partition('@')[0]}"] = partial(registry.probe, image)
         for url in self.repositories.values():

@@ -125,16 +125,20 @@ def _as_pinned(
 
 
 def _indexed(one: Found, request: Request, indexes: Indexes) -> Found:
-    """The file with the index of versions.yaml that offers it. A package that must come from one is taken from there,
-    wherever pip saw it; InputError when none offers it.
+    """The file from where it belongs, wherever pip saw it: a package of the channel from the channel's own indexes
+    (InputError when none offers it), any other from those that pip is configured for, if they have it.
     """
-    session = indexes.session() if request.indexes else None
+    if not request.indexes:
+        return one
+    session, own = indexes.session(), one.name in request.indexed
+    mine = None if own else next((link for link in indexes.links(session, one.name) if link.file == one.file), None)
+    if mine is not None:
+        return replace(one, url=mine.url, sha256=mine.sha256)
     for name, url in request.indexes.items():
-        for link in indexes.only(url).links(session, one.name):  # type: ignore[arg-type]
-            same = unquote(link.url) == unquote(one.url)
-            if link.file == one.file and (same or one.name in request.indexed):
+        for link in indexes.only(url).links(session, one.name):
+            if link.file == one.file:
                 return replace(one, url=link.url, sha256=link.sha256, index=name)
-    if one.name in request.indexed:
+    if own:
         raise InputError(
             f"{one.name} {one.version} is pinned to channel {request.channel}, but none of its indexes has {one.file}",
             hint="its indexes: " + ", ".join(request.indexes),

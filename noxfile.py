@@ -104,3 +104,17 @@ def bench(session: nox.Session) -> None:
     python(session, "benchmarks.engine", *session.posargs)
     if not session.posargs:
         primus(session, "docs")
+
+
+@nox.session(name="bench-generations")
+def bench_generations(session: nox.Session) -> None:
+    """Measure what building the AMD generations costs and shares; their files must be fetched."""
+    python(session, "benchmarks.generations", *session.posargs)
+    primus(session, "docs")
+
+
+@nox.session(name="bench-assembly")
+def bench_assembly(session: nox.Session) -> None:
+    """Measure a whole image's assembly against `docker build`: gigabytes and many minutes (`-- cpu --repeats 1`)."""
+    python(session, "benchmarks.assembly", *session.posargs)
+    primus(session, "docs")

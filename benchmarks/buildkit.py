@@ -27,6 +27,7 @@ class BuildKit:
     """Builds with the private daemon."""
 
     socket: Path
+    daemon: int
 
     def build(self, context: Path, targets: Sequence[str], *, options: Sequence[str] = ()) -> tuple[str, Finished]:
         """Build each target in turn; the last image's id, and all runs as one."""
@@ -84,7 +85,7 @@ def private_daemon(folder: Path) -> Iterator[BuildKit]:
     command += ["--exec-root", str(folder / "exec"), "--pidfile", str(folder / "pid"), "-H", f"unix://{socket}"]
     with (folder / "log").open("wb") as log:
         daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    builder = BuildKit(socket=socket)
+    builder = BuildKit(socket=socket, daemon=daemon.pid)
     try:
         _wait(daemon, builder, folder / "log")
         yield builder

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.buildkit import BuildKit, private_daemon
-from benchmarks.cpu import TARGET, CpuProject, prepare
+from benchmarks.image import ImageProject, prepare
 from benchmarks.measure import PRIMUS, Finished, machine, peak_megabytes, run, summary
 from benchmarks.synthetic import TARGETS, Graph, generate
 from primus.errors import CheckFailed, PrimusError
 
-__all__ = ["main"]
+__all__ = ["OURS", "RESULTS", "THEIRS", "Report", "Theirs", "main", "result", "tools_of"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -47,6 +47,7 @@ BARS: dict[str, dict[str, Any]] = {
     "cpu_noop": {"ratio": 0.5},
     "cpu_recipe": {"seconds": 0.3},
     "cpu_cold_memory": {"megabytes": 300},
+    "assembly": {"ratio": 0.5},
 }
 
 
@@ -236,30 +237,37 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
                 report = Report(sides=[theirs] if args.side == THEIRS else [ours, theirs])
                 floor = _synthetic(report, graph, None if args.side == THEIRS else ours, repeats)
                 if args.side == "both" and not args.skip_cpu and not args.quick:
-                    _cpu(report, prepare(Path(__file__).parents[1], root / "cpu", kit), kit, repeats)
-                tools = {
-                    "docker.io": kit.ask("version", "--format", "{{.Server.Version}}"),
-                    "docker storage driver": kit.ask("info", "--format", "{{.Driver}}"),
-                }
+                    _cpu(report, prepare(Path(__file__).parents[1], root / "cpu", kit, "cpu"), kit, repeats)
+                tools = tools_of(kit)
+    workload = {
+        "components": 12,
+        "blob_megabytes": graph.blob_megabytes,
+        "small_files_per_component": graph.small_files,
+    }
+    about = {"quick": bool(args.quick), "workload": workload, "memory_floor_megabytes": floor}
+    return result("bench", _command(args), tools, before, report) | about
+
+
+def result(
+    session: str, command: str, tools: Mapping[str, str], load: tuple[float, float, float], report: Report
+) -> dict[str, Any]:
+    """What every file of results says: when, by what, on what, with which load (``load`` is the one before)."""
     return {
-        "generated": "by `nox -s bench`; do not edit",
+        "generated": f"by `nox -s {session}`; do not edit",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": _command(args),
-        "quick": bool(args.quick),
+        "command": command,
         "machine": machine(),
-        "versions": {
-            "primus-images": metadata.version("primus-images"),
-            "zstandard": metadata.version("zstandard"),
-            **tools,
-        },
-        "load_average": {"before": [round(v, 2) for v in before], "after": [round(v, 2) for v in os.getloadavg()]},
-        "workload": {
-            "components": 12,
-            "blob_megabytes": graph.blob_megabytes,
-            "small_files_per_component": graph.small_files,
-        },
-        "memory_floor_megabytes": floor,
+        "versions": {name: metadata.version(name) for name in ("primus-images", "zstandard")} | dict(tools),
+        "load_average": {"before": [round(v, 2) for v in load], "after": [round(v, 2) for v in os.getloadavg()]},
         "rows": report.rows,
+    }
+
+
+def tools_of(kit: BuildKit) -> dict[str, str]:
+    """The other side's versions."""
+    return {
+        "docker.io": kit.ask("version", "--format", "{{.Server.Version}}"),
+        "docker storage driver": kit.ask("info", "--format", "{{.Driver}}"),
     }
 
 
@@ -318,10 +326,10 @@ def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats
     return floor
 
 
-def _cpu(report: Report, ours: CpuProject, kit: BuildKit, repeats: Repeats) -> None:
+def _cpu(report: Report, ours: ImageProject, kit: BuildKit, repeats: Repeats) -> None:
     theirs = Theirs(kit=kit, context=ours.root, options=("--network", "none"))
     report.sides = [ours, theirs]
-    one = [TARGET]
+    one = [ours.target]
     kit.forget()
     report.compare(
         "cpu_cold",

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError
 
-__all__ = ["PRIMUS", "Finished", "machine", "peak_megabytes", "run", "summary"]
+__all__ = ["PRIMUS", "Finished", "machine", "peak_megabytes", "peak_of_tree", "run", "summary"]
 
 # What the installed `primus` script does, for this interpreter and whatever it has installed.
 PRIMUS = (sys.executable, "-c", "import sys; from primus.cli.main import main; sys.exit(main())")
@@ -75,6 +76,28 @@ def peak_megabytes(command: Sequence[str], *, env: dict[str, str] | None = None,
     return max(peak, usage.ru_maxrss / 1024)
 
 
+@contextmanager
+def peak_of_tree(root: int) -> Iterator[list[float]]:
+    """The peak memory of process ``root`` and all below it while the block runs: one figure in MB, there afterwards."""
+    found: list[float] = []
+    peak, done = 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, _megabytes(_below(root)))
+            done.wait(0.02)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        watcher.join()
+        found.append(peak)
+
+
 def _start(
     command: Sequence[str], env: dict[str, str] | None, cwd: Path | None, *, session: bool = False
 ) -> subprocess.Popen[str]:
@@ -93,19 +116,35 @@ def _start(
 
 
 def _session_megabytes(leader: int) -> float:
-    total = 0
+    return _megabytes(pid for pid, (_, session) in _processes().items() if session == leader)
+
+
+def _processes() -> dict[int, tuple[int, int]]:
+    """Process → its parent and its session."""
+    found: dict[int, tuple[int, int]] = {}
     for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        try:
-            # Field 6 of stat is the session; the command's name before it may hold blanks and brackets.
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(stat[3]) != leader:
-                continue
-            rollup = (folder / "smaps_rollup").read_text()
-        except (OSError, IndexError):
-            continue
-        total += sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
+        if folder.name.isdecimal():
+            with suppress(OSError, IndexError):
+                # Fields 4 and 6 of stat; the command's name before them may hold blanks and brackets.
+                stat = (folder / "stat").read_text().rpartition(")")[2].split()
+                found[int(folder.name)] = int(stat[1]), int(stat[3])
+    return found
+
+
+def _below(root: int) -> set[int]:
+    parents = {pid: parent for pid, (parent, _) in _processes().items()}
+    tree = {root}
+    while more := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= more
+    return tree
+
+
+def _megabytes(pids: Iterable[int]) -> float:
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += sum(int(line.split()[1]) for line in rollup.splitlines() if line.startswith("Pss:"))
     return total / 1024
 
 

@@ -33,9 +33,12 @@ from project_kit import SOURCE, Kit
 REPOSITORY = Path(__file__).parents[1]
 TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
 MACHS = {"gfx942": 0x4C, "gfx950": 0x4F}
-REPOSITORIES = ("flash-attention", "aiter", "Primus-Turbo")
+REPOSITORIES = {"aiter": "amd-aiter", "Primus-Turbo": "primus-turbo"}
 # Real ones: these build.
 BUILD_TOOLS = ("pip", "setuptools", "wheel", "packaging")
+# What the loopback index of PyPI has beside the pins, so that torch, Flash Attention and builds find what they need.
+OTHERS = {"filelock": "3.20.0", "einops": "0.8.2", "ninja": "1.11.1.3", "setuptools-scm": "10.3.4"}
+LOCAL = ("src/primus", "recipes", "images/workspace")
 LIBRARIES = "_rocm_sdk_libraries"
 
 
@@ -48,10 +51,9 @@ def channel_versions(indexes: Mapping[str, str], image: str, commits: Mapping[st
     head = re.sub(r"image: \S+", f"image: {image}", head).replace("suite: noble", "suite: bookworm")
     head = re.sub(r"python: 3\.12\.3", "python: 3.11.2", head).replace("3.12", "3.11")
     # Nothing is compiled here; busybox, whose shell prefers itself to what lies on PATH, unpacks no compressed archive.
-    head = head.replace("      - libpython3.11-stdlib\n", "      - dash\n      - libpython3.11-stdlib\n")
-    head = head.replace("      - g++\n", "      - gzip\n").replace("      - make\n", "      - tar\n")
-    head = head.replace("      - libpython3.11-dev\n", "")
-    text = f"{head}\n  bookworm:\n{rest}"
+    head = head.replace("      - libpython3.11-stdlib\n", "      - dash\n      - gzip\n      - libpython3.11-stdlib\n")
+    head = head.replace("      - python3.11-minimal\n", "      - python3.11-minimal\n      - tar\n", 1)
+    text = f"{head}\n  bookworm:\n{rest}".replace("debs: [g++, libpython3.12-dev, make]", "debs: [make]")
     for name, (url, commit) in commits.items():
         found = re.search(rf"git: https://\S+/{name}\n +commit: ([0-9a-f]{{40}})", text)
         assert found is not None
@@ -69,12 +71,21 @@ def make_channel_wheels(amd: Path, pypi: Path, pins: Mapping[str, Pin], arch: st
         needs, files = _inside(component, rocm or "", arch)
         if component == "pytorch":
             triton = next(one.version for name, one in pins.items() if name == "triton")
-            needs = (f"rocm[libraries]=={rocm}", f"triton=={triton}", "filelock")
+            needs = (f"rocm[libraries]=={rocm}", f"triton=={triton}", "filelock", "setuptools")
         tag = "cp311-cp311-manylinux_2_28_x86_64" if component == "pytorch" else "py3-none-any"
         padding = 3_000_000 if component in ("pytorch", "rocm-sdk-libraries", "rocm-sdk-device") else 0
         make_wheel(folder, pin.wheel, pin.version or "", needs=needs, files=files, tag=tag, padding=padding)
-    make_wheel(pypi, "filelock", "3.20.0")
+    for name, version in OTHERS.items():
+        make_wheel(pypi, name, version)
+    make_wheel(amd, "rocm-sdk-devel", rocm or "")
     _selector(amd, rocm or "")
+    flash = next(pin.version for pin in pins.values() if pin.sdist == "flash-attn")
+    _source(
+        pypi,
+        "flash_attn",
+        flash or "",
+        f"from setuptools import setup\nsetup(name='flash-attn', version='{flash}', py_modules=['setup'])\n",
+    )
 
 
 def _inside(component: str, rocm: str, arch: str) -> tuple[tuple[str, ...], dict[str, bytes]]:
@@ -90,7 +101,7 @@ def _inside(component: str, rocm: str, arch: str) -> tuple[tuple[str, ...], dict
         return (), {"torch/lib/libtorch_hip.so": pack_host("libtorch_hip", "../.kpack/torch_@GFXARCH@.kpack")}
     if component == "pytorch-device":
         return (), {f"torch/.kpack/torch_{arch}.kpack": kernel_pack({"libtorch_hip": [arch]})}
-    if component == "transformer-engine-rocm":
+    if component == "transformer-engine-core":
         both = pages(bundle(list(MACHS)))
         return (), {"transformer_engine/libtransformer_engine.so": elf({".hip_fatbin": both})}
     return (), {}
@@ -105,8 +116,15 @@ def _selector(folder: Path, version: str) -> None:
         f"setup(name='rocm', version='{version}', py_modules=['rocm_sdk'],\n"
         "      entry_points={'console_scripts': ['rocm-sdk = rocm_sdk:main']})\n"
     )
-    with tarfile.open(folder / f"rocm-{version}.tar.gz", "w:gz") as archive:
-        _add(archive, f"rocm-{version}/setup.py", setup.encode())
+    _source(folder, "rocm", version, setup)
+
+
+def _source(folder: Path, name: str, version: str, setup: str) -> None:
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as archive:
+        _add(archive, f"{name}-{version}/setup.py", setup.encode())
+    # The same source must have the same bytes each time it is offered.
+    (folder / f"{name}-{version}.tar.gz").write_bytes(gzip.compress(plain.getvalue(), mtime=0))
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes = b"", **fields: Any) -> None:
@@ -118,11 +136,13 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes = b"", **fields: Any) 
 
 
 def fetch_build_tools(folder: Path, kit: Kit) -> None:
-    """The real pip, setuptools and wheel in the pinned versions, from where this host's pip takes them."""
-    pins = kit_pins(kit, "mi300x")
-    wanted = [f"{pin.wheel}=={pin.version}" for pin in pins.values() if pin.wheel in BUILD_TOOLS]
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), *wanted]
-    subprocess.run(command, check=True, capture_output=True)
+    """The real pip, setuptools and wheel in every pinned version, from where this host's pip takes them."""
+    pins = kit_pins(kit, "mi300x").values()
+    wanted = {f"{pin.wheel}=={pin.version}" for pin in pins if pin.wheel in BUILD_TOOLS}
+    built = {word for pin in pins if pin.build for word in pin.build.wheels if word.partition("==")[0] in BUILD_TOOLS}
+    for word in sorted({*wanted, *(word for word in built if "==" in word), "packaging"}):
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), word]
+        subprocess.run(command, check=True, capture_output=True)
 
 
 def kit_pins(kit: Kit, target: str) -> dict[str, Pin]:
@@ -130,7 +150,7 @@ def kit_pins(kit: Kit, target: str) -> dict[str, Pin]:
     from primus.images.project import Project
 
     project = Project(kit.root, channel="amd")
-    return {**project.tools(target), **project.pins(target)}
+    return project.pins(target)
 
 
 # Repositories
@@ -332,10 +352,11 @@ class Channel:
 def copy_project(kit: Kit) -> None:
     """The repository's targets and what they take from it."""
     for name in TARGETS:
-        kit.write(f"images/{name}.yaml", (REPOSITORY / f"images/{name}.yaml").read_bytes())
-    ignore = shutil.ignore_patterns("__pycache__")
-    for name in ("src/primus", "recipes"):
-        shutil.copytree(REPOSITORY / name, kit.root / name, ignore=ignore)
+        text = (REPOSITORY / f"images/{name}.yaml").read_text()
+        # The small Triton compiles nothing.
+        kit.write(f"images/{name}.yaml", re.sub(r"(?m)^turbo: .*\n", "", text))
+    for name in LOCAL:
+        shutil.copytree(REPOSITORY / name, kit.root / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def loopback_environment(pypi: str, home: Path) -> dict[str, str]:
@@ -355,8 +376,7 @@ def amd_channel(root: Path) -> Iterator[Channel]:
     amd, pypi, gits = root / "amd/files", root / "pypi/files", root / "git"
     for folder in (amd, pypi):
         folder.mkdir(parents=True)
-    packages = dict(zip(REPOSITORIES, ("flash-attn", "amd-aiter", "primus-turbo"), strict=True))
-    commits = {n: (f"file://{gits / n}", make_repository(gits, n, package)) for n, package in packages.items()}
+    commits = {n: (f"file://{gits / n}", make_repository(gits, n, package)) for n, package in REPOSITORIES.items()}
     with serve(root / "amd") as indexes, serve(root / "pypi") as plain, registry(root / "registry") as port:
         base = make_base(root / "base")
         push = ["skopeo", "copy", "-q", "--all", "--dest-tls-verify=false", f"oci:{root / 'base'}:24.04"]

@@ -1,7 +1,8 @@
-"""What the integration tests share: the repository's own cpu image."""
+"""What the integration tests share: the repository's own cpu image, and a Python with torch."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from project_kit import Kit
 
 REPOSITORY = Path(__file__).parents[2]
+FAULTS = Path(__file__).with_name("faults")
+INSIDE = Path(__file__).with_name("inside")
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +20,26 @@ def cpu_image() -> Kit:
     kit = Kit(REPOSITORY)
     kit.build("cpu", "--locked")
     return kit
+
+
+@pytest.fixture(scope="session")
+def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """How to start Python with torch: that of PRIMUS_TEST_PYTHON, else the cpu image's, in the sandbox."""
+    chosen = os.environ.get("PRIMUS_TEST_PYTHON")
+    if chosen:
+        return ["env", f"PYTHONPATH={FAULTS}:{REPOSITORY / 'src'}", chosen]
+    kit = request.getfixturevalue("cpu_image")
+    outputs = tmp_path_factory.getbasetemp()
+    lend = [
+        "-v",
+        f"{outputs}:{outputs}",
+        "-v",
+        f"{FAULTS}:/faults:ro",
+        "-v",
+        f"{INSIDE}:{INSIDE}:ro",
+        "-e",
+        "PYTHONPATH=/faults",
+        "-e",
+        "PRIMUS_FAULT",
+    ]
+    return kit.command("run", "cpu", "--project", str(kit.root), *lend, "--", "python3")

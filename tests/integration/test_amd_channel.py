@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from amd_channel import TARGETS, Channel, amd_channel
+from amd_channel import LOCAL, TARGETS, Channel, amd_channel
 
 pytestmark = pytest.mark.integration
 
@@ -19,7 +19,6 @@ pytestmark = pytest.mark.integration
 TRAIN = {
     "aiter",
     "apex",
-    "flash-attention",
     "primus-turbo",
     "pytorch",
     "pytorch-device",
@@ -31,11 +30,11 @@ TRAIN = {
     "torchvision",
     "torchvision-device",
     "transformer-engine",
-    "transformer-engine-rocm",
+    "transformer-engine-core",
     "transformer-engine-torch",
     "triton",
 }
-DEVICE = {"rocm-sdk-device", "pytorch-device", "torchvision-device", "rocm", "aiter", "flash-attention", "primus-turbo"}
+DEVICE = {"rocm-sdk-device", "pytorch-device", "torchvision-device", "rocm", "aiter", "primus-turbo"}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def test_the_choice_is_said_first_with_its_reason(channel: Channel, images: dict
 
 def test_the_lock_names_files_and_their_index(channel: Channel) -> None:
     lock = json.loads((channel.kit.root / "images/locks/amd/mi355x.json").read_text())
-    files = {(f["kind"], f["name"]): f for f in lock["files"]}
+    files = {(f["kind"], f["name"]): f for f in lock["files"] if "build" not in f.get("base", "")}
     torch = files["wheel", "torch"]
     assert torch["file"].startswith("torch-2.12.0+rocm10.0.0-cp311")
     assert (torch["index"], files["sdist", "rocm"]["index"]) == ("rocm-core", "rocm-core")
@@ -90,7 +89,8 @@ def test_the_lock_names_files_and_their_index(channel: Channel) -> None:
     assert ("wheel", "amd-torch-device-gfx950") in files
     assert ("wheel", "amd-torch-device-gfx942") not in files
     assert ("wheel", "rocm-sdk-devel") not in files, "a tool of builds must stay out of the image"
-    assert files["tool", "rocm-sdk-devel"]["index"] == "rocm-core"
+    devel = next(f for f in lock["files"] if f["name"] == "rocm-sdk-devel")
+    assert (devel["index"], devel["base"]) == ("rocm-core", "amd-aiter build")
     assert "127.0.0.1" not in json.dumps(lock["files"])
 
 
@@ -112,7 +112,7 @@ def test_what_was_built_here_works_for_the_targets_gpu(channel: Channel, images:
         assert run.out.split() == [arch, arch, "2.12.0+rocm10.0.0"], run.err
     code = "import importlib.metadata as m; print(m.version('primus-turbo'), m.version('flash-attn'))"
     run = channel.kit.primus("run", "mi350x", "--", "python3", "-c", code)
-    assert run.out.split() == ["0.4.1.dev33", "2.8.4"]
+    assert run.out.split() == ["0.4.1.dev33", "2.8.3.post2"]
     code = "from importlib.util import find_spec; print(*map(find_spec, ('rocm_sdk_core', 'rocm_sdk_devel')), sep=';')"
     core, devel = channel.kit.primus("run", "mi350x", "--", "python3", "-c", code).out.split(";")
     assert (core[:10], devel.strip()) == ("ModuleSpec", "None"), "a tool of builds must stay out of the image"
@@ -153,7 +153,7 @@ def test_without_its_lock_the_preview_is_chosen_and_the_reason_told(
 def test_a_rocm_bump_rebuilds_what_depends_on_rocm(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
     before = (channel.kit.root / "versions.yaml").read_text()
     try:
-        channel.repin(("rocm10.0.0", "rocm10.1.0"), ("version: 10.0.0", "version: 10.1.0"))
+        channel.repin(("rocm10.0.0", "rocm10.1.0"), ("version: 10.0.0", "version: 10.1.0"), ("==10.0.0", "==10.1.0"))
         told = channel.kit.primus("explain", "mi355x", timeout=600)
         assert told.code == 1, told.err
         to_build = next(line for line in told.out.splitlines() if line.startswith("  to build: "))
@@ -223,15 +223,15 @@ def test_an_index_that_does_not_answer_is_a_sentence_in_seconds(
         old = next(line for line in text.splitlines() if line.startswith("  rocm-pytorch:"))
         kit.write("versions.yaml", text.replace(old, f"  rocm-pytorch: {{channel: amd, url: {address}}}"))
         cause = "connection refused" if how == "closed" else "no answer in time"
-        kit.edit("images/mi355x.yaml", "components: [pytorch,", "components: [liger-kernel, pytorch,")
+        kit.edit("images/mi355x.yaml", "components: [pytorch,", "components: [peft, pytorch,")
         refused(kit, "lock", "mi355x", "--channel", "amd", address=address, cause=cause)
         refused(kit, "build", "mi355x", "--channel", "amd", address=address, cause=cause)
-        kit.edit("images/mi355x.yaml", "[liger-kernel, pytorch,", "[pytorch,")
+        kit.edit("images/mi355x.yaml", "[peft, pytorch,", "[pytorch,")
         lock = json.loads((kit.root / "images/locks/amd/mi355x.json").read_text())
         lock["files"] = [{**f, "index": "rocm-pytorch"} if "index" in f else f for f in lock["files"]]
         kit.write("images/locks/amd/mi355x.json", json.dumps(lock))
-        for name in ("src/primus", "recipes"):
-            (kit.root / name).parent.mkdir(exist_ok=True)
+        for name in LOCAL:
+            (kit.root / name).parent.mkdir(parents=True, exist_ok=True)
             (kit.root / name).symlink_to(channel.kit.root / name)
         refused(kit, "build", "mi355x", "--locked", address=address, cause=cause)
 

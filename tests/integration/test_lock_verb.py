@@ -168,3 +168,56 @@ def test_a_build_locks_again_what_is_gone_unless_locked(
     versions = {f.name: f.version for f in lock.files if f.name != "usr-is-merged"}
     assert versions == {"python3.11-minimal": "3.11.2-7", "tool": "1.0", "helper": "1.0"}
     assert all(workshop.files.verify(f.sha256) for f in lock.files)
+
+
+NATIVE = """\
+  native:
+    name: Native
+    pins:
+      - sdist: native
+        version: 1.0
+        channel: pypi
+        build: {debs: [compiler], wheels: [tool, setup==1.0]}
+        requires: [runtime]
+"""
+
+
+def test_a_build_has_packages_of_its_own_and_the_images_wheels(world: tuple[Kit, Server]) -> None:
+    kit, server = world
+    files = server.root / "files"
+    make_wheel(files, "setup", "1.0", needs=("wheelhouse",))
+    make_wheel(files, "wheelhouse", "1.0")
+    make_wheel(files, "runtime", "3.0")
+    (files / "native-1.0.tar.gz").write_bytes(b"source")
+    make_deb(server.root / "pool", "compiler", "12")
+    index_debs(server.root, "bookworm")
+    kit.edit("images/demo.yaml", "[tool, local]", "[tool, native, local]")
+    (kit.root / "versions.yaml").write_text(VERSIONS + NATIVE)
+    made = kit.primus("lock", "demo")
+    assert made.code == 0, made.err
+    locked = [(f.get("base"), f["name"]) for f in json.loads((kit.root / LOCK).read_text())["files"]]
+    assert {n for b, n in locked if b is None} == {"tool", "helper", "native", "runtime"}
+    assert {n for b, n in locked if b == "bookworm"} == {"python3.11-minimal", "usr-is-merged"}
+    build = {"python3.11-minimal", "usr-is-merged", "compiler", "tool", "helper", "setup", "wheelhouse"}
+    assert {n for b, n in locked if b == "native build"} == build
+    make_wheel(files, "wheelhouse", "2.0")
+    make_wheel(files, "setup", "1.1", needs=("wheelhouse",))
+    kit.edit("versions.yaml", "setup==1.0", "setup==1.1")
+    line = (kit.root / "versions.yaml").read_text().splitlines().index("      - sdist: native") + 1
+    stale = kit.primus("lock", "demo", "--check").out
+    assert stale.startswith(f"versions.yaml:{line}:"), stale
+    assert "build native build wheels: locked setup==1.0 tool, wanted setup==1.1 tool" in stale
+    (change,) = json.loads(kit.primus("lock", "demo", "--json").out)[0]["changes"]
+    assert change == {"kind": "wheel", "name": "setup", "old": "1.0", "new": "1.1"}
+
+
+def test_a_builds_wheel_that_the_image_lacks_needs_a_version(world: tuple[Kit, Server]) -> None:
+    kit, server = world
+    make_wheel(server.root / "files", "setup", "1.0")
+    (server.root / "files" / "native-1.0.tar.gz").write_bytes(b"source")
+    kit.edit("images/demo.yaml", "[tool, local]", "[tool, native, local]")
+    text = NATIVE.replace("setup==1.0", "setup").replace("        requires: [runtime]\n", "")
+    (kit.root / "versions.yaml").write_text(VERSIONS + text.replace("debs: [compiler], ", ""))
+    failed = kit.primus("lock", "demo")
+    assert failed.code == 2
+    assert "native build: the image has no setup" in failed.err

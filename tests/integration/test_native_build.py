@@ -19,19 +19,26 @@ VERSIONS = """\
 release: v26.11
 created: 2026-11-20
 bases:
-  bookworm-build:
+  bookworm:
     suite: bookworm
     python: 3.11.2
-    packages: [gcc, libc6-dev, python3-dev, python3-pip, python3-setuptools, python3-wheel]
+    packages: [libpython3.11-stdlib, python3.11-minimal]
 components:
   psutil:
     name: psutil
     pins:
-      - {sdist: psutil, version: 6.1.1, channel: pypi, builder: bookworm-build}
+      - sdist: psutil
+        version: 6.1.1
+        channel: pypi
+        build:
+          debs: [gcc, libc6-dev, libpython3.11-dev]
+          wheels: [pip==26.3, setuptools==81.0.0]
+          # Spells "primus" in the extension's build note.
+          environment: {LDFLAGS: "-Wl,--build-id=0x7072696d7573"}
 """
 TARGET = """\
 description: A package with a C extension, built from source
-base: bookworm-build
+base: bookworm
 channels: [pypi]
 components: [psutil]
 command: [sh]
@@ -70,6 +77,16 @@ def test_extension_works_in_the_image(native: Kit) -> None:
     assert path.startswith("/opt/venv/lib/python3.11/site-packages/psutil/_psutil_linux.")
 
 
+def test_the_builds_environment_reached_the_linker(native: Kit) -> None:
+    code = "import psutil._psutil_linux as c; print(b'GNU\\0primus' in open(c.__file__, 'rb').read())"
+    assert native.primus("run", "native", "--", "python3", "-c", code).out.strip() == "True"
+
+
+def test_what_builds_is_not_in_the_image(native: Kit) -> None:
+    code = "import importlib.util as u, shutil; print(shutil.which('gcc'), u.find_spec('setuptools'))"
+    assert native.primus("run", "native", "--", "python3", "-c", code).out.split() == ["None", "None"]
+
+
 def test_the_wheel_was_built_here_and_only_its_wheel_was_taken(native: Kit) -> None:
     (record,) = [
         data
@@ -99,7 +116,7 @@ def test_bytecode_is_used_and_still_checked(native: Kit) -> None:
 def test_a_failed_build_shows_its_log(native: Kit, tmp_path: Path) -> None:
     """Without the compiler's headers the build fails; the log's end and its path are in the error."""
     kit = Kit(tmp_path / "broken")
-    kit.write("versions.yaml", VERSIONS.replace("python3-dev, ", ""))
+    kit.write("versions.yaml", VERSIONS.replace(", libpython3.11-dev", ""))
     kit.write("images/native.yaml", TARGET)
     lend_files(kit)
     for path in (native.root / ".primus/files/sha256").iterdir():

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training_kit import failing, train
 
 from primus.recipes.resolve import resolve
 from primus.training import checks, outcome, record, suite
-from primus.training.checks import Verdict
-from primus.training.job import Job, JobResult
+from primus.training.job import Job
 from primus.training.outcome import Outcome
 
 pytestmark = pytest.mark.integration
-
-ROOT = Path(__file__).resolve().parents[2]
-FAULTS = Path(__file__).with_name("faults")
-
-
-@pytest.fixture(scope="module")
-def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """How to start Python with torch: that of PRIMUS_TEST_PYTHON, else the cpu image's, in the sandbox."""
-    chosen = os.environ.get("PRIMUS_TEST_PYTHON")
-    if chosen:
-        return ["env", f"PYTHONPATH={FAULTS}:{ROOT / 'src'}", chosen]
-    kit = request.getfixturevalue("cpu_image")
-    outputs = tmp_path_factory.getbasetemp()
-    lend = [
-        "-v",
-        f"{outputs}:{outputs}",
-        "-v",
-        f"{FAULTS}:/faults:ro",
-        "-e",
-        "PYTHONPATH=/faults",
-        "-e",
-        "PRIMUS_FAULT",
-    ]
-    return kit.command("run", "cpu", "--project", str(kit.root), *lend, "--", "python3")
-
-
-def train(python: list[str], job: Job, fault: str = "") -> JobResult:
-    ended = subprocess.run(
-        [*python, "-m", "primus.cli.main", *job.arguments(), "--json"],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": fault},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode in (0, 1), ended.stderr
-    return JobResult(exit_code=ended.returncode, output=job.output)
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +38,6 @@ def broken(python: list[str], jobs: dict[str, Job], tmp_path: Path) -> Callable[
         return left, failing(outcome.basic_verdicts(left))
 
     return run
-
-
-def failing(verdicts: tuple[Verdict, ...]) -> list[str]:
-    return [verdict.name for verdict in verdicts if not verdict.passed]
 
 
 def test_the_healthy_suite_passes(jobs: dict[str, Job], healthy: dict[str, Outcome]) -> None:

@@ -147,3 +147,30 @@ def test_benchmark_page_says_what_was_met_and_what_not() -> None:
 
 def test_a_quick_run_is_no_result() -> None:
     assert "no result" in docs.benchmark_page(result(quick=True)).split("\n")[1]
+
+
+def test_an_assembly_page_says_what_each_side_leaves() -> None:
+    sizes = {"wheels": 3, "wheel_bytes": 4 * 10**9, "layers": 2, "compressed_bytes": 3 * 10**9}
+    sizes |= {"unpacked_bytes": 7 * 10**9, "docker_bytes": 8 * 10**9}
+    page = docs.assembly_page(result(target="h200", sizes=sizes))
+    assert "Generated from benchmarks/results/h200-assembly.json" in page
+    assert "the 3 wheels (4.00 GB)" in page
+    assert "2 compressed layers, 3.00 GB (7.00 GB unpacked)" in page
+    assert "leaves 8.00 GB unpacked" in page
+    assert "| no-op | " in page
+
+
+def test_every_kind_of_result_has_its_page_and_others_none(tmp_path: Path) -> None:
+    for name in ("versions.yaml", "README.md", "images"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    results = tmp_path / "benchmarks/results"
+    results.mkdir(parents=True)
+    sizes = dict.fromkeys(("wheels", "wheel_bytes", "layers", "compressed_bytes", "unpacked_bytes", "docker_bytes"), 1)
+    (results / "h200-assembly.json").write_text(json.dumps(result(target="h200", sizes=sizes)))
+    (results / "h200-proxy.json").write_text("{}")
+    assert [n for n in docs.generated(tmp_path) if "benchmarks" in n] == ["docs/benchmarks/h200-assembly.md"]
+    (results / "h200-assembly.json").write_text("{}")
+    with pytest.raises(InputError) as caught:
+        docs.generated(tmp_path)
+    assert caught.value.where == "benchmarks/results/h200-assembly.json"
+    assert "bench-assembly" in (caught.value.hint or "")

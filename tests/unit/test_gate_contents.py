@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -204,8 +205,8 @@ def test_what_only_looks_like_litter(path: str, text: str) -> None:
 def test_build_paths_in_compiled_files() -> None:
     data = elf({".debug_str": b"\0/home/runner/build/x/a.cpp\0/tmp/pip-req-build-1/a.c\0/home/runner/b\0"})
     assert traces("lib/libx.so", data) == [
-        ("build path", "/tmp/pip-req-build-1/a.c"),
         ("build path", "/home/runner/build/x/a.cpp"),
+        ("build path", "/tmp/pip-req-build-1/a.c"),
     ]
 
 
@@ -301,7 +302,7 @@ def test_a_second_look_reads_no_blob(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert facts_of(ref, blob, tmp_path / "kept") == first
     with pytest.raises(HostError):
         facts_of(ref, blob, tmp_path / "kept", [b"/other/paths/to/look/for"])
-    monkeypatch.setattr(facts_module, "_rules", lambda: "another rule")
+    monkeypatch.setattr(facts_module, "rules", lambda: "another rule")
     with pytest.raises(HostError):
         facts_of(ref, blob, tmp_path / "kept")
 
@@ -314,7 +315,7 @@ def test_what_is_kept_is_replaced_when_rules_change_and_when_it_is_damaged(
     (kept,) = (tmp_path / "kept").iterdir()
     kept.write_text('{"folders": 1}')
     assert facts_of(ref, blob, tmp_path / "kept") == first
-    monkeypatch.setattr(facts_module, "_rules", lambda: "another rule")
+    monkeypatch.setattr(facts_module, "rules", lambda: "another rule")
     facts_of(ref, blob, tmp_path / "kept")
     (other,) = (tmp_path / "kept").iterdir()
     assert other.name != kept.name
@@ -338,3 +339,12 @@ def test_a_damaged_blob_has_no_facts(tmp_path: Path) -> None:
 def test_an_empty_layer_has_empty_facts(tmp_path: Path) -> None:
     ref, blob = layer_of(tmp_path, {})
     assert facts_of(ref, blob, tmp_path / "kept") == LayerFacts()
+
+
+def test_a_look_that_is_called_off_leaves_nothing(tmp_path: Path) -> None:
+    ref, blob = layer_of(tmp_path, FILES)
+    stop = Event()
+    stop.set()
+    with pytest.raises(InterruptedError):
+        facts_of(ref, blob, tmp_path / "kept", stop=stop)
+    assert not (tmp_path / "kept").exists()

@@ -19,6 +19,16 @@ def kit(tmp_path: Path) -> Kit:
     return make_project(tmp_path / "project")
 
 
+def preview(kit: Kit) -> None:
+    """Make demo an image that may fail a gate and get its name all the same."""
+    kit.edit("images/demo.yaml", "channels: [local]", "channels: [local]\npreviews: {local: it is a test}")
+
+
+def names(kit: Kit) -> list[str]:
+    index = json.loads((kit.root / ".primus/store/index.json").read_bytes())
+    return [m["annotations"]["org.opencontainers.image.ref.name"] for m in index["manifests"]]
+
+
 def gates(kit: Kit, *words: str, code: int = 0) -> dict[str, Any]:
     result = kit.primus("check", "demo", "--json", *words)
     assert result.code == code, result.out + result.err
@@ -51,6 +61,7 @@ def test_an_image_that_is_not_built_or_out_of_date_is_bad_input(kit: Kit) -> Non
 
 @pytest.mark.parametrize("line", ["arch: gfx950", "gpu: mi355x"])
 def test_a_library_for_another_gpu_fails_the_image(kit: Kit, line: str) -> None:
+    preview(kit)
     kit.edit("images/demo.yaml", "channels:", f"{line}\nchannels:")
     kit.write("parts/alpha/lib/librocblas.so", elf({".hip_fatbin": bundle(["gfx942"])}))
     kit.write("parts/alpha/lib/x_gfx942.dat", b"123")
@@ -69,6 +80,7 @@ def test_a_library_for_another_gpu_fails_the_image(kit: Kit, line: str) -> None:
 
 
 def test_secrets_in_files_and_in_settings(kit: Kit) -> None:
+    preview(kit)
     kit.write("parts/beta/env", f"HF_TOKEN={PLACEHOLDER}\n")
     kit.edit("images/demo.yaml", "value: red", f"value: {PLACEHOLDER}")
     kit.build()
@@ -109,7 +121,52 @@ def test_why_size(kit: Kit) -> None:
     assert kit.primus("why-size", "demo", "--depth", "0").out.count("opt") == 0
 
 
+def test_a_release_that_fails_a_gate_is_no_image(kit: Kit) -> None:
+    good = kit.build().digest
+    kit.write("parts/beta/env", f"HF_TOKEN={PLACEHOLDER}\n")
+    result = kit.primus("build", "demo")
+    assert (result.code, result.out) == (1, "")
+    assert "v26.11-demo fails a gate, so there is no such image" in result.err
+    assert "✗ beta /opt/beta/env: secret: a Hugging Face token hf_aBcD…" in result.err
+    assert good in (kit.root / ".primus/store/index.json").read_text(), "the name points to the last good image"
+    assert kit.primus("verify", "demo").code == 1
+    assert kit.primus("check", "demo").code == 2
+    (kit.root / "parts/beta/env").unlink()
+    assert kit.build().digest == good
+
+
+def test_a_preview_that_fails_a_gate_is_built_and_says_so(kit: Kit) -> None:
+    preview(kit)
+    kit.write("images/demo.yaml", (kit.root / "images/demo.yaml").read_text() + "budget_gb: 0.0000001\n")
+    kit.write("parts/beta/env", f"HF_TOKEN={PLACEHOLDER}\n")
+    lines = [
+        "  ✗ litter: secrets, apt settings, caches, build paths; opt/beta/env: secret: a Hugging Face token hf_aBcD…",
+        "  ✗ budget: ",
+    ]
+    for _ in range(2):
+        built = kit.build()
+        assert all(line in built.err for line in lines), built.err
+    assert "nothing to do" in built.err
+    assert names(kit) == ["v26.11-demo-preview"]
+    (image,) = json.loads(kit.build("demo", "--json").out)["images"]
+    assert [sentence.partition(":")[0] for sentence in image["failed"]] == ["litter", "budget"]
+    assert kit.primus("check", "demo").code == 1
+    assert kit.primus("verify", "demo").code == 1
+
+
+def test_an_image_is_judged_again_when_the_rules_change(kit: Kit) -> None:
+    kit.build()
+    state = kit.root / ".primus/store/targets/demo.json"
+    judged = json.loads(state.read_bytes())
+    assert "nothing to do" in kit.build("demo", "--engine", "auto").err
+    state.write_text(json.dumps({**judged, "judged": "other rules"}))
+    again = kit.build("demo", "--engine", "auto")
+    assert "0 layers built" in again.err
+    assert json.loads(state.read_bytes())["judged"] == judged["judged"]
+
+
 def test_verify_runs_the_gates(kit: Kit) -> None:
+    preview(kit)
     kit.build()
     passed = kit.primus("verify", "demo")
     assert passed.code == 0, passed.err

@@ -2,46 +2,98 @@
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from primus.errors import InputError
+from primus.errors import CheckFailed, HostError, InputError
+from primus.images.kernels import KernelFiles, is_for, unlisted
 from primus.images.plan import plan_image
 from primus.images.project import Project
-from primus.images.trim import kernels_of_others
+from primus.images.tar import Entry
 from primus.versions.lock import Lock, LockedFile
 
-LIBRARY = "/usr/lib/x86_64-linux-gnu/rocblas/5/library/"
-
-
-def unpacked(path: str, arch: str) -> bool:
-    """dpkg's rule: the last option that matches decides."""
-    answer = True
-    for option in kernels_of_others(arch):
-        kind, _, pattern = option.partition("=")
-        if fnmatch.fnmatchcase(path, pattern):
-            answer = kind == "path-include"
-    return answer
+LIBRARY = "usr/lib/x86_64-linux-gnu/rocblas/5/library/"
+PATTERN = "/usr/lib/*/rocblas/*/library/*gfx*"
 
 
 @pytest.mark.parametrize(
-    ("path", "kept"),
+    ("path", "arch", "named"),
     [
-        (LIBRARY + "Kernels.so-000-gfx942.hsaco", True),
-        (LIBRARY + "TensileLibrary_Type_HH_Contraction_l_Ailk_Bjlk_Cijk_Dijk_CU104_gfx942.dat", True),
-        (LIBRARY + "Kernels.so-000-gfx90a.hsaco", False),
-        (LIBRARY + "TensileLibrary_Type_HH_fallback_gfx1100.co", False),
-        (LIBRARY + "TensileManifest.txt", True),
-        ("/usr/lib/x86_64-linux-gnu/hipblaslt/library/Kernels.so-000-gfx9421.hsaco", False),
-        ("/usr/lib/x86_64-linux-gnu/librocblas.so.5.2", True),
-        ("/usr/lib/python3/dist-packages/gfx90a/library/a.py", True),
+        ("Kernels.so-000-gfx942.hsaco", "gfx942", True),
+        ("TensileLibrary_Type_HH_CU104_gfx942.dat", "gfx942", True),
+        ("gfx942/kernels.dat", "gfx942", True),
+        ("Kernels.so-000-gfx90a.hsaco", "gfx90", False),
+        ("Kernels.so-000-gfx9421.hsaco", "gfx942", False),
+        ("TensileManifest.txt", "gfx942", False),
     ],
 )
-def test_kernel_files_of_the_one_gpu_stay(path: str, kept: bool) -> None:
-    assert unpacked(path, "gfx942") is kept
+def test_which_gpu_a_path_names(path: str, arch: str, named: bool) -> None:
+    assert is_for(path, arch) is named
+
+
+def deb(folder: Path, files: Mapping[str, bytes], links: Mapping[str, str] | None = None) -> Path:
+    """A Debian package with these files."""
+    tree = folder / "tree"
+    for path, data in {**files, "DEBIAN/control": CONTROL}.items():
+        (tree / path).parent.mkdir(parents=True, exist_ok=True)
+        (tree / path).write_bytes(data)
+    for path, to in (links or {}).items():
+        (tree / path).symlink_to(to)
+    subprocess.run(["dpkg-deb", "--build", tree, folder / "a.deb"], check=True, capture_output=True)
+    return folder / "a.deb"
+
+
+CONTROL = b"Package: librocblas5\nVersion: 1\nArchitecture: all\nMaintainer: a <a@b>\nDescription: x\n"
+FILES = {
+    LIBRARY + "a_gfx942.hsaco": b"this",
+    LIBRARY + "a_gfx950.hsaco": b"another",
+    LIBRARY + "a_gfx1100.dat": b"third one",
+    LIBRARY + "a_fallback.dat": b"for all",
+    "usr/lib/x86_64-linux-gnu/librocblas.so.5": b"host",
+}
+
+
+def test_a_layer_holds_the_kernel_files_of_one_gpu(tmp_path: Path) -> None:
+    package = deb(tmp_path, FILES)
+    found = KernelFiles(arch="gfx942")
+    found.take(package, PATTERN, tmp_path / "out")
+    assert [(e.path, e.mode, b"".join(e.chunks())) for e in found.entries] == [
+        (LIBRARY + "a_gfx942.hsaco", 0o644, b"this")
+    ]
+    assert found.left_out == (2, 16)
+    none = KernelFiles(arch="gfx90a")
+    none.take(package, PATTERN, tmp_path / "none")
+    assert (none.entries, none.left_out) == ([], (3, 20))
+
+
+def test_what_cannot_be_taken_apart_is_said(tmp_path: Path) -> None:
+    package = deb(tmp_path, {}, {"x_gfx942": "y"})
+    with pytest.raises(CheckFailed, match="/x_gfx942 is a kernel file and no plain file"):
+        KernelFiles(arch="gfx942").take(package, "/*gfx*", tmp_path / "out")
+    broken = tmp_path / "b.deb"
+    broken.write_bytes(b"no package")
+    with pytest.raises(HostError, match=r"b\.deb cannot be unpacked"):
+        KernelFiles(arch="gfx942").take(broken, PATTERN, tmp_path / "again")
+
+
+def test_kernel_files_of_a_package_that_is_not_named_are_not_lost() -> None:
+    def listing(name: str, *paths: str) -> Entry:
+        data = "".join(f"/{path}\n" for path in paths).encode()
+        return Entry(path=f"var/lib/dpkg/info/{name}.list", size=len(data), source=data)
+
+    entries = [
+        listing("librocblas5", *FILES),
+        listing("librocblas6:amd64", *FILES),
+        listing("other", LIBRARY + "a_fallback.dat", "usr/share/gfx942"),
+        Entry(path="usr/bin/x", source=b""),
+    ]
+    assert unlisted(entries, {"librocblas5": PATTERN}) == ["librocblas6"]
 
 
 VERSIONS = """\
@@ -51,7 +103,6 @@ bases:
   debs:
     suite: sid
     python: 3.14.10
-    arch: gfx942
     packages: [python3-torch]
 components:
   pytorch:
@@ -96,7 +147,6 @@ def test_what_the_base_brings_is_no_layer_and_is_seen_from_the_environment(proje
     assert set(layers) == {"base debs", "environment", "primus", "facts"}
     assert "include-system-site-packages = true" in str(layers["environment"].spec)
     assert layers["primus"].spec["to"] == "opt/venv/lib/python3.14/site-packages/primus"
-    assert layers["base debs"].spec["arch"] == "gfx942"
     assert '"PyTorch": "2.14.1"' in str(layers["facts"].spec)
     assert project.request("one").provided == {"torch": "2.14.1+debian"}
 
@@ -104,8 +154,47 @@ def test_what_the_base_brings_is_no_layer_and_is_seen_from_the_environment(proje
 def test_a_base_that_brings_another_version_or_none_is_named(project: Project) -> None:
     with pytest.raises(InputError, match=r"python3-torch 2\.14\.1 is pinned, base debs has 2\.15\.0") as caught:
         plan_image(project, "one", _lock("2.15.0-1"))
-    assert (caught.value.where or "").startswith("versions.yaml:13:")
+    assert (caught.value.where or "").startswith("versions.yaml:12:")
     lock = _lock("2.14.1-1")
     other = Lock(target="one", channel="debian", pins={}, files=tuple(f for f in lock.files if f.name == "x"))
     with pytest.raises(InputError, match=r"has no packages|brings no python3-torch"):
         plan_image(project, "one", other)
+
+
+def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project) -> None:
+    text = (project.root / "versions.yaml").read_text()
+    kernels = "    packages: [python3-torch, librocblas5]\n    kernels: {librocblas5: /usr/lib/*gfx*}\n"
+    (project.root / "versions.yaml").write_text(text.replace("    packages: [python3-torch]\n", kernels))
+    lock = _lock("2.14.1-1")
+    rocblas = replace(lock.files[0], name="librocblas5", version="7.2.4-1")
+    lock = replace(lock, files=(*lock.files, rocblas))
+    image = (project.root / "images/one.yaml").read_text()
+    plans = []
+    for gpu in ("mi300x", "mi325x", "mi355x", None):
+        (project.root / "images/one.yaml").write_text(image + (f"gpu: {gpu}\n" if gpu else ""))
+        if gpu is None:
+            with pytest.raises(InputError, match="keeps kernel files apart per GPU, and one has none"):
+                plan_image(Project(project.root), "one", lock)
+        else:
+            plans.append({a.name: a for a in plan_image(Project(project.root), "one", lock).layers})
+    mi300x, mi325x, mi355x = plans
+    assert mi300x["base debs"].key == mi355x["base debs"].key
+    assert mi300x["kernels gfx942"].key == mi325x["kernels gfx942"].key != mi355x["kernels gfx950"].key
+    assert [f.name for f in mi300x["kernels gfx942"].files] == ["librocblas5"]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "sentence"),
+    [
+        ("{librocblas5: /usr/lib/*gfx*}", "librocblas5 stands under `kernels` and not under `packages`"),
+        ("{python3-torch: usr/*gfx*}", "'usr/*gfx*' is no absolute pattern with gfx in it"),
+        ("{python3-torch: /usr/*}", "'/usr/*' is no absolute pattern with gfx in it"),
+    ],
+)
+def test_patterns_that_cannot_be_meant(project: Project, kernels: str, sentence: str) -> None:
+    text = (project.root / "versions.yaml").read_text()
+    (project.root / "versions.yaml").write_text(
+        text.replace("packages: [python3-torch]\n", f"packages: [python3-torch]\n    kernels: {kernels}\n")
+    )
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        _ = project.versions

@@ -6,9 +6,39 @@ import pytest
 
 from primus.errors import InputError
 from primus.recipes import load, resolve, schema
+from primus.recipes.model import Asked
+from primus.recipes.precision import derived_precision
 
 ROOT = Path(__file__).resolve().parents[2]
-PROXY = ROOT / "recipes" / "llama3-proxy.yaml"
+PROXY = """\
+name: whole
+description: everything in one file
+supports: {torchtitan: {pretrain: [fp32, bf16]}}
+default:
+  proxy: true
+  precision: fp32
+model: {family: llama3, layers: 3, hidden_size: 96, heads: 4, kv_heads: 2, ffn_size: 256, vocab_size: 1024}
+ranks: 2
+assets:
+  tokenizer: assets/tokenizer
+  corpus: assets/corpus.jsonl
+torchtitan:
+  training:
+    seq_len: 128
+    local_batch_size: 4
+    global_batch_size: 8
+    steps: 20
+  parallelism:
+    data_parallel_shard_degree: -1
+  activation_checkpoint:
+    mode: none
+validation:
+  resume_at: 10
+  accumulation: 2
+cases:
+  - when: {precision: fp32}
+    torchtitan.training.mixed_precision_param: float32
+"""
 
 # The shape of torchtitan's own job_config.py, so that its keys are judged without torchtitan installed.
 JOB_CONFIG = """
@@ -43,7 +73,7 @@ def edited(tmp_path: Path) -> Path:
     """A copy of the proxy recipe beside its assets, to be broken."""
     (tmp_path / "assets").symlink_to(ROOT / "recipes" / "assets")
     copy = tmp_path / "copy.yaml"
-    copy.write_text(PROXY.read_text())
+    copy.write_text(PROXY)
     return copy
 
 
@@ -59,23 +89,28 @@ def place(recipe: Path, word: str) -> str:
     return f"{recipe}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
 
 
-def test_the_proxy_resolves_and_every_value_has_an_origin() -> None:
-    recipe = resolve.resolve("llama3-proxy", ["training.steps=7"])
+def test_a_recipe_resolves_and_every_value_has_an_origin(edited: Path) -> None:
+    recipe = resolve.resolve(str(edited), ["training.steps=7"])
     assert recipe.steps == 7
     assert recipe.settings["torchtitan.training.steps"].origin == "command line: training.steps=7"
-    assert recipe.settings["ranks"].origin == place(PROXY, "2\nassets")
-    assert recipe.asset("corpus").is_file()
+    assert recipe.settings["ranks"].origin == place(edited, "2\nassets")
+    corpus = recipe.asset("corpus")
+    assert corpus is not None
+    assert corpus.is_file()
+    assert (recipe.world_size, recipe.data_parallel, recipe.global_batch, recipe.accumulation) == (2, 2, 8, 1)
 
 
 def test_the_digest_follows_values_and_assets_not_names(edited: Path) -> None:
-    whole = resolve.resolve("llama3-proxy")
-    assert resolve.resolve(str(edited)).digest == whole.digest
-    assert resolve.resolve("llama3-proxy", ["training.steps=20"]).digest == whole.digest
-    assert resolve.resolve("llama3-proxy", ["training.steps=21"]).digest != whole.digest
+    whole = resolve.resolve(str(edited)).digest
+    other = edited.with_name("other.yaml")
+    other.write_text(PROXY)
+    assert resolve.resolve(str(other)).digest == whole
+    assert resolve.resolve(str(edited), ["training.steps=20"]).digest == whole
+    assert resolve.resolve(str(edited), ["training.steps=21"]).digest != whole
     (edited.parent / "assets").unlink()
     (edited.parent / "assets" / "tokenizer").mkdir(parents=True)
     (edited.parent / "assets" / "corpus.jsonl").write_text("{}")
-    assert resolve.resolve(str(edited)).digest != whole.digest
+    assert resolve.resolve(str(edited)).digest != whole
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:
@@ -106,9 +141,9 @@ def test_a_wrong_type_is_refused_with_its_place(edited: Path) -> None:
     ("old", "new", "message"),
     [
         ("ranks: 2", "ranks: true", "must be a whole number"),
-        ("precision: fp32", "precision: fp64", "must be one of fp32, bf16"),
-        ("precision: fp32", "precision: bf16", "the torchtitan settings give fp32"),
-        ("name: llama3-proxy", "nam: llama3-proxy", "name is missing"),
+        ("[fp32, bf16]", "[fp32, bf17]", "no precision 'bf17' here; did you mean 'bf16'"),
+        ("mixed_precision_param: float32", "mixed_precision_param: bfloat16", "settings give bf16"),
+        ("name: whole", "nam: whole", "name is missing"),
         ("ranks: 2", "ranks: 0", "at least 1"),
         ("accumulation: 2", "accumulation: 0", "at least 1"),
         ("data_parallel_shard_degree: -1", "tensor_parallel_degree: 0", "at least 1"),
@@ -124,6 +159,8 @@ def test_a_wrong_type_is_refused_with_its_place(edited: Path) -> None:
         ("ranks: 2", "ranks: 2\nranks: 4", "ranks is given twice"),
         ("ranks: 2", "ranks: [2", "this is not YAML"),
         ("ranks: 2", "ranks: 2026-11-20", "reads as a date; quote it"),
+        ("when: {precision", "when: {precison", "no choice 'precison'; did you mean 'precision'"),
+        ("  - when: {precision: fp32}\n    torch", "  - torch", "a case needs 'when'"),
         ("steps: 20", "steps: 0", "at least 1"),
         ("    mode: none", "    mode: none\n  job:\n    dump_folder: x", "is set by primus"),
     ],
@@ -133,7 +170,7 @@ def test_nonsense_is_refused(edited: Path, old: str, new: str, message: str) -> 
     with pytest.raises(InputError, match=message) as caught:
         resolve.resolve(str(edited))
     assert caught.value.where is not None
-    assert caught.value.where.startswith(str(edited))
+    assert caught.value.where.startswith((str(edited), "the first that the recipe supports"))
 
 
 @pytest.mark.parametrize(
@@ -145,17 +182,54 @@ def test_what_is_no_recipe_is_refused(text: str) -> None:
 
 
 def test_overrides_reach_the_backend_without_its_name() -> None:
-    recipe = resolve.resolve("llama3-proxy", ["optimizer.lr=0.005", "model.args.dim=64", "checkpoint.enable=true"])
+    recipe = resolve.resolve("llama3-proxy", ["optimizer.lr=0.005", "model.hidden_size=64", "checkpoint.interval=5"])
     assert recipe.get("torchtitan.optimizer.lr", float) == 0.005
-    assert recipe.get("model.args.dim", int) == 64
-    assert recipe.get("torchtitan.checkpoint.enable", bool) is True
+    assert recipe.get("model.hidden_size", int) == 64
+    assert recipe.get("torchtitan.checkpoint.interval", int) == 5
     with pytest.raises(InputError, match="is not key=value"):
         resolve.resolve("llama3-proxy", ["steps"])
 
 
-def test_precision_is_derived_from_the_settings() -> None:
-    recipe = resolve.resolve("llama3-proxy", ["training.mixed_precision_param=bfloat16", "precision=bf16"])
-    assert resolve.derived_precision(recipe) == "bf16"
+def test_choices_are_options_or_words_and_cases_follow_them() -> None:
+    recipe = resolve.resolve("llama3-proxy", ["precision=bf16"])
+    assert derived_precision(recipe) == recipe.precision == "bf16"
+    assert recipe.settings["precision"].origin == "--precision bf16"
+    assert resolve.resolve("llama3-proxy", (), Asked(precision="bf16")).digest == recipe.digest
+    with pytest.raises(InputError, match="precision 'fp9' is not supported by this recipe with backend torchtitan"):
+        resolve.resolve("llama3-proxy", ["precision=fp9"])
+
+
+def test_what_a_gpu_cannot_compute_is_refused() -> None:
+    def refused(asked: Asked) -> str:
+        with pytest.raises(InputError) as caught:
+            resolve.resolve("llama3.1-8b", (), asked)
+        return str(caught.value)
+
+    assert "mi300x (gfx942) does not compute MX formats" in refused(Asked(gpu="mi300x", precision="mxfp8"))
+    assert "did you mean 'mi355x'" in refused(Asked(gpu="mi355"))
+    assert "not trained on a CPU" in refused(Asked(gpu="cpu"))
+    assert "does not compute mxfp8 on a CPU" in refused(Asked(gpu="cpu", proxy=True, precision="mxfp8"))
+    assert "nodes must be at least 1" in refused(Asked(gpu="h200", nodes=0))
+
+
+def test_a_global_batch_is_of_one_node(edited: Path) -> None:
+    two = resolve.resolve(str(edited), (), Asked(nodes=2))
+    assert (two.world_size, two.global_batch, two.accumulation) == (4, 16, 1)
+    assert "× 2 nodes" in two.settings["torchtitan.training.global_batch_size"].origin
+    change(edited, "cases:", "cases:\n  - when: {nodes: multi}\n    torchtitan.training.global_batch_size: 32")
+    assert resolve.resolve(str(edited), (), Asked(nodes=2)).global_batch == 32
+    assert resolve.resolve(str(edited)).global_batch == 8
+
+
+def test_a_recipe_uses_files_before_its_own_text(edited: Path) -> None:
+    edited.with_name("more.yaml").write_text("ranks: 4\ntorchtitan.training.max_norm: 2.0\n")
+    change(edited, "name: whole", "uses: [more.yaml]\nname: whole")
+    recipe = resolve.resolve(str(edited))
+    assert recipe.get("ranks", int) == 2
+    assert recipe.get("torchtitan.training.max_norm", float) == 2.0
+    change(edited, "more.yaml", "less.yaml")
+    with pytest.raises(InputError, match=r"no file 'less\.yaml' to use"):
+        resolve.resolve(str(edited))
 
 
 def test_backend_rules_are_read_from_its_source() -> None:
@@ -172,18 +246,19 @@ def test_backend_rules_are_read_from_its_source() -> None:
     assert rules["model.converters"].objection(["float8"]) is None
 
 
-def test_backend_keys_are_checked_where_the_backend_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_keys_are_checked_where_the_backend_is_installed(monkeypatch: pytest.MonkeyPatch, edited: Path) -> None:
     rules = dict(schema.dataclass_rules(JOB_CONFIG, "JobConfig"))
-    settings = load.parse(PROXY.read_text(), "r.yaml")
+    settings = load.parse(PROXY, "r.yaml")[0].settings
     rules |= {
         key.removeprefix("torchtitan."): schema.Rule(types=frozenset()) for key in settings if "torchtitan." in key
     }
-    monkeypatch.setattr(schema, "torchtitan_rules", lambda: rules)
-    resolve.resolve("llama3-proxy")
+    rules["training.mixed_precision_param"] = rules["training.steps"]
+    monkeypatch.setattr(schema, "backend_rules", lambda _name: (rules, ()))
+    resolve.resolve(str(edited))
     with pytest.raises(
         InputError, match=r"no key 'torchtitan.training.stepz'; did you mean 'torchtitan.training.steps'"
     ):
-        resolve.resolve("llama3-proxy", ["training.stepz=3"])
+        resolve.resolve(str(edited), ["training.stepz=3"])
 
 
 def test_the_recipes_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -191,3 +266,20 @@ def test_the_recipes_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert load.names() == []
     with pytest.raises(InputError, match="no recipe 'llama3-proxy'"):
         load.find("llama3-proxy")
+
+
+def test_experts_need_ranks_of_their_own_in_each_stage(edited: Path) -> None:
+    change(edited, "ranks: 2", "ranks: 8")
+    change(edited, "data_parallel_shard_degree: -1", "pipeline_parallel_degree: 2\n    expert_parallel_degree: 8")
+    with pytest.raises(InputError, match="8 ranks do not divide by EP = 8 × PP = 2") as caught:
+        resolve.resolve(str(edited))
+    assert caught.value.hint == "--nodes 2 is the least"
+
+
+def test_a_recipe_may_need_several_nodes_and_its_proxy_one(edited: Path) -> None:
+    change(edited, "default:", "default:\n  nodes: 4")
+    assert resolve.resolve(str(edited)).get("nodes", int) == 1
+    whole = resolve.resolve(str(edited), ["proxy=false", "gpu=h200"])
+    assert whole.get("nodes", int) == 4
+    assert whole.global_batch == 32
+    assert resolve.resolve(str(edited), ["proxy=false", "gpu=h200", "nodes=2"]).global_batch == 16

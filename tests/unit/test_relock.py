@@ -27,9 +27,9 @@ def _lock(request: Request) -> Lock:
 
 def test_what_each_change_makes_stale() -> None:
     lock = _lock(_request())
-    assert relock.stale(_request(), None) == {"wheels", "sdists", "gits", "tools", "base b"}
+    assert relock.stale(_request(), None) == {"wheels", "sdists", "gits", "base b"}
     assert relock.stale(_request(), lock) == set()
-    assert relock.stale(_request(), lock, True) == {"wheels", "sdists", "gits", "tools", "base b"}
+    assert relock.stale(_request(), lock, True) == {"wheels", "sdists", "gits", "base b"}
     assert relock.stale(_request(torch="3"), lock) == {"wheels"}
     from_debs = Request(**vars(_request()) | {"debs": {"python3-torch": "2"}})
     assert relock.stale(from_debs, lock) == {"wheels"}, "pip must not bring what the base does"
@@ -38,13 +38,45 @@ def test_what_each_change_makes_stale() -> None:
         **vars(_request()) | {"bases": {"b": BaseRequest(suite="bookworm", python="3.11.4", packages=("bash",))}}
     )
     assert relock.stale(exact, lock) == {"wheels", "base b"}
-    assert relock.stale(_request(python="3.12"), lock) == {"wheels", "sdists", "gits", "tools", "base b"}
+    assert relock.stale(_request(python="3.12"), lock) == {"wheels", "sdists", "gits", "base b"}
     built = Request(**vars(_request()) | {"gits": {"turbo": Commit(url="https://a", commit="0" * 40, version="1")}})
     assert relock.stale(built, lock) == {"wheels", "gits"}, "what the wheels need may be built here now"
     over = {"b": BaseRequest(suite="bookworm", python="3.11.2", packages=("bash",), image="a@sha256:" + "0" * 64)}
     assert relock.stale(Request(**vars(_request()) | {"bases": over}), lock) == {"base b"}
     assert relock.stale(_request(), lock, gone=[_file("deb", "bash", base="b")]) == {"base b"}
     assert relock.stale(_request(), lock, gone=[_file("wheel", "numpy")]) == {"wheels"}
+
+
+def _with_build(request: Request, *wheels: str) -> Request:
+    return Request(**vars(request) | {"builds": {"x build": wheels}})
+
+
+def test_a_build_is_resolved_anew_with_what_it_copies_from() -> None:
+    lock = _lock(_with_build(_request(), "torch", "ninja==1"))
+    assert relock.stale(_with_build(_request(), "torch", "ninja==1"), lock) == set()
+    assert relock.stale(_with_build(_request(), "torch", "ninja==2"), lock) == {"build x build"}
+    both = {"wheels", "build x build"}
+    assert relock.stale(_with_build(_request(torch="3"), "torch", "ninja==1"), lock) == both, "it has the image's torch"
+    gone = [_file("wheel", "ninja", base="x build")]
+    assert relock.stale(_with_build(_request(), "torch", "ninja==1"), lock, gone=gone) == {"build x build"}
+
+
+def test_what_a_built_wheel_requires_is_a_pin_of_the_lock() -> None:
+    lock = _lock(_request())
+    assert relock.stale(Request(**vars(_request()) | {"requires": ("onnx",)}), lock) == {"wheels"}
+    assert relock.stale(Request(**vars(_request()) | {"requires": ("torch",)}), lock) == set(), "pinned already"
+
+
+def test_a_builds_wheels_are_not_the_images() -> None:
+    lock = Lock(
+        target="cpu",
+        channel="pypi",
+        pins={},
+        files=(_file("wheel", "torch"), _file("wheel", "ninja", base="x build"), _file("deb", "gcc", base="x build")),
+    )
+    assert [f.name for f in lock.of("wheel")] == ["torch"]
+    assert [f.name for f in lock.of("wheel", "x build")] == ["ninja"]
+    assert [f.name for f in lock.of("deb")] == ["gcc"]
 
 
 @pytest.fixture
@@ -55,9 +87,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(("wheels", dict(keep)))
         return (_file("wheel", "numpy", "9"), _file("wheel", "torch", request.wheels["torch"]))
 
-    def debs(
-        name: str, base: BaseRequest, architecture: str, *, progress: object, status: str
-    ) -> tuple[LockedFile, ...]:
+    def debs(name: str, base: BaseRequest, architecture: str, *, progress: object) -> tuple[LockedFile, ...]:
         seen.append(("debs", name))
         return (_file("deb", "bash", "9", base=name),)
 

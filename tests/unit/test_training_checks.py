@@ -128,6 +128,24 @@ def test_converted_layers_and_hidden_bf16_products_fail() -> None:
     assert not checks.precision(facts(float32_matmul_precision="medium"), "fp32").passed
 
 
+def engine(converted: dict[str, int], plain: list[str]) -> dict[str, object]:
+    """Facts of a run with Transformer Engine's layers, which are of one class in any precision."""
+    dtypes = {f"{side}_dtypes": {"torch.bfloat16": 4} for side in ("weight", "input", "output")}
+    linears = {"types": {"TELinear": 4}, "converted": converted, "plain": plain, **dtypes}
+    return facts(linears=linears, device="cuda", gpu_kernels=["nvjet_qqtst_e4m3"] if converted else [])
+
+
+def test_layers_of_transformer_engine_count_by_what_they_computed_in() -> None:
+    eight, wide = engine({"TELinear": 4}, []), engine({}, ["layers.0.linear_proj"])
+    assert checks.precision(eight, "fp8").passed
+    assert checks.precision(wide, "bf16").passed
+    assert "4 TELinear" in checks.precision(eight, "bf16").reason
+    assert "no layer computes in 8 bits" in checks.precision(wide, "fp8").reason
+    assert (
+        "1 linear layers were left" in checks.precision(engine({"TELinear": 3}, ["layers.0.linear_proj"]), "fp8").reason
+    )
+
+
 def test_ran_as_asked() -> None:
     assert checks.ran_as_asked(facts(), {"world_size": 2}).passed
     assert "world_size is 2, not 4" in checks.ran_as_asked(facts(), {"world_size": 4}).reason

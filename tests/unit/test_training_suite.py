@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tomllib
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +16,9 @@ from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.report.html import page
 from primus.report.plot import Line, line_chart, ticks
-from primus.training import outcome, record, start, suite
+from primus.training import outcome, ranks, record, start, suite
 from primus.training.job import Job, JobResult
-from primus.training.torchtitan import render
+from primus.training.torchtitan import entry, render
 
 LINEARS: dict[str, Any] = {
     "types": {"Linear": 21, "FSDPLinear": 1},
@@ -38,7 +42,7 @@ def leave(job: Job, *, exit_code: int = 0, values: dict[int, tuple[float, float]
     (job.output / "log.txt").write_text(log)
     exact = [{"step": n, "loss": repr(loss), "grad_norm": repr(norm)} for n, (loss, norm) in values.items()]
     (job.output / "exact.jsonl").write_text("".join(json.dumps(line) + "\n" for line in exact))
-    facts = render.expected_facts(job) | {
+    facts = ranks.expected_facts(job) | {
         "linears": LINEARS, "float32_matmul_precision": "highest", "weights_sha256": "ab" * 32,
         "versions": {"torch": "2.13.0+cpu"}, "parameters": 501408, "device": "cpu", "backend": "gloo",
     }  # fmt: skip
@@ -63,15 +67,15 @@ def test_four_jobs_serve_all_comparisons(jobs: tuple[Job, ...]) -> None:
     assert (base.first_step, base.last_step, resume.first_step, resume.last_step) == (1, 20, 11, 20)
     assert resume.resume_from == base.output / "checkpoint" / "step-10"
     assert "checkpoint" not in " ".join(repeat.arguments())
-    one, two = render.expected_facts(base), render.expected_facts(split)
+    one, two = ranks.expected_facts(base), ranks.expected_facts(split)
     assert (one["local_batch_size"], one["accumulation_steps"]) == (4, 1)
     assert (two["local_batch_size"], two["accumulation_steps"]) == (2, 2)
 
 
 def test_a_job_is_a_command_anyone_can_type(jobs: tuple[Job, ...]) -> None:
     words = jobs[2].arguments()
-    assert words[:3] == ["train", "llama3-proxy", "--output"]
-    assert words[4] == "--resume-from"
+    assert words[:4] == ["train", "llama3-proxy", "--gpu=cpu", "--output"]
+    assert words[5] == "--resume-from"
 
 
 def test_a_healthy_suite_passes_and_makes_a_record_and_a_page(jobs: tuple[Job, ...], tmp_path: Path) -> None:
@@ -178,10 +182,11 @@ def test_exit_codes_of_launcher_and_command(jobs: tuple[Job, ...]) -> None:
 
 
 def test_the_suite_digest_follows_its_limits(tmp_path: Path) -> None:
-    one, other = (
-        suite.plan("llama3-proxy", tmp_path, words)[0].recipe for words in ((), ("validation.loss_drop=0.2",))
+    one, other, quick = (
+        suite.plan("llama3-proxy", tmp_path, words, level=level)
+        for words, level in (((), "standard"), (("validation.loss_drop=0.2",), "standard"), ((), "quick"))
     )
-    assert suite.digest(one) != suite.digest(other)
+    assert len({suite.digest(suite.recipe_of(jobs), jobs) for jobs in (one, other, quick)}) == 3
 
 
 def test_a_suite_too_short_to_resume_is_refused(tmp_path: Path) -> None:
@@ -205,13 +210,48 @@ def test_the_toml_is_what_torchtitan_reads(jobs: tuple[Job, ...]) -> None:
 
 
 def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: tuple[Job, ...]) -> None:
-    made = render.environment(jobs[0], {"PATH": "/bin", "HF_HUB_OFFLINE": "0"})
+    made = ranks.environment(jobs[0], {"PATH": "/bin", "HF_HUB_OFFLINE": "0"})
     assert made["HF_HUB_OFFLINE"] == "1"
     assert made["OMP_NUM_THREADS"] == "1"
     assert made["PATH"] == "/bin"
     for name in ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
         assert made[name].startswith(str(jobs[0].output))
-    assert render.environment(jobs[0], {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+    assert ranks.environment(jobs[0], {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+
+
+def test_ranks_meet_over_a_file_of_the_job(jobs: tuple[Job, ...]) -> None:
+    words = render.argv(jobs[0], "python")
+    options = dict(pairwise(words))
+    assert options["--rdzv-endpoint"].startswith(str(jobs[0].output / "cache"))
+    assert options["--rdzv-conf"] == "store_type=file"
+    assert render.environment(jobs[0], {})["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, None),
+        ("use_libuv was requested but PyTorch was built without libuv support", "0"),
+        ("the network is down", RuntimeError),
+    ],
+)
+def test_only_a_torch_without_libuv_does_without(
+    monkeypatch: pytest.MonkeyPatch, error: str | None, expected: str | type[Exception] | None
+) -> None:
+    def store(*_: object, **__: object) -> None:
+        if error is not None:
+            raise RuntimeError(error)
+
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace(TCPStore=store))
+    monkeypatch.setenv("USE_LIBUV", "")
+    monkeypatch.delenv("USE_LIBUV")
+    if expected is RuntimeError:
+        with pytest.raises(RuntimeError, match=error):
+            entry._store()
+    else:
+        entry._store()
+        assert os.environ.get("USE_LIBUV") == expected
 
 
 def test_a_folder_that_holds_a_run_is_not_reused(jobs: tuple[Job, ...]) -> None:

@@ -100,13 +100,16 @@ def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: s
         ("path: src, channel: local", "has `to`"),
         ("path: src, to: /opt, version: 1.0, channel: local", "its content is its version"),
         ("path: src, to: opt, channel: local", "absolute path"),
-        ("sdist: a, version: 1.0, channel: pypi", "names the base that builds it"),
-        ("wheel: a, version: 1.0, channel: pypi, builder: bookworm", "names the base that builds it"),
-        ("sdist: a, version: 1.0, channel: pypi, builder: trixie", "no base is called 'trixie'"),
+        ("sdist: a, version: 1.0, channel: pypi", "says how it becomes a wheel"),
+        ("wheel: a, version: 1.0, channel: pypi, build: {debs: [gcc]}", "says how it becomes a wheel"),
+        ("sdist: a, version: 1.0, channel: pypi, build: {wheels: [torch>=2]}", "a package name, or NAME==VERSION"),
+        ("sdist: a, version: 1.0, channel: pypi, build: {wheels: [torch==2.*]}", "a package name, or NAME==VERSION"),
+        ("sdist: a, version: 1.0, channel: pypi, build: {deps: [gcc]}", "did you mean 'debs'?"),
+        ("wheel: a, version: 1.0, channel: pypi, requires: [torch]", "`requires` goes with `sdist` or `git` only"),
         ("deb: python3-a, channel: debian", "needs an exact version"),
         ("deb: python3-a, version: 1.0, channel: pypi", "channel debian is for deb pins"),
         ("wheel: a, version: 1.0, channel: debian", "channel debian is for deb pins"),
-        ("sdist: a, version: 1.0, channel: pypi, builder: bookworm, pure: true", "`pure` goes with `wheel` only"),
+        ("sdist: a, version: 1.0, channel: pypi, build: {debs: [gcc]}, pure: true", "`pure` goes with `wheel` only"),
         ("path: src, to: '{here}/a', channel: local", "{site}/NAME"),
         ("wheel: a, version: 1.0, channel: debain", "did you mean 'debian'?"),
         ("wheel: a, verison: 1.0, channel: pypi", "did you mean 'version'?"),
@@ -152,7 +155,7 @@ def test_pin_in_words() -> None:
     assert made.components["torch"].pins[0].text == "src → /opt"
 
 
-GIT = "git: https://127.0.0.1/a, package: a, version: 1.0, channel: amd, builder: bookworm"
+GIT = "git: https://127.0.0.1/a, package: a, version: 1.0, channel: amd, build: {}"
 
 
 @pytest.mark.parametrize(
@@ -162,8 +165,8 @@ GIT = "git: https://127.0.0.1/a, package: a, version: 1.0, channel: amd, builder
         (f"{GIT}, commit: 0123456", "a full commit of 40 digits"),
         (GIT, "has `commit` and `package`"),
         (f"wheel: a, version: 1.0, channel: amd, commit: {'0' * 40}, package: a", "and only it, has `commit`"),
-        ("wheel: a, version: 1.0, channel: amd, tools: [torch]", "go with `sdist` or `git` only"),
-        (f"{GIT}, commit: {'0' * 40}, tools: [gone]", "no component is called 'gone'"),
+        ("wheel: a, version: 1.0, channel: amd, build: {}", "says how it becomes a wheel"),
+        (f"{GIT.replace('{}', '{built: [gone]}')}, commit: {'0' * 40}", "no component is called 'gone'"),
         ("git: main, package: a, version: 1.0, channel: amd", "a URL that git fetches from"),
     ],
 )

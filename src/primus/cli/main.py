@@ -26,7 +26,12 @@ VERBS = {
     "releases": ("host.releases", "list published images, or show all that is known of one"),
     "diff": ("host.diff", "compare two releases: components, sizes, GPUs"),
     "docs": ("host.docs", "write every generated file again, or check them"),
+    "list": ("image.list_recipes", "list the recipes: model, backend, mode, precisions, GPUs"),
+    "show": ("image.show_recipe", "show a resolved recipe: every value, its origin, its reason"),
     "train": ("image.train", "run a recipe on this machine"),
+    "import-exp": ("image.import_exp", "turn an experiment file of Primus into a recipe"),
+    "compat": ("image.compat", "run a command of older documents, such as run_pretrain.sh"),
+    "turbo": ("image.turbo", "kernels compiled ahead of time: list, compile, prove"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,20 +17,23 @@ from primus.gates.model import Finding, GateReport
 from primus.gates.pins import pinned_packages, python_packages
 from primus.gates.prune import pruning
 from primus.gates.sonames import shared_names
+from primus.gates.turbo import ask_image, turbo
 from primus.gates.versions_inside import versions_inside
-from primus.images.build import current
+from primus.images.build import compose, current
 from primus.images.outline import bytes_text
 from primus.images.plan import plan_image
-from primus.images.roots import root_of_image
+from primus.sandbox.model import LayerRef, RootFs
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from primus.gates.facts import LayerFacts
-    from primus.images.action import ImagePlan
-    from primus.images.build import Built
+    from primus.images.build import Composed
     from primus.images.project import Project
+    from primus.images.store import Layer
     from primus.progress import Progress
 
-__all__ = ["Examined", "Outcome", "check_image", "examine", "outcome_text"]
+__all__ = ["Examined", "Outcome", "check_image", "examine", "judge", "look_into", "outcome_text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +73,18 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """A built image: its plan, what the build recorded, the bytes of its config, the facts of its layers by name."""
+    """An image and the facts of its layers by name."""
 
-    plan: ImagePlan
-    built: Built
-    config: bytes
+    image: Composed
     facts: Mapping[str, LayerFacts]
+
+
+def look_into(project: Project, layer: Layer, stop: Event | None = None) -> LayerFacts:
+    """What lies in the layer, read once and kept; see :func:`primus.gates.facts.facts_of` for what it raises."""
+    from primus.gates.facts import facts_of
+
+    blob = project.store.blob_path(layer.blob.digest)
+    return facts_of(_ref(layer), blob, project.work / "cache" / "gates", _needles(project), stop)
 
 
 def examine(project: Project, name: str, progress: Progress) -> Examined:
@@ -83,43 +93,45 @@ def examine(project: Project, name: str, progress: Progress) -> Examined:
     Raises InputError when the store does not hold the image that versions.yaml and the lock describe, HostError when
     a layer is damaged.
     """
-    from primus.gates.facts import facts_of
-
     plan = plan_image(project, name, project.lock(name))
-    built = current(project.store, plan)
-    if built is None:
+    image = compose(project.store, plan) if current(project.store, plan) else None
+    if image is None:
         raise InputError(
             f"{plan.ref} is not built as versions.yaml and its lock have it now", hint=f"primus build {name}"
         )
-    root = root_of_image(project.store, project.work / "unpacked", name, ref=plan.ref)
     facts: dict[str, LayerFacts] = {}
-    for action, ref in zip(plan.layers, root.layers, strict=True):
-        progress.start(ref.digest, f"examine {action.name}", None)
-        facts[action.name] = facts_of(
-            ref, project.store.blob_path(ref.digest), project.work / "cache" / "gates", _needles(project)
-        )
-        progress.finish(ref.digest)
-    return Examined(plan=plan, built=built, config=root.config_bytes, facts=facts)
+    for action, layer in zip(plan.layers, image.layers, strict=True):
+        progress.start(layer.blob.digest, f"examine {action.name}", None)
+        facts[action.name] = look_into(project, layer)
+        progress.finish(layer.blob.digest)
+    return Examined(image=image, facts=facts)
 
 
 def check_image(project: Project, name: str, progress: Progress) -> Outcome:
     """Run every gate on the built image of ``name``; see :func:`examine` for what it raises."""
-    image = examine(project, name, progress)
+    return judge(project, examine(project, name, progress))
+
+
+def judge(project: Project, examined: Examined) -> Outcome:
+    """Run every gate on an image."""
+    image = examined.image
+    name, actions = image.plan.target, image.plan.layers
     arch, lock, pins = project.arch(name), project.lock(name), project.pins(name)
     base = project.choice(name).base
     wheels = {f.name: f.version for f in python_packages(lock)} if lock else {}
     if "primus" in pins:
         wheels["primus-images"] = __version__
-    published = {a.name for a in image.plan.layers if (a.kind == "wheels" and not a.needs) or a.kind == "image"}
+    published = {a.name for a in actions if a.kind in ("image", "wheels", "kernels") and not a.needs}
     # The packages of a base's image are locked as its layers, not one by one.
-    given = {a.name for a in image.plan.layers if a.kind == "image"}
-    facts = image.facts.items()
+    given = {a.name for a in actions if a.kind == "image"}
+    left_out = [layer.left_out for layer in image.layers]
+    facts = examined.facts.items()
     code = [(layer, f.code) for layer, f in facts]
     unreadable = [(layer, path, why) for layer, f in facts for path, why in f.unreadable.items()]
     reports = (
         coherence(pinned_packages(project, name), arch),
         coverage(code, arch, unreadable),
-        pruning(code, arch),
+        pruning(code, arch, (sum(n for n, _ in left_out), sum(size for _, size in left_out))),
         versions_inside(
             [(layer, [s for s in f.stated if layer not in given or s.kind != "deb"]) for layer, f in facts],
             wheels=wheels,
@@ -131,9 +143,32 @@ def check_image(project: Project, name: str, progress: Progress) -> Outcome:
             litter([(layer, f.traces) for layer, f in facts], lambda layer: layer not in published), image.config
         ),
         _budget(project, image),
+        *_turbo(project, image),
     )
     libraries = tuple(asdict(library) for library in gpu_libraries(code, arch))
-    return Outcome(target=name, ref=image.plan.ref, digest=image.built.digest, reports=reports, libraries=libraries)
+    return Outcome(target=name, ref=image.plan.ref, digest=image.digest, reports=reports, libraries=libraries)
+
+
+def _turbo(project: Project, image: Composed) -> Sequence[GateReport]:
+    """What the image says of its own kernels, where it should have some."""
+    if not project.target(image.plan.target).turbo:
+        return ()
+    root = RootFs(
+        layers=tuple(map(_ref, image.layers)),
+        config=json.loads(image.config),
+        blob=project.store.blob_path,
+        cache=project.work / "unpacked",
+        name=image.plan.ref,
+        config_bytes=image.config,
+        manifest=image.manifest,
+    )
+    return (turbo(ask_image(root, image.digest, project.work / "cache" / "gates")),)
+
+
+def _ref(layer: Layer) -> LayerRef:
+    return LayerRef(
+        digest=layer.blob.digest, diff_id=layer.diff_id, size=layer.blob.size, media_type=layer.blob.media_type
+    )
 
 
 def _needles(project: Project) -> Sequence[bytes]:
@@ -151,17 +186,17 @@ def _with_settings(report: GateReport, config: bytes) -> GateReport:
     return GateReport(gate=report.gate, summary=report.summary, findings=(*report.findings, *found))
 
 
-def _budget(project: Project, image: Examined) -> GateReport:
-    plan, size = image.plan, image.built.size
+def _budget(project: Project, image: Composed) -> GateReport:
+    plan, size = image.plan, image.size
     summary = f"{bytes_text(size)} compressed"
     findings: tuple[Finding, ...] = ()
     if plan.budget_bytes is not None:
         summary += f" of {bytes_text(plan.budget_bytes)}"
         if size > plan.budget_bytes:
-            message = f"the image weighs {bytes_text(size)}, its budget is {bytes_text(plan.budget_bytes)}"
-            channel = project.choice(plan.target).channel
-            own = channel in project.target(plan.target).budgets_gb
-            place = project.target_place(plan.target, *(("budgets_gb", channel) if own else ("budget_gb",)))
+            ranked = sorted(zip(plan.layers, image.layers, strict=True), key=lambda pair: -pair[1].blob.size)
+            largest = ", ".join(f"{a.name} {bytes_text(layer.blob.size)}" for a, layer in ranked[:5])
+            message = f"it weighs {bytes_text(size)}, its budget is {bytes_text(plan.budget_bytes)}: {largest}"
+            place = project.target_place(plan.target, *project.budget_key(plan.target))
             findings = (Finding(gate="budget", severity="error", path=place, message=message),)
     return GateReport(gate="budget", summary=summary, findings=findings)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Literal
 
 from primus.gates.archs import in_entry_id, in_path, of_flags
+from primus.gates.elf import AMDGPU, read_elf
 from primus.gates.msgpack import unpack
 
 __all__ = ["Code", "Form", "bundle_targets", "code_in", "is_kernel_file", "is_triton_metadata", "section_of"]
@@ -32,7 +33,6 @@ Form = Literal[
 _BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 _COMPRESSED = b"CCOB"
 _PACK = b"KPAK"
-_EM_AMDGPU = 224
 _CUDA_FATBIN = struct.pack("<I", 0xBA55ED50)
 _KERNEL_ENDINGS = (
     ".co",
@@ -114,37 +114,14 @@ def _code(path: str, stream: IO[bytes], size: int) -> Code | None:
 
 def section_of(stream: IO[bytes], name: str) -> tuple[int, int] | None:
     """Offset and size of an ELF section's bytes; None when there is no such section or it has no bytes in the file."""
-    return _sections(stream).get(name)
-
-
-def _sections(stream: IO[bytes]) -> dict[str, tuple[int, int]]:
-    from elftools.common.exceptions import ELFError
-    from elftools.elf.elffile import ELFFile
-
-    try:
-        return {
-            section.name: (section["sh_offset"], section["sh_size"])
-            for section in ELFFile(stream).iter_sections()
-            if section["sh_type"] != "SHT_NOBITS"
-        }
-    except (ELFError, struct.error, KeyError, AssertionError) as error:
-        raise ValueError(f"a damaged ELF file: {error}") from None
+    return read_elf(stream).places().get(name)
 
 
 def _of_elf(path: str, stream: IO[bytes], size: int) -> Code | None:
-    from elftools.common.exceptions import ELFError
-    from elftools.elf.elffile import ELFFile
-
-    try:
-        elf = ELFFile(stream)
-        flags, abi = elf["e_flags"], elf["e_ident"]["EI_ABIVERSION"]
-        # pyelftools gives a number for a machine it has no name for.
-        amdgpu = elf["e_machine"] in ("EM_AMDGPU", _EM_AMDGPU)
-    except (ELFError, struct.error) as error:
-        raise ValueError(f"a damaged ELF file: {error}") from None
-    if amdgpu:
-        return Code(path=path, form="code object", targets=(of_flags(flags, abi),), size=size)
-    sections = _sections(stream)
+    elf = read_elf(stream)
+    if elf.machine == AMDGPU:
+        return Code(path=path, form="code object", targets=(of_flags(elf.flags, elf.abi),), size=size)
+    sections = elf.places()
     if reference := sections.get(".rocm_kpack_ref"):
         return _of_host(path, stream, *reference, size)
     if fat := sections.get(".hip_fatbin"):

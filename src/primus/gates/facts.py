@@ -10,16 +10,17 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
+from threading import Event
 from typing import IO, Any, cast
 
 from primus.gates.archs import in_path
 from primus.gates.codeobjects import Code, code_in, is_kernel_file, is_triton_metadata
 from primus.gates.contents import Member, walk
 from primus.gates.litter import Scanner, Trace, path_traces, reads_text, text_traces
+from primus.gates.rules import rules
 from primus.gates.sonames import Library, soname_of
 from primus.gates.versions_inside import Stated, stated_in, states_versions
 from primus.sandbox.model import LayerRef
@@ -112,25 +113,18 @@ def _copy(member: Member, stream: IO[bytes], scanner: Scanner, copy: IO[bytes]) 
     return keep or named
 
 
-@cache
-def _rules() -> str:
-    """A hash of this package's code: the rules are what it does."""
-    code = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        code.update(path.read_bytes())
-    return code.hexdigest()
-
-
-def facts_of(layer: LayerRef, blob: Path, folder: Path, needles: Sequence[bytes] = ()) -> LayerFacts:
+def facts_of(
+    layer: LayerRef, blob: Path, folder: Path, needles: Sequence[bytes] = (), stop: Event | None = None
+) -> LayerFacts:
     """The layer's facts, from ``folder`` when they are kept there, else by reading the blob, whose digest it proves.
 
-    Raises HostError when the blob cannot be read or is damaged.
+    Raises HostError when the blob cannot be read or is damaged, InterruptedError once ``stop`` is set.
     """
-    mark = hashlib.sha256(_rules().encode() + b"\0".join(sorted(needles))).hexdigest()[:16]
+    mark = hashlib.sha256(rules().encode() + b"\0".join(sorted(needles))).hexdigest()[:16]
     kept = folder / f"{layer.digest.removeprefix('sha256:')}-{mark}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return _loads(kept.read_bytes())
-    facts = observe(walk(layer, blob), needles)
+    facts = observe(_until(stop, walk(layer, blob)), needles)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(kept.name.partition("-")[0] + "-*"):
@@ -139,6 +133,13 @@ def facts_of(layer: LayerRef, blob: Path, folder: Path, needles: Sequence[bytes]
             json.dump(asdict(facts), stream)
         Path(stream.name).replace(kept)
     return facts
+
+
+def _until(stop: Event | None, members: Iterable[Member]) -> Iterator[Member]:
+    for member in members:
+        if stop is not None and stop.is_set():
+            raise InterruptedError
+        yield member
 
 
 def _loads(data: bytes) -> LayerFacts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from primus.gates.model import Finding, GateReport, Severity
@@ -20,34 +21,29 @@ _GATE = "litter"
 Rule = Literal["secret", "insecure apt", "credentials", "cache", "build path"]
 
 _FIXED: dict[Rule, Severity] = {"insecure apt": "error", "credentials": "error", "cache": "error"}
-_KEY = (
-    rb"-----BEGIN (?:[A-Z0-9]+ )?PRIVATE KEY-----(?:\\r)?(?:\\n|\r?\n)(?:[A-Za-z-]+: [^\n]*\n|\r?\n)*"
-    rb"[\"' ]*[A-Za-z0-9+/=]{32}"
+# Group 1 is what follows the beginning. Each pattern begins with plain characters, and what may not stand before them
+# is asked after them: re then skips from one beginning to the next, ten times as fast.
+_SECRETS: tuple[tuple[str, re.Pattern[bytes]], ...] = (
+    ("a Hugging Face token", re.compile(rb"hf_(?<![A-Za-z0-9_]hf_)([A-Za-z0-9]{30,40})(?![A-Za-z0-9_])")),
+    (
+        "a GitHub token",
+        re.compile(rb"g(?<![A-Za-z0-9_]g)(?:h[pousr]_([A-Za-z0-9]{36})|ithub_pat_([A-Za-z0-9]{22}_[A-Za-z0-9]{59}))"),
+    ),
+    ("a GitLab token", re.compile(rb"glpat-(?<![A-Za-z0-9_-]glpat-)([A-Za-z0-9_-]{20})(?![A-Za-z0-9_-])")),
+    ("an AWS key", re.compile(rb"AKIA(?<![A-Za-z0-9+/]AKIA)([A-Z0-9]{16})(?![A-Za-z0-9+/=])")),
+    (
+        "a private key",
+        re.compile(
+            rb"-----BEGIN ((?:[A-Z0-9]+ )?PRIVATE KEY-----(?:\\r)?(?:\\n|\r?\n)(?:[A-Za-z-]+: [^\n]*\n|\r?\n)*"
+            rb"[\"' ]*[A-Za-z0-9+/=]{32})"
+        ),
+    ),
 )
-# Literal beginning → what a whole one looks like. A literal first: searching for it is as fast as memory.
-_SECRETS: dict[bytes, tuple[str, re.Pattern[bytes]]] = {
-    b"hf_": ("a Hugging Face token", re.compile(rb"(?<![A-Za-z0-9_])hf_[A-Za-z0-9]{30,40}(?![A-Za-z0-9_])")),
-    b"github_pat_": ("a GitHub token", re.compile(rb"(?<![A-Za-z0-9_])github_pat_[A-Za-z0-9]{22}_[A-Za-z0-9]{59}")),
-    b"glpat-": ("a GitLab token", re.compile(rb"(?<![A-Za-z0-9_-])glpat-[A-Za-z0-9_-]{20}(?![A-Za-z0-9_-])")),
-    b"AKIA": ("an AWS key", re.compile(rb"(?<![A-Za-z0-9+/])AKIA[A-Z0-9]{16}(?![A-Za-z0-9+/=])")),
-    b"-----BEGIN ": ("a private key", re.compile(_KEY)),
-    **{
-        b"gh%c_" % letter: (
-            "a GitHub token",
-            re.compile(rb"(?<![A-Za-z0-9_])gh%c_[A-Za-z0-9]{36}(?![A-Za-z0-9_])" % letter),
-        )
-        for letter in b"pousr"
-    },
-}
-_PATHS: dict[bytes, re.Pattern[bytes]] = {
-    b"/tmp/pip-": re.compile(rb"/tmp/pip-[a-z][\w./+-]*"),
-    b"/tmp/build-env-": re.compile(rb"/tmp/build-env-[\w./+-]+"),
-}
-# In text these are examples as a rule; in a compiled file they are where it was compiled.
-_PATHS_IN_ELF: dict[bytes, re.Pattern[bytes]] = {
-    b"/home/": re.compile(rb"(?<![\w.])/home/[\w.-]+/[\w./+-]+"),
-    b"/root/": re.compile(rb"(?<![\w.])/root/[\w./+-]+"),
-}
+_PATHS = re.compile(rb"/tmp/(?:pip-[a-z][\w./+-]*|build-env-[\w./+-]+)")
+# Paths of homes are examples in text as a rule; in a compiled file they are where it was compiled.
+_PATHS_IN_ELF = re.compile(
+    rb"/(?:tmp/(?:pip-[a-z][\w./+-]*|build-env-[\w./+-]+)|(?<![\w.]/)(?:home/[\w.-]+/[\w./+-]+|root/[\w./+-]+))"
+)
 _OVERLAP = 512
 _APT = (
     re.compile(r"^\s*[^#\n]*\[[^\]\n]*(?:trusted|allow-insecure|allow-weak)\s*=\s*yes[^\]\n]*\]", re.M | re.I),
@@ -92,7 +88,7 @@ class Scanner:
         self._path = path
         self._tail = b""
         self._seen: dict[tuple[Rule, str], None] = {}
-        self._needles = needles
+        self._needles = tuple(needles)
         self._first = True
         self.elf = False
 
@@ -104,14 +100,13 @@ class Scanner:
         data = self._tail + chunk
         for what in secrets_in(data):
             self._seen["secret", what] = None
-        for literal, pattern in (_PATHS | _PATHS_IN_ELF if self.elf else _PATHS).items():
-            for text in _matches(data, literal, pattern):
-                # One per kind and file tells enough; the rest is the same tree.
-                if not any(rule == "build path" and seen.startswith(literal.decode()) for rule, seen in self._seen):
-                    self._seen["build path", text[:120].decode("utf-8", "replace")] = None
-        for needle in self._needles:
-            if needle in data:
-                self._seen["build path", needle.decode("utf-8", "replace")] = None
+        for match in (_PATHS_IN_ELF if self.elf else _PATHS).finditer(data):
+            text = match[0][:120].decode("utf-8", "replace")
+            # One per kind and file tells enough; the rest is the same tree.
+            if not any(rule == "build path" and seen[:6] == text[:6] for rule, seen in self._seen):
+                self._seen["build path", text] = None
+        for needle in dict.fromkeys(_any_of(self._needles).findall(data)) if self._needles else ():
+            self._seen["build path", needle.decode("utf-8", "replace")] = None
         self._tail = data[-_OVERLAP:]
 
     def traces(self) -> list[Trace]:
@@ -122,27 +117,23 @@ class Scanner:
 def secrets_in(data: bytes) -> list[str]:
     """What looks like a secret in ``data``, in words that do not give it away."""
     found = []
-    for literal, (what, pattern) in _SECRETS.items():
-        for match in _matches(data, literal, pattern):
-            if _is_real(match[len(literal) :]):
-                shown = "" if b"PRIVATE KEY" in match else f" {match[: len(literal) + 4].decode()}…"
-                found.append(what + shown)
+    for what, pattern in _SECRETS:
+        for match in pattern.finditer(data):
+            body = next(filter(None, match.groups()))
+            if _is_real(body):
+                begin = data[match.start() : match.end() - len(body) + 4].decode("utf-8", "replace")
+                found.append(what + ("" if what == "a private key" else f" {begin}…"))
     return found
+
+
+@cache
+def _any_of(texts: tuple[bytes, ...]) -> re.Pattern[bytes]:
+    return re.compile(b"|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
 
 def _is_real(body: bytes) -> bool:
     """Placeholders repeat themselves or say that they are examples."""
     return b"EXAMPLE" not in body.upper() and len(set(body)) >= 8
-
-
-def _matches(data: bytes, literal: bytes, pattern: re.Pattern[bytes]) -> Iterable[bytes]:
-    at = data.find(literal)
-    while at >= 0:
-        # The character before it decides whether a word begins here.
-        if found := pattern.match(data, at):
-            yield found[0]
-            at = found.end() - 1
-        at = data.find(literal, at + 1)
 
 
 def reads_text(path: str) -> bool:

@@ -50,8 +50,13 @@ def prunable(files: Iterable[Member], arch: str) -> Pruning:
     return Pruning(paths=tuple(sorted(paths)), size=size)
 
 
-def pruning(layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None) -> GateReport:
-    """One warning per layer that carries kernel files of other architectures, with their number and bytes."""
+def pruning(
+    layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None, left_out: tuple[int, int] = (0, 0)
+) -> GateReport:
+    """One warning per layer that carries kernel files of other architectures, with their number and bytes.
+
+    ``left_out`` are number and bytes of those that stayed out of the image.
+    """
     if arch is None:
         return GateReport(gate=_GATE, summary="no GPU architecture to prune for")
     findings, total, size = [], 0, 0
@@ -64,6 +69,8 @@ def pruning(layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None) -> G
                 Finding(gate=_GATE, severity="warning", layer=layer, path=min(c.path for c in idle), message=message)
             )
     summary = f"{total} kernel files for other architectures, {bytes_text(size)}"
+    if left_out[0]:
+        summary += f"; {left_out[0]:,} left out, {bytes_text(left_out[1])}"
     return GateReport(gate=_GATE, summary=summary, findings=tuple(findings))
 
 

@@ -6,11 +6,11 @@ An upstream image crashed because two components shipped a ``libmha_bwd.so`` of 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import IO, Any, cast
+from typing import IO
 
+from primus.gates.elf import AMDGPU, DYN, read_elf, soname_in
 from primus.gates.model import Finding, GateReport
 
 __all__ = ["Library", "owner_of", "shared_names", "soname_of"]
@@ -41,20 +41,10 @@ def soname_of(path: str, stream: IO[bytes]) -> Library | None:
 
     Raises ValueError when the file is damaged.
     """
-    from elftools.common.exceptions import ELFError
-    from elftools.elf.dynamic import DynamicSection
-    from elftools.elf.elffile import ELFFile
-
-    try:
-        elf = ELFFile(stream)
-        if elf["e_type"] != "ET_DYN" or elf["e_machine"] in ("EM_AMDGPU", 224):
-            return None
-        soname = ""
-        for section in elf.iter_sections("SHT_DYNAMIC"):
-            if isinstance(section, DynamicSection):
-                soname = next((str(cast("Any", tag).soname) for tag in section.iter_tags("DT_SONAME")), "")
-    except (ELFError, struct.error, AssertionError, KeyError, OverflowError) as error:
-        raise ValueError(f"a damaged ELF file: {error}") from None
+    elf = read_elf(stream)
+    if elf.kind != DYN or elf.machine == AMDGPU:
+        return None
+    soname = soname_in(elf, stream)
     library = Library(path=path, soname=soname)
     return library if library.names else None
 

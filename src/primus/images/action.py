@@ -12,7 +12,7 @@ from primus.versions.lock import LockedFile
 
 __all__ = ["Action", "ImagePlan", "Input", "Kind"]
 
-Kind = Literal["image", "debs", "wheels", "files", "build"]
+Kind = Literal["image", "debs", "kernels", "wheels", "files", "build", "turbo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,8 @@ class Action:
 
     ``files`` are the locked files it reads, ``tree`` the local files (path, kind, sha256) of a folder at ``root``;
     they enter the key through ``inputs``, by hash. ``needs`` are the actions whose outcome decides its bytes,
-    ``tools`` those it only runs in: their own key stays out, what matters of them is among the inputs.
+    ``tools`` those it only runs in: their own key stays out, what matters of them is among the inputs. ``job_bytes``
+    is the memory that one compiler of a ``build`` may need; how many run at once changes no bytes.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Action:
     files: tuple[LockedFile, ...] = ()
     root: str = ""
     tree: tuple[tuple[str, str, str], ...] = ()
+    job_bytes: int = 0
 
     @cached_property
     def key(self) -> str:

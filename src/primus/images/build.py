@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from primus.errors import CheckFailed
 from primus.images import canonical
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from primus.images.execute import Workshop
     from primus.images.project import Project
 
-__all__ = ["Built", "LayerLine", "assemble", "current", "missing", "run_actions", "tree_record"]
+__all__ = ["Built", "Composed", "Gates", "LayerLine", "assemble", "compose", "current", "missing", "run_actions"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLine:
-    """One row of the summary: sizes in bytes, seconds as this build spent them (0 when reused)."""
+    """One row of the summary: sizes in bytes, seconds as this build spent them (0 when reused); ``left_out`` are number
+    and bytes of the kernel files for other GPUs that stayed out.
+    """
 
     name: str
     digest: str
@@ -31,11 +33,14 @@ class LayerLine:
     unpacked: int
     built: bool
     seconds: float
+    left_out: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """An image in the store. ``content`` is the config's digest: it does not depend on how layers are compressed."""
+    """An image in the store. ``content`` is the config's digest: it does not depend on how layers are compressed.
+    ``failed`` are the gates that it failed, a sentence each.
+    """
 
     target: str
     ref: str
@@ -43,6 +48,7 @@ class Built:
     content: str
     changed: bool
     layers: tuple[LayerLine, ...]
+    failed: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -50,15 +56,55 @@ class Built:
         return sum(line.size for line in self.layers)
 
 
-def current(store: Store, plan: ImagePlan) -> Built | None:
-    """The image if the store holds exactly this plan's, whole; the no-op build ends here."""
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """An image without a name: all its layers are in the store, and these are the bytes of its config and manifest."""
+
+    plan: ImagePlan
+    layers: tuple[Layer, ...]
+    config: bytes
+    manifest: bytes
+
+    @property
+    def digest(self) -> str:
+        """The manifest's digest, by which the image is known."""
+        return canonical.digest_of(self.manifest)
+
+    @property
+    def size(self) -> int:
+        """Compressed bytes of all layers."""
+        return sum(layer.blob.size for layer in self.layers)
+
+
+class Gates(Protocol):
+    """What an image must pass before its name points to it. ``mark`` changes with the rules."""
+
+    mark: str
+
+    def look(self, layer: Layer) -> None:
+        """Take note of a layer that the build just made."""
+
+    def judge(self, image: Composed) -> tuple[str, ...]:
+        """The failed gates, a sentence each; raises CheckFailed when the image must not get its name."""
+
+    def close(self) -> None:
+        """The build is over."""
+
+
+def current(store: Store, plan: ImagePlan, judged: str | None = None) -> Built | None:
+    """The image if the store holds exactly this plan's, whole; the no-op build ends here. With ``judged`` only when
+    the gates of this mark judged it.
+    """
     state = store.record("targets", plan.state)
-    if state is None or state.get("key") != plan.key:
+    if state is None or state.get("key") != plan.key or judged not in (None, state.get("judged")):
         return None
     blobs = [Blob(**b) for b in state["blobs"]]
     if not all(store.has(blob) for blob in blobs) or store.images().get(plan.ref, {}).get("digest") != state["digest"]:
         return None
-    lines = tuple(LayerLine(**{**line, "built": False, "seconds": 0.0}) for line in state["layers"])
+    lines = tuple(
+        LayerLine(**{**line, "built": False, "seconds": 0.0, "left_out": tuple(line.get("left_out", (0, 0)))})
+        for line in state["layers"]
+    )
     return Built(
         target=plan.target,
         ref=plan.ref,
@@ -66,6 +112,7 @@ def current(store: Store, plan: ImagePlan) -> Built | None:
         content=state["content"],
         changed=False,
         layers=lines,
+        failed=tuple(state.get("failed", ())),
     )
 
 
@@ -121,37 +168,50 @@ def _stop_sandboxes() -> None:
         embedded.stop_all()
 
 
-def assemble(project: Project, plan: ImagePlan, built: set[str]) -> Built:
-    """Config, manifest, overlap rule, budget; then the name. All layers must be in the store."""
+def compose(store: Store, plan: ImagePlan) -> Composed | None:
+    """The image of the plan, or None when one of its layers is not in the store."""
+    found = [store.layer(action.key) for action in plan.layers]
+    layers = tuple(layer for layer in found if layer is not None)
+    if len(layers) < len(found):
+        return None
+    config = canonical.dumps(
+        {
+            **plan.config,
+            "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
+            "history": [{"created_by": f"primus {a.kind} {a.name}", "comment": a.key} for a in plan.layers],
+        }
+    )
+    blob = Blob(digest=canonical.digest_of(config), media_type=CONFIG_TYPE, size=len(config))
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": blob.descriptor,
+        "layers": [layer.blob.descriptor for layer in layers],
+        "annotations": dict(plan.annotations),
+    }
+    return Composed(plan=plan, layers=layers, config=config, manifest=canonical.dumps(manifest))
+
+
+def assemble(project: Project, plan: ImagePlan, built: set[str], gates: Gates | None) -> Built:
+    """Overlap rule, gates, config, manifest; then the name. All layers must be in the store.
+
+    Raises CheckFailed when layers overlap or the gates refuse the image; the name then is as before.
+    """
     from primus.images.given import stacked
     from primus.images.layer import read_paths
     from primus.images.overlap import check_overlap
 
     store = project.store
-    layers: list[Layer] = []
-    for action in plan.layers:
-        layer = store.layer(action.key)
-        if layer is None:
-            raise CheckFailed(f"the layer of {action.name} left the store while it was used", hint="build again")
-        layers.append(layer)
-    paths = [(a, read_paths(store, layer)) for a, layer in zip(plan.layers, layers, strict=True)]
-    image = stacked(found for a, found in paths if a.kind == "image")
-    check_overlap([("the base image", image), *((a.name, found) for a, found in paths if a.kind != "image")])
-    _check_budget(plan, layers)
-    config = {
-        **plan.config,
-        "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
-        "history": [{"created_by": f"primus {a.kind} {a.name}", "comment": a.key} for a in plan.layers],
-    }
-    config_blob = store.put(canonical.dumps(config), CONFIG_TYPE)
-    manifest = {
-        "schemaVersion": 2,
-        "mediaType": MANIFEST_TYPE,
-        "config": config_blob.descriptor,
-        "layers": [layer.blob.descriptor for layer in layers],
-        "annotations": dict(plan.annotations),
-    }
-    manifest_blob = store.put(canonical.dumps(manifest), MANIFEST_TYPE)
+    image = compose(store, plan)
+    if image is None:
+        raise CheckFailed(f"a layer of {plan.ref} left the store while it was used", hint="build again")
+    pairs = list(zip(plan.layers, image.layers, strict=True))
+    paths = [(a, read_paths(store, layer)) for a, layer in pairs]
+    given = stacked(found for a, found in paths if a.kind == "image")
+    check_overlap([("the base image", given), *((a.name, found) for a, found in paths if a.kind != "image")])
+    failed = gates.judge(image) if gates else ()
+    config_blob = store.put(image.config, CONFIG_TYPE)
+    manifest_blob = store.put(image.manifest, MANIFEST_TYPE)
     lines = tuple(
         LayerLine(
             name=a.name,
@@ -160,8 +220,9 @@ def assemble(project: Project, plan: ImagePlan, built: set[str]) -> Built:
             unpacked=layer.unpacked,
             built=a.key in built,
             seconds=layer.seconds if a.key in built else 0.0,
+            left_out=layer.left_out,
         )
-        for a, layer in zip(plan.layers, layers, strict=True)
+        for a, layer in pairs
     )
     platform = {"architecture": str(plan.config["architecture"]), "os": str(plan.config["os"])}
     store.tag(plan.ref, manifest_blob, platform)
@@ -172,8 +233,10 @@ def assemble(project: Project, plan: ImagePlan, built: set[str]) -> Built:
             "key": plan.key,
             "digest": manifest_blob.digest,
             "content": config_blob.digest,
-            "blobs": [asdict(b) for b in (manifest_blob, config_blob, *(layer.blob for layer in layers))],
+            "blobs": [asdict(b) for b in (manifest_blob, config_blob, *(layer.blob for layer in image.layers))],
             "layers": [asdict(line) for line in lines],
+            "judged": gates.mark if gates else None,
+            "failed": failed,
             "inputs": tree_record(plan),
             "when": int(time.time()),
         },
@@ -185,6 +248,7 @@ def assemble(project: Project, plan: ImagePlan, built: set[str]) -> Built:
         content=config_blob.digest,
         changed=True,
         layers=lines,
+        failed=failed,
     )
 
 
@@ -203,14 +267,3 @@ def tree_record(plan: ImagePlan) -> dict[str, Any]:
         "config": dict(plan.config),
         "annotations": dict(plan.annotations),
     }
-
-
-def _check_budget(plan: ImagePlan, layers: Sequence[Layer]) -> None:
-    total = sum(layer.blob.size for layer in layers)
-    if plan.budget_bytes is not None and total > plan.budget_bytes:
-        ranked = sorted(zip(plan.layers, layers, strict=True), key=lambda pair: -pair[1].blob.size)
-        largest = ", ".join(f"{a.name} {layer.blob.size / 1e6:.0f} MB" for a, layer in ranked[:5])
-        raise CheckFailed(
-            f"{plan.target} weighs {total / 1e9:.2f} GB, its budget is {plan.budget_bytes / 1e9:.2f} GB: {largest}",
-            hint=f"make it smaller, or raise budget_gb in images/{plan.target}.yaml and say why",
-        )

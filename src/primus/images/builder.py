@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from primus.errors import InputError
@@ -11,9 +12,10 @@ from primus.images.action import ImagePlan
 from primus.images.build import missing
 from primus.images.plan import plan_image
 from primus.versions.lock import Drift, LockedFile, drift
+from primus.versions.suites import suites_of
 
 if TYPE_CHECKING:
-    from primus.images.build import Built
+    from primus.images.build import Built, Gates
     from primus.images.execute import Workshop
     from primus.images.project import Project
     from primus.progress import Progress
@@ -69,15 +71,17 @@ def build_images(
     project: Project,
     plans: Sequence[ImagePlan],
     *,
+    gates: Callable[[Project, Progress], Gates] | None,
     locked: bool = False,
     offline: bool = False,
     rehash: bool = False,
     engine: str = "auto",
     quiet: bool = False,
 ) -> list[Built]:
-    """Make every image of ``plans``; independent actions side by side, each blob once.
+    """Make every image of ``plans``; independent actions side by side, each blob once. ``gates`` judge each image
+    before it gets its name; None lets any pass.
 
-    Raises CheckFailed for a failed action, HostError for a source, disk or sandbox that fails.
+    Raises CheckFailed for a failed action or a refused image, HostError for a source, disk or sandbox that fails.
     """
     from primus.images.build import assemble, current, run_actions
     from primus.images.display import choose_progress
@@ -88,15 +92,25 @@ def build_images(
     store.prepare()
     if rehash:
         _drop_damaged(project, plans)
-    before = {plan.key: image for plan in plans if (image := current(store, plan)) is not None}
-    with choose_progress(quiet) as progress:
-        workshop = Workshop(project=project, files=FileCache(project.work / "files"), progress=progress, engine=engine)
+    with choose_progress(quiet) as progress, contextlib.ExitStack() as stack:
+        judge = gates(project, progress) if gates else None
+        if judge:
+            stack.callback(judge.close)
+        mark = judge.mark if judge else None
+        before = {plan.key: image for plan in plans if (image := current(store, plan, mark)) is not None}
+        workshop = Workshop(
+            project=project,
+            files=FileCache(project.work / "files"),
+            progress=progress,
+            engine=engine,
+            made=judge.look if judge else lambda _: None,
+        )
         todo = missing(plans, workshop.done)
         if any(not workshop.files.has(f.sha256, f.size) for action in todo for f in action.files):
             plans = _fetch(project, workshop, plans, may_relock=not (locked or offline), offline=offline)
             todo = missing(plans, workshop.done)
         done_here = run_actions(workshop, todo)
-        return [before.get(plan.key) or assemble(project, plan, done_here) for plan in plans]
+        return [before.get(plan.key) or assemble(project, plan, done_here, judge) for plan in plans]
 
 
 def _fetch(
@@ -109,12 +123,13 @@ def _fetch(
     def get(plans: Sequence[ImagePlan]) -> None:
         files = {f.sha256: f for action in missing(plans, workshop.done) for f in action.files}
         absent = [f for f in files.values() if not workshop.files.has(f.sha256, f.size)]
-        suites = {name: base.suites for name, base in project.versions.bases.items()}
+        bases = {n: b for plan in plans for n, b in project.request(plan.target).bases.items()}
+        suites = {name: suites_of(base.suite, base.packages) for name, base in bases.items()}
         fetch(
             absent,
             workshop.files,
             suites=suites,
-            sources=Sources.of_versions(project.versions),
+            sources=Sources.of_project(project.versions, bases),
             offline=offline,
             progress=workshop.progress,
         )

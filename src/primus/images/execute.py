@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from primus.errors import CheckFailed, HostError
 from primus.images.action import Action
@@ -19,6 +20,7 @@ from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
     from primus.images.filecache import FileCache
+    from primus.images.kernels import KernelFiles
     from primus.images.project import Project
     from primus.progress import Progress
     from primus.sandbox.model import RootFs
@@ -28,12 +30,15 @@ __all__ = ["Workshop"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """What actions work with: the project's store, the fetched files, a place to report."""
+    """What actions work with: the project's store, the fetched files, a place to report; ``made`` hears of each layer
+    that is finished.
+    """
 
     project: Project
     files: FileCache
     progress: Progress
     engine: str = "auto"
+    made: Callable[[Layer], None] = lambda _: None
 
     def run(self, action: Action) -> bool:
         """Do the action unless another builder just did; True when it was done here.
@@ -53,9 +58,15 @@ class Workshop:
                 layer = adopt_layer(store, self._file(given), given.sha256)
                 store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": ()})
                 self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB")
+                self.made(layer)
                 return True
             with store.folder("work") as scratch:
-                entries = list(self._entries(action, scratch))
+                left_out = (0, 0)
+                if action.kind == "kernels":
+                    kernels = self._kernels(action, scratch)
+                    entries, left_out = kernels.entries, kernels.left_out
+                else:
+                    entries = list(self._entries(action, scratch))
                 self.progress.start(action.key, action.name, sum(BLOCK + e.size for e in entries))
                 layer = write_layer(
                     store,
@@ -63,8 +74,10 @@ class Workshop:
                     compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
                     advance=lambda n: self.progress.advance(action.key, n),
                 )
+            layer = replace(layer, left_out=left_out)
             store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": action.tree})
             self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB, {layer.seconds:.1f} s")
+            self.made(layer)
         return True
 
     def done(self, action: Action) -> bool:
@@ -79,6 +92,7 @@ class Workshop:
             "files": self._files,
             "wheels": self._wheels,
             "debs": self._debs,
+            "turbo": self._turbo,
         }
         return kinds[action.kind](action, scratch)
 
@@ -112,8 +126,17 @@ class Workshop:
             find=self._file,
             mmdebstrap=str(mmdebstrap),
             log=self._log(action),
-            arch=str(action.spec["arch"]) if "arch" in action.spec else None,
+            kernels=cast("Mapping[str, str]", action.spec.get("kernels", {})),
         )
+
+    def _kernels(self, action: Action, scratch: Path) -> KernelFiles:
+        from primus.images.kernels import KernelFiles
+
+        found = KernelFiles(arch=str(action.spec["arch"]))
+        patterns = cast("Mapping[str, str]", action.spec["kernels"])
+        for deb in action.files:
+            found.take(self._file(deb), patterns[deb.name], scratch / deb.name)
+        return found
 
     def _wheels(self, action: Action, scratch: Path) -> Iterator[Entry]:
         from primus.images.prefix import Prefix
@@ -159,13 +182,35 @@ class Workshop:
         for path in sorted(out.rglob("*.pyc")):
             yield Entry(path=f"{site}/{path.relative_to(out)}", size=path.stat().st_size, source=path)
 
+    def _turbo(self, action: Action, scratch: Path) -> Iterator[Entry]:
+        """Compile Triton kernels in the image's own root file system, where no GPU is needed."""
+        from primus.images.turbo import BAKED, command_of, sources_of
+        from primus.sandbox.build import run_isolated
+        from primus.sandbox.engines import choose
+
+        environment = action.spec["environment"]
+        assert isinstance(environment, dict)
+        out, log = scratch / "out", self._log(action)
+        code = run_isolated(
+            self.root(*action.tools),
+            command_of(action),
+            inputs=sources_of(action),
+            outputs=out,
+            env={**environment, "PYTHONPATH": "/in", "PYTHONDONTWRITEBYTECODE": "1"},
+            log=log,
+            engine=choose(self.engine),
+        )
+        if code != 0:
+            raise self._failed(f"compiling {action.name}", code, log)
+        for path in sorted(p for p in out.rglob("*") if p.is_file()):
+            yield Entry(path=f"{BAKED}/{path.relative_to(out)}".lstrip("/"), size=path.stat().st_size, source=path)
+
     def _build(self, action: Action) -> None:
         """Source → wheel in the sandbox: no network, sources read-only, one wheel taken from what it leaves."""
         from primus.sandbox.build import run_isolated
         from primus.sandbox.engines import choose
 
         (source,) = action.files
-        variables: Mapping[str, str] = action.spec["environment"]  # type: ignore[assignment]
         self.progress.start(action.key, action.name, None)
         log = self._log(action)
         with self.project.store.folder("build") as scratch:
@@ -173,11 +218,14 @@ class Workshop:
             out.mkdir()
             inside = f"/in/{source.file}"
             code = run_isolated(
-                self.root(*action.needs, *action.tools),
-                ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside],
-                inputs={inside: self._file(source)},
+                self.root(*action.tools),
+                ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside, str(action.spec["python"])],
+                inputs={
+                    inside: self._file(source),
+                    "/in/order/sitecustomize.py": Path(__file__).with_name("sorted_folders.py"),
+                },
                 outputs=out,
-                env={"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore", **variables},
+                env={**_build_env(action.job_bytes), **action.spec["environment"]},  # type: ignore[dict-item]
                 log=log,
                 engine=choose(self.engine),
             )
@@ -236,3 +284,17 @@ class Workshop:
         from primus.sandbox.build import log_tail
 
         return CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
+
+
+def _build_env(job_bytes: int) -> dict[str, str]:
+    """The environment of every build; as many compilers as there are cores, and memory for."""
+    (line,) = [m for m in Path("/proc/meminfo").read_text().splitlines() if m.startswith("MemAvailable:")]
+    memory = 1024 * int(line.split()[1])
+    jobs = str(max(1, min(len(os.sched_getaffinity(0)), memory // max(job_bytes, 1))))
+    return {
+        "CMAKE_BUILD_PARALLEL_LEVEL": jobs,
+        "MAX_JOBS": jobs,
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_ROOT_USER_ACTION": "ignore",
+        "PYTHONPATH": "/in/order",
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,13 @@ from primus.images.action import Action, ImagePlan, Input
 from primus.images.canonical import key_of
 from primus.images.layer import assembler
 from primus.images.prefix import Prefix
-from primus.images.skeleton import console_script, distribution, environment
+from primus.images.skeleton import console_script, distribution, environment, working_folders
 from primus.images.source import WHEEL_SCRIPT
-from primus.images.target import normalised
-from primus.images.trim import TRIM, kernels_of_others
+from primus.images.target import build_root, normalised
+from primus.images.trim import TRIM
+from primus.images.turbo import turbo_action
 from primus.versions.lock import Lock, LockedFile
-from primus.versions.model import Pin
+from primus.versions.model import Build, Pin
 
 if TYPE_CHECKING:
     from primus.images.project import Project
@@ -27,6 +28,7 @@ __all__ = ["plan_image"]
 # A wheel of the closure at least this large gets a layer of its own: small ones change together, large ones rarely.
 _OWN_LAYER = 8_000_000
 _BYTECODE = Path(__file__).with_name("compile_bytecode.py")
+_ORDER = Path(__file__).with_name("sorted_folders.py")
 _SOURCE = "https://github.com/AMD-AGI/Primus"
 
 
@@ -41,9 +43,19 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
         base = versions.bases[choice.base]
         prefix = Prefix(python=".".join(base.python.split(".")[:2]))
         layers += _root(project, choice.base, lock, name, tool)
+        if base.kernels:
+            layers.append(_kernels(project, choice.base, lock, name, tool))
         # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
         layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
-    layers += _components(project, name, pins, lock, prefix, tuple(layers), tool)
+    root = tuple(a for a in layers if a.kind in ("image", "debs"))
+    layers += _components(project, name, pins, lock, prefix, root, tool)
+    if target.turbo:
+        if prefix is None:
+            raise InputError("kernels need a base to be compiled in", where=project.target_place(name, "turbo"))
+        # In all but the local trees: those change most often, and no kernel is compiled from them.
+        inside = [a for a in layers if not a.tree]
+        local = [a for a in layers if a.tree]
+        layers = [*inside, turbo_action(project, name, pins, inside, prefix, tool), *local]
     facts = {
         "release": versions.release,
         "target": name,
@@ -106,31 +118,34 @@ def _inline(name: str, entries: Mapping[str, Mapping[str, object]], tool: str) -
     )
 
 
-def _root(project: Project, base: str, lock: Lock | None, name: str, tool: str) -> list[Action]:
-    """The layers of a base: those of its image as they are, over them its packages."""
+def _root(project: Project, base: str, lock: Lock | None, name: str, tool: str, root: str = "") -> tuple[Action, ...]:
+    """The layers of ``base``, or of ``root``, a build's: those of its image as they are, over them its packages."""
     about, where = project.versions.bases[base], project.base_place(base)
-    layers = [
+    layers = tuple(
         Action(
             name=f"base {layer.name}",
             kind="image",
             inputs=(Input(name=layer.name, value=f"sha256:{layer.sha256}", where=where),),
             files=(layer,),
         )
-        for layer in _need(lock, name).of("layer", base)
-    ]
+        for layer in _need(lock, name).of("layer", root or base)
+    )
     if about.image and not layers:
-        raise InputError(f"the lock of {name} has no layers for base {base}", hint=f"primus lock {name}")
-    return [*layers, *([_base(project, base, lock, name, tool)] if about.packages else [])]
+        raise InputError(f"the lock of {name} has no layers for {root or base}", hint=f"primus lock {name}")
+    if about.image and not (about.packages or root):
+        return layers
+    return (*layers, _base(project, base, lock, name, tool, root))
 
 
-def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str) -> Action:
-    debs = _need(lock, name).of("deb", base)
+def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, root: str = "") -> Action:
+    """The root file system of ``base``, or ``root``, a build's, which holds more."""
+    debs = _need(lock, name).of("deb", root or base)
     if not debs:
-        raise InputError(f"the lock of {name} has no packages for base {base}", hint=f"primus lock {name}")
+        raise InputError(f"the lock of {name} has no packages for {root or base}", hint=f"primus lock {name}")
     where, about = project.base_place(base), project.versions.bases[base]
-    kernels = {"arch": about.arch, "kernels": list(kernels_of_others(about.arch))} if about.arch else {}
+    kernels = {"kernels": dict(about.kernels)} if about.kernels else {}
     return Action(
-        name=f"base {base}",
+        name=f"base {root or base}",
         kind="debs",
         inputs=(
             Input(name="assembler", value=tool),
@@ -138,6 +153,28 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str) 
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
         spec={"suite": about.suite, "trim": list(TRIM), **kernels, **({"over": about.image} if about.image else {})},
+        files=debs,
+    )
+
+
+def _kernels(project: Project, base: str, lock: Lock | None, name: str, tool: str) -> Action:
+    """What the base's packages keep per architecture, for the target's one."""
+    where, kernels, arch = project.base_place(base), project.versions.bases[base].kernels, project.arch(name)
+    if arch is None:
+        raise InputError(
+            f"base {base} keeps kernel files apart per GPU, and {name} has none",
+            where=project.target_place(name),
+            hint="say which: gpu",
+        )
+    debs = tuple(f for f in _need(lock, name).of("deb", base) if f.name in kernels)
+    return Action(
+        name=f"kernels {arch}",
+        kind="kernels",
+        inputs=(
+            Input(name="assembler", value=tool),
+            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
+        ),
+        spec={"arch": arch, "kernels": dict(kernels)},
         files=debs,
     )
 
@@ -152,88 +189,53 @@ def _components(
     tool: str,
 ) -> list[Action]:
     wheels = {f.name: f for f in lock.of("wheel")} if lock else {}
-    pinned = {normalised(pin.wheel) for pin in pins.values() if pin.wheel}
-    closure = _closure(project, name, [f for f in wheels.values() if f.name not in pinned], root, prefix, tool)
     made: dict[str, Action] = {}
-    layers: list[Action] = []
-    for component, pin in pins.items():
+    # What is built with something that is built comes after it, wherever the target lists the two.
+    for component, pin in sorted(pins.items(), key=lambda item: bool(item[1].build and item[1].build.built)):
         where = project.pin_place(component, pin)
         if pin.deb is not None:
             _check_deb(project, name, pin, lock, where)
             continue
         if pin.path is not None:
-            layers.append(_tree(project, component, pin, where, prefix, tool))
+            made[component] = _tree(project, component, pin, where, prefix, tool)
             continue
         if prefix is None:
             raise InputError(f"{component} is a Python package, and target {name} has no base to hold it", where=where)
         if pin.wheel is not None:
-            wheel = _locked(wheels, pin, name, where)
-            layers.append(_wheels(project, component, (wheel,), where, root, prefix, tool))
+            wheel = wheels.pop(normalised(pin.wheel), None)
+            if wheel is None or wheel.version != pin.version:
+                locked = f"has {wheel.version}" if wheel else "has none"
+                raise InputError(
+                    f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}"
+                )
+            made[component] = _wheels(project, component, (wheel,), where, root, prefix, tool)
         else:
-            tools = _tools(project, name, pin, made, lock, root, prefix, tool)
-            built = _build(project, name, pin, lock, where, tool, tools, closure)
-            layers.append(_wheels(project, component, (), where, root, prefix, tool, built))
-        made[component] = layers[-1]
+            built = _build(project, name, pin, lock, where, root, prefix, tool, made)
+            made[component] = _wheels(project, component, (), where, root, prefix, tool, built)
+    lock_name = str(project.lock_path(name).relative_to(project.root))
+    closure = _closure(project, "python", wheels.values(), lock_name, root, prefix, tool) if prefix else []
+    layers = [made[component] for component in pins if component in made]
     # Local trees change most often: they lie on top of what rarely does.
     local = [a for a in layers if a.kind == "files"]
     return [*closure, *(a for a in layers if a.kind != "files"), *local]
 
 
-def _locked(wheels: Mapping[str, LockedFile], pin: Pin, name: str, where: str) -> LockedFile:
-    wheel = wheels.get(normalised(pin.wheel or ""))
-    if wheel is None or wheel.version != pin.version:
-        locked = f"has {wheel.version}" if wheel else "has none"
-        raise InputError(f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}")
-    return wheel
-
-
 def _closure(
     project: Project,
     name: str,
-    wheels: Sequence[LockedFile],
-    root: tuple[Action, ...],
-    prefix: Prefix | None,
-    tool: str,
-) -> list[Action]:
-    """The layers of what pinned wheels need: a large one has its own."""
-    if prefix is None:
-        return []
-    where = str(project.lock_path(name).relative_to(project.root))
-    large = [f for f in wheels if f.size >= _OWN_LAYER]
-    small = tuple(f for f in wheels if f.size < _OWN_LAYER)
-    layers = [_wheels(project, f"python-{f.name}", (f,), where, root, prefix, tool) for f in large]
-    return [*layers, *([_wheels(project, "python", small, where, root, prefix, tool)] if small else [])]
-
-
-def _tools(
-    project: Project,
-    name: str,
-    pin: Pin,
-    made: Mapping[str, Action],
-    lock: Lock | None,
+    wheels: Iterable[LockedFile],
+    where: str,
     root: tuple[Action, ...],
     prefix: Prefix,
     tool: str,
-) -> tuple[Action, ...]:
-    """The layers of the components that are there while ``pin`` is built; InputError for one that comes after it."""
-    locked = {f.name: f for f in _need(lock, name).of("tool")}
-    extra = project.tools(name)
-    layers = []
-    for component in pin.tools:
-        if component in extra:
-            one = extra[component]
-            where = project.pin_place(component, one)
-            wheel = _locked(locked, one, name, where)
-            layers.append(_wheels(project, f"tool {component}", (wheel,), where, root, prefix, tool))
-        elif component in made:
-            layers.append(made[component])
-        else:
-            raise InputError(
-                f"{pin.text} is built with {component}, which {name} does not list before it",
-                where=project.target_place(name, "components"),
-                hint=f"list {component} first; it must be a Python package",
-            )
-    return tuple(layers)
+) -> list[Action]:
+    """Layers for wheels that no pin names: large ones each their own, small ones together."""
+    wheels = tuple(wheels)
+    small = tuple(f for f in wheels if f.size < _OWN_LAYER)
+    layers = [
+        _wheels(project, f"python-{f.name}", (f,), where, root, prefix, tool) for f in wheels if f.size >= _OWN_LAYER
+    ]
+    return [*layers, _wheels(project, name, small, where, root, prefix, tool)] if small else layers
 
 
 def _check_deb(project: Project, name: str, pin: Pin, lock: Lock | None, where: str) -> None:
@@ -255,7 +257,7 @@ def _tree(project: Project, component: str, pin: Pin, where: str, prefix: Prefix
     if prefix is None and "{site}" in (pin.to or ""):
         raise InputError(f"{component} goes among the Python packages, and its target has no base", where=where)
     to = (pin.to or "/").replace("{site}", prefix.site if prefix else "").strip("/")
-    extra = {}
+    extra = dict(working_folders(to, (path for path, _, _ in tree)))
     if component == "primus":
         extra = {**distribution(to), **console_script(to)}
     return Action(
@@ -283,8 +285,7 @@ def _wheels(
     built: Action | None = None,
 ) -> Action:
     # Bytecode is compiled by the image's own interpreter: its packages, not the whole base, are an input.
-    base = tuple(a for a in root if a.kind in ("image", "debs"))
-    python = [i for a in base for i in a.inputs if "python3" in i.name]
+    python = [i for a in root for i in a.inputs if "python3" in i.name]
     return Action(
         name=name,
         kind="wheels",
@@ -297,7 +298,7 @@ def _wheels(
         spec={"prefix": prefix.root, "python": prefix.python, "built": built.key if built else None},
         needs=(built,) if built else (),
         files=files,
-        tools=base,
+        tools=root,
     )
 
 
@@ -307,38 +308,59 @@ def _build(
     pin: Pin,
     lock: Lock | None,
     where: str,
+    base: tuple[Action, ...],
+    prefix: Prefix,
     tool: str,
-    tools: tuple[Action, ...],
-    closure: Sequence[Action],
+    made: Mapping[str, Action],
 ) -> Action:
-    package = normalised(pin.source or "")
-    source = next((f for f in _need(lock, name).of("git" if pin.git else "sdist") if f.name == package), None)
+    package, build = normalised(pin.source or ""), pin.build or Build()
+    lock = _need(lock, name)
+    source = next((f for f in lock.of("git" if pin.git else "sdist") if f.name == package), None)
     if source is None or source.version != pin.version or (pin.commit or "") not in source.file:
         raise InputError(f"{pin.text} is pinned, the lock of {name} has not got it", where=where, hint="primus lock")
-    variables = dict(pin.environment)
+    root, wheels = build_root(package), lock.of("wheel", build_root(package))
+    own = _root(project, project.choice(name).base or "", lock, name, tool, root) if build.debs else base
+    if lacking := [one for one in build.built if one not in made]:
+        raise InputError(
+            f"{pin.text} is built with {lacking[0]}, which is none of {name}'s components or is built with others too",
+            where=where,
+        )
+    built = [made[one] for one in build.built]
+    variables = dict(build.environment)
     if pin.git:
         # An archive has no history, from which setuptools-scm would tell the version.
         variables.setdefault("SETUPTOOLS_SCM_PRETEND_VERSION", pin.version or "")
-    python = "/usr/bin/python3"
-    if tools:
-        about = Prefix(python=".".join(project.versions.bases[pin.builder or ""].python.split(".")[:2]))
-        tools = (_inline("environment", environment(about), tool), *tools)
-        python = about.interpreter
-        variables["PATH"] = f"/{about.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    layers: list[Action] = []
+    if wheels or built:
+        lock_name = str(project.lock_path(name).relative_to(project.root))
+        layers = [
+            _inline("environment", environment(prefix, system=True), tool),
+            *_closure(project, f"wheels of {root}", wheels, lock_name, base, prefix, tool),
+        ]
     return Action(
         name=f"build {package}",
         kind="build",
         inputs=(
             Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),
-            *(Input(name=variable, value=text, where=where) for variable, text in variables.items()),
+            Input(name="sorted folders", value="sha256:" + project.stats.sha256(str(_ORDER))),
+            *(
+                Input(name=f"{f.kind} {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where)
+                for a in own
+                for f in a.files
+            ),
+            *(Input(name=f"wheel {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where) for f in wheels),
+            *(Input(name=f"environment {k}", value=v, where=where) for k, v in variables.items()),
         ),
         spec={
             "package": package,
             "script": WHEEL_SCRIPT,
-            "environment": {**variables, "PYTHON": python, "PREPARE": pin.prepare or ""},
+            "python": prefix.interpreter if layers else f"/usr/bin/python{prefix.python}",
+            "environment": {**variables, "PREPARE": build.prepare},
+            "root": [a.spec for a in own],
         },
-        needs=(*_root(project, pin.builder or "", lock, name, tool), *tools),
-        # What the tools need to start is there too; it leaves no trace in what they make.
-        tools=tuple(closure) if tools else (),
+        needs=tuple(n for a in built for n in a.needs),
+        # How they are compressed and laid out changes no wheel: their packages are the inputs, not their keys.
+        tools=(*own, *layers, *built),
         files=(source,),
+        job_bytes=round(build.job_gb * 1e9),
     )

@@ -10,12 +10,12 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.gpus.model import Table
+from primus.gpus.model import Generation, Table
 from primus.gpus.table import TABLE_FILE, generation
 from primus.images.channel import Choice, choose
 from primus.images.stats import StatIndex
 from primus.images.store import Store
-from primus.images.target import Target, environment_of, pins_of, request_of, tools_of
+from primus.images.target import Target, environment_of, pins_of, request_of
 from primus.schema import build
 from primus.versions.lock import Lock, Request, dumps
 from primus.versions.lock import load as load_lock
@@ -112,11 +112,16 @@ class Project:
 
     def arch(self, name: str) -> str | None:
         """The GPU architecture that the target's libraries must have code for: its generation's, or as it says."""
+        gpu = self.gpu(name)
+        return gpu.arch if gpu else self.target(name).arch
+
+    def gpu(self, name: str) -> Generation | None:
+        """The GPU that the target is for, if it names one."""
         target = self.target(name)
         if target.gpu is None:
-            return target.arch
+            return None
         try:
-            return generation(target.gpu, self._gpus).arch
+            return generation(target.gpu, self._gpus)
         except InputError as error:
             raise InputError(error.message, where=self.target_place(name, "gpu"), hint=error.hint) from None
 
@@ -130,22 +135,22 @@ class Project:
         where = {c: document.where(("components", i)) for i, c in enumerate(target.components)}
         more = target.more.get(choice.channel, ())
         where |= {c: document.where(("more", choice.channel, i)) for i, c in enumerate(more)}
-        return pins_of(self.versions, name, list(where), choice.sources, self.arch(name), where)
-
-    def tools(self, name: str) -> dict[str, Pin]:
-        """Component → pin of what is there while components of the target are built, and not in the image."""
-        tools = tools_of(self.pins(name))
-        return pins_of(self.versions, name, tools, self.choice(name).sources, self.arch(name), {})
+        return pins_of(self.versions, name, choice.sources, self.arch(name), where)
 
     def request(self, name: str) -> Request:
         """What the target's lock must answer."""
         choice = self.choice(name)
-        return request_of(self.versions, name, choice.channel, choice.base, self.pins(name), self.tools(name))
+        return request_of(self.versions, name, choice.channel, choice.base, self.pins(name))
 
     def budget_gb(self, name: str) -> float | None:
         """Most compressed GB that the image may weigh."""
         target = self.target(name)
         return target.budgets_gb.get(self.choice(name).channel, target.budget_gb)
+
+    def budget_key(self, name: str) -> tuple[str, ...]:
+        """The key of the target file that sets the budget."""
+        channel = self.choice(name).channel
+        return ("budgets_gb", channel) if channel in self.target(name).budgets_gb else ("budget_gb",)
 
     def choice(self, name: str) -> Choice:
         """The channel that builds the target."""

@@ -15,13 +15,15 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import BinaryIO
 
 from primus.errors import CheckFailed, HostError
+from primus.images.kernels import unlisted
 from primus.images.tar import MTIME, Entry
-from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, kernels_of_others
+from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL
 from primus.sandbox import userns
 from primus.sandbox.build import log_tail
 from primus.versions.lock import LockedFile
@@ -37,12 +39,13 @@ def root_entries(
     find: Callable[[LockedFile], Path],
     mmdebstrap: str,
     log: Path,
-    arch: str | None = None,
+    kernels: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Entry]:
     """Build the root file system in ``scratch`` and return its entries; their bytes stay in a tar there.
 
-    ``find`` gives a locked file's path on disk; ``arch`` is the one GPU architecture to keep kernel files of. Raises
-    HostError when this user may not build one, CheckFailed with the log's tail when a package fails to install.
+    ``find`` gives a locked file's path on disk; ``kernels`` are package and pattern of files that stay packed. Raises
+    HostError when this user may not build one, CheckFailed with the log's tail when a package fails to install, and for
+    kernel files of a package that ``kernels`` does not name.
     """
     tar = scratch / "root.tar"
     mode = "root" if os.geteuid() == 0 else "unshare"
@@ -59,17 +62,25 @@ def root_entries(
             "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
             *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),
             *(f"--dpkgopt=path-include={path}" for path in UNPACKED_STILL),
-            *(f"--dpkgopt={option}" for option in (kernels_of_others(arch) if arch else ())),
+            *(f"--dpkgopt=path-exclude={path}" for path in kernels.values()),
             "--include=" + ",".join(sorted(d.name for d in debs)),
             suite,
             str(tar),
             f"deb [trusted=yes] copy:{archive} ./",
         ]
         env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": str(place)}
+        # An interrupted base is thrown away: dpkg need not wait for the disk after every file.
+        env["DPKG_FORCE"] = "unsafe-io"
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False).returncode
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
-    return list(tar_entries(tar, LEFT_OUT))
+    entries = list(tar_entries(tar, LEFT_OUT))
+    if kernels and (packages := unlisted(entries, kernels)):
+        raise CheckFailed(
+            f"{' and '.join(packages)} keeps kernel files where a pattern of `kernels` has them left out",
+            hint="name it under `kernels` of the base, too",
+        )
+    return entries
 
 
 @contextlib.contextmanager

@@ -5,16 +5,18 @@ Entries are plain data (path → text or link, mode), since they are part of an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 
 from primus import __version__
 from primus.images.prefix import Prefix
 from primus.images.tar import Entry
 
-__all__ = ["console_script", "distribution", "environment", "inline_entries"]
+__all__ = ["console_script", "distribution", "environment", "inline_entries", "working_folders"]
 
 Inline = Mapping[str, Mapping[str, object]]
+WORKSPACE = "workspace"
+_OPEN: Mapping[str, object] = {"folder": True, "mode": 0o1777}
 
 
 def environment(prefix: Prefix, system: bool = False) -> Inline:
@@ -31,8 +33,19 @@ def environment(prefix: Prefix, system: bool = False) -> Inline:
         f"{root}/bin/python{prefix.python}": {"link": f"/usr/bin/python{prefix.python}"},
         f"{root}/bin/python3": {"link": f"python{prefix.python}"},
         f"{root}/bin/python": {"link": "python3"},
-        "workspace": {"folder": True, "mode": 0o1777},
+        WORKSPACE: _OPEN,
     }
+
+
+def working_folders(to: str, paths: Iterable[str]) -> Inline:
+    """The folders of a tree that lies in the working folder, and that one itself: open to every user id, too.
+
+    Users change into them and start jobs there, which leave their results in the current folder.
+    """
+    if PurePosixPath(to).parts[:1] != (WORKSPACE,):
+        return {}
+    folders = {str(parent) for path in paths for parent in PurePosixPath(to, path).parents} - {"."}
+    return dict.fromkeys(sorted(folders), _OPEN)
 
 
 def distribution(package: str) -> Inline:

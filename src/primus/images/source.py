@@ -1,19 +1,21 @@
-"""How a source archive becomes a wheel. The script is part of the action's key; a pin may prepare the source."""
+"""How a source archive becomes a wheel. The script is part of the action's key."""
 
 from __future__ import annotations
 
 __all__ = ["WHEEL_SCRIPT"]
 
-# Unpacked at a fixed place: pip builds an archive in a folder with a random name, which debug information keeps.
+# $1 is the archive, $2 the Python of the build root. Unpacked at a fixed place: pip builds an archive in a folder with
+# a random name, which debug information keeps. Tools that wheels bring (ninja) lie beside the interpreter.
 WHEEL_SCRIPT = """\
 set -e
 mkdir /tmp/source
 cd /tmp/source
+PATH="${2%/*}:$PATH"
 case "$1" in
-*.zip) /usr/bin/python3 -m zipfile -e "$1" . ;;
+*.zip) "$2" -m zipfile -e "$1" . ;;
 *) tar -xf "$1" --no-same-owner ;;
 esac
 cd ./*
 eval "$PREPARE"
-exec "$PYTHON" -m pip wheel --no-index --no-deps --no-build-isolation --no-cache-dir --wheel-dir /out .
+exec "$2" -m pip wheel --no-index --no-deps --no-build-isolation --no-cache-dir --wheel-dir /out .
 """

@@ -50,13 +50,17 @@ class Blob:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What an action made: the blob, the digest of the tar inside it, the tar's size, the paths, the seconds."""
+    """What an action made: the blob, the digest of the tar inside it, the tar's size, the paths, the seconds.
+
+    ``left_out`` are number and bytes of the files that stayed out of it, since they are for other GPUs.
+    """
 
     blob: Blob
     diff_id: str
     unpacked: int
     paths: str
     seconds: float
+    left_out: tuple[int, int] = (0, 0)
 
 
 class Store:
@@ -169,7 +173,8 @@ class Store:
         if record is None or "layer" not in record:
             return None
         fields = dict(record["layer"])
-        layer = Layer(**{**fields, "blob": Blob(**fields["blob"])})
+        left_out = tuple(fields.get("left_out", (0, 0)))
+        layer = Layer(**{**fields, "blob": Blob(**fields["blob"]), "left_out": left_out})
         return layer if self.has(layer.blob) and self.blob_path(layer.paths).exists() else None
 
     def save_layer(self, key: str, layer: Layer, about: dict[str, object]) -> None:

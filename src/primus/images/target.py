@@ -12,7 +12,7 @@ from primus.schema import described
 from primus.versions.lock import BaseRequest, Commit, Request
 from primus.versions.model import Pin, Versions
 
-__all__ = ["Target", "Variable", "environment_of", "normalised", "pins_of", "request_of", "tools_of"]
+__all__ = ["Target", "Variable", "build_root", "environment_of", "normalised", "pins_of", "request_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,9 @@ class Target:
         "Channels whose images are previews, with the sentence that says what they lack.", default_factory=dict
     )
     environment: tuple[Variable, ...] = described("Environment of every container.", default=())
+    turbo: tuple[str, ...] = described(
+        "Components whose Triton kernels are compiled into the image, for its GPU.", default=()
+    )
     entrypoint: tuple[str, ...] = described("Command that every command line is given to.", default=())
     command: tuple[str, ...] = described("Command line when none is given.", default=())
     recipes: tuple[str, ...] = described("Recipes that validate it, the default first.", default=())
@@ -54,9 +57,7 @@ class Target:
         "GPU architecture that every GPU library in it must have code for, where no `gpu` tells it.", default=None
     )
     budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
-    budgets_gb: Mapping[str, float] = described(
-        "The same per channel, where it is not `budget_gb`.", default_factory=dict
-    )
+    budgets_gb: Mapping[str, float] = described("Budget per channel, where it is not that.", default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.arch is not None:
@@ -71,20 +72,15 @@ def normalised(name: str) -> str:
 
 
 def pins_of(
-    versions: Versions,
-    name: str,
-    components: Sequence[str],
-    sources: Sequence[str],
-    arch: str | None,
-    where: Mapping[str, str],
+    versions: Versions, name: str, sources: Sequence[str], arch: str | None, where: Mapping[str, str]
 ) -> dict[str, Pin]:
-    """Component → the one pin that target ``name`` takes, in the order of ``components``.
+    """Component → the one pin that target ``name`` takes, for the components of ``where`` and in their order.
 
     ``where`` gives the place of each component's line in the target file, for errors. The first of ``sources`` (the
     channels that may serve this image) that has a pin for the component decides; ``arch`` fills in its ``{arch}``.
     """
     result: dict[str, Pin] = {}
-    for component in components:
+    for component in where:
         if component not in versions.components:
             from difflib import get_close_matches
 
@@ -106,11 +102,6 @@ def pins_of(
         except ValueError as error:
             raise InputError(f"{component}: {error}", where=where.get(component)) from None
     return result
-
-
-def tools_of(pins: Mapping[str, Pin]) -> tuple[str, ...]:
-    """Components that only builds of ``pins`` need."""
-    return tuple(dict.fromkeys(tool for pin in pins.values() for tool in pin.tools if tool not in pins))
 
 
 def environment_of(target: Target, table: Table | None, where: Callable[..., str]) -> dict[str, str]:
@@ -146,54 +137,43 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
     return result
 
 
-def request_of(
-    versions: Versions,
-    name: str,
-    channel: str,
-    base: str | None,
-    pins: Mapping[str, Pin],
-    tools: Mapping[str, Pin] | None = None,
-) -> Request:
-    """What the target asks of the sources: the input of its lock. ``tools`` are the pins of what only builds need.
-
-    Raises InputError for a base that is not there and for a tool that is no wheel.
-    """
-    tools = tools or {}
-    if wrong := next((tool for tool, pin in tools.items() if pin.wheel is None), None):
-        raise InputError(f"{wrong} is a tool of a build and no wheel", hint="put it into the image, or pin a wheel")
-    wanted = [base] if base else []
-    wanted += [p.builder for p in pins.values() if p.builder]
-    for one in wanted:
-        if one not in versions.bases:
-            raise InputError(f"{name}: no base is called {one!r}", hint="bases stand in versions.yaml")
+def request_of(versions: Versions, name: str, channel: str, base: str | None, pins: Mapping[str, Pin]) -> Request:
+    """What the target asks of the sources: the input of its lock. Raises InputError for a base that is not there."""
+    if base and base not in versions.bases:
+        raise InputError(f"{name}: no base is called {base!r}", hint="bases stand in versions.yaml")
     python = versions.bases[base].python if base else ""
+    builds = {build_root(p.source): p.build for p in pins.values() if p.source and p.build}
+    indexes = {n: index.url for n, index in versions.indexes.items() if index.channel == channel}
+    debs: dict[str, tuple[str, ...]] = {base: ()} if base else {}
+    debs |= {root: build.debs for root, build in builds.items() if base and build.debs}
+    own = versions.bases[base] if base else None
     return Request(
         target=name,
         channel=channel,
         python=".".join(python.split(".")[:2]),
         bases={
-            one: BaseRequest(
-                suite=versions.bases[one].suite,
-                python=versions.bases[one].python,
-                packages=versions.bases[one].packages,
-                image=versions.bases[one].image,
-            )
-            for one in dict.fromkeys(wanted)
+            root: BaseRequest(suite=own.suite, python=own.python, packages=(*own.packages, *more), image=own.image)
+            for root, more in debs.items()
+            if own
         },
         wheels={normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel},
         sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},
         pure=tuple(normalised(p.wheel) for p in pins.values() if p.wheel and p.pure),
         debs={p.deb: p.version or "" for p in pins.values() if p.deb},
+        requires=tuple(dict.fromkeys(normalised(r) for p in pins.values() for r in p.requires)),
+        builds={root: build.wheels for root, build in builds.items() if build.wheels},
         gits={
             normalised(p.package): Commit(url=p.git, commit=p.commit, version=p.version)
             for p in pins.values()
             if p.git and p.package and p.commit and p.version
         },
-        tools={normalised(p.wheel): p.version or "" for p in tools.values() if p.wheel},
-        indexes={n: index.url for n, index in versions.indexes.items() if index.channel == channel},
+        indexes=indexes,
         indexed=frozenset(
-            normalised(p.wheel or p.sdist or "")
-            for p in (*pins.values(), *tools.values())
-            if p.channel == channel and any(index.channel == channel for index in versions.indexes.values())
+            normalised(p.wheel or p.sdist or "") for p in pins.values() if indexes and p.channel == channel
         ),
     )
+
+
+def build_root(package: str) -> str:
+    """What the lock calls the root file system that builds ``package``."""
+    return f"{normalised(package)} build"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["LEFT_OUT", "NOT_UNPACKED", "TRIM", "UNPACKED_STILL", "kernels_of_others"]
+__all__ = ["LEFT_OUT", "NOT_UNPACKED", "TRIM", "UNPACKED_STILL"]
 
 # Man pages and documentation help nobody in a training image; copyright files must stay with the binaries.
 NOT_UNPACKED = (
@@ -41,14 +41,3 @@ LEFT_OUT = (
 )
 
 TRIM = (*NOT_UNPACKED, *UNPACKED_STILL, *LEFT_OUT)
-
-# Where Debian's ROCm libraries keep a file per architecture. Files there that name none serve all.
-_KERNELS = ("/usr/lib/*/rocblas/*/library/*gfx", "/usr/lib/*/hipblaslt/library/*gfx")
-
-
-def kernels_of_others(arch: str) -> tuple[str, ...]:
-    """dpkg's options that leave kernel files for other architectures packed; the last that matches a path decides."""
-    number = arch.removeprefix("gfx")
-    left_out = [f"path-exclude={place}*" for place in _KERNELS]
-    # gfx90 is no gfx90a.
-    return (*left_out, *(f"path-include={place}{number}[!0-9a-f]*" for place in _KERNELS))

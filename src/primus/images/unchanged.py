@@ -154,8 +154,10 @@ def _folders(root: str) -> Iterable[str]:
 
 
 def _engine() -> Iterable[str]:
-    """The code and the table that plan, and the compressor: with another of them the same files give another plan."""
-    for name in ("images", "versions", "gpus"):
+    """The code and the table that plan and judge, and the compressor: with another of them the same files give another
+    answer.
+    """
+    for name in ("images", "versions", "gpus", "gates"):
         folder = f"{os.path.dirname(os.path.dirname(__file__))}/{name}"
         yield from (entry.path for entry in os.scandir(folder) if entry.name.endswith((".py", ".yaml")))
     from importlib.util import find_spec

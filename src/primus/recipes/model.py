@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from primus.errors import InputError
 
-__all__ = ["WORDS", "Recipe", "Scalar", "Setting", "Value"]
+if TYPE_CHECKING:
+    from primus.recipes.architecture import Architecture
+    from primus.recipes.backends import Backend
+
+__all__ = ["CHOICES", "MOCK", "WORDS", "Asked", "Recipe", "Scalar", "Setting", "Value"]
 
 # How a type is called in a sentence to a person.
 WORDS = {
@@ -20,8 +25,13 @@ WORDS = {
     "float": "a number",
     "bool": "true or false",
     "list": "a list",
+    "tuple": "a list",
     "None": "null",
 }
+# What decides which cases of a recipe hold; each is an option of the command line too.
+CHOICES = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
+# An asset of this name is no file: tokens made from the seed.
+MOCK = "mock"
 
 Scalar = str | int | float | bool | None
 Value = Scalar | list[Scalar]
@@ -29,24 +39,47 @@ Kind = TypeVar("Kind", str, int, float, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a user chooses apart from single settings. None: the recipe's default, or what the machine has."""
+
+    backend: str | None = None
+    mode: str | None = None
+    precision: str | None = None
+    gpu: str | None = None
+    nodes: int | None = None
+    proxy: bool | None = None
+
+    def words(self) -> list[str]:
+        """The options that ask for the same again."""
+        named = [f"--{name}={value}" for name in CHOICES[:-1] if (value := getattr(self, name)) is not None]
+        return named if self.proxy is None else [*named, "--proxy" if self.proxy else "proxy=false"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One value and its origin: ``file:line:col``, or the words of the command line that set it."""
+    """One value and its origin: ``file:line:col``, or the words of the command line that set it.
+
+    ``because`` is the reason that the recipe gives, where sources disagree.
+    """
 
     value: Value
     origin: str
+    because: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What to train. Keys of ``settings`` are dotted: ``torchtitan.training.steps``.
 
-    ``overrides`` are the ``key=value`` words of the user, so that the same recipe can be asked for again.
+    ``overrides`` are the ``key=value`` words of the user and ``asked`` the options, so that the same recipe can be
+    asked for again.
     """
 
     name: str
     path: Path
     settings: Mapping[str, Setting]
     overrides: tuple[str, ...] = ()
+    asked: Asked = Asked()
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
         """The value of ``key`` as ``kind``.
@@ -70,19 +103,97 @@ class Recipe:
         head = prefix + "."
         return {key.removeprefix(head): setting.value for key, setting in self.settings.items() if key.startswith(head)}
 
-    def asset(self, key: str) -> Path:
-        """Where the file or folder named by ``assets.KEY`` is."""
-        return self.path.parent / self.get(f"assets.{key}", str)
+    def asset(self, key: str) -> Path | None:
+        """Where the file or folder named by ``assets.KEY`` is; None when it is no file (``mock``, ``hf:…``)."""
+        name = self.get(f"assets.{key}", str)
+        from primus.recipes.load import beside
 
-    @property
-    def steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.get(f"{self.backend}.training.steps", int)
+        return None if name == MOCK or name.startswith("hf:") else beside(self.path, name)
 
     @property
     def backend(self) -> str:
         """The framework that trains."""
         return self.get("backend", str)
+
+    @property
+    def mode(self) -> str:
+        """``pretrain``, ``full`` or ``lora``."""
+        return self.get("mode", str)
+
+    @property
+    def precision(self) -> str:
+        """What the matrix products are computed in: ``fp32``, ``bf16``, ``fp8``, ``mxfp8``."""
+        return self.get("precision", str)
+
+    @property
+    def gpu(self) -> str:
+        """The generation this is resolved for, or ``cpu``."""
+        return self.get("gpu", str)
+
+    @property
+    def knows(self) -> Backend:
+        """What primus knows of the backend."""
+        from primus.recipes.backends import backend
+
+        return backend(self.backend)
+
+    @property
+    def architecture(self) -> Architecture:
+        """The model's sizes."""
+        from primus.recipes.architecture import architecture
+
+        return architecture(self.section("model"))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.get(self.knows.key("steps"), int)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of one sequence."""
+        return self.get(self.knows.key("seq_len"), int)
+
+    @property
+    def seed(self) -> int:
+        """Seed of weights and data; −1: none is set."""
+        return self.find(self.knows.key("seed"), -1)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether only deterministic kernels are asked for."""
+        return self.find(self.knows.key("deterministic"), False)
+
+    @property
+    def local_batch(self) -> int:
+        """Sequences (or images) per rank and forward pass."""
+        return self.get(self.knows.key("local_batch"), int)
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences (or images) of one optimizer step over all ranks."""
+        asked = self.find(self.knows.key("global_batch"), -1)
+        return asked if asked > 0 else self.local_batch * self.data_parallel
+
+    @property
+    def accumulation(self) -> int:
+        """Forward passes per optimizer step."""
+        return self.global_batch // (self.local_batch * self.data_parallel)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return self.get("ranks", int) * self.get("nodes", int)
+
+    def degree(self, kind: str) -> int:
+        """A parallel degree (``tp``, ``pp``, ``cp``, ``ep``, ``replicas``); 1 where the backend has none."""
+        key = self.knows.degrees.get(kind)
+        return self.find(f"{self.backend}.{key}", 1) if key else 1
+
+    @property
+    def data_parallel(self) -> int:
+        """How many ranks see different data: all of them ÷ (TP · PP · CP)."""
+        return self.world_size // math.prod(self.degree(kind) for kind in ("tp", "pp", "cp"))
 
     @property
     def digest(self) -> str:
@@ -92,6 +203,8 @@ class Recipe:
         hasher.update(json.dumps(values, sort_keys=True).encode())
         for key in sorted(self.section("assets")):
             root = self.asset(key)
+            if root is None:
+                continue
             files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
             for file in files:
                 hasher.update(f"\n{key} {file.relative_to(root).as_posix()}\n".encode())

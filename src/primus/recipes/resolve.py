@@ -1,4 +1,4 @@
-"""From a recipe's name and the user's overrides to a checked, resolved recipe."""
+"""From a recipe's name and the user's choices and overrides to a checked, resolved recipe."""
 
 from __future__ import annotations
 
@@ -12,140 +12,218 @@ import yaml
 
 from primus.errors import InputError
 from primus.recipes import load, schema
-from primus.recipes.model import Recipe, Setting, Value
-from primus.recipes.schema import Rule
+from primus.recipes.backends import Backend, backend, backends
+from primus.recipes.choose import choose
+from primus.recipes.model import CHOICES, Asked, Recipe, Setting, Value
+from primus.recipes.precision import derived_precision
 
-__all__ = ["data_parallel", "derived_precision", "resolve"]
+__all__ = ["resolve"]
+
+_OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
+# Parts of the file that decide, and are no settings of the run.
+_DECIDING = ("default.", "supports.")
 
 
-def resolve(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Load recipe ``name`` (or a path to one), apply ``key.sub=value`` overrides in order, check everything.
+def resolve(name: str, overrides: Sequence[str] = (), asked: Asked | None = None) -> Recipe:
+    """Load recipe ``name`` (or a path to one), choose, apply its cases, then ``key=value`` overrides in order.
 
-    Keys of the backend's section may be given without its name: ``training.steps=5``.
-    Raises InputError with the place that set the offending value and, for a key, the nearest valid one.
+    Keys of the backend's section may be given without its name: ``training.steps=5``; ``precision=fp8`` and the
+    other choices are taken as options. Raises InputError with the place that set the offending value and, for a key,
+    the nearest valid one.
     """
     path = load.find(name).absolute()
-    settings = load.parse(path.read_text(encoding="utf-8"), str(path))
-    backend = settings.get("backend")
-    prefix = f"{backend.value}." if backend else ""
-    for word in overrides:
-        key, setting = _override(word, prefix)
+    source = load.read(path)
+    asked, words = _choices_among(asked or Asked(), overrides)
+    chosen = choose(source.settings, asked, path)
+    settings = {key: s for key, s in source.settings.items() if not key.startswith(_DECIDING)}
+    settings.update(chosen)
+    facts = {
+        choice: str(s.value).lower() if isinstance(s.value, bool) else str(s.value) for choice, s in chosen.items()
+    }
+    for case in source.cases:
+        if case.holds(facts):
+            settings.update(case.settings)
+    knows = backend(facts["backend"])
+    settings = {key: s for key, s in settings.items() if not _elsewhere(key, knows)}
+    _scale_batch(settings, source, facts, knows)
+    for word in words:
+        key, setting = _override(word, knows)
         settings[key] = setting
-    _check_keys(settings, path)
-    recipe = Recipe(name=name, path=path, settings=settings, overrides=tuple(overrides))
+    _check_keys(settings, path, knows)
+    recipe = Recipe(name=name, path=path, settings=settings, overrides=tuple(words), asked=_as_asked(asked, chosen))
     _check_sense(recipe)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
 
-def _override(word: str, backend: str) -> tuple[str, Setting]:
+def _as_asked(asked: Asked, chosen: Mapping[str, Setting]) -> Asked:
+    """What to ask for to get the same on another machine: a GPU that was detected is named."""
+    gpu = chosen["gpu"]
+    return asked if gpu.origin.startswith("--gpu") else replace(asked, gpu=str(gpu.value))
+
+
+def _choices_among(asked: Asked, overrides: Sequence[str]) -> tuple[Asked, list[str]]:
+    words = []
+    for word in overrides:
+        key, _, text = word.partition("=")
+        if key not in CHOICES:
+            words.append(word)
+            continue
+        value: object = text
+        if key == "nodes":
+            if not text.isdigit():
+                raise InputError(f"nodes must be a whole number, not {text!r}", where="command line: nodes")
+            value = int(text)
+        elif key == "proxy":
+            if text not in ("true", "false"):
+                raise InputError(f"proxy must be true or false, not {text!r}", where="command line: proxy")
+            value = text == "true"
+        asked = replace(asked, **{key: value})  # type: ignore[arg-type]
+    return asked, words
+
+
+def _elsewhere(key: str, knows: Backend) -> bool:
+    """Whether ``key`` belongs to another backend than the chosen one."""
+    section = key.partition(".")[0]
+    return section != knows.name and section in backends()
+
+
+def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mapping[str, str], knows: Backend) -> None:
+    """A global batch is written for one node; n nodes take n times it, unless a case for nodes says it."""
+    key, nodes = knows.key("global_batch"), int(facts["nodes"])
+    batch = settings.get(key)
+    told = any("nodes" in case.when and key in case.settings and case.holds(facts) for case in source.cases)
+    if batch is None or nodes == 1 or told or not isinstance(batch.value, int) or batch.value < 1:
+        return
+    settings[key] = replace(batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes")
+
+
+def _override(word: str, knows: Backend) -> tuple[str, Setting]:
     key, separator, text = word.partition("=")
     if not separator or not key:
         raise InputError(f"{word!r} is not key=value", where="command line", hint="example: training.steps=5")
-    known = key in schema.RECIPE or key.startswith(("model.args.", backend)) or key.split(".")[0] in _OWN_SECTIONS
     try:
         value: Value = yaml.safe_load(text) if text else ""
     except yaml.YAMLError as error:
         raise InputError(f"{text!r} is not a plain value", where=f"command line: {key}") from error
-    return (key if known else backend + key), Setting(value=value, origin=f"command line: {word}")
+    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, list | dict) for item in value)):
+        raise InputError(f"{text!r} is not a plain value", where=f"command line: {key}")
+    setting = Setting(value=value, origin=f"command line: {word}")
+    section = key.partition(".")[0]
+    if section == knows.name or key in schema.RECIPE:
+        return key, setting
+    rules, unjudged = schema.backend_rules(knows.name)
+    neutral = key.startswith("model.") and key.removeprefix("model.") in schema.model_rules()
+    # What cannot be judged here is taken for the backend's own, unless it would stand among our own sections.
+    ours = neutral or (section in _OWN_SECTIONS and section != "model")
+    native = key in rules or key in knows.owned or (unjudged and key.startswith(unjudged) and not ours)
+    return (f"{knows.name}.{key}" if native or section not in _OWN_SECTIONS else key), setting
 
 
-_OWN_SECTIONS = {"validation", "assets"}
-
-
-def _check_keys(settings: Mapping[str, Setting], path: Path) -> None:
-    for key in schema.RECIPE:
-        if key not in settings and not key.startswith("description"):
+def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> None:
+    for key in ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", "model.family"):
+        if key not in settings:
             raise InputError(f"{key} is missing", where=f"{path}:1:1")
-    rules: dict[str, Rule | None] = dict(schema.RECIPE)
-    backend = schema.torchtitan_rules()
-    model = schema.torchtitan_model_rules(str(settings["model.name"].value))
-    rules.update({f"torchtitan.{key}": rule for key, rule in (backend or {}).items()})
-    rules.update({f"model.args.{key}": rule for key, rule in (model or {}).items()})
-    # Without the backend (on a build machine) its keys cannot be judged; inside the image they always are.
-    unknown_is_fine = tuple(
-        section for section, there in (("torchtitan.", backend), ("model.args.", model)) if there is None
-    )
+    own, unjudged = schema.backend_rules(knows.name)
+    rules = dict(schema.RECIPE)
+    rules.update({f"{knows.name}.{key}": rule for key, rule in own.items()})
+    rules.update({f"model.{key}": rule for key, rule in schema.model_rules().items()})
+    open_ended = tuple(f"{knows.name}.{section}" for section in unjudged)
     for key, setting in settings.items():
-        if key in schema.OWNED:
-            raise InputError(f"{key} is set by primus", where=setting.origin, hint=f"use {schema.OWNED[key]}")
+        if key in CHOICES:
+            continue
+        native = key.removeprefix(f"{knows.name}.")
+        if native != key and native in knows.owned:
+            raise InputError(f"{key} is set by primus", where=setting.origin, hint=f"use {knows.owned[native]}")
+        if isinstance(setting.value, float) and not math.isfinite(setting.value):
+            raise InputError(f"{key} must be finite, not {setting.value}", where=setting.origin)
         rule = rules.get(key)
         if rule is None:
-            if key.startswith(unknown_is_fine) and unknown_is_fine:
+            if open_ended and key.startswith(open_ended):
                 continue
             near = get_close_matches(key, rules, 1, 0.5)
             raise InputError(
-                f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
-                where=setting.origin,
+                f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""), where=setting.origin
             )
         if (objection := rule.objection(setting.value)) is not None:
             raise InputError(f"{key} {objection}", where=setting.origin)
 
 
-_TRAINING = "torchtitan.training"
-_AT_LEAST_ONE = (
-    "ranks",
-    f"{_TRAINING}.steps",
-    f"{_TRAINING}.seq_len",
-    f"{_TRAINING}.local_batch_size",
-    "validation.resume_at",
-    "validation.accumulation",
-)
-_MODEL_PARALLEL = tuple(f"torchtitan.parallelism.{kind}_parallel_degree" for kind in ("tensor", "pipeline", "context"))
-_REPLICAS = "torchtitan.parallelism.data_parallel_replicate_degree"
+_AT_LEAST_ONE = ("steps", "seq_len", "local_batch")
 
 
 def _check_sense(recipe: Recipe) -> None:
     """What no schema says: presence, sizes that must divide, files that must exist, one precision."""
+    knows = recipe.knows
 
     def refuse(key: str, why: str, hint: str | None = None) -> None:
         origin = recipe.settings[key].origin if key in recipe.settings else f"{recipe.path}:1:1"
         raise InputError(f"{key}: {why}", where=origin, hint=hint)
 
-    for key in _AT_LEAST_ONE:
+    keys = ["ranks", *(knows.key(what) for what in _AT_LEAST_ONE)]
+    for key in keys:
         if key not in recipe.settings:
-            refuse(key, "is missing; torchtitan's own default would not be visible in the recipe")
-    for key in (*_AT_LEAST_ONE, *_MODEL_PARALLEL, _REPLICAS):
+            refuse(key, f"is missing; {knows.name}'s own default would not be visible in the recipe")
+    degrees = [f"{knows.name}.{key}" for key in knows.degrees.values()]
+    for key in (*keys, *degrees, "validation.resume_at", "validation.accumulation"):
         if recipe.find(key, 1) < 1:
             refuse(key, "must be at least 1")
-    for key in recipe.section("assets"):
-        if not recipe.asset(key).exists():
-            refuse(f"assets.{key}", f"there is no {recipe.asset(key)}")
+    for name in recipe.section("assets"):
+        asset = recipe.asset(name)
+        if asset is not None and not asset.exists():
+            refuse(f"assets.{name}", f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
+    if (objection := recipe.architecture.objection()) is not None:
+        refuse(f"model.{objection[0]}", objection[1])
+    _check_mesh(recipe)
+    given = derived_precision(recipe)
+    if given != recipe.precision:
+        raise InputError(
+            f"precision: {recipe.precision} is asked, but the {knows.name} settings give {given}",
+            where=recipe.settings["precision"].origin,
+            hint=f"the recipe has no case that makes {knows.name} compute {recipe.precision}",
+        )
 
-    ranks = recipe.get("ranks", int)
-    degrees = math.prod(recipe.find(key, 1) for key in (*_MODEL_PARALLEL, _REPLICAS))
-    if ranks % degrees:
-        refuse("ranks", f"{ranks} ranks do not divide by TP·PP·CP·replicas = {degrees}")
-    local = recipe.get(f"{_TRAINING}.local_batch_size", int)
-    batch = recipe.find(f"{_TRAINING}.global_batch_size", -1)
-    together = local * data_parallel(recipe)
+
+def _check_mesh(recipe: Recipe) -> None:
+    """World size, degrees and batches fit each other, and the model fits the degrees."""
+    knows, world, origin = recipe.knows, recipe.world_size, recipe.settings["ranks"].origin
+    product = math.prod(recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas"))
+    if world % product:
+        raise InputError(f"ranks: {world} ranks do not divide by TP·PP·CP·replicas = {product}", where=origin)
+    expert, stages = recipe.degree("ep"), recipe.degree("pp")
+    if world // stages % expert:
+        least = math.lcm(recipe.get("ranks", int), expert * stages) // recipe.get("ranks", int)
+        raise InputError(
+            f"ranks: {world} ranks do not divide by EP = {expert}" + (f" × PP = {stages}" if stages > 1 else ""),
+            where=origin, hint=f"--nodes {least} is the least" if least > recipe.get("nodes", int) else None,
+        )  # fmt: skip
+    model, tensor = recipe.architecture, recipe.degree("tp")
+    for what, size in (("heads", model.heads), ("kv_heads", model.kv_heads), ("vocab_size", model.vocab_size)):
+        if size % tensor:
+            degree = recipe.settings[f"{knows.name}.{knows.degrees['tp']}"]
+            raise InputError(f"model.{what}: {size} does not divide by TP = {tensor}", where=degree.origin)
+    if expert > 1 and (not model.moe.experts or model.moe.experts % expert):
+        degree = recipe.settings[f"{knows.name}.{knows.degrees['ep']}"]
+        raise InputError(f"model.moe.experts: {model.moe.experts} do not divide by EP = {expert}", where=degree.origin)
+    if stages > max(1, model.layers):
+        degree = recipe.settings[f"{knows.name}.{knows.degrees['pp']}"]
+        raise InputError(f"model.layers: {model.layers} layers are fewer than PP stages", where=degree.origin)
+    if model.family != "flux" and model.max_seq_len and recipe.seq_len > model.max_seq_len:
+        where = recipe.settings[knows.key("seq_len")].origin
+        raise InputError(f"{knows.key('seq_len')}: {recipe.seq_len} is more than model.max_seq_len", where=where)
+    together = recipe.local_batch * recipe.data_parallel
+    key = knows.key("global_batch")
+    batch = recipe.find(key, -1)
+    if batch < 1 and batch != -1:
+        raise InputError(
+            f"{key}: must be at least 1, or -1 for one pass of all ranks", where=recipe.settings[key].origin
+        )
     if batch > 0 and batch % together:
-        refuse(
-            f"{_TRAINING}.global_batch_size",
-            f"{batch} is not a multiple of local batch × data parallel size = {together}",
+        raise InputError(
+            f"{key}: {batch} is not a multiple of local batch × data parallel size = {together}",
+            where=recipe.settings[key].origin,
         )
-    if local % recipe.get("validation.accumulation", int):
-        refuse("validation.accumulation", f"must divide the local batch of {local}")
-    given, asked = derived_precision(recipe), recipe.get("precision", str)
-    if given != asked:
-        refuse(
-            "precision",
-            f"{asked} is asked, but the torchtitan settings give {given}",
-            f"set {_TRAINING}.mixed_precision_param (float32: fp32, bfloat16: bf16)",
+    if recipe.local_batch % recipe.find("validation.accumulation", 1):
+        raise InputError(
+            f"validation.accumulation: must divide the local batch of {recipe.local_batch}",
+            where=recipe.settings["validation.accumulation"].origin,
         )
-
-
-def data_parallel(recipe: Recipe) -> int:
-    """How many ranks see different data: all of them ÷ (TP · PP · CP)."""
-    return recipe.get("ranks", int) // math.prod(recipe.find(key, 1) for key in _MODEL_PARALLEL)
-
-
-def derived_precision(recipe: Recipe) -> str:
-    """The precision the backend's settings give: the dtype the matrix products run in.
-
-    torchtitan 0.2.2: ``mixed_precision_param`` (default bfloat16) is the dtype FSDP2 gathers weights in, or
-    autocast's on one rank; converters replace linear layers on top of it.
-    """
-    if recipe.section("torchtitan").get("model.converters"):
-        return "converted"
-    dtype = recipe.find("torchtitan.training.mixed_precision_param", "bfloat16")
-    return {"float32": "fp32", "bfloat16": "bf16"}.get(dtype, dtype)

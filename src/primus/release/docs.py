@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,10 @@ from primus.versions.lock import drift
 if TYPE_CHECKING:
     from primus.images.project import Project
 
-__all__ = ["benchmark_page", "generated", "stale", "write"]
+__all__ = ["assembly_page", "benchmark_page", "generated", "stale", "write"]
 
-_RESULTS = "benchmarks/results/engine.json"
+_RESULTS = "benchmarks/results"
+_GENERATIONS = "benchmarks/results/generations.json"
 
 
 def generated(project: Path) -> dict[str, str]:
@@ -23,9 +25,14 @@ def generated(project: Path) -> dict[str, str]:
     from primus.gpus.table import load_table
     from primus.images.project import Project
     from primus.images.target import Target
+    from primus.release.gate_record import load_gate_records
+    from primus.release.gates_page import gates_page
     from primus.release.gpu_page import gpu_page
     from primus.release.history import History, load_history
     from primus.release.inputs import Inputs
+    from primus.release.models_page import models_page
+    from primus.release.old_commands_page import old_commands_page
+    from primus.release.published import Published
     from primus.release.show import page
     from primus.schema import json_schema
     from primus.versions.model import Versions
@@ -36,18 +43,34 @@ def generated(project: Path) -> dict[str, str]:
         "docs/schemas/image.json": _json(json_schema(Target, title="images/<target>.yaml: what one image holds")),
         "docs/schemas/releases.json": _json(json_schema(History, title="the published releases")),
         "docs/schemas/release_inputs.json": _json(json_schema(Inputs, title="what published images were made from")),
+        "docs/schemas/published.json": _json(json_schema(Published, title="what the source documents publish")),
         "docs/releases.md": page(load_history()),
         "docs/gpus.md": gpu_page(load_table()),
+        "docs/models.md": models_page(),
+        "docs/old-commands.md": old_commands_page(),
         "README.md": _between(readme, "targets", _targets(Project.find(project))),
     }
-    results = project / _RESULTS
-    if results.exists():
-        try:
-            files["docs/benchmarks/engine.md"] = benchmark_page(json.loads(results.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            hint = "run `nox -s bench` to make it again"
-            raise InputError(f"not a benchmark result: {error}", where=_RESULTS, hint=hint) from None
+    if (
+        page_of_gates := _from_result(project, _GENERATIONS, partial(gates_page, load_gate_records(project)))
+    ) is not None:
+        files["docs/gates.md"] = page_of_gates
+    for results in sorted((project / _RESULTS).glob("*.json")):
+        page_of = _PAGES.get(results.stem.rpartition("-")[2])
+        if page_of and (text := _from_result(project, f"{_RESULTS}/{results.name}", page_of)) is not None:
+            files[f"docs/benchmarks/{results.stem}.md"] = text
     return files
+
+
+def _from_result(project: Path, name: str, make: Callable[[Any], str]) -> str | None:
+    """The page that ``make`` writes of a result, None when nothing was measured."""
+    path = project / name
+    if not path.exists():
+        return None
+    try:
+        return make(json.loads(path.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
+        hint = "run what its `command` says to make it again"
+        raise InputError(f"not a benchmark result: {error}", where=name, hint=hint) from None
 
 
 def stale(project: Path) -> tuple[str, ...]:
@@ -81,9 +104,15 @@ def _between(text: str, marker: str, new: str) -> str:
 
 
 def _targets(project: Project) -> str:
+    from primus.images.outline import bytes_text
     from primus.images.project import Project
+    from primus.release.gate_record import load_gate_records, lock_mark
 
-    rows = ["| target | channel | files in the lock | size of the files | status |", "|---|---|---|---|---|"]
+    records = load_gate_records(project.root)
+    rows = [
+        "| target | channel | files in the lock | size of the files | image | gates | status |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name in project.target_names():
         for channel in project.target(name).channels:
             of_channel = Project(project.root, channel=channel)
@@ -91,7 +120,15 @@ def _targets(project: Project) -> str:
             fresh = lock is not None and not drift(lock, of_channel.request(name))
             files = f"{len(lock.files)} | {sum(f.size for f in lock.files) / 1e6:,.0f} MB" if lock else "– | –"
             status = "locked" if fresh else "its lock is stale" if lock else "not locked yet"
-            rows.append(f"| `{name}` | {channel} | {files} | {status}{f'; preview: {preview}' if preview else ''} |")
+            record = records.get(name, {"channel": None, "lock": None})
+            image = "– | not judged yet"
+            if lock is not None and (record["channel"], record["lock"]) == (channel, lock_mark(of_channel, name)):
+                failed = [gate["gate"] for gate in record["gates"] if not gate["passed"]]
+                size = bytes_text(sum(layer["bytes"] for layer in record["layers"]))
+                verdict = f"fails {', '.join(failed)}" if failed else f"all {len(record['gates'])} pass"
+                image = f"{size} | {verdict}"
+            about = f"{status}{f'; preview: {preview}' if preview else ''}"
+            rows.append(f"| `{name}` | {channel} | {files} | {image} | {about} |")
     return "\n".join(rows) + "\n"
 
 
@@ -101,32 +138,70 @@ def _json(data: object) -> str:
 
 def benchmark_page(result: Mapping[str, Any]) -> str:
     """The page about one benchmark run; every figure in it stands in the result."""
-    machine, load, work = result["machine"], result["load_average"], result["workload"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    title = "# Engine against BuildKit" + (" (quick run: no result)" if result["quick"] else "")
+    work = result["workload"]
+    title = "Engine against BuildKit" + (" (quick run: no result)" if result["quick"] else "")
     return "\n".join(
         [
-            "<!-- Generated from benchmarks/results/engine.json by `nox -s docs`; do not edit. -->",
-            title,
-            "",
-            f"Measured on {result['date']} by `{result['command']}`: both builders in one run, turn by turn, on the "
-            "same files; medians, with the fastest and the slowest run in brackets.",
-            "",
-            f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
-            f"Linux {machine['kernel']}, Python {machine['python']}",
-            f"- Versions: {versions}",
-            f"- Load average before {_load(load['before'])}, after {_load(load['after'])}",
+            *_head(result, "engine", title),
             f"- Synthetic graph: {work['components']} components, each one {work['blob_megabytes']} MB file of random "
             f"bytes and {work['small_files_per_component']} small files; a folder of recipes; no base image",
             f"- A child process starts with its parent's peak memory: figures below "
             f"{result['memory_floor_megabytes']:g} MB would mean nothing",
-            "",
-            "| what | ours | BuildKit | ours ÷ BuildKit | bar | met |",
-            "|---|---|---|---|---|---|",
-            *(_row(row) for row in result["rows"]),
-            "",
+            *_table(result),
         ]
     )
+
+
+def assembly_page(result: Mapping[str, Any]) -> str:
+    """The page about one image's assembly; every figure in it stands in the result."""
+    sizes = {name: value / 1e9 for name, value in result["sizes"].items()}
+    return "\n".join(
+        [
+            *_head(result, f"{result['target']}-assembly", f"Assembly of {result['target']} against `docker build`"),
+            f"- Both start with every file on disk, the base imported and the {result['sizes']['wheels']} wheels "
+            f"({sizes['wheel_bytes']:.2f} GB) there, one built from source among them if the image has one. Both lay "
+            "out the same wheels and compile their bytecode. `docker build` sees the wheels through a bind mount and "
+            "runs one `pip install --no-index --no-deps`",
+            f"- Ours leaves {result['sizes']['layers']} compressed layers, {sizes['compressed_bytes']:.2f} GB "
+            f"({sizes['unpacked_bytes']:.2f} GB unpacked), ready to push; `docker build` leaves "
+            f"{sizes['docker_bytes']:.2f} GB unpacked and compresses when it pushes",
+            "- Peak memory is of one more run each: ours with all it started, theirs the daemon with all it started",
+            *_table(result),
+        ]
+    )
+
+
+_PAGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "engine": benchmark_page,
+    "assembly": assembly_page,
+}
+
+
+def _head(result: Mapping[str, Any], source: str, title: str) -> list[str]:
+    machine, load = result["machine"], result["load_average"]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [
+        f"<!-- Generated from {_RESULTS}/{source}.json by `nox -s docs`; do not edit. -->",
+        f"# {title}",
+        "",
+        f"Measured on {result['date']} by `{result['command']}`: both builders in one run, turn by turn, on the "
+        "same files; medians, with the fastest and the slowest run in brackets.",
+        "",
+        f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
+        f"Linux {machine['kernel']}, Python {machine['python']}",
+        f"- Versions: {versions}",
+        f"- Load average before {_load(load['before'])}, after {_load(load['after'])}",
+    ]
+
+
+def _table(result: Mapping[str, Any]) -> list[str]:
+    return [
+        "",
+        "| what | ours | BuildKit | ours ÷ BuildKit | bar | met |",
+        "|---|---|---|---|---|---|",
+        *(_row(row) for row in result["rows"]),
+        "",
+    ]
 
 
 def _row(row: Mapping[str, Any]) -> str:

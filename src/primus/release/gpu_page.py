@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from primus.gpus.model import Arch, Generation, Peak, Table, Variable
+from primus.release.markdown import table
 
 __all__ = ["gpu_page"]
 
 _NONE = "–"
 
 
-def gpu_page(table: Table) -> str:
+def gpu_page(known: Table) -> str:
     """The page in Markdown."""
-    archs = {a.arch: a for a in table.archs}
-    baked = [v for v in table.environment if v.value is not None]
-    unset = [v for v in table.environment if v.value is None]
+    archs = {a.arch: a for a in known.archs}
+    baked = [v for v in known.environment if v.value is not None]
+    unset = [v for v in known.environment if v.value is None]
     return "\n".join(
         [
             "<!-- Generated from src/primus/gpus/generations.yaml by `nox -s docs`; do not edit. -->",
@@ -27,26 +28,26 @@ def gpu_page(table: Table) -> str:
             "",
             "## Generations",
             "",
-            *_rows(
+            *table(
                 ("target", "GPU", "architecture", "units", "memory", "bandwidth", "FP8", "MX"),
-                [_generation(g, archs[g.arch]) for g in table.generations],
+                [_generation(g, archs[g.arch]) for g in known.generations],
             ),
             "",
             "## Peaks",
             "",
-            *_rows(
+            *table(
                 ("GPU", "dtype", "TFLOP/s", "source"),
-                [(g.title, p.dtype, _figure(p), p.source) for g in table.generations for p in g.peaks],
+                [(g.title, p.dtype, _figure(p), p.source) for g in known.generations for p in g.peaks],
             ),
             "",
-            *(f"- {g.title}: {note}" for g in table.generations for note in g.notes),
+            *(f"- {g.title}: {note}" for g in known.generations for note in g.notes),
             "",
             "## Architectures",
             "",
             "The two FP8 formats differ in bias: bytes of one read as the other are wrong by a factor of two, and "
             "nothing fails.",
             "",
-            *_rows(
+            *table(
                 ("architecture", "FP8", "largest", "MX formats", "sources", "also the architecture of"),
                 [
                     (
@@ -57,17 +58,17 @@ def gpu_page(table: Table) -> str:
                         f"FP8: {a.fp8_source}. MX: {a.mx_source}",
                         ", ".join(a.others) or _NONE,
                     )
-                    for a in table.archs
+                    for a in known.archs
                 ],
             ),
             "",
             "## Names and sources",
             "",
-            *_rows(
+            *table(
                 ("target", "names that tools print", "PCI device ids", "source of units and memory"),
                 [
                     (f"`{g.name}`", ", ".join(g.names), ", ".join(g.device_ids) or _NONE, g.source)
-                    for g in table.generations
+                    for g in known.generations
                 ],
             ),
             "",
@@ -76,21 +77,21 @@ def gpu_page(table: Table) -> str:
             "A target file with `gpu: mi355x` bakes these in for that GPU; its own `environment` goes over them, and "
             "`docker run -e` over everything.",
             "",
-            *_rows(
+            *table(
                 ("variable", "value", "for", "reason", "same value in"),
                 [(f"`{v.name}`", f"`{v.value}`", _for(v), v.why, _agreeing(v)) for v in _sorted(baked)],
             ),
             "",
             "## Left unset on purpose",
             "",
-            *_rows(
+            *table(
                 ("variable", "for", "reason", "elsewhere", "decision"),
                 [(f"`{v.name}`", _for(v), v.why, _others(v), v.choice or _NONE) for v in _sorted(unset)],
             ),
             "",
             "## Where sources disagree",
             "",
-            *_rows(
+            *table(
                 ("variable", "for", "here", "elsewhere", "decision"),
                 [
                     (f"`{v.name}`", _for(v), f"`{v.value}`", _others(v), v.choice or _NONE)
@@ -127,8 +128,3 @@ def _agreeing(variable: Variable) -> str:
 
 def _others(variable: Variable) -> str:
     return "; ".join(f"`{s.value}`: {s.by}" for s in variable.disagreeing)
-
-
-def _rows(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body]

@@ -14,8 +14,8 @@ from typing import Any
 from primus.training.logs import Series
 
 __all__ = [
-    "Verdict", "accumulation", "exit_code", "finite", "grad_norm_steady", "loss_falls", "loss_plausible",
-    "precision", "ran_as_asked", "reproducible", "resume", "steps_logged",
+    "Verdict", "accumulation", "exit_code", "finite", "grad_norm_steady", "layout", "loss_falls", "loss_plausible",
+    "precision", "ran_as_asked", "reproducible", "resume", "same_loss", "steps_logged", "throughput",
 ]  # fmt: skip
 
 
@@ -145,42 +145,85 @@ def grad_norm_steady(series: Series, jump: float) -> Verdict:
 
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
+_PROFILED = {"fp32": ("float",), "bf16": ("BFloat16",)}
+_PLAIN_LINEARS = {"Linear", "FSDPLinear", "ColumnParallelLinear", "RowParallelLinear"}
+# What stays as it is when linear layers compute in 8 bits: the head, and the router of a mixture of experts.
+_KEPT = ("output", "lm_head", "output_layer", "gate", "router", "proj_out")
 
 
 def precision(facts: Mapping[str, Any], asked: str) -> Verdict:
-    """The dtypes that every linear layer really used in the first step are those of the precision asked for.
+    """The products of the linear layers really ran in the precision asked for, in the first step.
 
-    Evidence: weight, input and output dtypes seen inside forward (FSDP2's cast included), the types of the
-    layers, and for fp32 that torch was not allowed to compute products in bf16 behind it.
+    Evidence: weight, input and output dtypes seen inside forward (FSDP2's cast included), the types of the layers, the
+    dtypes of the products that the profiler saw, and for fp32 that torch was not allowed to compute in bf16 behind it.
     """
     linears = facts.get("linears")
-    expected = _DTYPES.get(asked, asked)
+    limit = _DTYPES.get(asked, asked).replace("torch.", "")
     if not linears:
-        return Verdict(name="precision", passed=False, reason="the run left no facts on its dtypes", limit=expected)
+        return Verdict(name="precision", passed=False, reason="the run left no facts on its dtypes", limit=limit)
+    if asked in _DTYPES:
+        complaints, evidence = _plain_products(facts, linears, asked)
+    else:
+        complaints, evidence = _eight_bit_products(facts, linears)
+    ran = ", ".join(linears["weight_dtypes"]) or ", ".join(facts.get("matmul_dtypes", {})) or "nothing"
+    if asked not in _DTYPES and not complaints:
+        ran = asked
+    return Verdict(
+        name="precision",
+        passed=not complaints,
+        reason=f"{asked} asked, but: " + "; ".join(complaints) if complaints else evidence,
+        measured=ran.replace("torch.", ""),
+        limit=limit,
+    )
+
+
+def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], asked: str) -> tuple[list[str], str]:
+    expected, calls = _DTYPES[asked], sum(linears["weight_dtypes"].values())
     complaints = [
         f"{count} linear {side}s in {dtype}"
         for side in ("weight", "input", "output")
         for dtype, count in linears[f"{side}_dtypes"].items()
         if dtype != expected
     ]
-    if not linears["weight_dtypes"]:
+    complaints += [f"{count} {kind}" for kind, count in _converted(linears).items()]
+    evidence = f"{calls} linear calls, weights, inputs and outputs"
+    if not linears.get("listened", True):
+        products = facts.get("matmul_dtypes", {})
+        right = sum(count for name, count in products.items() if name.endswith(_PROFILED[asked]))
+        complaints += [
+            f"{count} {name}" for name, count in products.items() if asked == "bf16" and not name.endswith("BFloat16")
+        ]
+        calls, evidence = right, f"{right} matrix products that the profiler saw"
+    if not calls:
         complaints.append("no linear layer was called")
-    complaints += [f"{count} {kind}" for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS]
     if asked == "fp32" and (setting := facts.get("float32_matmul_precision")) != "highest":
         complaints.append(f"float32 matmul precision is {setting!r}")
-    ran = ", ".join(linears["weight_dtypes"]) or "nothing"
-    return Verdict(
-        name="precision",
-        passed=not complaints,
-        reason=f"{asked} asked, but: " + "; ".join(complaints)
-        if complaints
-        else f"{sum(linears['weight_dtypes'].values())} linear calls, weights, inputs and outputs",
-        measured=ran.replace("torch.", ""),
-        limit=expected.replace("torch.", ""),
-    )
+    return complaints, evidence
 
 
-_PLAIN_LINEARS = {"Linear", "FSDPLinear"}
+def _converted(linears: Mapping[str, Any]) -> Mapping[str, int]:
+    """Layers that compute in 8 bits, by class. Runs before they were told apart have the classes alone."""
+    plain = {kind: count for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS}
+    told: Mapping[str, int] = linears.get("converted", plain)
+    return told
+
+
+def _eight_bit_products(facts: Mapping[str, Any], linears: Mapping[str, Any]) -> tuple[list[str], str]:
+    converted = sum(_converted(linears).values())
+    left = [name for name in linears.get("plain", ()) if not name.rpartition(".")[2].startswith(_KEPT)]
+    complaints = [f"{len(left)} linear layers were left as they are: {', '.join(left[:3])} …"] if left else []
+    if not converted:
+        complaints.append("no layer computes in 8 bits")
+    scaled = {name: count for name, count in facts.get("matmul_dtypes", {}).items() if "Float8" in name}
+    kernels = [name for name in facts.get("gpu_kernels", ()) if "e4m3" in name.lower() or "fp8" in name.lower()]
+    if facts.get("device") != "cpu" and not scaled and not kernels:
+        complaints.append("the profiler saw no product of 8-bit factors")
+    evidence = f"{converted} layers converted"
+    if scaled:
+        evidence += f", {sum(scaled.values())} products of 8-bit factors"
+    elif facts.get("device") == "cpu":
+        evidence += ", emulated on the CPU"
+    return complaints, evidence
 
 
 def ran_as_asked(facts: Mapping[str, Any], asked: Mapping[str, Any]) -> Verdict:
@@ -259,6 +302,58 @@ def accumulation(base: Series, split: Series, tolerance: float) -> Verdict:
         passed=passed,
         reason=f"gradient norm {whole.grad_norm:.6f} in one, {parts.grad_norm:.6f} in several micro-batches",
         measured=f"loss {loss:.1e}, gradient norm {norm:.1e}",
+        limit=limit,
+    )
+
+
+def layout(one: Series, split: Series, at: int, tolerance: float) -> Verdict:
+    """The same batch and weights on one rank and on two that share every layer: the same loss and gradient norm.
+
+    Catches gradients that a layout scales or drops (torchtitan#2972). ``at`` is the first step that both took.
+    """
+    limit = f"relative gap ≤ {tolerance:g}"
+    whole, parts = one.at(at), split.at(at)
+    if whole is None or parts is None:
+        return Verdict(name="layout", passed=False, reason=f"step {at} was not logged", limit=limit)
+    loss, norm = _gap(whole.loss, parts.loss), _gap(whole.grad_norm, parts.grad_norm)
+    return Verdict(
+        name="layout",
+        passed=loss <= tolerance and norm <= tolerance,
+        reason=f"gradient norm {whole.grad_norm:.6f} on one rank, {parts.grad_norm:.6f} on two",
+        measured=f"loss {loss:.1e}, gradient norm {norm:.1e}",
+        limit=limit,
+    )
+
+
+def same_loss(precisions: tuple[str, str], base: Series, other: Series, tolerance: float) -> Verdict:
+    """Two precisions, same data and seed: the mean loss of the last fifth agrees.
+
+    A precision that loses what the model learns shows here (torchtitan#865).
+    """
+    name, limit = f"loss in {precisions[1]}", f"relative gap ≤ {tolerance:g}"
+    if len(base.losses) < 5 or len(other.losses) < 5:
+        return Verdict(name=name, passed=False, reason="needs at least 5 steps of both", limit=limit)
+    means = [statistics.fmean(series.losses[-(len(series.losses) // 5) :]) for series in (base, other)]
+    gap = _gap(*means)
+    return Verdict(
+        name=name,
+        passed=gap <= tolerance,
+        reason=f"{means[0]:.4f} in {precisions[0]}, {means[1]:.4f} in {precisions[1]}",
+        measured=f"{gap:.2g}",
+        limit=limit,
+    )
+
+
+def throughput(measured: float | None, reference: float, tolerance: float) -> Verdict:
+    """Tokens per second and GPU against the recipe's reference for this GPU."""
+    limit = f"≥ {reference * (1 - tolerance):,.0f}"
+    if measured is None:
+        return Verdict(name="throughput", passed=False, reason="no step was measured", limit=limit)
+    return Verdict(
+        name="throughput",
+        passed=measured >= reference * (1 - tolerance),
+        reason=f"{measured / reference:.2f} × the reference of {reference:,.0f} tokens/s/GPU",
+        measured=f"{measured:,.0f}",
         limit=limit,
     )
 

@@ -36,7 +36,8 @@ class Job:
     def arguments(self) -> list[str]:
         """The words after ``primus`` that start this job from a shell."""
         resume = ["--resume-from", str(self.resume_from)] if self.resume_from else []
-        return ["train", self.recipe.name, "--output", str(self.output), *resume, *self.recipe.overrides]
+        choices = self.recipe.asked.words()
+        return ["train", self.recipe.name, *choices, "--output", str(self.output), *resume, *self.recipe.overrides]
 
 
 @dataclass(frozen=True, kw_only=True)

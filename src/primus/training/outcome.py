@@ -12,7 +12,7 @@ from primus.training import checks, logs
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
-from primus.training.torchtitan import render
+from primus.training.ranks import expected_facts
 
 __all__ = ["Outcome", "basic_verdicts", "read"]
 
@@ -68,7 +68,7 @@ def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
         checks.steps_logged(outcome.series, job.first_step, job.last_step),
         checks.finite(outcome.series),
         checks.precision(outcome.facts, job.recipe.get("precision", str)),
-        checks.ran_as_asked(outcome.facts, render.expected_facts(job)),
+        checks.ran_as_asked(outcome.facts, expected_facts(job)),
     )
 
 

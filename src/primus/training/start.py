@@ -12,19 +12,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from primus.errors import HostError, InputError
-from primus.training import launch, metrics, outcome
+from primus.training import launch, metrics, outcome, ranks
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
-from primus.training.torchtitan import render
 
 __all__ = ["check_backend", "prepare", "run_directly", "start", "write_atomically"]
 
 
-def check_backend() -> None:
-    """HostError when a package that training needs is not installed."""
-    missing = [name for name in ("torch", "torchtitan") if find_spec(name) is None]
+def check_backend(job: Job) -> None:
+    """HostError when a package that the job's backend, or one of its settings, needs is not installed."""
+    knows = job.recipe.knows
+    asked = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
+    missing = [name for name in (*knows.packages, *asked) if not _importable(name)]
     if missing:
         raise HostError(
             f"{' and '.join(missing)} cannot be imported by {sys.executable}",
@@ -32,22 +33,30 @@ def check_backend() -> None:
         )
 
 
+def _importable(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def prepare(job: Job) -> None:
     """Make the job's folder and write what the ranks read. InputError when the folder holds another run."""
     if (job.output / "log.txt").exists() or (job.output / "checkpoint").exists():
         raise InputError(f"{job.output} already holds a run", hint="choose another --output, or delete it")
+    made = ranks.files(job)
     try:
         (job.output / "cache").mkdir(parents=True, exist_ok=True)
-        (job.output / "job.json").write_text(render.job_file(job), encoding="utf-8")
-        (job.output / "torchtitan.toml").write_text(render.toml(job), encoding="utf-8")
+        for name, text in made.items():
+            (job.output / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise HostError(f"cannot write to {job.output}: {error.strerror}", hint="choose another --output") from error
 
 
 def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verdict, ...], Summary]:
     """Run ``job``, which :func:`prepare` prepared, and judge it by the rules that hold for any run."""
-    argv = render.argv(job, sys.executable)
-    environment = render.environment(job, os.environ)
+    argv = ranks.argv(job, sys.executable, os.environ)
+    environment = ranks.environment(job, os.environ)
     ended = launch.run(argv, log=job.output / "log.txt", environment=environment, on_line=on_line)
     left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}
     write_atomically(job.output / "result.json", json.dumps(left, indent=2) + "\n")

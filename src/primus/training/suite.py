@@ -1,4 +1,8 @@
-"""The validation suite: which jobs it runs, and the verdicts over what they left. Pure, but for ``run``."""
+"""The validation suite: which jobs it runs, and the verdicts over what they left. Pure, but for ``run``.
+
+Three levels: ``quick`` runs the recipe once; ``standard`` runs it again, resumes it and splits its batch; ``full`` adds
+another layout of the ranks and every other precision that the recipe has.
+"""
 
 from __future__ import annotations
 
@@ -9,58 +13,91 @@ from dataclasses import replace
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.recipes.model import Recipe
-from primus.recipes.resolve import data_parallel, resolve
-from primus.training import checks, outcome
+from primus.recipes.choose import CPU
+from primus.recipes.load import read
+from primus.recipes.model import Asked, Recipe
+from primus.recipes.resolve import resolve
+from primus.training import checks, metrics, outcome
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
 from primus.training.outcome import Outcome
-from primus.training.torchtitan import render
 
-__all__ = ["digest", "judge", "plan", "recipe_of", "run"]
+__all__ = ["LEVELS", "digest", "judge", "plan", "recipe_of", "run"]
 
+LEVELS = ("quick", "standard", "full")
 # Raised when a rule or the plan changes its meaning: a record of another suite proves something else.
-FORMAT = 1
+FORMAT = 2
+_PRECISION_JOB = "precision-"
 
 
-def plan(recipe: str, root: Path, overrides: Sequence[str] = ()) -> tuple[Job, ...]:
+def plan(
+    recipe: str, root: Path, overrides: Sequence[str] = (), asked: Asked | None = None, level: str = "standard"
+) -> tuple[Job, ...]:
     """The jobs, in the order to run them; each has a folder of its own below ``root``.
 
-    Four starts serve all comparisons: ``base`` also leaves the checkpoint for ``resume`` and is the
-    one-micro-batch side of ``accumulation``.
+    Starts serve several comparisons: ``base`` also leaves the checkpoint for ``resume`` and is the one-micro-batch
+    side of ``accumulation``.
     """
-    whole = resolve(recipe, overrides)
+    whole = resolve(recipe, overrides, asked)
+    if level == "quick":
+        return (Job(name="base", recipe=whole, output=root / "base"),)
     middle = whole.get("validation.resume_at", int)
     if middle >= whole.steps:
         raise InputError(
             f"validation.resume_at: {middle} leaves no step of {whole.steps} to resume",
             where=whole.settings["validation.resume_at"].origin,
         )
-    base = _job("base", recipe, root, overrides, "checkpoint.enable=true", f"checkpoint.interval={middle}")
-    repeat = _job("repeat", recipe, root, overrides)
-    resumed = replace(
-        _job("resume", recipe, root, overrides), resume_from=base.output / "checkpoint" / f"step-{middle}"
-    )
-    asked = render.expected_facts(base)
-    local, together = asked["local_batch_size"], asked["accumulation_steps"] * data_parallel(whole)
-    parts = whole.get("validation.accumulation", int)
-    split = _job(
-        "accumulation", recipe, root, overrides,
-        f"training.local_batch_size={local // parts}",
-        f"training.global_batch_size={local * together}",
-        "training.steps=2",
-    )  # fmt: skip
-    return base, repeat, resumed, split
+    knows = whole.knows
+
+    def job(name: str, settings: Mapping[str, int], choices: Asked = whole.asked) -> Job:
+        keys = {"ranks": "ranks", **{what: knows.key(what) for what in knows.keys}}
+        keys |= {kind: f"{knows.name}.{key}" for kind, key in knows.degrees.items()}
+        words = [f"{keys[what]}={value}" for what, value in settings.items()]
+        return Job(name=name, recipe=resolve(recipe, [*overrides, *words], choices), output=root / name)
+
+    base = job("base", {"checkpoint": middle})
+    repeat = job("repeat", {})
+    resumed = replace(job("resume", {}), resume_from=base.output / "checkpoint" / f"step-{middle}")
+    part = whole.local_batch // whole.get("validation.accumulation", int)
+    split = job("accumulation", {"local_batch": part, "global_batch": whole.global_batch, "steps": 2})
+    jobs = [base, repeat, resumed, split]
+    if level == "full":
+        if _splits_in_two(whole):
+            batch = {"local_batch": whole.global_batch, "global_batch": whole.global_batch, "steps": 2}
+            one = job("one-rank", batch | {"ranks": 1, "checkpoint": 1})
+            # From the same weights: what two ranks draw from a seed need not be the two halves of what one draws.
+            split = replace(
+                job("tensor-parallel", batch | {"ranks": 2, "tp": 2}),
+                resume_from=one.output / "checkpoint" / "step-1" if knows.resharding else None,
+            )
+            jobs += [one, split]
+        jobs += [
+            job(_PRECISION_JOB + precision, {}, replace(whole.asked, precision=precision))
+            for precision in _other_precisions(whole)
+        ]
+    return tuple(jobs)
 
 
-def _job(name: str, recipe: str, root: Path, overrides: Sequence[str], *more: str) -> Job:
-    return Job(name=name, recipe=resolve(recipe, [*overrides, *more]), output=root / name)
+def _splits_in_two(recipe: Recipe) -> bool:
+    """Whether two ranks can share every layer: the backend has tensor parallelism, and the model's sizes are even."""
+    model = recipe.architecture
+    sizes = (model.heads, model.kv_heads, model.vocab_size, model.ffn_size, model.hidden_size)
+    return "tp" in recipe.knows.degrees and recipe.data_parallel == recipe.world_size and not any(s % 2 for s in sizes)
+
+
+def _other_precisions(recipe: Recipe) -> list[str]:
+    from primus.recipes.choose import supported
+
+    offered = supported(read(recipe.path).settings)[recipe.backend, recipe.mode]
+    computed = recipe.knows.cpu if recipe.gpu == CPU else offered
+    return [word for word in offered if word != recipe.precision and word in computed]
 
 
 def recipe_of(jobs: Sequence[Job]) -> Recipe:
     """The recipe as the caller asked for it: that of the one job the suite adds nothing to."""
-    return next(job.recipe for job in jobs if job.name == "repeat")
+    plain = "repeat" if len(jobs) > 1 else "base"
+    return next(job.recipe for job in jobs if job.name == plain)
 
 
 def run(jobs: Sequence[Job], run_job: Callable[[Job], JobResult]) -> dict[str, Outcome]:
@@ -89,27 +126,71 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
             verdicts.append(Verdict(name=f"{job.name}: exit code", passed=False, reason="was not run"))
             continue
         verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in outcome.basic_verdicts(left)]
-    nothing = Outcome(job=jobs[0], exit_code=1, series=Series())
-    base, repeat, resumed, split = (
-        outcomes.get(name, nothing) for name in ("base", "repeat", "resume", "accumulation")
-    )
-    recipe = recipe_of(jobs)
+    return (*verdicts, *_of_one(jobs, outcomes), *_of_several(jobs, outcomes), _same_recipe(jobs, outcomes))
 
-    def limit(key: str) -> float:
-        return recipe.get(f"validation.{key}", float)
 
-    vocabulary = recipe.get("model.args.vocab_size", int)
-    verdicts += [
-        checks.loss_plausible(base.series, vocabulary, limit("first_loss_tolerance")),
-        checks.loss_falls(base.series, limit("loss_drop")),
-        checks.grad_norm_steady(base.series, limit("grad_norm_jump")),
-        checks.reproducible(base.series, repeat.series, limit("repeat_tolerance")),
-        _same_weights(base, repeat, limit("repeat_tolerance")),
-        checks.resume(base.series, resumed.series, _resumed_at(jobs), limit("resume_tolerance")),
-        checks.accumulation(base.series, split.series, limit("accumulation_tolerance")),
-        _same_recipe(jobs, outcomes),
+def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[Verdict]:
+    """What the base run alone must show."""
+    recipe, base = recipe_of(jobs), _left(outcomes, "base", jobs)
+    vocabulary = recipe.architecture.vocab_size
+    verdicts = [
+        checks.loss_falls(base.series, _limit(recipe, "loss_drop")),
+        checks.grad_norm_steady(base.series, _limit(recipe, "grad_norm_jump")),
     ]
-    return tuple(verdicts)
+    if vocabulary and _random_weights(recipe):
+        verdicts.insert(0, checks.loss_plausible(base.series, vocabulary, _limit(recipe, "first_loss_tolerance")))
+    if recipe.gpu != CPU and "validation.throughput" in recipe.settings:
+        summary = metrics.summarize(base.series, recipe.get("validation.warmup_steps", int))
+        verdicts.append(
+            checks.throughput(
+                summary.tokens_per_second, _limit(recipe, "throughput"), _limit(recipe, "throughput_tolerance")
+            )
+        )
+    return verdicts
+
+
+def _random_weights(recipe: Recipe) -> bool:
+    return recipe.find(f"{recipe.backend}.weights", "random") == "random"
+
+
+def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[Verdict]:
+    """What runs must show when compared with the base run, for the runs that were planned."""
+    recipe, planned = recipe_of(jobs), {job.name for job in jobs}
+    base = _left(outcomes, "base", jobs)
+    verdicts: list[Verdict] = []
+    if "repeat" in planned:
+        repeat, tolerance = _left(outcomes, "repeat", jobs), _limit(recipe, "repeat_tolerance")
+        verdicts += [
+            checks.reproducible(base.series, repeat.series, tolerance),
+            _same_weights(base, repeat, tolerance),
+            checks.resume(
+                base.series,
+                _left(outcomes, "resume", jobs).series,
+                _resumed_at(jobs),
+                _limit(recipe, "resume_tolerance"),
+            ),
+            checks.accumulation(
+                base.series, _left(outcomes, "accumulation", jobs).series, _limit(recipe, "accumulation_tolerance")
+            ),
+        ]
+    if "tensor-parallel" in planned:
+        one, split = (_left(outcomes, name, jobs).series for name in ("one-rank", "tensor-parallel"))
+        at = next(job.first_step for job in jobs if job.name == "tensor-parallel")
+        verdicts.append(checks.layout(one, split, at, _limit(recipe, "layout_tolerance")))
+    for name in sorted(planned):
+        if name.startswith(_PRECISION_JOB):
+            other = _left(outcomes, name, jobs).series
+            words = (recipe.precision, name.removeprefix(_PRECISION_JOB))
+            verdicts.append(checks.same_loss(words, base.series, other, _limit(recipe, "precision_tolerance")))
+    return verdicts
+
+
+def _left(outcomes: Mapping[str, Outcome], name: str, jobs: Sequence[Job]) -> Outcome:
+    return outcomes.get(name) or Outcome(job=jobs[0], exit_code=1, series=Series())
+
+
+def _limit(recipe: Recipe, key: str) -> float:
+    return recipe.get(f"validation.{key}", float)
 
 
 def _resumed_at(jobs: Sequence[Job]) -> int:
@@ -145,7 +226,8 @@ def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdic
     )
 
 
-def digest(recipe: Recipe) -> str:
-    """sha256 that names the suite: its format and the recipe's validation section."""
-    content = {"format": FORMAT, "validation": recipe.section("validation")}
+def digest(recipe: Recipe, jobs: Sequence[Job]) -> str:
+    """sha256 that names the suite: its format, its jobs and the recipe's validation section."""
+    names = [job.name for job in jobs]
+    content = {"format": FORMAT, "jobs": names, "validation": recipe.section("validation")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

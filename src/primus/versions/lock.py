@@ -29,16 +29,16 @@ __all__ = [
 
 FORMAT = 1
 
-Kind = Literal["wheel", "sdist", "git", "tool", "deb", "layer"]
+Kind = Literal["wheel", "sdist", "git", "deb", "layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockedFile:
-    """One file. ``base`` names the root file system a deb or layer belongs to, ``index`` the index of versions.yaml
-    that offers it (pip's own where there is none); ``name`` is PEP 503-normalised for Python packages.
+    """One file. ``base`` names the root file system that a deb, a layer, or a wheel of a build, belongs to; a wheel
+    without one is the image's. ``index`` is the index of versions.yaml that offers it (pip's own where there is none);
+    ``name`` is PEP 503-normalised for Python packages.
 
-    A ``tool`` is a wheel that only builds need, a ``layer`` one of an image of a registry, ``git`` the archive of a
-    commit.
+    A ``layer`` is one of an image of a registry, ``git`` the archive of a commit.
     """
 
     kind: Kind
@@ -80,9 +80,10 @@ class Request:
     """What is asked of the sources for one target: the lock's input. ``python`` is the major.minor of its base.
 
     ``wheels`` and ``sdists`` map normalised package names to exact versions, ``debs`` names of the base's packages to
-    upstream ones; ``pure`` names wheels to take for every platform; ``bases`` holds the target's own base and those of
-    its builders. ``tools`` are wheels that only builds need, taken without their dependencies. ``indexes`` are the
-    channel's own (name → address), ``indexed`` the packages that must come from them.
+    upstream ones; ``pure`` names wheels to take for every platform; ``requires`` names wheels of any version that
+    fits; ``bases`` holds the target's own base and the roots of its builds, ``builds`` the wheels that lie in these
+    (``NAME``, of the image's version, or ``NAME==VERSION``). ``indexes`` are the channel's own (name → address),
+    ``indexed`` the packages that must come from them.
     """
 
     target: str
@@ -94,8 +95,9 @@ class Request:
     sdists: Mapping[str, str] = field(default_factory=dict)
     debs: Mapping[str, str] = field(default_factory=dict)
     pure: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    builds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     gits: Mapping[str, Commit] = field(default_factory=dict)
-    tools: Mapping[str, str] = field(default_factory=dict)
     indexes: Mapping[str, str] = field(default_factory=dict)
     indexed: frozenset[str] = frozenset()
 
@@ -118,10 +120,11 @@ class Request:
                 result[f"base {name} image"] = base.image
         result |= {f"wheel {name}": version for name, version in self.wheels.items()}
         result |= {f"wheel {name} platform": "any" for name in self.pure}
+        result |= {f"wheel {name}": "what fits" for name in self.requires if name not in self.wheels}
+        result |= {f"build {name} wheels": " ".join(sorted(wheels)) for name, wheels in self.builds.items()}
         result |= {f"deb {name}": version for name, version in self.debs.items()}
         result |= {f"sdist {name}": version for name, version in self.sdists.items()}
         result |= {f"git {name}": f"{one.version} {one.commit}" for name, one in self.gits.items()}
-        result |= {f"tool {name}": version for name, version in self.tools.items()}
         return dict(sorted(result.items()))
 
 
@@ -135,8 +138,9 @@ class Lock:
     files: tuple[LockedFile, ...]
 
     def of(self, kind: Kind, base: str | None = None) -> tuple[LockedFile, ...]:
-        """The files of one kind (debs: of one base)."""
-        return tuple(f for f in self.files if f.kind == kind and (base is None or f.base == base))
+        """The files of one kind: of ``base``, or the image's own (debs: of every base)."""
+        every = kind == "deb" and base is None
+        return tuple(f for f in self.files if f.kind == kind and (every or f.base == base))
 
 
 @dataclass(frozen=True, kw_only=True)

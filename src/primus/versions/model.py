@@ -10,19 +10,42 @@ from typing import Literal
 from primus.schema import described
 from primus.versions.suites import name_of, suites_of
 
-__all__ = ["Base", "Component", "Index", "Pin", "Versions"]
+__all__ = ["Base", "Build", "Component", "Index", "Pin", "Versions"]
 
 # PEP 440 public version with optional local part; a Debian version also fits a base package's own pin.
 _VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"
+_DEB = r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?"
 _NAME = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """How a source becomes a wheel: what its root file system holds on top of the target's base."""
+
+    debs: tuple[str, ...] = described(
+        "Packages besides the base's own, such as a compiler.",
+        pattern=_DEB,
+        shape="a package name, or name/suite",
+        default=(),
+    )
+    wheels: tuple[str, ...] = described(
+        "Wheels that lie there with all they need: NAME as the image has it, NAME==VERSION for the build alone.",
+        pattern=rf"[A-Za-z0-9._{{}}-]+(=={_VERSION})?",
+        shape="a package name, or NAME==VERSION",
+        default=(),
+    )
+    built: tuple[str, ...] = described("Components built before it that lie there too.", default=())
+    environment: Mapping[str, str] = described("Environment of the build.", default_factory=dict)
+    prepare: str = described("Shell commands in the unpacked source before it is built.", default="")
+    job_gb: float = described("Memory that one compiler may need, in GB: decides how many run at once.", default=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
     """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, git, deb, path is given.
 
-    ``{arch}`` in a package name or a variable of a build stands for the target's GPU architecture.
+    ``{arch}`` in a package name or in a build stands for the target's GPU architecture.
     """
 
     wheel: str | None = described("Package on a Python index, taken as a wheel.", default=None)
@@ -62,13 +85,13 @@ class Pin:
         default=None,
     )
     include: tuple[str, ...] = described("Children of `path` to take; all when left out.", default=())
-    builder: str | None = described("Base that builds the sdist or the repository.", default=None)
-    tools: tuple[str, ...] = described(
-        "Components that are installed while it is built; one that the image does not hold stays out of it.",
+    build: Build | None = described("How the source becomes a wheel, in the sandbox.", default=None)
+    requires: tuple[str, ...] = described(
+        "Packages that the built wheel needs at run time and no other pin brings; the lock takes versions that fit.",
+        pattern=r"[A-Za-z0-9._-]+",
+        shape="a package name",
         default=(),
     )
-    environment: Mapping[str, str] = described("Variables of its build.", default_factory=dict)
-    prepare: str | None = described("Shell commands in the unpacked source before it is built.", default=None)
     pure: bool = described(
         "Take the wheel for every platform, where one for this platform holds code of another GPU.", default=False
     )
@@ -89,11 +112,10 @@ class Pin:
             raise ValueError("channel debian is for deb pins, and only for them")
         if self.pure and kinds[0] != "wheel":
             raise ValueError("`pure` goes with `wheel` only")
-        built = kinds[0] in ("sdist", "git")
-        if built != (self.builder is not None):
-            raise ValueError("an sdist or git pin, and only it, names the base that builds it: `builder`")
-        if (self.tools or self.environment or self.prepare) and not built:
-            raise ValueError("`tools`, `environment` and `prepare` go with `sdist` or `git` only")
+        if (kinds[0] in ("sdist", "git")) != (self.build is not None):
+            raise ValueError("an sdist or git pin, and only it, says how it becomes a wheel: `build`")
+        if self.requires and kinds[0] not in ("sdist", "git"):
+            raise ValueError("`requires` goes with `sdist` or `git` only: a wheel says itself what it needs")
         if (kinds[0] == "git") != (self.commit is not None and self.package is not None):
             raise ValueError("a git pin, and only it, has `commit` and `package`")
 
@@ -104,8 +126,9 @@ class Pin:
 
     def named(self, kind: str) -> str | None:
         """The package that the pin asks for as one of the lock's kinds; None when it asks for another kind."""
-        kinds = {"wheel": self.wheel, "tool": self.wheel, "sdist": self.sdist, "git": self.package, "deb": self.deb}
-        return kinds.get(kind)
+        kinds = {"wheel": self.wheel, "sdist": self.sdist, "git": self.package, "deb": self.deb}
+        # What is no base is the root of a build, called after its source.
+        return {**kinds, **dict.fromkeys(("base", "build"), self.source)}.get(kind)
 
     @property
     def text(self) -> str:
@@ -115,16 +138,28 @@ class Pin:
         return f"{self.wheel or self.source or self.deb} {self.version}"
 
     def resolved(self, place: int, arch: str | None) -> Pin:
-        """The pin with its place in the component and, for a target of ``arch``, ``{arch}`` filled in. ValueError for
-        a target without one.
-        """
-        texts = {name: getattr(self, name) for name in ("wheel", "sdist", "package", "prepare")}
-        named = [text for text in (*texts.values(), *self.environment.values()) if text and "{arch}" in text]
-        if named and arch is None:
+        """The pin with its place in the component and ``{arch}`` filled in. ValueError for a target without one."""
+        build = self.build or Build()
+        texts = [self.wheel, self.sdist, build.prepare, *build.wheels, *build.environment.values()]
+        if arch is None and (named := [text for text in texts if text and "{arch}" in text]):
             raise ValueError(f"{named[0]} is for one GPU architecture, and the target has none")
-        filled = {name: text and text.replace("{arch}", arch or "") for name, text in texts.items()}
-        variables = {name: text.replace("{arch}", arch or "") for name, text in self.environment.items()}
-        return replace(self, **filled, environment=variables, place=place)
+
+        def fill(text: str) -> str:
+            return text.replace("{arch}", arch or "")
+
+        filled = replace(
+            build,
+            wheels=tuple(map(fill, build.wheels)),
+            environment={name: fill(text) for name, text in build.environment.items()},
+            prepare=fill(build.prepare),
+        )
+        return replace(
+            self,
+            wheel=self.wheel and fill(self.wheel),
+            sdist=self.sdist and fill(self.sdist),
+            build=filled if self.build else None,
+            place=place,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +181,7 @@ class Base:
     python: str = described("Python version in the suite.", pattern=r"3\.[0-9]+\.[0-9]+", shape="like 3.11.2")
     packages: tuple[str, ...] = described(
         "Packages; what they need comes along. `name/suite` takes one from another suite.",
-        pattern=r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?",
+        pattern=_DEB,
         shape="a package name, or name/suite",
     )
     image: str | None = described(
@@ -155,8 +190,10 @@ class Base:
         shape="NAME@sha256:DIGEST (a tag can mean other bytes tomorrow)",
         default=None,
     )
-    arch: Literal["gfx942", "gfx950"] | None = described(
-        "GPU architecture it is for: kernel files that name other ones are left out.", default=None
+    kernels: Mapping[str, str] = described(
+        "Package → pattern of its files that are for one GPU architecture each, which their paths name. They stay out "
+        "of the base; those of a target's architecture are a layer of their own.",
+        default_factory=dict,
     )
 
     def __post_init__(self) -> None:
@@ -171,6 +208,13 @@ class Base:
         names = [name_of(p) for p in self.packages]
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"{twice[0]} is named twice under `packages`")
+        if self.image and self.kernels:
+            raise ValueError("`kernels` goes with a base of packages alone, not with `image`")
+        for package, pattern in self.kernels.items():
+            if package not in names:
+                raise ValueError(f"{package} stands under `kernels` and not under `packages`")
+            if not pattern.startswith("/") or "gfx" not in pattern:
+                raise ValueError(f"{pattern!r} is no absolute pattern with gfx in it")
 
     @property
     def suites(self) -> tuple[str, ...]:
@@ -211,7 +255,6 @@ class Versions:
                     if (pin.channel, target) in seen:
                         raise ValueError(f"{name} has two pins for channel {pin.channel}, target {target}")
                     seen.add((pin.channel, target))
-                if pin.builder is not None and pin.builder not in self.bases:
-                    raise ValueError(f"{name}: no base is called {pin.builder!r}")
-                if unknown := next((tool for tool in pin.tools if tool not in self.components), None):
+                built = pin.build.built if pin.build else ()
+                if unknown := next((one for one in built if one not in self.components), None):
                     raise ValueError(f"{name}: no component is called {unknown!r}")

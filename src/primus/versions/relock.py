@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 from primus.progress import Progress
@@ -15,36 +15,46 @@ from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request,
 from primus.versions.registry import installed, resolve_image
 from primus.versions.repository import resolve_commit
 from primus.versions.sources import Sources, ask
-from primus.versions.wheels import resolve_sdists, resolve_tools, resolve_wheels
+from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
 __all__ = ["Known", "Stale", "resolve", "stale"]
 
 Stale = frozenset[str]
-# What was found for a base or a commit, by its name and what was asked.
-Known = dict[tuple[str, BaseRequest | Commit], tuple[LockedFile, ...]]
+# What was found for a base or a commit.
+Known = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
 
-# Kind of a pin or file → the part of the lock that it belongs to; what is not here belongs to a base.
-_PARTS = {"wheel": "wheels", "deb": "wheels", "sdist": "sdists", "git": "gits", "tool": "tools"}
+# Kind of a pin or file → the part of the lock that it belongs to; bases and builds are parts by name.
+_PARTS = {"wheel": "wheels", "deb": "wheels", "sdist": "sdists", "git": "gits"}
 
 
 def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: Collection[LockedFile] = ()) -> Stale:
-    """The parts to resolve anew: ``"wheels"``, ``"sdists"``, ``"gits"``, ``"tools"`` and ``"base NAME"``."""
-    parts = {f"base {name}" for name in request.bases} | set(_PARTS.values())
+    """The parts to resolve anew: ``"wheels"``, ``"sdists"``, ``"gits"``, ``"base NAME"`` and ``"build NAME"``."""
+    builds = {f"build {name}" for name in request.builds}
+    parts = {f"base {name}" for name in request.bases} | {*_PARTS.values()} | builds
     if previous is None or refresh:
         return frozenset(parts)
-    changed = {f"base {f.base}" if f.base else _PARTS[f.kind] for f in gone}
+    changed = {_part(f) for f in gone}
     for one in drift(previous, request):
         kind, _, rest = one.pin.partition(" ")
         if kind in ("architecture", "python"):
             return frozenset(parts)
-        changed.add(f"base {rest.rpartition(' ')[0]}" if kind == "base" else _PARTS[kind])
+        changed.add(_PARTS.get(kind) or f"{kind} {rest.rpartition(' ')[0]}")
         # What is built here is no longer, or not yet, an answer for what the wheels need.
         if kind in ("sdist", "git"):
             changed.add("wheels")
         # A base's glibc and exact Python decide which wheels fit it.
         if one.pin.startswith("base ") and one.pin.endswith((" suite", " python")):
             changed.add("wheels")
+    if "wheels" in changed:
+        # They have the image's versions.
+        changed |= builds
     return frozenset(changed & parts)
+
+
+def _part(file: LockedFile) -> str:
+    if file.base is None:
+        return _PARTS[file.kind]
+    return f"{'build' if file.kind == 'wheel' else 'base'} {file.base}"
 
 
 def resolve(
@@ -74,37 +84,51 @@ def resolve(
         "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
         "sdists": lambda: resolve_sdists(request, progress=progress),
         "gits": lambda: _commits(request.gits, known),
-        "tools": lambda: resolve_tools(request, progress=progress),
+        "bases": lambda: _bases(request, parts, known, progress),
     }
-    for name, base in request.bases.items():
-        ways[f"base {name}"] = partial(_base, name, base, request.architecture, known, progress)
-    work = [way for part, way in ways.items() if part in parts]
+    work = [way for part, way in ways.items() if part in (*parts, "bases")]
     files = previous.files if previous is not None else ()
-    kept = [f for f in files if (f"base {f.base}" if f.base else _PARTS[f.kind]) in ways.keys() - parts]
+    here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
+    kept = [f for f in files if _part(f) in here - parts]
     with ThreadPoolExecutor(max(1, len(work))) as pool:
         futures = [pool.submit(one) for one in work]
         found = [file for future in futures for file in future.result()]
+    image = {f.name: f.version for f in (*kept, *found) if f.kind == "wheel"}
+    for name, wheels in request.builds.items():
+        before = previous.of("wheel", name) if previous is not None else ()
+        if f"build {name}" in parts:
+            held = {} if refresh else {f.name: f.version for f in before if f not in gone}
+            found += resolve_build(request, name, wheels, image=image, keep=held, progress=progress)
+        else:
+            kept += before
     answer = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
     return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
 
 
 def _commits(commits: Mapping[str, Commit], known: Known) -> list[LockedFile]:
     for name, one in commits.items():
-        if (name, one) not in known:
-            known[name, one] = (resolve_commit(name, one),)
-    return [file for item in commits.items() for file in known[item]]
+        if one not in known:
+            known[one] = (resolve_commit(name, one),)
+    return [file for one in commits.values() for file in known[one]]
 
 
-def _base(name: str, base: BaseRequest, architecture: str, known: Known, progress: Progress) -> tuple[LockedFile, ...]:
+def _bases(request: Request, parts: Stale, known: Known, progress: Progress) -> list[LockedFile]:
+    """The files of every base in ``parts``; bases that ask the same are asked for once."""
+    wanted = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
+    lacking = {base: name for name, base in reversed(wanted.items()) if base not in known}
+    with ThreadPoolExecutor(max(1, len(lacking))) as pool:
+        found = pool.map(lambda item: _base(item[1], item[0], request.architecture, progress), lacking.items())
+        known |= dict(zip(lacking, found, strict=True))
+    return [replace(file, base=name) for name, base in wanted.items() for file in known[base]]
+
+
+def _base(name: str, base: BaseRequest, architecture: str, progress: Progress) -> tuple[LockedFile, ...]:
     """The packages of a base, below them the layers of its image."""
-    if (name, base) not in known:
-        layers: tuple[LockedFile, ...] = ()
-        status = ""
-        if base.image is not None:
-            layers = resolve_image(name, base.image, architecture)
-            with tempfile.TemporaryDirectory(prefix="primus-image-") as folder:
-                status = installed(base.image, architecture, layers, Path(folder)) if base.packages else ""
-        if base.packages or not layers:
-            layers = (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status))
-        known[name, base] = layers
-    return known[name, base]
+    if base.image is None:
+        return resolve_debs(name, base, architecture, progress=progress)
+    layers = resolve_image(name, base.image, architecture)
+    if not base.packages:
+        return layers
+    with tempfile.TemporaryDirectory(prefix="primus-image-") as folder:
+        status = installed(base.image, architecture, layers, Path(folder))
+    return (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status))

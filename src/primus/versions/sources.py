@@ -15,7 +15,7 @@ from primus.errors import HostError, InputError
 
 if TYPE_CHECKING:
     from primus.versions.indexes import Indexes
-    from primus.versions.lock import LockedFile, Request
+    from primus.versions.lock import BaseRequest, LockedFile, Request
     from primus.versions.model import Versions
 
 __all__ = ["DEADLINE_S", "Sources", "ask"]
@@ -33,12 +33,12 @@ class Sources:
     repositories: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of_versions(cls, versions: Versions) -> Sources:
-        """Every source that versions.yaml names."""
+    def of_project(cls, versions: Versions, bases: Mapping[str, BaseRequest]) -> Sources:
+        """Every source that versions.yaml names; ``bases`` are the bases and build roots of some targets."""
         pins = [pin for component in versions.components.values() for pin in component.pins]
         return cls(
             indexes={name: index.url for name, index in versions.indexes.items()},
-            images={name: base.image for name, base in versions.bases.items() if base.image},
+            images={name: base.image for name, base in bases.items() if base.image},
             repositories={pin.commit: pin.git for pin in pins if pin.git and pin.commit},
         )
 

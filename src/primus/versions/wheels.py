@@ -28,8 +28,8 @@ __all__ = [
     "normalise",
     "parse_report",
     "platforms",
+    "resolve_build",
     "resolve_sdists",
-    "resolve_tools",
     "resolve_wheels",
 ]
 
@@ -79,57 +79,44 @@ def resolve_wheels(
 
     Raises InputError when no set of versions fits, HostError when an index does not answer.
     """
-    if not request.wheels:
+    if not request.wheels and not request.requires:
         return ()
     indexes = Indexes.of_host()
-    indexes.probe(next(iter(request.wheels)))
+    indexes.probe(next(iter((*request.wheels, *request.requires))))
     progress.start("wheels", "resolve wheels", unit="files")
     pins = [f"{name}=={version}" for name, version in request.wheels.items()]
+    pins += [name for name in request.requires if name not in request.wheels]
     constraints = [f"{n}=={v}" for n, v in (keep or {}).items() if n not in request.wheels]
     report = _report(request, pins, constraints)
     if report is None:
         report = _report(request, pins, [])
         progress.say("the versions locked before do not fit the new pins; their dependencies are resolved anew")
-    found = [one for one in parse_report(report or {}) if one.name not in request.provided]
-    files = _as_pinned("wheel", found, request.wheels, request, indexes)
-    progress.finish("wheels", f"{len(files)} wheels")
-    return files
-
-
-def resolve_tools(request: Request, *, progress: Progress) -> tuple[LockedFile, ...]:
-    """The one wheel of each package that only builds need (what it needs is pinned on its own)."""
-    if not request.tools:
-        return ()
-    progress.start("tools", "find tools of builds", unit="files")
-    report = _report(request, [f"{name}=={version}" for name, version in request.tools.items()], [], "--no-deps")
-    found = [one for one in parse_report(report or {}) if one.name in request.tools]
-    files = _as_pinned("tool", found, request.tools, request, Indexes.of_host())
-    progress.finish("tools", f"{len(files)} tools")
-    return files
-
-
-def _as_pinned(
-    kind: Any, found: Sequence[Found], pins: Mapping[str, str], request: Request, indexes: Indexes
-) -> tuple[LockedFile, ...]:
-    """What pip found as locked files. Raises InputError for a version or an index that is not the pinned one."""
+    found = tuple(one for one in parse_report(report or {}) if one.name not in request.provided)
     for one in found:
-        wanted = pins.get(one.name, one.version)
+        wanted = request.wheels.get(one.name, one.version)
         if one.version != wanted:
             raise InputError(
                 f"{one.name} is pinned to {wanted}, but the index offers {one.version}",
                 hint=f"pin {one.version} if that is the one meant",
             )
+    placed = [_pure(one, indexes) if one.name in request.pure else one for one in _placed(found, request, indexes)]
+    files = _measured("wheel", placed, indexes)
+    progress.finish("wheels", f"{len(files)} wheels")
+    return files
+
+
+def _placed(found: Sequence[Found], request: Request, indexes: Indexes) -> Sequence[Found]:
+    """Every file from where it belongs; see :func:`_indexed`."""
+    if not request.indexes:
+        return found
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda one: _indexed(one, request, indexes), found))
-    return _measured(kind, [_pure(one, indexes) if one.name in request.pure else one for one in found], indexes)
+        return list(pool.map(lambda one: _indexed(one, request, indexes), found))
 
 
 def _indexed(one: Found, request: Request, indexes: Indexes) -> Found:
     """The file from where it belongs, wherever pip saw it: a package of the channel from the channel's own indexes
     (InputError when none offers it), any other from those that pip is configured for, if they have it.
     """
-    if not request.indexes:
-        return one
     session, own = indexes.session(), one.name in request.indexed
     mine = None if own else next((link for link in indexes.links(session, one.name) if link.file == one.file), None)
     if mine is not None:
@@ -144,6 +131,38 @@ def _indexed(one: Found, request: Request, indexes: Indexes) -> Found:
             hint="its indexes: " + ", ".join(request.indexes),
         )
     return one
+
+
+def resolve_build(
+    request: Request,
+    root: str,
+    wheels: Sequence[str],
+    *,
+    image: Mapping[str, str],
+    keep: Mapping[str, str],
+    progress: Progress,
+) -> tuple[LockedFile, ...]:
+    """The wheels of the build root ``root`` and all they need, in the image's versions (``image``) where it has them.
+
+    ``keep`` maps names to versions that should stay if they can. Raises InputError for a name without version that the
+    image lacks, and when what only the build has does not go with the image's versions.
+    """
+    progress.start(root, f"resolve wheels of {root}", unit="files")
+    lacking = [name for name in wheels if "==" not in name and normalise(name) not in image]
+    if lacking:
+        raise InputError(f"{root}: the image has no {lacking[0]}", hint=f"name a version: {lacking[0]}==VERSION")
+    pins = [name if "==" in name else f"{name}=={image[normalise(name)]}" for name in wheels]
+    own = {normalise(name.partition("==")[0]) for name in wheels}
+    fixed = [f"{n}=={v}" for n, v in image.items() if n not in own]
+    kept = [f"{n}=={v}" for n, v in keep.items() if n not in own and n not in image]
+    report = _report(request, pins, [*fixed, *kept]) or _report(request, pins, fixed)
+    if report is None:
+        raise InputError(f"the wheels of {root} do not go with the image's versions", hint="pin others under `build`")
+    found = tuple(one for one in parse_report(report) if one.name not in request.provided)
+    indexes = Indexes.of_host()
+    files = _measured("wheel", _placed(found, request, indexes), indexes)
+    progress.finish(root, f"{len(files)} wheels")
+    return tuple(replace(file, base=root) for file in files)
 
 
 def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile, ...]:
@@ -191,7 +210,7 @@ def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
     return tuple(found)
 
 
-def _report(request: Request, pins: Sequence[str], constraints: Sequence[str], *more: str) -> dict[str, Any] | None:
+def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -> dict[str, Any] | None:
     """pip's report; None when there is none with these constraints (without any it raises)."""
     bases = [base for base in request.bases.values() if base.python.startswith(request.python + ".")]
     if not bases:
@@ -207,7 +226,7 @@ def _report(request: Request, pins: Sequence[str], constraints: Sequence[str], *
         args = ["install", "--dry-run", "--ignore-installed", "--report", str(out), "--only-binary=:all:"]
         args += ["--python-version", base.python, "--implementation", "cp", "--abi", abi, "--abi", "abi3"]
         args += ["--abi", "none", *(part for tag in tags for part in ("--platform", tag))]
-        args += more or _provided(request, Path(folder, "provided"))
+        args += _provided(request, Path(folder, "provided"))
         args += [word for url in request.indexes.values() for word in ("--extra-index-url", url)]
         args += ["--target", str(Path(folder, "target")), "--constraint", str(held)]
         args += ["--retries", "1", "--timeout", "10", "--no-input", "--disable-pip-version-check", "--no-color", *pins]

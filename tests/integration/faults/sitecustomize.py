@@ -1,6 +1,6 @@
-"""Breaks torchtitan on purpose. Python imports this at start-up when its folder is on PYTHONPATH.
+"""Breaks torchtitan, or our own loop, on purpose. Python imports this at start-up when its folder is on PYTHONPATH.
 
-``PRIMUS_FAULT`` names the fault. A module of torchtitan is changed after it was loaded; the code under test
+``PRIMUS_FAULT`` names the fault. A module is changed after it was loaded; the code under test
 is the shipped code, unchanged and unaware.
 """
 
@@ -86,6 +86,34 @@ def lost_micro_batch(train: Any) -> None:
     train.Trainer.forward_backward_step = forward_backward_step
 
 
+def loop_lost_micro_batch(sharded: Any) -> None:
+    """Our own loop counts every micro-batch in the loss, but only the first one's gradient."""
+    import torch
+
+    forward_backward = sharded.Sharded.forward_backward
+
+    def without_the_others(self: Any, batches: Any, terms: int) -> Any:
+        total = forward_backward(self, batches[:1], terms)
+        with torch.no_grad():
+            return total + sum(self._loss(self._model, batch) for batch in batches[1:])
+
+    sharded.Sharded.forward_backward = without_the_others
+
+
+def loop_forgets_its_place(train: Any) -> None:
+    """A resumed run of our own loop begins with the first samples again."""
+    batches = train._batches
+    train._batches = lambda given, session, data, step: batches(given, session, data, step - given.first_step + 1)
+
+
+def loop_bf16(sharded: Any) -> None:
+    """The job says float32, FSDP2 computes in bfloat16."""
+    import torch
+
+    policy = sharded.MixedPrecisionPolicy
+    sharded.MixedPrecisionPolicy = lambda **given: policy(**{**given, "param_dtype": torch.bfloat16})
+
+
 PARALLELIZE = "torchtitan.models.llama3.infra.parallelize"
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "nan": ("torchtitan.train", nan),
@@ -94,6 +122,9 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "crash": ("torchtitan.train", crash),
     "bf16": (PARALLELIZE, bf16),
     "lost_micro_batch": ("torchtitan.train", lost_micro_batch),
+    "loop_lost_micro_batch": ("primus.training.loop.sharded", loop_lost_micro_batch),
+    "loop_forgets_its_place": ("primus.training.loop.train", loop_forgets_its_place),
+    "loop_bf16": ("primus.training.loop.sharded", loop_bf16),
 }
 
 

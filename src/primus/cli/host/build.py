@@ -1,4 +1,8 @@
-"""Build images: only what changed, the same bytes for the same input. The last line is the manifest digest."""
+"""Build images: only what changed, the same bytes for the same input. The last line is the manifest digest.
+
+Each image passes the gates of `primus check` before its name points to it. An image of a preview channel may fail one;
+what it failed is said.
+"""
 
 from __future__ import annotations
 
@@ -46,19 +50,24 @@ def run(args: argparse.Namespace) -> int:
         if len(project.target(name).channels) > 1:
             print(f"{name}: channel {project.choice(name).channel}, {project.choice(name).reason}", file=sys.stderr)
 
+    from primus.gates.rules import rules
     from primus.images.builder import build_images, plan_images
 
     plans = plan_images(project, names, locked=args.locked, offline=args.offline, quiet=args.json)
-    built = [] if args.rehash else [image for plan in plans if (image := current(project.store, plan)) is not None]
+    done = [] if args.rehash else [current(project.store, plan, rules()) for plan in plans]
+    built = [image for image in done if image is not None]
     if len(built) < len(plans):
+        from primus.gates.admit import Gatekeeper
         from primus.gates.pins import check_pins
 
         # Before gigabytes are fetched for an image that could not pass.
         for name in names:
-            check_pins(project, name)
+            if not project.choice(name).preview:
+                check_pins(project, name)
         built = build_images(
             project,
             plans,
+            gates=Gatekeeper,
             locked=args.locked,
             offline=args.offline,
             rehash=args.rehash,
@@ -112,5 +121,13 @@ def _table(image: Built, choice: Choice) -> str:
         state, seconds = ("built", f"{line.seconds:.1f}") if line.built else ("cached", "")
         size = bytes_text(line.size)
         rows.append(f"  {line.name:<{width}}  {size:>9}  {state:<6}  {seconds:>7}  {line.digest[7:19]}")
+        if line.left_out[0]:
+            rows.append(
+                f"  {'':<{width}}  {line.left_out[0]:,} kernel files for other GPUs left out, "
+                f"{bytes_text(line.left_out[1])} unpacked"
+            )
     rows.append(f"  {'':<{width}}  {bytes_text(image.size):>9}  {len(image.layers)} layers")
+    rows += [f"  ✗ {sentence}" for sentence in image.failed]
+    if image.failed:
+        rows.append("  checks failed; primus check and primus validate say no to this image")
     return "\n".join(rows)

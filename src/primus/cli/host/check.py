@@ -1,8 +1,8 @@
 """Run every gate on a built image: what lies in its layers, not what was asked for.
 
 Gates: one ROCm version, GPU code for the target's architecture, kernel files of others, versions as locked, library
-names with two owners, secrets and litter, the size budget. Exit code 1 when one fails. Layers are read once; what was
-seen is kept until the layer or a rule changes.
+names with two owners, secrets and litter, the size budget, kernels compiled ahead of time. Exit code 1 when one fails.
+Layers are read once; what was seen is kept until the layer or a rule changes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus check``."""
     add_targets(parser)
+    parser.add_argument("--record", action="store_true", help="keep what was found, for docs/gates.md")
     add_project_options(parser)
 
 
@@ -26,12 +27,18 @@ def run(args: argparse.Namespace) -> int:
     """Check the images, print one line per gate and its findings."""
     import json
 
-    from primus.gates.check import check_image, outcome_text
+    from primus.gates.check import examine, judge, outcome_text
     from primus.images.display import choose_progress
+    from primus.release.gate_record import gate_record, write_gate_record
 
     project = open_project(args)
+    outcomes = []
     with choose_progress(args.json) as progress:
-        outcomes = [check_image(project, name, progress) for name in targets_of(project, args)]
+        for name in targets_of(project, args):
+            examined = examine(project, name, progress)
+            outcomes.append(judge(project, examined))
+            if args.record:
+                progress.say(f"→ {write_gate_record(project, gate_record(project, examined, outcomes[-1])).name}")
     passed = all(outcome.passed for outcome in outcomes)
     if args.json:
         print(json.dumps({"images": [outcome.as_json() for outcome in outcomes], "passed": passed}))

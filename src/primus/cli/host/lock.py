@@ -140,10 +140,10 @@ def _where(project: Project, request: Request, pin: str) -> str:
     from primus.versions.wheels import normalise
 
     kind, _, rest = pin.partition(" ")
-    if kind == "base":
-        name, _, field = rest.rpartition(" ")
+    name, _, field = rest.rpartition(" ")
+    if kind == "base" and name in project.versions.bases:
         return project.place("bases", name, field)
-    for component, entry in {**project.tools(request.target), **project.pins(request.target)}.items():
+    for component, entry in project.pins(request.target).items():
         package = entry.named(kind)
         if package is not None and normalise(package) == rest.partition(" ")[0]:
             return project.pin_place(component, entry)

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     import tempfile
     from pathlib import Path
 
+    from primus.gates.admit import Gatekeeper
     from primus.gates.check import check_image, outcome_text
     from primus.images.builder import build_images, plan_images
     from primus.images.compare import first_difference
@@ -39,13 +40,14 @@ def run(args: argparse.Namespace) -> int:
     project = open_project(args)
     names = targets_of(project, args)
     plans = plan_images(project, names, locked=True, quiet=args.json)
-    first = build_images(project, plans, locked=True, rehash=True, quiet=args.json)
+    first = build_images(project, plans, gates=Gatekeeper, locked=True, rehash=True, quiet=args.json)
     project.work.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=project.work))
     failed: dict[str, str] = {}
     try:
         twin = Project(project.root, store=scratch / "store", channel=args.channel)
-        second = build_images(twin, plan_images(twin, names, locked=True), locked=True, quiet=args.json)
+        again = plan_images(twin, names, locked=True)
+        second = build_images(twin, again, gates=None, locked=True, quiet=args.json)
         for one, other in zip(first, second, strict=True):
             if (where := first_difference((project.store, one), (twin.store, other))) is not None:
                 failed[one.target] = where

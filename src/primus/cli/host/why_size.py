@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
 
     project = open_project(args)
     with choose_progress(args.json) as progress:
-        image = examine(project, args.target, progress)
-    layers = [(layer, facts.folders) for layer, facts in image.facts.items()]
-    tree = size_tree(image.plan.ref, layers, max(0, args.depth))
+        examined = examine(project, args.target, progress)
+    layers = [(layer, facts.folders) for layer, facts in examined.facts.items()]
+    tree = size_tree(examined.image.plan.ref, layers, max(0, args.depth))
     print(json.dumps(tree.as_json()) if args.json else size_text(tree))
     return 0

@@ -1,1 +1,1 @@
-"""Verbs of the end user, inside the image: train."""
+"""Verbs of the end user, inside the image: list, show, train."""

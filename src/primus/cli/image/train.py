@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
 from primus.errors import InputError
-from primus.recipes.model import Recipe
-from primus.recipes.resolve import resolve
-from primus.training import logs, start
+from primus.training import logs, ranks, start
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of
 from primus.training.metrics import Summary
-from primus.training.torchtitan import render
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -30,14 +29,9 @@ EXAMPLE = "primus train llama3-proxy --steps 30 optimizer.lr=0.005"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    # argparse alone takes positional words in one go: key=value after an option would be refused.
-    parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
-    parser.add_argument("recipe", metavar="RECIPE")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the recipe's")
+    add_recipe(parser)
     parser.add_argument("--output", type=Path, help="folder of this run (default: runs/RECIPE-TIME)")
-    parser.add_argument("--ranks", type=int, help="processes to start")
-    parser.add_argument("--steps", type=int, help="optimizer steps")
-    parser.add_argument("--seed", type=int, help="seed of weights and data")
+    add_choices(parser)
     parser.add_argument("--resume-from", type=Path, metavar="DIR", help="a checkpoint, or a run: its newest one")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved job and start nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
@@ -45,16 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Resolve, launch, judge. Returns 0 or 1; raises InputError and HostError."""
-    words = list(options.overrides)
-    for flag, key in (
-        ("ranks", "ranks"),
-        ("steps", "torchtitan.training.steps"),
-        ("seed", "torchtitan.debug.seed"),
-    ):
-        if getattr(options, flag) is not None:
-            words.append(f"{key}={getattr(options, flag)}")
-    recipe = resolve(options.recipe, words)
-    output = options.output or Path("runs") / f"{Path(recipe.name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    recipe = resolved(options)
+    output = (
+        options.output
+        or Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     checkpoint = _checkpoint(options.resume_from) if options.resume_from else None
     job = Job(name=output.name, recipe=recipe, output=output.absolute(), resume_from=checkpoint)
     if job.first_step > job.last_step:
@@ -64,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         _show_plan(job, as_json=options.json)
         return 0
-    start.check_backend()
+    start.check_backend(job)
     start.prepare(job)
     if not options.json:
         print(_headline(job), file=sys.stderr)
@@ -93,7 +82,7 @@ def _checkpoint(path: Path) -> Path:
         raise InputError(f"there is no checkpoint folder {path}")
     found = path.absolute()
     if not (found / ".metadata").is_file():
-        kept = [step for step in render.checkpoints(found) if (step / ".metadata").is_file()]
+        kept = [step for step in ranks.checkpoints(found) if (step / ".metadata").is_file()]
         if not kept:
             raise InputError(
                 f"{path} holds no checkpoint", hint="name a folder …/checkpoint/step-N, or a run that has one"
@@ -108,30 +97,28 @@ def _checkpoint(path: Path) -> Path:
 
 def _headline(job: Job) -> str:
     recipe = job.recipe
-    batch = recipe.find("torchtitan.training.global_batch_size", -1)
-    seq_len = recipe.get("torchtitan.training.seq_len", int)
     parts = [
-        f"{recipe.name}: {recipe.backend}, {recipe.get('precision', str)}, {recipe.get('ranks', int)} ranks",
+        f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}, {recipe.world_size} ranks",
         f"steps {job.first_step}–{job.last_step}",
-        f"batch {batch if batch > 0 else 'local × ranks'} × {seq_len} tokens",
-        f"seed {recipe.find('torchtitan.debug.seed', -1)}",
+        f"batch {recipe.global_batch} × {recipe.seq_len} tokens",
+        f"seed {recipe.seed}",
     ]
     return " · ".join(parts) + f"\n→ {job.output}"
 
 
 def _show_plan(job: Job, *, as_json: bool) -> None:
     if as_json:
-        print(render.job_file(job), end="")
+        print(ranks.job_file(job), end="")
         return
     print(_headline(job))
     width = max(map(len, job.recipe.settings))
     for key, setting in job.recipe.settings.items():
-        print(f"  {key:<{width}}  {setting.value!s:<28}  {_short(setting.origin, job.recipe)}")
-    print("\n" + " ".join(render.argv(job, "python3")))
+        print(f"  {key:<{width}}  {setting.value!s:<28}  {short_origin(setting.origin, job.recipe)}")
+    print("\n" + " ".join(ranks.argv(job, "python3", _ELSEWHERE | dict(os.environ))))
 
 
-def _short(origin: str, recipe: Recipe) -> str:
-    return origin.replace(str(recipe.path), recipe.path.name)
+# A job of several nodes can be shown on a machine that is none of them.
+_ELSEWHERE = {"NODE_RANK": "$NODE_RANK", "MASTER_ADDR": "$MASTER_ADDR"}
 
 
 class _Progress:

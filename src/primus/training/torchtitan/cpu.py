@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
-__all__ = ["apply", "leave"]
+__all__ = ["apply"]
 
 
 def apply(threads: int) -> None:
@@ -29,19 +28,8 @@ def apply(threads: int) -> None:
     _device()
     _barrier()
     _gradient_reduction()
-
-
-def leave() -> NoReturn:
-    """End this process with exit code 0, now: call it when training is over and its groups are destroyed.
-
-    A gloo thread that still holds the last reference to a finished collective takes the GIL to drop it. When
-    that falls into the interpreter's finalization, CPython ends the thread by unwinding it, the destructor it
-    is in may not throw, and the whole process aborts: about one good run in fifteen on busy cores would be
-    reported as failed (pytorch#190489, pytorch#179291). What is skipped here is only that finalization.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    _histogram()
+    _permutation()
 
 
 def _device() -> None:
@@ -99,3 +87,25 @@ def _gradient_reduction() -> None:
         module.set_force_sum_reduction_for_comms(True)
 
     FSDPModule.set_gradient_divide_factor = with_plain_sum
+
+
+def _histogram() -> None:
+    """The router counts tokens per expert by ``histc`` over whole numbers, which torch has on GPUs alone.
+
+    Counts below 2^24 are exact in float32.
+    """
+    import torch
+
+    histc = torch.histc
+
+    def over_floats(values: Any, *args: Any, **kwargs: Any) -> Any:
+        return histc(values.float(), *args, **kwargs).to(values.dtype)
+
+    torch.histc = over_floats
+
+
+def _permutation() -> None:
+    """Tokens are sorted by expert by a Triton kernel; torchtitan's own CPU form of it is never asked for."""
+    from torchtitan.models.moe import kernels
+
+    kernels.fill_indices_wrapper = kernels.fill_indices_cpu

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from primus.recipes.architecture import rebuilt
+from primus.recipes.model import MOCK
+from primus.training.mock import texts
+from primus.training.store import choose_store
 from primus.training.torchtitan import cpu
+from primus.training.torchtitan.render import model_arguments, model_name
 
 __all__ = ["main"]
 
 # The names under which torchtitan finds the recipe's model and corpus.
 FLAVOR = "recipe"
 DATASET = "recipe_corpus"
+MOCK_TEXTS = 2000
 
 
 def main(argv: list[str]) -> None:
@@ -25,20 +32,24 @@ def main(argv: list[str]) -> None:
     job = json.loads(_job_file(argv).read_text())
     import torch
 
+    choose_store()
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         cpu.apply(int(job["threads"]))
-    _register_corpus()
+    _register_corpus(int(job["config"].get("debug.seed") or 0))
     exact = Path(job["output"]) / "exact.jsonl"
     _register_model(job, exact)
 
     from torchtitan.train import main as train
 
+    from primus.training.loop.process import leave
     from primus.training.torchtitan.observe import observed_trainer
 
+    if (tokenizer := str(job["assets"]["tokenizer"])).startswith("hf:"):
+        sys.argv += ["--model.hf_assets_path", _tokenizer_of(tokenizer.removeprefix("hf:"))]
     train(observed_trainer(Path(job["output"]) / "facts.json"))
     if on_cpu:
-        cpu.leave()
+        leave()
 
 
 def _job_file(argv: list[str]) -> Path:
@@ -48,12 +59,26 @@ def _job_file(argv: list[str]) -> Path:
     raise SystemExit("entry: --job.config_file FILE is missing")
 
 
-def _register_corpus() -> None:
+def _tokenizer_of(repository: str) -> str:
+    """The folder of a Hugging Face repository's tokenizer, fetched once; a token comes from HF_TOKEN alone."""
+    from huggingface_hub import snapshot_download
+
+    folder: str = snapshot_download(repository, allow_patterns=["tokenizer*", "special_tokens_map.json", "*.model"])
+    return folder
+
+
+def _register_corpus(seed: int) -> None:
     from datasets import Dataset
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
     def load(path: str) -> Any:
+        if path == MOCK:
+            return Dataset.from_list([{"text": text} for text in texts(seed, MOCK_TEXTS)])
+        if path.startswith("hf:"):
+            from datasets import load_dataset
+
+            return load_dataset(path.removeprefix("hf:"), split="train", streaming=True)
         # Read here, not by datasets.load_dataset: that writes a cache and may ask the hub.
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         return Dataset.from_list([json.loads(line) for line in lines])
@@ -84,17 +109,30 @@ def _register_model(job: dict[str, Any], exact: Path) -> None:
                 with exact.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 
-    name = job["model"]["name"]
+    model = rebuilt(job["model"])
+    name = model_name(model.family)
     spec = get_train_spec(name)
-    arguments = type(next(iter(spec.model_args.values())))
+    arguments = _arguments(type(next(iter(spec.model_args.values()))), model_arguments(model))
     register_train_spec(
         name,
         replace(
             spec,
-            model_args={**spec.model_args, FLAVOR: arguments(**job["model"]["args"])},
+            model_args={**spec.model_args, FLAVOR: arguments},
             build_metrics_processor_fn=lambda config, dims, _args=None, tag=None: ExactMetrics(config, dims, tag),
         ),
     )
+
+
+def _arguments(cls: type[Any], given: Mapping[str, Any]) -> Any:
+    """torchtitan's arguments from plain values; what is a mapping there is a dataclass of its own here."""
+    from dataclasses import fields
+
+    nested = {entry.name: entry.default_factory for entry in fields(cls)}
+    made = {
+        key: _arguments(type(nested[key]()), value) if isinstance(value, dict) else value  # type: ignore[operator]
+        for key, value in given.items()
+    }
+    return cls(**made)
 
 
 if __name__ == "__main__":

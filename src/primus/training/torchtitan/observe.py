@@ -1,37 +1,13 @@
-"""What really ran, seen from inside the process: dtypes, kernels, versions. Rank 0 writes ``facts.json``.
-
-A configuration file says what was asked. These facts come from the tensors of the first step, so a precision
-that was asked and not run shows.
-"""
+"""torchtitan's trainer, with notes on what really ran: see :mod:`primus.training.facts`."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from primus.training import facts
 
 __all__ = ["observed_trainer"]
-
-PACKAGES = (
-    "torch",
-    "torchtitan",
-    "torchao",
-    "triton",
-    "torchdata",
-    "datasets",
-    "tokenizers",
-    "numpy",
-    "primus-images",
-)
 
 
 def observed_trainer(facts_file: Path) -> type:
@@ -41,127 +17,28 @@ def observed_trainer(facts_file: Path) -> type:
     class ObservedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.facts = _static_facts(self)
+            self.facts = {
+                **facts.static(self.model_parts, self.device.type),
+                "seq_len": config.training.seq_len,
+                "local_batch_size": config.training.local_batch_size,
+                "accumulation_steps": self.gradient_accumulation_steps,
+                "seed": config.debug.seed,
+                "vocab_size": self.model_args.vocab_size,
+            }
 
         def train_step(self, data_iterator: Any) -> None:
             if "linears" in self.facts:
                 super().train_step(data_iterator)
                 return
-            with _watching(self.model_parts) as seen:
+            with facts.watching(self.model_parts, compiled=self.job_config.compile.enable) as seen:
                 super().train_step(data_iterator)
             self.facts.update(seen)
-            _write(facts_file, self.facts)
+            facts.write(facts_file, self.facts)
 
         def train(self) -> None:
             super().train()
-            self.facts["weights_sha256"] = _digest(self.model_parts)
+            self.facts["weights_sha256"] = facts.digest(self.model_parts)
             self.facts["last_step"] = self.step
-            _write(facts_file, self.facts)
+            facts.write(facts_file, self.facts)
 
     return ObservedTrainer
-
-
-def _static_facts(trainer: Any) -> dict[str, Any]:
-    parameters = [parameter for part in trainer.model_parts for parameter in part.parameters()]
-    modules = Counter(type(module).__name__ for part in trainer.model_parts for module in part.modules())
-    config = trainer.job_config
-    return {
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
-        "device": trainer.device.type,
-        "world_size": dist.get_world_size(),
-        "backend": dist.get_backend(),
-        "threads": torch.get_num_threads(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "parameter_dtypes": _counts(str(parameter.dtype) for parameter in parameters),
-        "modules": dict(sorted(modules.items())),
-        "seq_len": config.training.seq_len,
-        "local_batch_size": config.training.local_batch_size,
-        "accumulation_steps": trainer.gradient_accumulation_steps,
-        "seed": config.debug.seed,
-        "vocab_size": trainer.model_args.vocab_size,
-    }
-
-
-def _computed(tensor: Any) -> str:
-    """The dtype a product takes the tensor in: under autocast (torchtitan's way on one rank) float32 is cast first."""
-    device = tensor.device.type
-    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(device):
-        return str(torch.get_autocast_dtype(device))
-    return str(tensor.dtype)
-
-
-@contextmanager
-def _watching(parts: list[Any]) -> Iterator[dict[str, Any]]:
-    """Fill the yielded dict with the dtypes every linear layer used and the kernels the step called."""
-    found: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
-
-    def note(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        found["input"][_computed(inputs[0])] += 1
-        # Inside forward FSDP has replaced the shard by the gathered weight, in the dtype it computes with.
-        found["weight"][_computed(module.weight)] += 1
-        found["output"][str(output.dtype)] += 1
-
-    linears = [module for part in parts for module in part.modules() if isinstance(module, torch.nn.Linear)]
-    hooks = [module.register_forward_hook(note) for module in linears]
-    seen: dict[str, Any] = {}
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    try:
-        with torch.profiler.profile(activities=activities) as profile:
-            yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
-    called = Counter({event.key: event.count for event in profile.key_averages()})
-    seen["linears"] = {
-        "types": _counts(type(module).__name__ for module in linears),
-        **{f"{side}_dtypes": dict(sorted(counter.items())) for side, counter in found.items()},
-    }
-    seen["attention"] = sorted(name for name in called if "scaled_dot_product" in name or "flash" in name)
-    seen["matmuls"] = {name: called[name] for name in sorted(called) if name in _MATMULS}
-
-
-_MATMULS = {
-    "aten::mm",
-    "aten::bmm",
-    "aten::addmm",
-    "aten::_scaled_mm",
-    "aten::_grouped_mm",
-    "mkldnn::_linear_pointwise",
-}
-
-
-def _digest(parts: list[Any]) -> str:
-    """sha256 over the final weights of all ranks, each rank's own shards in order."""
-    digest = hashlib.sha256()
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            digest.update(name.encode())
-            digest.update(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, digest.hexdigest())
-    return hashlib.sha256("".join(gathered).encode()).hexdigest()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _counts(names: Any) -> dict[str, int]:
-    return dict(sorted(Counter(names).items()))
-
-
-def _write(path: Path, facts: dict[str, Any]) -> None:
-    if dist.get_rank() != 0:
-        return
-    waiting = path.with_suffix(".tmp")
-    waiting.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(waiting, path)  # noqa: PTH105

@@ -1,19 +1,107 @@
-"""A job as torchtitan 0.2.2 wants it: TOML file, the entry's job file, torchrun's words, environment."""
+"""A job as torchtitan 0.2.2 wants it: its TOML file, and its model's arguments from the recipe's sizes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from primus.errors import InputError
+from primus.recipes.architecture import Architecture
 from primus.recipes.model import Value
-from primus.recipes.resolve import data_parallel
 from primus.training.job import Job
 
-__all__ = ["argv", "checkpoints", "environment", "expected_facts", "job_file", "toml"]
+__all__ = ["model_arguments", "model_name", "toml"]
 
-ENTRY = "primus.training.torchtitan.entry"
+# Families whose every part the model of torchtitan 0.2.2 computes. Its qwen3 has no bias on query, key and value, so
+# Qwen 2.5 is not among them; nothing there has a sliding window.
+_MODELS = {
+    "llama2": "llama3",
+    "llama3": "llama3",
+    "mistral": "llama3",
+    "deepseek_v2": "deepseek_v3",
+    "deepseek_v3": "deepseek_v3",
+}
+
+
+def model_name(family: str, where: str = "") -> str:
+    """torchtitan's model for a family. InputError when it has none."""
+    if family not in _MODELS:
+        raise InputError(
+            f"torchtitan 0.2.2 has no model for the family {family}", where=where or None, hint="use --backend megatron"
+        )
+    return _MODELS[family]
+
+
+def model_arguments(model: Architecture) -> dict[str, Any]:
+    """The arguments of torchtitan's model class; nested ones (``moe_args``, ``rope_scaling_args``) as mappings."""
+    common = {
+        "dim": model.hidden_size,
+        "n_layers": model.layers,
+        "n_heads": model.heads,
+        "vocab_size": model.vocab_size,
+        "norm_eps": model.norm_eps,
+        "rope_theta": model.rope_theta,
+        **({"max_seq_len": model.max_seq_len} if model.max_seq_len else {}),
+    }
+    return {**common, **(_deepseek(model) if _MODELS[model.family] == "deepseek_v3" else _llama(model))}
+
+
+def _llama(model: Architecture) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "n_kv_heads": model.kv_heads,
+        # Its width is multiplier × 8/3 × dim, rounded up to a multiple: with a small one this is the width itself.
+        "multiple_of": model.ffn_size,
+        "ffn_dim_multiplier": 0.01,
+    }
+    scaling = model.rope_scaling
+    if scaling.kind == "llama3":
+        arguments["rope_scaling_args"] = {
+            "scaling_factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }
+    else:
+        # Its model always applies the scaling; a factor of 1 changes nothing.
+        arguments["rope_scaling_args"] = {"scaling_factor": 1.0}
+    return arguments
+
+
+def _deepseek(model: Architecture) -> dict[str, Any]:
+    moe, mla, scaling = model.moe, model.mla, model.rope_scaling
+    return {
+        "inter_dim": model.ffn_size,
+        "moe_inter_dim": moe.ffn_size,
+        "n_dense_layers": moe.dense_layers,
+        "moe_args": {
+            "num_experts": moe.experts,
+            "num_shared_experts": moe.shared_experts,
+            "top_k": moe.top_k,
+            "score_func": moe.score,
+            "route_norm": moe.normalize_top_k,
+            "route_scale": moe.route_scale,
+            "score_before_experts": False,
+            "load_balance_coeff": moe.auxiliary_loss or None,
+            **({"num_expert_groups": moe.groups, "num_limited_groups": moe.top_groups} if moe.groups > 1 else {}),
+        },
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_nope_head_dim": mla.qk_nope_head_dim,
+        "qk_rope_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        **(
+            {
+                "original_seq_len": scaling.original_max_position,
+                "rope_factor": scaling.factor,
+                "beta_fast": int(scaling.beta_fast),
+                "beta_slow": int(scaling.beta_slow),
+                "mscale": scaling.mscale,
+            }
+            if scaling.kind == "yarn"
+            else {"rope_factor": 1.0}
+        ),
+    }
 
 
 def toml(job: Job) -> str:
@@ -36,13 +124,14 @@ def _owned(job: Job) -> dict[str, Value]:
     owned: dict[str, Value] = {
         "job.dump_folder": str(job.output),
         "job.description": recipe.name,
-        "model.name": recipe.get("model.name", str),
+        "model.name": model_name(recipe.architecture.family, recipe.settings["model.family"].origin),
         "model.flavor": "recipe",
-        "model.hf_assets_path": str(recipe.asset("tokenizer")),
+        "model.hf_assets_path": str(recipe.asset("tokenizer") or ""),
         "training.dataset": "recipe_corpus",
-        "training.dataset_path": str(recipe.asset("corpus")),
+        "training.dataset_path": str(recipe.asset("corpus") or recipe.get("assets.corpus", str)),
         "metrics.log_freq": 1,
         "metrics.disable_color_printing": True,
+        "checkpoint.enable": recipe.find("torchtitan.checkpoint.interval", 0) > 0,
     }
     if job.resume_from is not None:
         owned |= {
@@ -68,82 +157,3 @@ def _toml_value(value: Value) -> str:
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     # JSON's spelling of text, numbers and booleans is valid TOML.
     return json.dumps(value, ensure_ascii=False)
-
-
-def job_file(job: Job) -> str:
-    """The text of ``job.json``, which the entry reads and which stays as the record of what was asked."""
-    recipe = job.recipe
-    content = {
-        "name": job.name,
-        "output": str(job.output),
-        "threads": 1,
-        "resume_from": str(job.resume_from) if job.resume_from else None,
-        "first_step": job.first_step,
-        "last_step": job.last_step,
-        "recipe": {"name": recipe.name, "sha256": recipe.digest, "overrides": list(recipe.overrides)},
-        "model": {"name": recipe.get("model.name", str), "args": recipe.section("model.args")},
-        "settings": {key: {"value": s.value, "origin": s.origin} for key, s in recipe.settings.items()},
-    }
-    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-
-
-def argv(job: Job, python: str) -> list[str]:
-    """The command that starts all ranks of ``job`` on this machine."""
-    return [
-        python, "-m", "torch.distributed.run",
-        "--nproc-per-node", str(job.recipe.get("ranks", int)),
-        # Port 0: jobs side by side never meet. The address is named so that no host name is looked up.
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1",
-        "--log-dir", str(job.output / "cache" / "torchrun"),
-        "-m", ENTRY, "--job.config_file", str(job.output / "torchtitan.toml"),
-    ]  # fmt: skip
-
-
-def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the ranks, made from ``given``: no network, caches in the job's own folder.
-
-    The root file system may be read-only, the user id unknown to the system and HOME not writable.
-    """
-    cache = job.output / "cache"
-    made = dict(given)
-    made |= {
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_HOME": str(cache / "huggingface"),
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        "XDG_CACHE_HOME": str(cache),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "NO_COLOR": "1",
-    }
-    # torchrun's own default, which it only announces loudly when it is not set.
-    made.setdefault("OMP_NUM_THREADS", "1")
-    made.setdefault("USER", "primus")
-    return made
-
-
-def expected_facts(job: Job) -> dict[str, Any]:
-    """What the run must say of itself when it ran as the recipe asks; keys as in ``facts.json``."""
-    recipe = job.recipe
-    local = recipe.get("torchtitan.training.local_batch_size", int)
-    batch = recipe.find("torchtitan.training.global_batch_size", -1)
-    together = local * data_parallel(recipe)
-    asked: dict[str, Any] = {
-        "world_size": recipe.get("ranks", int),
-        "seq_len": recipe.get("torchtitan.training.seq_len", int),
-        "local_batch_size": local,
-        "accumulation_steps": batch // together if batch > 0 else 1,
-        "vocab_size": recipe.get("model.args.vocab_size", int),
-    }
-    if "torchtitan.debug.seed" in recipe.settings:
-        asked["seed"] = recipe.get("torchtitan.debug.seed", int)
-    if recipe.find("torchtitan.debug.deterministic", False):
-        asked["deterministic"] = True
-    return asked
-
-
-def checkpoints(output: Path, folder: str = "checkpoint") -> list[Path]:
-    """The checkpoint folders a run left, oldest step first."""
-    found = [path for path in (output / folder).glob("step-*") if path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]))

@@ -1,8 +1,9 @@
-"""The real cpu image, with its inputs fetched and its base built: wheels become layers here, `pip install` there."""
+"""A real image, with its inputs fetched and its base built: wheels become layers here, `pip install` there."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,19 +15,25 @@ from pathlib import Path
 from benchmarks.buildkit import BuildKit
 from benchmarks.measure import PRIMUS, Finished, run
 from primus.errors import CheckFailed, HostError, InputError
+from primus.images.action import ImagePlan
+from primus.images.filecache import FileCache
+from primus.images.plan import plan_image
+from primus.images.project import Project
+from primus.images.store import Layer
+from primus.versions.lock import LockedFile
 
-__all__ = ["TARGET", "CpuProject", "prepare"]
+__all__ = ["ImageProject", "prepare"]
 
-TARGET = "cpu"
 _BASE = "primus-base"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpuProject:
+class ImageProject:
     """A copy of the repository's inputs, which is a Docker build context too; our builder's side of the comparison."""
 
     root: Path
     store: Path
+    target: str
     name: str = "ours"
 
     def command(self, targets: Sequence[str], *, offline: bool = True) -> list[str]:
@@ -40,12 +47,14 @@ class CpuProject:
         return done.lines[-1], done
 
     def forget(self) -> None:
-        """Take everything out of the store but the base, which BuildKit has from the start as well."""
+        """Take everything out of the store but what BuildKit has from the start as well: the base, and the wheels
+        built from source.
+        """
         shutil.rmtree(self.root / ".primus" / "cache", ignore_errors=True)
-        kept = "".join(path.read_text() for path in self._base_records())
-        digests = set(re.findall(r"[0-9a-f]{64}", kept))
+        base = self._base_record()
+        digests = set(re.findall(r"[0-9a-f]{64}", base.read_text()))
         for path in (self.store / "actions").glob("*.json"):
-            if path not in self._base_records():
+            if path != base and json.loads(path.read_text())["kind"] != "build":
                 path.unlink()
         for path in (self.store / "blobs" / "sha256").iterdir():
             if path.name not in digests:
@@ -60,7 +69,7 @@ class CpuProject:
 
     def base_tar(self) -> subprocess.Popen[bytes]:
         """A process that writes the base layer's tar to its standard output."""
-        (record,) = [json.loads(path.read_text()) for path in self._base_records()]
+        record = json.loads(self._base_record().read_text())
         digest = record["layer"]["blob"]["digest"].removeprefix("sha256:")
         code = (
             "import sys, zstandard as z; z.ZstdDecompressor().copy_stream(open(sys.argv[1], 'rb'), sys.stdout.buffer)"
@@ -68,23 +77,45 @@ class CpuProject:
         blob = str(self.store / "blobs" / "sha256" / digest)
         return subprocess.Popen([sys.executable, "-c", code, blob], stdout=subprocess.PIPE)
 
-    def _base_records(self) -> list[Path]:
-        return [p for p in (self.store / "actions").glob("*.json") if '"kind":"debs"' in p.read_text().replace(" ", "")]
+    def _base_record(self) -> Path:
+        return self.store / "actions" / f"{self._plan().layers[0].key}.json"
+
+    def wheels(self) -> list[LockedFile]:
+        """The image's wheels: those of its lock, and those that its builds made from source."""
+        lock = self.project.lock(self.target)
+        builds = [a.key for a in self._plan().actions() if a.kind == "build"]
+        records = [json.loads((self.store / "actions" / f"{key}.json").read_text()) for key in builds]
+        built = [LockedFile(kind="wheel", name=r["name"], version="", **r["wheel"]) for r in records]
+        return [*(lock.of("wheel") if lock else ()), *built]
+
+    def layers(self) -> list[Layer]:
+        """The image's layers; it must be built."""
+        found = [self.project.store.layer(action.key) for action in self._plan().layers]
+        return [layer for layer in found if layer is not None]
+
+    @property
+    def project(self) -> Project:
+        """The folder as our builder reads it."""
+        return Project.find(self.root, store=self.store)
+
+    def _plan(self) -> ImagePlan:
+        return plan_image(self.project, self.target, self.project.lock(self.target))
 
 
-def prepare(repository: Path, root: Path, kit: BuildKit) -> CpuProject:
+def prepare(repository: Path, root: Path, kit: BuildKit, target: str) -> ImageProject:
     """Copy the inputs, fetch all files, build once, and give BuildKit the same base and the same wheels."""
     root.mkdir()
-    ours = CpuProject(root=root, store=root.parent / f"{root.name}-store")
+    ours = ImageProject(root=root, store=root.parent / f"{root.name}-store", target=target)
     for name in ("versions.yaml", "images", "recipes", "src"):
         source, copy = repository / name, root / name
         if source.is_dir():
             shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.is_file():
             shutil.copy2(source, copy)
-    print("fetching what the cpu image needs, building it once", file=sys.stderr, flush=True)
-    run(ours.command([TARGET], offline=False))
-    _describe_for_docker(root)
+    print(f"fetching what the {target} image needs, building it once", file=sys.stderr, flush=True)
+    _lend(repository / ".primus", root / ".primus" / "files", ours.store)
+    run(ours.command([target], offline=False))
+    _describe_for_docker(ours)
     with ours.base_tar() as tar:
         kit.load_root(tar.stdout, _BASE)
     if tar.returncode:
@@ -92,30 +123,36 @@ def prepare(repository: Path, root: Path, kit: BuildKit) -> CpuProject:
     return ours
 
 
-def _describe_for_docker(root: Path) -> None:
-    from primus.images.filecache import FileCache
-    from primus.images.project import Project
+def _lend(own: Path, files: Path, store: Path) -> None:
+    """What the repository's own builds fetched and compiled need not be fetched and compiled again."""
+    if (own / "files").is_dir():
+        shutil.copytree(own / "files", files, copy_function=os.link)
+    (store / "actions").mkdir(parents=True)
+    for path in (own / "store" / "actions").glob("*.json"):
+        if json.loads(path.read_text())["kind"] == "build":
+            shutil.copy2(path, store / "actions")
 
-    project = Project.find(root)
-    lock, base = project.lock(TARGET), project.choice(TARGET).base
-    if lock is None or base is None:
-        raise InputError("the cpu image has no lock or no base")
+
+def _describe_for_docker(ours: ImageProject) -> None:
+    root, target, project = ours.root, ours.target, ours.project
+    base, wheels = project.choice(target).base, ours.wheels()
+    if not wheels or base is None:
+        raise InputError(f"the {target} image has no lock or no base")
     cache = FileCache(project.work / "files")
     (root / "wheels").mkdir()
-    wheels = lock.of("wheel")
     for wheel in wheels:
         (root / "wheels" / wheel.file).hardlink_to(cache.path(wheel.sha256))
     pip = next((w.file for w in wheels if w.name == "pip"), None)
     if pip is None:
-        raise CheckFailed("the cpu image brings no pip wheel, so BuildKit's side cannot install its wheels")
+        raise CheckFailed(f"the {target} image brings no pip wheel, so BuildKit's side cannot install its wheels")
     python = ".".join(project.versions.bases[base].python.split(".")[:2])
     # A bind mount and no cache folder: the wheels stay out of the image, which is the fastest way BuildKit knows.
     install: list[str] = [f"/usr/bin/python{python}", f"/wheels/{pip}/pip", "install", "--no-index", "--no-deps"]
     install += ["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore", "--quiet"]
     install += ["--break-system-packages", "--prefix=/opt/venv", *(f"/wheels/{w.file}" for w in wheels)]
-    local = {name: pin for name, pin in project.pins(TARGET).items() if pin.path}
+    local = {name: pin for name, pin in project.pins(target).items() if pin.path}
     copies = [f"COPY {pin.path} {pin.to}" for _, pin in sorted(local.items(), key=lambda i: i[0] == "recipes")]
-    lines = [f"FROM {_BASE} AS {TARGET}", f"RUN --mount=type=bind,source=wheels,target=/wheels {_exec(install)}"]
+    lines = [f"FROM {_BASE} AS {target}", f"RUN --mount=type=bind,source=wheels,target=/wheels {_exec(install)}"]
     (root / "Dockerfile").write_text("\n".join([*lines, *copies, ""]))
     wanted = ["wheels", *(pin.path for pin in local.values() if pin.path)]
     (root / ".dockerignore").write_text("\n".join(["*", *(f"!{path}" for path in wanted), "**/__pycache__", ""]))

@@ -1,0 +1,195 @@
+"""What building the AMD generations costs and shares: `nox -s bench-generations`.
+
+Works on a copy of the repository's inputs with an empty store, offline: the files must be fetched (a build of all four
+targets does that). Every figure is of the preview images, from the locks as they are committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import PRIMUS, machine, peak_megabytes, run
+from primus.errors import CheckFailed, PrimusError
+from primus.images.action import ImagePlan
+from primus.images.filecache import FileCache
+from primus.images.kernels import KernelFiles
+from primus.images.layer import write_layer
+from primus.images.plan import plan_image
+from primus.images.project import Project
+from primus.images.store import Layer, Store
+
+TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "benchmarks" / "results" / "generations.json"
+_NOOPS = 15
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write the results; 1 when a bar is not met."""
+    parser = argparse.ArgumentParser(prog="nox -s bench-generations --", description=__doc__)
+    parser.add_argument("--out", type=Path, default=OUT, help="JSON file")
+    parser.add_argument("--once", action="store_true", help="one cold build instead of two")
+    parser.add_argument("--skip-cold", action="store_true", help="measure what the repository's own store holds")
+    args = parser.parse_args(argv)
+    words = ["--once"] * args.once + ["--skip-cold"] * args.skip_cold
+    before = os.getloadavg()
+    try:
+        with tempfile.TemporaryDirectory(prefix="primus-generations-", dir=ROOT / ".primus") as folder:
+            report = Report(root=ROOT if args.skip_cold else _copy(Path(folder) / "project"))
+            if not args.skip_cold:
+                _cold(report, args.once)
+            for measure in (_noop, _sharing, _pruning):
+                measure(report)
+    except PrimusError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return error.exit_code
+    result = {
+        "generated": "by `nox -s bench-generations`; do not edit",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": " ".join(["nox -s bench-generations", *(["--", *words] if words else [])]),
+        "machine": machine(),
+        "versions": {"primus-images": metadata.version("primus-images"), "zstandard": metadata.version("zstandard")},
+        "load_average": {"before": [round(v, 2) for v in before], "after": [round(v, 2) for v in os.getloadavg()]},
+        "rows": report.rows,
+        "notes": report.notes,
+    }
+    args.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    missed = [row["name"] for row in report.rows if row.get("met") is False]
+    print(
+        f"{len(report.rows)} rows written to {args.out.name}; " + (f"missed: {', '.join(missed)}" if missed else "ok")
+    )
+    return 1 if missed else 0
+
+
+def _copy(root: Path) -> Path:
+    """The repository's inputs, with its fetched files and nothing that was ever built from them."""
+    for name in ("images", "recipes", "src"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "versions.yaml", root)
+    (root / ".primus").mkdir()
+    (root / ".primus" / "files").symlink_to((ROOT / ".primus" / "files").resolve())
+    return root
+
+
+def _forget(root: Path) -> None:
+    for name in ("store", "cache", "unpacked", "logs"):
+        shutil.rmtree(root / ".primus" / name, ignore_errors=True)
+
+
+@dataclass(kw_only=True)
+class Report:
+    """The rows and notes measured so far, on the project at ``root``."""
+
+    root: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def build(self, *targets: str) -> list[str]:
+        """The command line that builds these."""
+        return [*PRIMUS, "build", *targets, "--offline", "--locked", "--project", str(self.root)]
+
+    def add(self, name: str, value: float, unit: str, bar: tuple[str, float] | None = None) -> None:
+        """Keep one row; ``bar`` is ≤ or ≥ and the limit."""
+        row: dict[str, Any] = {"name": name, "value": round(value, 3 if value < 10 else 2), "unit": unit}
+        if bar is not None:
+            sign, limit = bar
+            row["bar"] = {"sign": sign, "limit": limit}
+            row["met"] = value <= limit if sign == "≤" else value >= limit
+        self.rows.append(row)
+        print(f"  {name}: {row['value']} {unit}", file=sys.stderr, flush=True)
+
+
+def _cold(report: Report, once: bool) -> None:
+    """Build mi355x from nothing, then the other three."""
+    command = report.build("mi355x")
+    used, begin = _processor_seconds(), time.perf_counter()
+    peak = peak_megabytes(command)
+    seconds = time.perf_counter() - begin
+    (first,) = {image["digest"] for image in Project(report.root).store.images().values()}
+    if once:
+        report.notes.append("Seconds and memory are of one build: watching its memory lengthens it")
+    else:
+        _forget(report.root)
+        used = _processor_seconds()
+        cold = run(command)
+        seconds = cold.seconds
+        if cold.lines[-1] != first:
+            raise CheckFailed(f"two builds from empty stores differ: {first} and {cold.lines[-1]}")
+        report.notes.append("Two builds of mi355x from empty stores gave the same digest; memory is that of the first")
+    used = _processor_seconds() - used
+    report.add("mi355x preview, cold", seconds, "s", ("≤", 240))
+    report.add("mi355x preview, cold: processor time, which other work on the machine hardly changes", used, "s")
+    report.add("mi355x preview, cold: peak memory of all processes", peak, "MB", ("≤", 500))
+    for target in ("mi350x", "mi300x", "mi325x"):
+        report.add(f"{target} preview after those above", run(report.build(target)).seconds, "s")
+
+
+def _noop(report: Report) -> None:
+    for name, targets, bar in (("mi355x preview", TARGETS[-1:], ("≤", 0.2)), ("all four", TARGETS, None)):
+        run(report.build(*targets))
+        seconds = statistics.median(run(report.build(*targets)).seconds for _ in range(_NOOPS))
+        report.add(f"{name}, nothing to do (median of {_NOOPS})", seconds, "s", bar)
+
+
+def _sharing(report: Report) -> None:
+    command = [*PRIMUS, "plan", *TARGETS, "--json", "--project", str(report.root)]
+    sharing = {plan["target"]: plan["sharing"] for plan in json.loads("\n".join(run(command).lines))}
+    for one, other, bar in (
+        ("mi350x", "mi355x", ("≥", 99.0)),
+        ("mi300x", "mi325x", ("≥", 99.0)),
+        ("mi300x", "mi355x", None),
+    ):
+        share = math.floor(10_000 * sharing[one]["with"][other]["share"]) / 100
+        report.add(f"{one} ↔ {other}, shared bytes of the larger image", share, "%", bar)
+
+
+def _pruning(report: Report) -> None:
+    project = Project(report.root)
+    plan = plan_image(project, "mi355x", project.lock("mi355x"))
+    layers = {action.name: layer for action in plan.layers if (layer := project.store.layer(action.key)) is not None}
+    kernels, whole = layers["kernels gfx950"], _unpruned(project, plan)
+    size, unpacked = sum(x.blob.size for x in layers.values()), sum(x.unpacked for x in layers.values())
+    saved, more = whole.blob.size - kernels.blob.size, whole.unpacked - kernels.unpacked
+    report.add("mi355x preview, compressed", size / 1e6, "MB")
+    report.add("mi355x preview with the kernel files of all GPUs, compressed", (size + saved) / 1e6, "MB")
+    report.add("mi355x preview: smaller by pruning, compressed", 100 * saved / (size + saved), "%", ("≥", 40.0))
+    report.add("mi355x preview: smaller by pruning, unpacked", 100 * more / (unpacked + more), "%")
+
+
+def _processor_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _unpruned(project: Project, plan: ImagePlan) -> Layer:
+    """The layer that the kernel files of all GPUs would be."""
+    action = next(action for action in plan.layers if action.kind == "kernels")
+    files = FileCache(project.work / "files")
+    with tempfile.TemporaryDirectory(dir=project.work) as folder:
+        store = Store(Path(folder) / "store")
+        store.prepare()
+        # Every path that matches names some architecture, and all of them begin so.
+        found = KernelFiles(arch="gfx[0-9a-f]*")
+        patterns: Any = action.spec["kernels"]
+        for deb in action.files:
+            found.take(files.path(deb.sha256), patterns[deb.name], Path(folder) / deb.name)
+        return write_layer(store, found.entries)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Train recipes on this machine's GPUs, judge each run, and write what was measured.
+
+    python -m benchmarks.gpu OUT.json --what WORDS CELL [CELL ...]
+
+A CELL is RECIPE:BACKEND:MODE:PRECISION, then any key=value words after further colons. ``bare:`` in front of a
+torchtitan cell runs torchtitan's own trainer with the same settings and none of this project's code, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from primus.recipes.load import folder
+from primus.recipes.model import Asked
+from primus.recipes.size import size
+from primus.training import logs, metrics, start, suite
+from primus.training.flops import of_recipe_unit
+from primus.training.job import Job
+from primus.training.torchtitan import render
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("cells", nargs="+")
+    parser.add_argument("--what", required=True)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--runs", type=Path, default=Path("/tmp/primus-gpu"))
+    options = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    for number, cell in enumerate(options.cells):
+        began = time.monotonic()
+        result = one(cell, options.runs / f"{number}", options)
+        result["wall_seconds"] = round(time.monotonic() - began, 1)
+        results.append(result)
+        print(json.dumps({k: result[k] for k in ("cell", "passed", "summary", "wall_seconds")}), flush=True)
+        document = {
+            "what": options.what, "date": time.strftime("%Y-%m-%d"), "command": "python -m " + command(),
+            "host": host(), "results": results,
+        }  # fmt: skip
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(result["passed"] for result in results) else 1
+
+
+def command() -> str:
+    return " ".join(["benchmarks.gpu", *(word for word in sys.argv[1:] if "/" not in word)])
+
+
+def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one cell: its verdicts, figures and series."""
+    words = cell.removeprefix("bare:").split(":")
+    recipe, backend, mode, precision = words[:4]
+    asked = Asked(backend=backend, mode=mode, precision=precision)
+    settings = [f"ranks={options.ranks}", *words[4:]]
+    if not any("steps=" in word for word in settings):
+        settings.append(f"training.steps={options.steps}")
+    jobs = suite.plan(recipe, root, settings, asked, level="quick")
+    job = jobs[0]
+    unit = of_recipe_unit(job.recipe.architecture, job.recipe.seq_len)
+    common = {
+        "cell": cell, "recipe_sha256": job.recipe.digest, "gpu": job.recipe.gpu, "ranks": job.recipe.world_size,
+        "seq_len": job.recipe.seq_len, "local_batch": job.recipe.local_batch, "global_batch": job.recipe.global_batch,
+        "parameters": size(job.recipe.architecture).total,
+        "gflop_per_unit": {"causal": unit.causal / 1e9, "non_causal": unit.non_causal / 1e9},
+    }  # fmt: skip
+    if cell.startswith("bare:"):
+        return common | bare(job)
+    outcomes = suite.run(jobs, start.run_directly)
+    verdicts = suite.judge(jobs, outcomes)
+    left = outcomes["base"]
+    if left.exit_code:
+        print("".join((job.output / "log.txt").read_text().splitlines(keepends=True)[-40:]), flush=True)
+    facts = {key: value for key, value in left.facts.items() if key not in ("modules", "linears")}
+    linears = dict(left.facts.get("linears", {}))
+    linears.pop("plain", None)
+    return common | {
+        "passed": all(verdict.passed for verdict in verdicts),
+        "exit_code": left.exit_code,
+        "seconds": left.seconds,
+        "summary": asdict(metrics.summarize(left.series, job.recipe.get("validation.warmup_steps", int))),
+        "verdicts": [asdict(verdict) for verdict in verdicts],
+        "facts": facts | {"linears": linears},
+        "series": [json.loads(line) for line in metrics.as_json_lines(left.series).splitlines()],
+        "settings": {key: setting.value for key, setting in job.recipe.settings.items()},
+    }
+
+
+def bare(job: Job) -> dict[str, Any]:
+    """torchtitan's own ``train.py`` on its own model of the same size."""
+    job.output.mkdir(parents=True)
+    corpus = job.output / "corpus"
+    corpus.mkdir()
+    (corpus / "corpus.jsonl").write_bytes((folder() / "assets" / "corpus.jsonl").read_bytes())
+    lines = render.toml(job).replace('flavor = "recipe"', 'flavor = "8B"').replace('"recipe_corpus"', '"c4_test"')
+    text = "\n".join(f'dataset_path = "{corpus}"' if x.startswith("dataset_path") else x for x in lines.splitlines())
+    (job.output / "bare.toml").write_text(text)
+    words = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job.recipe.world_size), "--standalone",
+        "-m", "torchtitan.train", "--job.config_file", str(job.output / "bare.toml"),
+    ]  # fmt: skip
+    began = time.monotonic()
+    log = job.output / "log.txt"
+    with log.open("w") as file:
+        code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    series = logs.parse_torchtitan(log.read_text(errors="replace"))
+    if code:
+        print("".join(log.read_text().splitlines(keepends=True)[-40:]), flush=True)
+    summary = metrics.summarize(series, job.recipe.get("validation.warmup_steps", int))
+    return {
+        "passed": code == 0 and len(series.steps) == job.recipe.steps,
+        "exit_code": code, "seconds": round(time.monotonic() - began, 1), "summary": asdict(summary),
+        "series": [json.loads(line) for line in metrics.as_json_lines(series).splitlines()],
+    }  # fmt: skip
+
+
+def host() -> dict[str, Any]:
+    """What the figures belong to."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        gpus = []
+    shown = (
+        "NCCL_NVLS_ENABLE",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    )
+    return {
+        "gpus": gpus, "python": platform.python_version(), "cpus": os.cpu_count(),
+        "environment": {name: os.environ[name] for name in shown if name in os.environ},
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+../../../Primus/examples/run_pretrain.sh

@@ -1,0 +1,1 @@
+../FluxBenchmark/launcher.py

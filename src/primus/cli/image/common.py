@@ -1,0 +1,79 @@
+"""Options that several verbs of the image share."""
+
+from __future__ import annotations
+
+import argparse
+
+from primus.recipes.choose import PRECISIONS
+from primus.recipes.load import names
+from primus.recipes.model import Asked, Recipe
+from primus.recipes.resolve import resolve
+
+__all__ = ["add_choices", "add_named", "add_recipe", "complete_recipe", "offered", "resolved", "short_origin"]
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """The recipe's name and the settings that replace its own."""
+    # argparse alone takes positional words in one go: key=value after an option would be refused.
+    parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
+    recipe = parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or the path of its file")
+    recipe.completer = complete_recipe  # type: ignore[attr-defined]
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the recipe's")
+
+
+def complete_recipe(prefix: str, **_: object) -> list[str]:
+    """Names for tab completion."""
+    return [name for name in names() if name.startswith(prefix)]
+
+
+def short_origin(origin: str, recipe: Recipe) -> str:
+    """``origin`` with paths below the recipe's folder."""
+    return origin.replace(f"{recipe.path.parent}/", "")
+
+
+def offered(choice: str) -> list[str]:
+    """Every word that some recipe takes for a choice."""
+    from primus.recipes.backends import backends
+    from primus.recipes.catalogue import gpus
+
+    match choice:
+        case "backend":
+            return list(backends())
+        case "mode":
+            return list(dict.fromkeys(mode for backend in backends().values() for mode in backend.modes))
+        case "precision":
+            return list(PRECISIONS)
+        case _:
+            return list(gpus())
+
+
+def add_named(parser: argparse.ArgumentParser, choice: str, meaning: str) -> None:
+    """An option for one of the choices, with its words for tab completion."""
+    action = parser.add_argument(f"--{choice}", metavar="NAME", help=meaning)
+    action.completer = lambda **_: offered(choice)  # type: ignore[attr-defined]
+
+
+def add_choices(parser: argparse.ArgumentParser) -> None:
+    """What decides which of a recipe's cases hold, and the settings that every backend has."""
+    add_named(parser, "backend", "torchtitan, megatron, finetune, flux or fsdp")
+    add_named(parser, "mode", "pretrain, full or lora")
+    add_named(parser, "precision", ", ".join(PRECISIONS))
+    add_named(parser, "gpu", "generation to resolve for (default: the machine's)")
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines that take part (default: 1)")
+    parser.add_argument("--proxy", action="store_true", default=None, help="the small model of the same code path")
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes on each machine")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of weights and data")
+
+
+def resolved(options: argparse.Namespace) -> Recipe:
+    """The recipe that the options ask for. Raises InputError."""
+    names = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
+    asked = Asked(**{name: getattr(options, name) for name in names})
+    flags = {what: value for what in ("ranks", "steps", "seed") if (value := getattr(options, what)) is not None}
+    if not flags:
+        return resolve(options.recipe, options.overrides, asked)
+    # Where a backend keeps its steps and its seed is known once the backend is.
+    knows = resolve(options.recipe, options.overrides, asked).knows
+    words = [f"{'ranks' if what == 'ranks' else knows.key(what)}={value}" for what, value in flags.items()]
+    return resolve(options.recipe, [*options.overrides, *words], asked)

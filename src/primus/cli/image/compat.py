@@ -1,0 +1,180 @@
+"""Run a command of the documents that came before: what it asks for is found and trained.
+
+COMMAND is the script's name and what follows are its own words; the scripts in the image call this. Options of
+primus may stand among them: --dry-run, --proxy, --gpu NAME, --precision NAME, --output DIR, --json, and
+--allow-unmapped, which leaves out what no recipe can say instead of refusing. PRIMUS_PROXY=1, PRIMUS_GPU and
+PRIMUS_DRY_RUN=1 do the same from the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from primus.cli.image import train
+from primus.compat import benchmark, pretrain
+from primus.compat.request import Request
+from primus.compat.tables import nearest
+from primus.errors import HostError, InputError
+
+__all__ = ["EXAMPLE", "add_arguments", "requested", "run"]
+
+EXAMPLE = "primus compat pytorch_benchmark_report.sh -t pretrain -m Llama-3.1-8B -p FP8 -s 8192 --dry-run"
+
+# One rank of torchrun is enough to start primus, which starts its own ranks.
+_OF_TORCHRUN = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("command", metavar="COMMAND", help="as in run_pretrain.sh")
+    parser.add_argument("words", metavar="WORD", nargs=argparse.REMAINDER, help="the command's own options")
+
+
+def _own(command: str) -> argparse.ArgumentParser:
+    """Options of primus among the command's words; a command that has one of the name keeps it."""
+    parser = argparse.ArgumentParser(prog=command, add_help=False, allow_abbrev=False)
+    for flag in ("--dry-run", "--proxy", "--json", "--allow-unmapped"):
+        parser.add_argument(flag, action="store_true")
+    for option in ("--precision", "--output", *(() if command == "run_k8s_pretrain.sh" else ("--gpu",))):
+        parser.add_argument(option)
+    parser.set_defaults(gpu=None)
+    return parser
+
+
+def requested(
+    command: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    allow_unmapped: bool = False,
+    precision: str | None = None,
+) -> Request:
+    """What a command asks for. InputError and HostError when it asks for nothing that can be trained here."""
+    name = command.rpartition("/")[2]
+    known: dict[str, Callable[[], Request]] = {
+        **dict.fromkeys(
+            ("run_pretrain.sh", "run_local_pretrain.sh", "run_slurm_pretrain.sh"),
+            lambda: pretrain.pretrain(words, environment, allow_unmapped=allow_unmapped, precision=precision),
+        ),
+        "run_k8s_pretrain.sh": lambda: pretrain.kubernetes(words, environment, allow_unmapped=allow_unmapped),
+        "pytorch_benchmark_report.sh": lambda: benchmark.report(words),
+        "train_fsdp.py": lambda: benchmark.fsdp(words, environment),
+        "launcher.py": lambda: benchmark.program(name, words),
+        "run_llama_train.sh": lambda: benchmark.program(name, words),
+        "madengine": lambda: benchmark.tag(words),
+    }
+    if name not in known:
+        raise InputError(
+            f"there is no command {name!r}" + nearest(name, list(known)), hint=f"there are: {', '.join(known)}"
+        )
+    request = known[name]()
+    return replace(request, asked=replace(request.asked, precision=precision)) if precision else request
+
+
+def run(options: argparse.Namespace) -> int:
+    """Find out what is asked, say it, and train. Returns what ``primus train`` returns."""
+    environment = dict(os.environ)
+    if _STARTED_BY_TORCHRUN in environment and environment.get("LOCAL_RANK", "0") != "0":
+        return 0
+    command = options.command.rpartition("/")[2]
+    if command in ("pytorch_benchmark_setup.sh", "download_assets"):
+        return _set_up(options.words, environment, downloads=command == "download_assets")
+    own, words = _own(command).parse_known_args(options.words)
+    own.dry_run |= environment.get("PRIMUS_DRY_RUN") == "1"
+    own.proxy |= environment.get("PRIMUS_PROXY") == "1"
+    own.gpu = own.gpu or environment.get("PRIMUS_GPU")
+    request = requested(
+        command, words, environment, allow_unmapped=own.allow_unmapped, precision=own.precision
+    )  # fmt: skip
+    request = _for_this_machine(request, own)
+    for sentence in request.says:
+        print(f"{command}: {sentence}", file=sys.stderr)
+    print(f"{command}: → primus train {' '.join(request.train())}", file=sys.stderr)
+    if not own.dry_run:
+        _startable(command, environment, request)
+        for name in _OF_TORCHRUN if _STARTED_BY_TORCHRUN in environment else ():
+            os.environ.pop(name, None)
+        os.environ.update(request.environment)
+    parser = argparse.ArgumentParser(prog=f"primus compat {command}")
+    train.add_arguments(parser)
+    more = [*(["--dry-run"] if own.dry_run else []), *(["--json"] if own.json else [])]
+    return train.run(parser.parse_args([*request.train(), *more, *(["--output", own.output] if own.output else [])]))
+
+
+def _set_up(words: Sequence[str], environment: Mapping[str, str], *, downloads: bool) -> int:
+    """Say which libraries are there; with ``--download`` bring models and data sets."""
+    from primus.compat import setup
+
+    if [word for word in words if word != "--download"]:
+        raise InputError(f"there is no option {words[0]!r}", hint="--download brings models and data sets, too")
+    if not downloads:
+        found = setup.libraries()
+        for one in found:
+            state = one.version or (f"not needed: {one.because}" if one.because else "missing")
+            print(f"{one.name:<24}{state}")
+        missing = [one.name for one in found if one.missing]
+        if missing:
+            raise HostError(
+                f"{', '.join(missing)} cannot be imported here", hint="the images for CPU and H200 have all of them"
+            )
+    if downloads or "--download" in words:
+        for folder in setup.download(environment):
+            print(folder)
+    return 0
+
+
+def _for_this_machine(request: Request, own: argparse.Namespace) -> Request:
+    asked = request.asked if own.gpu is None else replace(request.asked, gpu=own.gpu)
+    request = replace(request, asked=asked)
+    if own.proxy:
+        from primus.recipes.backends import backend
+
+        knows = backend(asked.backend or "torchtitan")
+        return pretrain.for_proxy(request, [knows.key("steps"), knows.key("seed")])
+    if own.gpu or request.gpu_of_path is None:
+        return request
+    from primus.gpus.detect import detect
+
+    found = detect()
+    if not found.names and own.dry_run:
+        says = f"this machine has no GPU: resolved for {request.gpu_of_path}, which the path names"
+        return replace(request, asked=replace(asked, gpu=request.gpu_of_path), says=(*request.says, says))
+    if found.generation and found.generation != request.gpu_of_path:
+        says = f"the path is of {request.gpu_of_path}, the settings are those of this machine's {found.generation}"
+        return replace(request, says=(*request.says, says))
+    return request
+
+
+def _startable(command: str, environment: Mapping[str, str], request: Request) -> None:
+    """HostError for what only the host can start, InputError for a tuning stage without the one before it."""
+    if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
+        raise HostError(
+            "a job of Slurm is started outside of the image",
+            hint="srun this image's run_pretrain.sh on each node, with MASTER_ADDR set to the first",
+        )
+    if command in ("run_k8s_pretrain.sh", "madengine"):
+        raise HostError(
+            f"{command} starts containers, which is done outside of the image", hint="--dry-run shows the run"
+        )
+    if environment.get("PRIMUS_HIPBLASLT_TUNING_STAGE") == "2":
+        raise HostError("this image cannot tune hipBLASLt yet", hint="stages 0, 1 and 3 work")
+    tuned = request.environment.get("HIPBLASLT_TUNING_OVERRIDE_FILE")
+    if tuned is not None and not Path(tuned).is_file():
+        raise InputError(f"there is no {tuned}", where="PRIMUS_HIPBLASLT_TUNING_STAGE=3", hint="stage 2 makes it")
+    if shapes := request.environment.get("HIPBLASLT_LOG_FILE"):
+        Path(shapes).parent.mkdir(parents=True, exist_ok=True)

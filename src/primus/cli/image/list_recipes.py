@@ -1,0 +1,79 @@
+"""List what can be trained: recipe, backend, mode, precisions and the GPUs that compute them.
+
+Every recipe also has a proxy, a small model of the same code path, which --proxy trains on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from primus.cli.image.common import add_named, complete_recipe, offered
+from primus.errors import InputError
+from primus.recipes.catalogue import Entry, entries
+from primus.recipes.choose import among
+from primus.recipes.size import readable
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+EXAMPLE = "primus list llama --gpu mi355x --precision fp8"
+_CHOICES = ("backend", "mode", "precision", "gpu")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    name = parser.add_argument("name", metavar="NAME", nargs="?", default="", help="only recipes whose name has this")
+    name.completer = complete_recipe  # type: ignore[attr-defined]
+    for choice in _CHOICES:
+        add_named(parser, choice, f"only with this {choice}")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table. Returns 0; raises InputError when nothing is left."""
+    for choice in _CHOICES:
+        if (asked := getattr(options, choice)) is not None:
+            among(choice, asked, offered(choice), f"--{choice} {asked}")
+    shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]
+    if not shown:
+        raise InputError("no recipe is like that", hint="primus list shows all")
+    if options.json:
+        print(json.dumps([_document(entry) for entry in shown], indent=2))
+        return 0
+    rows = [("RECIPE", "PARAMETERS", "BACKEND", "MODE", "PRECISIONS", "GPUS"), *map(_row, shown)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return 0
+
+
+def _narrowed(entry: Entry, options: argparse.Namespace) -> Entry | None:
+    """What the options leave of ``entry``."""
+    if options.name not in entry.recipe or options.backend not in (None, entry.backend):
+        return None
+    if options.mode not in (None, entry.mode):
+        return None
+    left = {
+        precision: tuple(gpu for gpu in some if options.gpu in (None, gpu))
+        for precision, some in entry.precisions.items()
+        if options.precision in (None, precision)
+    }
+    left = {precision: some for precision, some in left.items() if some}
+    return replace(entry, precisions=left) if left else None
+
+
+def _row(entry: Entry) -> Sequence[str]:
+    everywhere = entry.gpus
+    words = [
+        precision if some == everywhere else f"{precision} ({' '.join(some)})"
+        for precision, some in entry.precisions.items()
+    ]
+    return (
+        entry.recipe, readable(entry.size.total), entry.backend, entry.mode, " ".join(words), " ".join(everywhere),
+    )  # fmt: skip
+
+
+def _document(entry: Entry) -> dict[str, object]:
+    return {**asdict(entry), "path": str(entry.path)}

@@ -1,0 +1,140 @@
+"""Show a recipe as it would run: every setting with the place it comes from, and why where sources disagree.
+
+RECIPE is a recipe's name or the path of its file; key=value words override single settings, as for train.
+Nothing is started and no GPU is needed: --gpu names the one to resolve for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
+from primus.recipes.model import CHOICES, Recipe, Setting
+from primus.recipes.size import readable, size
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+EXAMPLE = "primus show llama3.1-8b --gpu mi355x --precision fp8"
+_WIDTH = 110
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_recipe(parser)
+    add_choices(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the resolved recipe. Returns 0; raises InputError."""
+    recipe = resolved(options)
+    if options.json:
+        print(json.dumps(_document(recipe), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(_lines(recipe)))
+    return 0
+
+
+def _command(recipe: Recipe) -> str:
+    """The words that train exactly this."""
+    return " ".join(["primus", "train", recipe.name, *recipe.asked.words(), *recipe.overrides])
+
+
+def _per_step(recipe: Recipe) -> tuple[int, str]:
+    """How much one optimizer step sees, and of what."""
+    if recipe.architecture.family == "flux":
+        return recipe.global_batch, "images"
+    return recipe.global_batch * recipe.seq_len, "tokens"
+
+
+def _document(recipe: Recipe) -> dict[str, object]:
+    amount, what = _per_step(recipe)
+    return {
+        "name": recipe.name,
+        "description": recipe.get("description", str),
+        **{choice: recipe.settings[choice].value for choice in CHOICES},
+        "world_size": recipe.world_size,
+        "local_batch": recipe.local_batch,
+        "global_batch": recipe.global_batch,
+        "accumulation": recipe.accumulation,
+        "seq_len": recipe.seq_len,
+        f"{what}_per_step": amount,
+        "parameters": asdict(size(recipe.architecture)),
+        "command": _command(recipe),
+        "settings": {
+            key: {"value": s.value, "origin": short_origin(s.origin, recipe), **_because(s)}
+            for key, s in recipe.settings.items()
+        },
+    }
+
+
+def _because(setting: Setting) -> dict[str, str]:
+    return {"because": setting.because} if setting.because else {}
+
+
+def _lines(recipe: Recipe) -> Iterator[str]:
+    count, (amount, what) = size(recipe.architecture), _per_step(recipe)
+    nodes = recipe.get("nodes", int)
+    active = "" if count.active == count.total else f", {readable(count.active)} active per token"
+    yield f"{recipe.name}: {recipe.get('description', str)}"
+    yield f"  {readable(count.total)} parameters{active}"
+    yield f"  {nodes} node{'s' if nodes > 1 else ''} × {recipe.get('ranks', int)} ranks, {recipe.steps} steps"
+    if what == "tokens":
+        yield f"  {recipe.global_batch} sequences of {recipe.seq_len} = {amount:,} tokens per step"
+    else:
+        yield f"  {amount:,} {what} per step"
+    yield (
+        f"  each rank: {recipe.local_batch} at a time"
+        + (f", {recipe.accumulation} times per step" if recipe.accumulation > 1 else "")
+    )
+    reasons: dict[str, list[str]] = {}
+    for section, keys in _sections(recipe).items():
+        yield f"\n{section}"
+        widths = [
+            max(map(len, words)) for words in ([_rest(k) for k in keys], [_plain(recipe.settings[k]) for k in keys])
+        ]
+        for key in keys:
+            setting = recipe.settings[key]
+            name, value = _rest(key).ljust(widths[0]), _plain(setting).ljust(widths[1])
+            yield f"  {name}  {value}  {short_origin(setting.origin, recipe)}"
+            if setting.because:
+                reasons.setdefault(setting.because, []).append(f"{key} = {_plain(setting)}")
+    if reasons:
+        yield "\nwhere sources disagree, or say nothing"
+    for because, keys in reasons.items():
+        yield f"  {', '.join(keys)}"
+        yield from textwrap.wrap(because, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    yield f"\n{_command(recipe)}"
+
+
+_TOP = "what and where"
+
+
+def _sections(recipe: Recipe) -> dict[str, list[str]]:
+    """Keys by the heading they stand under: the choices first, then the model, the rest, the backend."""
+    order = [_TOP, "model", "assets", recipe.backend, "validation"]
+    found: dict[str, list[str]] = {heading: [] for heading in order}
+    for key in (*CHOICES, *(key for key in recipe.settings if key not in (*CHOICES, "name", "description"))):
+        head, dot, _ = key.partition(".")
+        found.setdefault(head if dot else _TOP, []).append(key)
+    for keys in found.values():
+        # One key's parts stay together, in the order in which the files name them.
+        places = {_rest(key).partition(".")[0]: number for number, key in reversed(list(enumerate(keys)))}
+        keys.sort(key=lambda key: places[_rest(key).partition(".")[0]])
+    return {heading: keys for heading, keys in found.items() if keys}
+
+
+def _rest(key: str) -> str:
+    head, dot, rest = key.partition(".")
+    return rest if dot else head
+
+
+def _plain(setting: Setting) -> str:
+    value = setting.value
+    if isinstance(value, list):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)

@@ -1,0 +1,163 @@
+"""Kernels compiled ahead of time: list the catalogue, compile it, prove that a run compiles nothing, or interpret it.
+
+`check` runs each kernel forward and backward on the GPU that is here, compares it with plain PyTorch and counts
+compilations. Without a GPU, or with --pretend, it asks for all kernels as if one were there, and runs none.
+`interpret` runs small ones on the CPU through Triton's interpreter and compares them with plain PyTorch. Exit code 1: a
+kernel was compiled, failed, or was wrong; 3: torch, Triton or a library is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from primus.errors import HostError, InputError
+from primus.gpus.table import generation, load_table
+from primus.turbo.catalogue import Kernel, load_catalogue
+
+if TYPE_CHECKING:
+    from primus.turbo.pretend import Gpu
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+EXAMPLE = "primus turbo check --gpu mi300x --pretend"
+
+_BAKED = "/opt/primus/triton"
+_IMAGE = Path("/etc/primus/image.json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("what", choices=("list", "compile", "check", "interpret"))
+    parser.add_argument("--gpu", help="target whose GPU is meant (default: the image's)")
+    parser.add_argument("--kernel", action="append", default=[], help="only this one of the catalogue; repeatable")
+    parser.add_argument(
+        "--out", type=Path, help=f"compile: folder to write (default: ${{PRIMUS_TRITON_BAKED}} or {_BAKED})"
+    )
+    parser.add_argument("--pretend", action="store_true", help="check: ask for kernels and run none")
+    parser.add_argument("--all", action="store_true", help="check: every call of the catalogue, also on a real GPU")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do one of the four. Returns 0 or 1; raises InputError, CheckFailed and HostError."""
+    if options.what == "list":
+        return _list(options)
+    verbs = {"compile": _compile, "check": _check, "interpret": _interpret}
+    try:
+        return verbs[options.what](options)
+    except ModuleNotFoundError as error:
+        raise HostError(f"{error.name} is not installed here", hint="run it in an image that holds it") from error
+
+
+def _list(options: argparse.Namespace) -> int:
+    kernels = _kernels(options, None)
+    if options.json:
+        print(json.dumps({"kernels": [_described(k) for k in kernels]}, ensure_ascii=False))
+        return 0
+    for kernel in kernels:
+        print(f"{kernel.name}  ({kernel.component}: {kernel.entry})\n    {kernel.title}")
+        print(f"    needs: {kernel.needs}\n    excludes: {kernel.excludes}")
+    return 0
+
+
+def _described(kernel: Kernel) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(kernel)
+
+
+def _compile(options: argparse.Namespace) -> int:
+    from primus.turbo.bake import bake
+
+    gpu = _gpu(options)
+    out = options.out or _folder()
+    cases = list(load_catalogue().cases(_kernels(options, gpu.vendor)))
+    answer = bake(cases, gpu, out, str(out.absolute()), say=_progress(options))
+    found = {"arch": gpu.arch, "kernels": len(answer.asked), "calls": len(cases), "folder": str(out)}
+    if options.json:
+        print(json.dumps(found))
+    else:
+        print(f"{len(answer.asked)} kernels for {gpu.arch}, asked for by {len(cases)} calls, in {out}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    import torch
+
+    from primus.turbo.check import baked_index, check
+
+    gpu, real = _gpu(options), torch.cuda.is_available() and not options.pretend
+    index = baked_index(_folder(), gpu.arch)
+    baked = {one["kernel"] for one in index["kernels"]}
+    cases = list(
+        load_catalogue().cases([k for k in _kernels(options, gpu.vendor) if options.kernel or k.name in baked])
+    )
+    if real and not options.all:
+        recorded = {one["case"] for one in index["kernels"]}
+        cases = [case for case in cases if case.label in recorded]
+    verdict = check(cases, gpu, real=real, say=_progress(options))
+    if options.json:
+        print(json.dumps(verdict.as_json(), ensure_ascii=False))
+    else:
+        how = f"ran on {gpu.arch}" if real else f"were asked for as if {gpu.arch} were here"
+        print(f"{len(verdict.answer.asked)} kernels of {verdict.calls} calls {how}; ", end="")
+        print(f"{len(verdict.missing)} had to be compiled, {len(verdict.answer.failures)} failed")
+        for line in (*(f"not there: {name}" for name in verdict.missing), *verdict.answer.failures):
+            print(f"  ✗ {line}")
+    return 0 if verdict.passed else 1
+
+
+def _interpret(options: argparse.Namespace) -> int:
+    from primus.turbo.interpret import interpret
+
+    found = []
+    for case, fault in interpret(_kernels(options, None)):
+        found.append({"case": case.label, "fault": fault})
+        if not options.json:
+            print(f"{'✗' if fault else '✓'} {case.label}{': ' + fault if fault else ''}", flush=True)
+    passed = not any(one["fault"] for one in found)
+    if options.json:
+        print(json.dumps({"cases": found, "passed": passed}, ensure_ascii=False))
+    return 0 if passed else 1
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("PRIMUS_TRITON_BAKED", _BAKED))
+
+
+def _kernels(options: argparse.Namespace, vendor: str | None) -> Sequence[Kernel]:
+    known = {k.name: k for k in load_catalogue().kernels}
+    for name in options.kernel:
+        if name not in known:
+            raise InputError(f"no kernel is called {name!r}", hint="primus turbo list shows them")
+    return [
+        k for k in known.values() if (not options.kernel or k.name in options.kernel) and vendor in (None, *k.vendors)
+    ]
+
+
+def _gpu(options: argparse.Namespace) -> Gpu:
+    """The GPU that is named, or that the image was made for."""
+    from primus.turbo.pretend import Gpu
+
+    name = options.gpu
+    if name is None and _IMAGE.is_file():
+        name = json.loads(_IMAGE.read_text(encoding="utf-8"))["target"]
+    known = {g.name for g in load_table().generations}
+    if name is None or (options.gpu is None and name not in known):
+        raise InputError("for which GPU?", hint="--gpu NAME: " + ", ".join(sorted(known)))
+    found = generation(name)
+    return Gpu(arch=found.arch, units=found.compute_units)
+
+
+def _progress(options: argparse.Namespace) -> Any:
+    def say(line: str) -> None:
+        if not options.json and line.startswith(" "):
+            print(line, file=sys.stderr, flush=True)
+
+    return say

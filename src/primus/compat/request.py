@@ -1,0 +1,31 @@
+"""What an old command asks for, in our own words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from primus.recipes.model import Asked
+
+__all__ = ["Request"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One run: a recipe, its choices, and ``key=value`` words in order.
+
+    ``says`` are sentences for the user: what differs from the old command, and why. ``environment`` is what the ranks
+    are given on top. ``gpu_of_path`` is the generation that a documented path was made for: settings follow the
+    machine's own GPU, and this one only where nothing is started and there is none.
+    """
+
+    recipe: str
+    asked: Asked = field(default_factory=Asked)
+    words: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    gpu_of_path: str | None = None
+
+    def train(self) -> list[str]:
+        """The words after ``primus train`` that ask for the same."""
+        return [self.recipe, *self.asked.words(), *self.words]

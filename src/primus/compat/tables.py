@@ -1,0 +1,160 @@
+"""The tables of this room: documented paths, keys that were renamed, and commands, read from YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import yaml
+
+from primus.errors import InputError
+from primus.recipes.model import Scalar
+
+__all__ = [
+    "Documented",
+    "Entry",
+    "commands",
+    "documented",
+    "documented_paths",
+    "entry",
+    "ignored_variables",
+    "keys",
+    "nearest",
+    "preset",
+]
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What one old key became; see the head of ``keys.yaml``."""
+
+    to: str | None = None
+    choice: str | None = None
+    values: Mapping[str, Scalar] | None = None
+    prefix: str = ""
+    needs: str | None = None
+    because: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documented:
+    """What a documented path of an experiment file stands for."""
+
+    path: str
+    recipe: str
+    backend: str
+    precision: str
+    gpu: str | None
+    says: str | None
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+@cache
+def _table(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((_HERE / f"{name}.yaml").read_text(encoding="utf-8"))
+    return found
+
+
+def ignored_variables() -> Mapping[str, str]:
+    """Variables of the old scripts that change nothing, with the reason."""
+    found: Mapping[str, str] = _table("keys")["environment"]
+    return found
+
+
+def commands() -> dict[str, Any]:
+    """``commands.yaml`` as it stands."""
+    return _table("commands")
+
+
+@cache
+def keys(backend: str) -> Mapping[str, Entry]:
+    """Old key → what it became, for one backend."""
+    table = _table("keys")
+    return {
+        key: Entry(to=what) if isinstance(what, str) else Entry(**what)
+        for key, what in {**table["every"], **table.get(backend, {})}.items()
+    }
+
+
+def entry(backend: str, key: str) -> Entry | None:
+    """The entry of ``key``, by name or by a pattern that ends in ``*``; None when the table has none."""
+    table = keys(backend)
+    if key in table:
+        return table[key]
+    return next((what for name, what in table.items() if name.endswith("*") and fnmatchcase(key, name)), None)
+
+
+def documented_paths() -> list[Documented]:
+    """Every path that the table stands for, in its order."""
+    table = _table("paths")
+    found = []
+    for framework, stems in table["stems"].items():
+        for stem in stems:
+            for folder in ("", *(f"{gpu}/" for gpu in table["gpus"])):
+                for middle in ("", *(f"-{precision}" for precision in table["precisions"])):
+                    path = f"examples/{framework}/configs/{folder}{stem}{middle}-pretrain.yaml"
+                    found.append(documented(path))
+    return found
+
+
+def documented(name: str) -> Documented:
+    """What the path ``name`` stands for. InputError names the nearest when it is none of the documents."""
+    table = _table("paths")
+    parts = PurePosixPath(name).parts
+    start = next((i for i, part in enumerate(parts) if part in table["frameworks"]), None)
+    match = re.fullmatch(r"(.+?)(?:-(BF16|FP8|MXFP8))?(?:-pretrain)?\.(?:ya?ml|toml)", parts[-1] if parts else "")
+    if start is None or match is None:
+        raise InputError(
+            f"there is no file {name}, and no document names it", where=f"EXP={name}",
+            hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml; a recipe's name is understood too",
+        )  # fmt: skip
+    backend, gpu = table["frameworks"][parts[start]], None
+    folders = [part for part in parts[start + 1 : -1] if part not in ("config", "configs")]
+    if folders:
+        gpu = table["gpus"].get(folders[0])
+        if gpu is None or len(folders) > 1:
+            raise _unknown("folder", "/".join(folders), table["gpus"], name)
+    stem, precision = match[1], match[2]
+    if stem not in table["stems"][backend]:
+        raise _unknown("model", stem, table["stems"][backend], name)
+    recipe, settings = _stem(backend, stem)
+    whole = "/".join(parts[max(start - 1, 0) :])
+    return Documented(
+        path=name, recipe=recipe, backend=backend, precision=table["precisions"].get(precision, "bf16"), gpu=gpu,
+        says=table["says"].get(whole), settings=settings,
+    )  # fmt: skip
+
+
+def _stem(backend: str, stem: str) -> tuple[str, Mapping[str, Scalar]]:
+    what = _table("paths")["stems"][backend][stem]
+    return (what, {}) if isinstance(what, str) else (what["recipe"], what["settings"])
+
+
+def preset(backend: str, name: str, where: str) -> tuple[str, Mapping[str, Scalar], str | None]:
+    """Recipe, settings on top and precision (None: not said) of an experiment's ``model:``; InputError for another."""
+    stems: Mapping[str, Any] = _table("paths")["stems"][backend]
+    stem = name.removesuffix(".yaml").removesuffix(".yml")
+    plain = re.sub(r"-fp8$", "", stem)
+    if plain not in stems:
+        raise _unknown("model", stem, stems, where)
+    return *_stem(backend, plain), None if plain == stem else "fp8"
+
+
+def nearest(word: str, known: Mapping[str, Any] | list[str]) -> str:
+    """``; did you mean …?`` or nothing."""
+    near = get_close_matches(word, list(known), 1, 0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _unknown(what: str, word: str, known: Mapping[str, Any], where: str) -> InputError:
+    return InputError(
+        f"no document has a {what} {word!r}" + nearest(word, known), where=where, hint=f"there are: {', '.join(known)}"
+    )

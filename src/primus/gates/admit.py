@@ -1,0 +1,78 @@
+"""The gates of a build: which images get their name.
+
+Layers are looked into aside, each as soon as it is made, while others are still being built. A release that fails a
+gate gets no name; a preview gets its own, and the build says what it failed.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+from typing import TYPE_CHECKING
+
+from primus.errors import CheckFailed
+from primus.gates.rules import rules
+
+if TYPE_CHECKING:
+    from primus.gates.facts import LayerFacts
+    from primus.gates.model import GateReport
+    from primus.images.build import Composed
+    from primus.images.project import Project
+    from primus.images.store import Layer
+    from primus.progress import Progress
+
+__all__ = ["Gatekeeper"]
+
+# Decompressing and hashing run beside Python code, searching does not; a third reader would only wait.
+_READERS = 2
+
+
+class Gatekeeper:
+    """Judges the images of one build; ``mark`` names the rules it does so by."""
+
+    def __init__(self, project: Project, progress: Progress) -> None:
+        self.mark = rules()
+        self._project = project
+        self._progress = progress
+        # Starts no thread before there is something to look into.
+        self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
+        self._facts: dict[str, Future[LayerFacts]] = {}
+        self._stop = Event()
+
+    def look(self, layer: Layer) -> None:
+        """Look into a layer, aside; what is wrong with it is said when an image with it is judged."""
+        from primus.gates.check import look_into
+
+        if layer.blob.digest not in self._facts:
+            self._facts[layer.blob.digest] = self._pool.submit(look_into, self._project, layer, self._stop)
+
+    def judge(self, image: Composed) -> tuple[str, ...]:
+        """The gates that the image fails, a sentence each. Raises CheckFailed with all findings when it is a release
+        and fails one, HostError when a layer is damaged.
+        """
+        from primus.gates.check import Examined, judge, outcome_text
+
+        for layer in image.layers:
+            self.look(layer)
+        facts = {
+            action.name: self._facts[layer.blob.digest].result()
+            for action, layer in zip(image.plan.layers, image.layers, strict=True)
+        }
+        outcome = judge(self._project, Examined(image=image, facts=facts))
+        if not outcome.passed and not self._project.choice(image.plan.target).preview:
+            raise CheckFailed(
+                f"{image.plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
+                hint="only an image of a preview channel may fail one",
+            )
+        return tuple(_sentence(report) for report in outcome.reports if not report.passed)
+
+    def close(self) -> None:
+        """Leave off looking: the build is over, or was interrupted."""
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _sentence(report: GateReport) -> str:
+    first, *others = (f for f in report.findings if f.severity == "error")
+    more = f" (and {len(others)} more)" if others else ""
+    return f"{report.gate}: {report.summary}; {first.path + ': ' if first.path else ''}{first.message}{more}"

@@ -1,0 +1,46 @@
+"""Folders in the order of their names: the ``sitecustomize`` of every build.
+
+Each file system lists a folder in an order of its own. A build that links its objects in that order (``os.walk``,
+``glob``) would make other bytes on another disk. This file runs in the build root's Python, not in ours.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+_listdir, _scandir = os.listdir, os.scandir
+
+
+class _Sorted:
+    """What ``os.scandir`` gives, sorted by name."""
+
+    def __init__(self, path: Any) -> None:
+        with _scandir(path) as entries:
+            self._entries = iter(sorted(entries, key=lambda entry: entry.name))
+
+    def __iter__(self) -> Any:
+        return self._entries
+
+    def __next__(self) -> Any:
+        return next(self._entries)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _names(path: Any = ".") -> Any:
+    return sorted(_listdir(path))
+
+
+def _entries(path: Any = ".") -> Any:
+    return _Sorted(path)
+
+
+os.listdir, os.scandir = _names, _entries

@@ -1,0 +1,81 @@
+"""What there is to train: every recipe × backend × mode, and which GPU computes which precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from primus.errors import InputError
+from primus.recipes import load
+from primus.recipes.architecture import architecture
+from primus.recipes.backends import backends
+from primus.recipes.choose import computes, supported
+from primus.recipes.model import Setting
+from primus.recipes.size import Size, size
+
+__all__ = ["Entry", "entries", "gpus"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One recipe with one backend in one mode.
+
+    ``precisions`` are those of the whole model, each with the GPUs that compute it; ``proxy`` those in which its proxy
+    trains on a CPU. ``only_proxy``: there is no whole model behind it.
+    """
+
+    recipe: str
+    path: Path
+    description: str
+    size: Size
+    backend: str
+    mode: str
+    precisions: Mapping[str, tuple[str, ...]]
+    proxy: tuple[str, ...]
+    only_proxy: bool
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """GPUs that compute any of the precisions."""
+        found = {gpu for some in self.precisions.values() for gpu in some}
+        return tuple(gpu for gpu in gpus() if gpu in found)
+
+
+def gpus() -> tuple[str, ...]:
+    """Every GPU that a recipe can be resolved for, in the table's order."""
+    from primus.gpus.table import load_table
+
+    return tuple(generation.name for generation in load_table().generations)
+
+
+@cache
+def _computing(precision: str, backend: str) -> tuple[str, ...]:
+    return tuple(gpu for gpu in gpus() if computes(gpu, precision, backend))
+
+
+def entries() -> Iterator[Entry]:
+    """All of them, recipes by name. InputError for a recipe file that cannot be read."""
+    for name in load.names():
+        path = load.find(name)
+        settings = load.read(path).settings
+        sizes = architecture({k.removeprefix("model."): s.value for k, s in settings.items() if k.startswith("model.")})
+        for (backend, mode), precisions in supported(settings).items():
+            yield Entry(
+                recipe=name,
+                path=path,
+                description=_text(settings, "description", path),
+                size=size(sizes),
+                backend=backend,
+                mode=mode,
+                precisions={p: _computing(p, backend) for p in precisions},
+                only_proxy="default.proxy" in settings and settings["default.proxy"].value is True,
+                proxy=tuple(p for p in backends()[backend].cpu if p == "fp32" or p in precisions),
+            )
+
+
+def _text(settings: Mapping[str, Setting], key: str, path: Path) -> str:
+    if key not in settings:
+        raise InputError(f"{key} is missing", where=f"{path}:1:1")
+    return str(settings[key].value)

@@ -1,0 +1,155 @@
+"""Which backend, mode, precision and GPU a recipe is resolved for; what cannot be is refused with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from primus.errors import InputError
+from primus.recipes.backends import backends
+from primus.recipes.model import CHOICES, Asked, Setting
+
+__all__ = ["CPU", "PRECISIONS", "among", "choose", "computes", "supported"]
+
+CPU = "cpu"
+PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
+# A proxy proves code, and the small rounding of fp32 lets its checks be tight.
+_PROXY_PRECISION = "fp32"
+
+
+def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """(backend, mode) → precisions, from the recipe's ``supports`` section, in its order."""
+    cells: dict[tuple[str, str], tuple[str, ...]] = {}
+    for key, setting in settings.items():
+        if key.startswith("supports."):
+            _, backend, mode = (*key.split("."), "", "")[:3]
+            value = setting.value if isinstance(setting.value, list) else [setting.value]
+            among("backend", backend, list(backends()), setting.origin)
+            among("mode", mode, list(backends()[backend].modes), setting.origin)
+            for word in value:
+                among("precision", str(word), list(PRECISIONS), setting.origin)
+            if not value:
+                raise InputError(f"{key} names no precision", where=setting.origin)
+            cells[backend, mode] = tuple(map(str, value))
+    return cells
+
+
+def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[str, Setting]:
+    """Every choice as a setting with its origin; ``settings`` are those of the file's body.
+
+    InputError when the recipe does not support the combination, or the GPU cannot compute the precision.
+    """
+    cells = supported(settings)
+    if not cells:
+        raise InputError("the recipe supports nothing", where=f"{path}:1:1", hint="supports: {torchtitan: …}")
+    proxy = settings.get("default.proxy") or _default(False)
+    if asked.proxy is not None:
+        proxy = Setting(value=asked.proxy, origin="--proxy" if asked.proxy else "command line: proxy=false")
+    gpu = _gpu(asked, settings)
+    if gpu.value == CPU and proxy.value is not True:
+        raise InputError(
+            f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
+            hint="--proxy trains its proxy here; --gpu NAME resolves it for a GPU",
+        )  # fmt: skip
+    backend = _pick("backend", asked.backend, settings, list(dict.fromkeys(b for b, _ in cells)), {})
+    modes = [mode for b, mode in cells if b == backend.value]
+    mode = _pick("mode", asked.mode, settings, modes, {"backend": backend})
+    offered = list(cells[str(backend.value), str(mode.value)])
+    fallback = settings
+    if proxy.value is True:
+        offered = list(dict.fromkeys([_PROXY_PRECISION, *offered]))
+        fallback = {}
+    precision = _pick("precision", asked.precision, fallback, offered, {"backend": backend, "mode": mode})
+    _computable(str(precision.value), str(gpu.value), str(backend.value), precision.origin)
+    nodes = settings.get("default.nodes", _default(1)) if proxy.value is not True else _default(1)
+    if asked.nodes is not None:
+        nodes = Setting(value=asked.nodes, origin=f"--nodes {asked.nodes}")
+    if not isinstance(nodes.value, int) or nodes.value < 1:
+        raise InputError("nodes must be at least 1", where=nodes.origin)
+    return dict(zip(CHOICES, (backend, mode, precision, gpu, nodes, proxy), strict=True))
+
+
+def _default(value: bool | int) -> Setting:
+    return Setting(value=value, origin="default")
+
+
+def among(what: str, word: str, offered: list[str], where: str) -> None:
+    """InputError unless ``word`` is one of ``offered``; it names the nearest."""
+    if word not in offered:
+        near = get_close_matches(word, offered, 1)
+        raise InputError(
+            f"there is no {what} {word!r} here" + (f"; did you mean {near[0]!r}?" if near else ""),
+            where=where, hint=f"there are: {', '.join(offered)}",
+        )  # fmt: skip
+
+
+def _pick(
+    what: str, asked: str | None, settings: Mapping[str, Setting], offered: list[str], given: Mapping[str, Setting]
+) -> Setting:
+    """The one asked for, else the recipe's default where it is offered, else the first offered."""
+    if asked is not None:
+        context = " with " + ", ".join(f"{name} {s.value}" for name, s in given.items()) if given else ""
+        if asked not in offered:
+            near = get_close_matches(asked, offered, 1)
+            raise InputError(
+                f"{what} {asked!r} is not supported by this recipe{context}"
+                + (f"; did you mean {near[0]!r}?" if near else ""),
+                where=f"--{what} {asked}", hint=f"there are: {', '.join(offered)}",
+            )  # fmt: skip
+        return Setting(value=asked, origin=f"--{what} {asked}")
+    default = settings.get(f"default.{what}")
+    if default is not None and default.value in offered:
+        return Setting(value=default.value, origin=default.origin)
+    return Setting(value=offered[0], origin="the first that the recipe supports")
+
+
+def _gpu(asked: Asked, settings: Mapping[str, Setting]) -> Setting:
+    from primus.gpus.table import load_table
+
+    if asked.gpu is not None:
+        among("GPU", asked.gpu, [CPU, *(g.name for g in load_table().generations)], f"--gpu {asked.gpu}")
+        return Setting(value=asked.gpu, origin=f"--gpu {asked.gpu}")
+    if "default.gpu" in settings:
+        return settings["default.gpu"]
+    from primus.gpus.detect import detect
+
+    found = detect()
+    if not found.names:
+        return Setting(value=CPU, origin="this machine, which has no GPU")
+    if not found.generation:
+        raise InputError(
+            f"the GPUs of this machine are not known for sure: {found.sentence()}",
+            hint="--gpu NAME says which settings to take",
+        )
+    return Setting(value=found.generation, origin="the GPUs of this machine")
+
+
+def computes(gpu: str, precision: str, backend: str) -> bool:
+    """Whether ``backend`` can compute ``precision`` on ``gpu``, a generation or ``cpu``."""
+    try:
+        _computable(precision, gpu, backend, "")
+    except InputError:
+        return False
+    return True
+
+
+def _computable(precision: str, gpu: str, backend: str, where: str) -> None:
+    from primus.gpus.table import arch_of, generation
+
+    if gpu == CPU:
+        if precision not in backends()[backend].cpu:
+            raise InputError(
+                f"{backend} does not compute {precision} on a CPU", where=where,
+                hint=f"on a CPU: {', '.join(backends()[backend].cpu)}",
+            )  # fmt: skip
+        return
+    arch = arch_of(generation(gpu))
+    if precision.startswith("mx") and not arch.mx:
+        raise InputError(
+            f"{gpu} ({arch.arch}) does not compute MX formats", where=where, hint="MX exists on gfx950: mi350x, mi355x"
+        )
+    if precision == "fp32":
+        return
+    if precision not in arch.dtypes:
+        raise InputError(f"{gpu} ({arch.arch}) does not compute {precision}", where=where)

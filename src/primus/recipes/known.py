@@ -1,0 +1,60 @@
+"""The words that a recipe may decide by: backends, modes, precisions, GPUs, nodes, proxy."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from primus.errors import InputError
+from primus.recipes.backends import backends
+from primus.recipes.choose import CPU, PRECISIONS
+from primus.recipes.model import CHOICES, Scalar, Setting
+
+__all__ = ["check_choice", "check_word"]
+
+MULTI = "multi"
+
+
+def check_choice(choice: str, where: str) -> None:
+    """InputError unless ``choice`` is one; it names the nearest."""
+    if choice not in CHOICES:
+        near = get_close_matches(choice, CHOICES, 1)
+        raise InputError(
+            f"there is no choice {choice!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            where=where, hint=f"choices: {', '.join(CHOICES)}",
+        )  # fmt: skip
+
+
+def check_word(choice: str, setting: Setting, *, several: bool) -> None:
+    """InputError unless every word of ``setting`` can be chosen. ``several``: a case's condition, which may list."""
+    if isinstance(setting.value, list) and not several:
+        raise InputError(f"{choice} must be one word", where=setting.origin)
+    for word in setting.value if isinstance(setting.value, list) else [setting.value]:
+        _check(choice, word, setting.origin, several=several)
+
+
+def _check(choice: str, word: Scalar, where: str, *, several: bool) -> None:
+    if choice == "proxy":
+        if not isinstance(word, bool):
+            raise InputError(f"proxy must be true or false, not {word!r}", where=where)
+    elif choice == "nodes":
+        if (not isinstance(word, int) or isinstance(word, bool) or word < 1) and not (several and word == MULTI):
+            words = f"a whole number of at least 1{f' or {MULTI}' if several else ''}"
+            raise InputError(f"nodes must be {words}, not {word!r}", where=where)
+    elif str(word) not in (known := _known(choice)):
+        near = get_close_matches(str(word), known, 1)
+        raise InputError(
+            f"there is no {choice} {word!r} here" + (f"; did you mean {near[0]!r}?" if near else ""),
+            where=where, hint=f"there are: {', '.join(known)}",
+        )  # fmt: skip
+
+
+def _known(choice: str) -> list[str]:
+    if choice == "gpu":
+        from primus.gpus.table import load_table
+
+        return [CPU, *(generation.name for generation in load_table().generations)]
+    if choice == "precision":
+        return list(PRECISIONS)
+    return list(
+        dict.fromkeys(mode for b in backends().values() for mode in b.modes) if choice == "mode" else backends()
+    )

@@ -1,0 +1,53 @@
+"""The precision that a recipe's settings give. It is derived, never read from a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from primus.recipes.model import Recipe
+
+__all__ = ["derived_precision"]
+
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def derived_precision(recipe: Recipe) -> str:
+    """What the matrix products of the linear layers are computed in, from the backend's own settings."""
+    return _RULES[recipe.backend](recipe)
+
+
+def _torchtitan(recipe: Recipe) -> str:
+    """torchtitan 0.2.2: ``mixed_precision_param`` (default bfloat16) is the dtype FSDP2 gathers weights in, or
+    autocast's on one rank; converters replace linear layers on top of it.
+    """
+    converters = recipe.section("torchtitan").get("model.converters")
+    names = [str(name) for name in converters] if isinstance(converters, list) else []
+    if any(name.endswith("linear.mx") for name in names):
+        return str(recipe.find("torchtitan.quantize.linear.mx.recipe_name", "mxfp8")).partition("_")[0]
+    if any(name.endswith("linear.float8") for name in names):
+        return "fp8"
+    dtype = recipe.find("torchtitan.training.mixed_precision_param", "bfloat16")
+    return _DTYPES.get(dtype, dtype)
+
+
+def _loop(recipe: Recipe) -> str:
+    if recipe.find(f"{recipe.backend}.training.fp8", "none") != "none":
+        return "fp8"
+    dtype = recipe.find(f"{recipe.backend}.training.dtype", "bfloat16")
+    return _DTYPES.get(dtype, dtype)
+
+
+def _megatron(recipe: Recipe) -> str:
+    """Megatron's own FP8 (Transformer Engine) is asked for by ``model.fp8``, its MX form by ``model.fp8_recipe``."""
+    if recipe.section("megatron").get("model.fp8"):
+        return "mxfp8" if recipe.find("megatron.model.fp8_recipe", "") == "mxfp8" else "fp8"
+    return _loop(recipe)
+
+
+_RULES: Mapping[str, Callable[[Recipe], str]] = {
+    "torchtitan": _torchtitan,
+    "megatron": _megatron,
+    "finetune": _loop,
+    "flux": _loop,
+    "fsdp": _loop,
+}

@@ -1,0 +1,85 @@
+"""What the gates found in a real image, kept in the repository: one file per target, the source of docs/gates.md."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from primus import __version__
+from primus.errors import InputError
+
+if TYPE_CHECKING:
+    from primus.gates.check import Examined, Outcome
+    from primus.images.project import Project
+
+__all__ = ["FOLDER", "gate_record", "load_gate_records", "lock_mark", "write_gate_record"]
+
+FOLDER = "benchmarks/results"
+_BEGIN = "gates-"
+_KEYS = {"target", "channel", "preview", "arch", "lock", "ref", "digest", "date", "command"}
+_KEYS |= {"gates", "libraries", "packages", "layers"}
+
+
+def lock_mark(project: Project, name: str) -> str:
+    """A hash of the target's lock: a record of another one speaks of another image."""
+    path = project.lock_path(name)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else ""
+
+
+def gate_record(project: Project, examined: Examined, outcome: Outcome) -> dict[str, Any]:
+    """The record of one judged image, with the layers that it is made of."""
+    from primus.gates.pins import pinned_packages
+
+    name, image = outcome.target, examined.image
+    choice = project.choice(name)
+    found = outcome.as_json()
+    rows = zip(image.plan.layers, image.layers, strict=True)
+    return {
+        "generated": "by `primus check --record`; do not edit",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": f"primus check {name} --record",
+        "versions": {"primus-images": __version__},
+        "release": project.versions.release,
+        "channel": choice.channel,
+        "preview": choice.preview,
+        "arch": project.arch(name),
+        "lock": lock_mark(project, name),
+        **found,
+        "packages": {p.name: p.version for p in pinned_packages(project, name) if p.rocm is not None},
+        "layers": [
+            {
+                "name": action.name,
+                "digest": layer.blob.digest,
+                "bytes": layer.blob.size,
+                "unpacked": layer.unpacked,
+                "left_out": list(layer.left_out),
+            }
+            for action, layer in rows
+        ],
+    }
+
+
+def write_gate_record(project: Project, record: dict[str, Any]) -> Path:
+    """Write the record where it is committed; the file's path."""
+    path = project.root / FOLDER / f"{_BEGIN}{record['target']}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def load_gate_records(root: Path) -> dict[str, dict[str, Any]]:
+    """Target → its record, of those there are. Raises InputError for a file that is none."""
+    records = {}
+    for path in sorted((root / FOLDER).glob(f"{_BEGIN}*.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if lacks := sorted(_KEYS - record.keys()):
+                raise KeyError(", ".join(lacks))
+            records[str(record["target"])] = record
+        except (json.JSONDecodeError, KeyError, AttributeError) as error:
+            hint = "primus check --record makes it again"
+            raise InputError(f"not a record of gates: {error}", where=f"{FOLDER}/{path.name}", hint=hint) from None
+    return records

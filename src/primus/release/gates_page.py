@@ -1,0 +1,168 @@
+"""docs/gates.md: what the gates found in real images, from the committed records and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from primus.gates.archs import runs_on
+from primus.images.outline import bytes_text
+from primus.images.sharing import Image, LayerOf, pairs, parts, share_text
+from primus.release.markdown import table
+
+__all__ = ["gates_page"]
+
+Record = Mapping[str, Any]
+
+_RULES = (
+    ("coherence", "one ROCm version; device packages of this GPU"),
+    ("coverage", "every GPU library has code for the target's architecture"),
+    ("pruning", "kernel files for other architectures"),
+    ("versions", "versions inside the image are those of the lock"),
+    ("overlap", "library names with two owners"),
+    ("litter", "secrets, insecure apt settings, caches, build paths"),
+    ("budget", "compressed size"),
+)
+
+
+def gates_page(records: Mapping[str, Record], bench: Record) -> str:
+    """The page in Markdown; ``bench`` are the measurements of building the generations."""
+    lines = [
+        "<!-- Generated from benchmarks/results/gates-*.json and generations.json by `nox -s docs`; do not edit. -->",
+        "# Gates",
+        "",
+        "The build runs every gate before an image gets its name, `primus check` and `primus verify` run them again. A "
+        "release that fails one is no image. A preview is built all the same: its summary names what failed, and "
+        "`check`, `verify` and `validate` end with exit code 1.",
+        "",
+        *table(("gate", "what it looks at"), _RULES),
+        "",
+        "## Findings",
+        "",
+        "In real images, made of the files of their locks.",
+        "",
+        *_findings(records),
+        "## GPU libraries",
+        "",
+        "Every file with GPU code, and every folder of kernel files, as read off the image.",
+        "",
+        *(line for record in records.values() if record["arch"] for line in _libraries(record)),
+        "## Pruning",
+        "",
+        "Kernel files whose path names another architecture stay out of the image. Code inside a library's own file "
+        "stays: the library is its maker's.",
+        "",
+        *_pruning([record for record in records.values() if record["arch"]]),
+        "",
+        "## Sharing",
+        "",
+        "A layer is stored and pushed once, however many images have it. Bytes are compressed; a pair's share is of "
+        "the larger image.",
+        "",
+        *_sharing(records.values()),
+        "",
+    ]
+    return "\n".join([*lines, *_measured(bench)]) + "\n"
+
+
+def _findings(records: Mapping[str, Record]) -> list[str]:
+    rows = []
+    for target, record in records.items():
+        passed = {gate["gate"]: gate["passed"] for gate in record["gates"]}
+        cells = ["✓" if passed[name] else "**✗**" for name, _ in _RULES if name in passed]
+        rows.append((f"`{target}`", record["channel"] + (", preview" if record["preview"] else ""), *cells))
+    head = ("target", "channel", *(name for name, _ in _RULES))
+    lines = [*table(head, rows), ""]
+    for target, record in records.items():
+        lines += [
+            f"`{target}`, `{record['ref']}` {record['digest'][:19]}, {record['date']}, `{record['command']}`:",
+            "",
+        ]
+        lines += [f"- {gate['gate']}: {gate['summary']}" for gate in record["gates"]]
+        lines += ["", *(_errors(record))]
+    return lines
+
+
+def _errors(record: Record) -> list[str]:
+    found = [f for gate in record["gates"] for f in gate["findings"] if f["severity"] == "error"]
+    return [*(f"  - ✗ `{f['path']}`: {f['message']}" for f in found), *([""] if found else [])]
+
+
+def _libraries(record: Record) -> list[str]:
+    arch = record["arch"]
+    rows = [
+        (
+            f"`{library['path']}`",
+            library["form"],
+            "yes" if runs_on(library["targets"], arch) else "**no**",
+            ", ".join(library["targets"]) or library["problem"] or "none",
+        )
+        for library in record["libraries"]
+    ]
+    packages = ", ".join(f"{name} {version}" for name, version in record["packages"].items())
+    return [
+        f"### {record['target']} ({arch})",
+        "",
+        *table(("library", "form", f"covers {arch}", "has code for"), rows),
+        "",
+        *([f"ROCm packages: {packages}.", ""] if packages else []),
+    ]
+
+
+def _pruning(records: Sequence[Record]) -> list[str]:
+    rows = []
+    for record in records:
+        count = sum(layer["left_out"][0] for layer in record["layers"])
+        size = sum(layer["left_out"][1] for layer in record["layers"])
+        unpacked = sum(layer["unpacked"] for layer in record["layers"])
+        rows.append((f"`{record['target']}`", f"{count:,}", bytes_text(size), bytes_text(unpacked)))
+    return table(("target", "kernel files left out", "their bytes", "the image, unpacked"), rows)
+
+
+def _sharing(records: Iterable[Record]) -> list[str]:
+    images = [
+        Image(
+            target=record["target"],
+            layers=tuple(
+                LayerOf(name=layer["name"], identity=layer["digest"], size=layer["bytes"]) for layer in record["layers"]
+            ),
+        )
+        for record in records
+    ]
+    own = [(f"`{p.target}`", _size(p.size), _size(p.shared), _size(p.own)) for p in parts(images)]
+    shares = [(" ↔ ".join(f"`{t}`" for t in p.targets), _size(p.shared), share_text(p.share)) for p in pairs(images)]
+    return [
+        *table(("target", "image", "shared with others", "its own"), own),
+        "",
+        *table(("pair", "shared", "share"), shares),
+    ]
+
+
+def _measured(bench: Record) -> list[str]:
+    machine, load = bench["machine"], bench["load_average"]
+    rows = [
+        (
+            row["name"],
+            f"{row['value']:g} {row['unit']}",
+            f"{row['bar']['sign']} {row['bar']['limit']:g} {row['unit']}" if "bar" in row else "–",
+            ("yes" if row["met"] else "**no**") if "met" in row else "–",
+        )
+        for row in bench["rows"]
+    ]
+    return [
+        "## Measured",
+        "",
+        f"On {bench['date']} by `{bench['command']}`, primus-images {bench['versions']['primus-images']}; all files "
+        "were fetched before.",
+        "",
+        f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
+        f"Linux {machine['kernel']}, Python {machine['python']}",
+        f"- Load average before {load['before'][0]:.2f}, after {load['after'][0]:.2f}",
+        *(f"- {note}" for note in bench["notes"]),
+        "",
+        *table(("what", "measured", "bar", "met"), rows),
+    ]
+
+
+def _size(size: int | None) -> str:
+    return "unknown" if size is None else bytes_text(size)

@@ -1,0 +1,187 @@
+"""docs/models.md: every model with its command per GPU, and what became of what the source documents publish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
+
+from primus.recipes.architecture import Architecture
+from primus.recipes.catalogue import Entry, entries
+from primus.recipes.model import Asked, Recipe
+from primus.recipes.resolve import resolve
+from primus.recipes.size import readable
+from primus.release.markdown import table
+from primus.release.published import Outcome, Published, load_published, outcomes
+
+__all__ = ["models_page"]
+
+_NONE = "–"
+_INTRO = """\
+Each model is one file in [recipes](../recipes); `primus list` prints what is below, and `primus show NAME` the
+resolved settings, each with the file and line it comes from. Commands name the GPU, so they can be tried anywhere with
+`--dry-run`; on a machine with that GPU, `--gpu` may be left out.
+
+Every model also has a proxy: few layers, short sequences, and the same code. `--proxy` trains it on a CPU in seconds
+and needs no weights.
+
+Batches and sequence lengths are those of the documents named in the last column. Where there is none, no document
+publishes that combination, and the figure is ours. Where documents disagree, the newest page's command is taken over
+the file it names and over files of other dates, and the section says what each of them has."""
+
+
+@cache
+def models_page() -> str:
+    """The page in Markdown."""
+    published, found = load_published(), tuple(outcomes())
+    whole = [entry for entry in entries() if not entry.only_proxy]
+    sections = [(name, list(group)) for name, group in groupby(whole, key=lambda entry: entry.recipe)]
+    lines = [
+        "<!-- Generated from recipes and src/primus/release/published.yaml by `nox -s docs`; do not edit. -->",
+        "# Supported models",
+        "",
+        *_INTRO.splitlines(),
+        "",
+        *_overview(sections),
+        "",
+    ]
+    for name, group in sections:
+        lines += _section(name, group, [o for o in found if o.cell.recipe == name])
+    return "\n".join([*lines, *_matrix(published, found), ""])
+
+
+def _overview(sections: Sequence[tuple[str, list[Entry]]]) -> list[str]:
+    body = []
+    for name, group in sections:
+        ways = [f"{e.backend} {e.mode}: {', '.join(e.precisions)}" for e in group]
+        body.append(
+            (f"[{name}](#{_anchor(name)})", group[0].description, readable(group[0].size.total), "; ".join(ways))
+        )
+    return table(("recipe", "model", "parameters", "backends, modes, precisions"), body)
+
+
+def _anchor(name: str) -> str:
+    return name.replace(".", "")
+
+
+def _section(name: str, group: Sequence[Entry], found: Sequence[Outcome]) -> Iterator[str]:
+    first = group[0]
+    # Sizes are the same on every GPU but for a published shortened run, so they come from the file's body.
+    sample = _resolved(first, first.gpus[0], next(iter(first.precisions)))
+    model = sample.architecture
+    active = "" if first.size.active == first.size.total else f", {readable(first.size.active)} active per token"
+    yield from (f"## {name}", "")
+    yield f"{first.description}: {readable(first.size.total)} parameters{active}. {_sizes(model)}"
+    if model.hf_repo:
+        yield f"Hugging Face: `{model.hf_repo}`."
+    yield from ("", "```sh", f"primus train {name} --proxy", "```", "")
+    reasons: dict[str, list[Recipe]] = {}
+    for entry in group:
+        body = list(_rows(entry, found, reasons))
+        head = ("GPU", "precision", "nodes", "sequence", "per GPU", "per step", "command", "published by")
+        yield from (f"### {name} by {entry.backend}, {entry.mode}", "", *table(head, body), "")
+    if reasons:
+        yield from (f"### {name}: where sources disagree, or say nothing", "")
+        yield from (f"- {_where(recipes)}: {because}" for because, recipes in reasons.items())
+        yield ""
+
+
+def _where(recipes: Sequence[Recipe]) -> str:
+    """``megatron bf16, fp8 on mi325x``: what a reason holds for."""
+    ways: dict[tuple[str, int], tuple[dict[str, None], dict[str, None]]] = {}
+    for recipe in recipes:
+        precisions, gpus = ways.setdefault((recipe.backend, recipe.get("nodes", int)), ({}, {}))
+        precisions[recipe.precision] = None
+        gpus[recipe.gpu] = None
+    words = [
+        f"{backend} {', '.join(precisions)} on {', '.join(gpus)}" + (f" × {nodes} nodes" if nodes > 1 else "")
+        for (backend, nodes), (precisions, gpus) in ways.items()
+    ]
+    return "; ".join(words)
+
+
+def _sizes(model: Architecture) -> str:
+    parts = [f"{model.layers} layers", f"width {model.hidden_size}"]
+    if model.family == "flux":
+        parts = [f"{model.dit.double_layers} double and {model.dit.single_layers} single layers", parts[1]]
+    parts.append(f"{model.heads} heads" + (f" ({model.kv_heads} of keys and values)" if model.kv_heads else ""))
+    if model.mla.kv_lora_rank:
+        parts[-1] = f"{model.heads} heads of latent attention"
+    if model.moe.experts:
+        shared = f" and {model.moe.shared_experts} shared" if model.moe.shared_experts else ""
+        parts.append(f"{model.moe.experts} experts{shared}, {model.moe.top_k} of them for a token")
+    if model.window:
+        parts.append(f"a window of {model.window} tokens")
+    if model.vocab_size:
+        parts.append(f"vocabulary {model.vocab_size:,}")
+    return ", ".join(parts)[:1].upper() + ", ".join(parts)[1:] + "."
+
+
+def _resolved(entry: Entry, gpu: str, precision: str, nodes: int | None = None) -> Recipe:
+    asked = Asked(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu, nodes=nodes, proxy=False)
+    return resolve(entry.recipe, (), asked)
+
+
+def _rows(entry: Entry, found: Sequence[Outcome], reasons: dict[str, list[Recipe]]) -> Iterator[tuple[str, ...]]:
+    """One row per precision and GPU on the recipe's own number of nodes, then one per other published number."""
+    several: list[tuple[str, ...]] = []
+    for precision, gpus in entry.precisions.items():
+        for gpu in gpus:
+            wanted = (gpu, entry.backend, entry.mode, precision)
+            mine = [o for o in found if (o.gpu, o.cell.backend, o.cell.mode, o.cell.precision) == wanted]
+            usual = _resolved(entry, gpu, precision)
+            others = sorted({o.cell.nodes for o in mine} - {usual.get("nodes", int)})
+            yield _row(entry, usual, mine, reasons)
+            several += [_row(entry, _resolved(entry, gpu, precision, nodes), mine, reasons) for nodes in others]
+    yield from several
+
+
+def _row(entry: Entry, recipe: Recipe, found: Sequence[Outcome], reasons: dict[str, list[Recipe]]) -> tuple[str, ...]:
+    gpu, precision, nodes = recipe.gpu, recipe.precision, recipe.get("nodes", int)
+    for setting in recipe.settings.values():
+        if setting.because:
+            reasons.setdefault(setting.because, []).append(recipe)
+    same = [
+        o.cell.source for o in found if o.cell.nodes == nodes and o.cell.batch and not o.differing and not o.cell.with_
+    ]
+    sequence = str(recipe.seq_len) if recipe.architecture.vocab_size else _NONE
+    batches = (str(recipe.local_batch), str(recipe.global_batch))
+    by = ", ".join(dict.fromkeys(same)) or _NONE
+    return gpu, precision, str(nodes), sequence, *batches, f"`{_command(entry, recipe)}`", by
+
+
+def _command(entry: Entry, recipe: Recipe) -> str:
+    asked = recipe.asked if len(recipe.knows.modes) > 1 else replace(recipe.asked, mode=None)
+    return " ".join(["primus train", entry.recipe, *replace(asked, proxy=None).words()]).replace("=", " ")
+
+
+def _matrix(published: Published, found: Sequence[Outcome]) -> Iterator[str]:
+    differing = sum(bool(o.differing) for o in found)
+    yield from ("## What the documents publish", "")
+    yield (
+        f"{len(found)} combinations of model, GPU, precision, backend and nodes. Each resolves: "
+        f"{len(found) - differing} to the published figures, {differing} to others, for the reason given there."
+    )
+    yield ""
+    yield from (f"- `{source.id}`: {source.title}" for source in published.sources)
+    yield ""
+    head = (
+        "recipe", "backend", "mode", "precision", "GPU", "nodes",
+        "by", "sequence", "per GPU", "per step", "here", "note",
+    )  # fmt: skip
+    body = []
+    for outcome in found:
+        cell, recipe = outcome.cell, outcome.recipe
+        figures = [_NONE if figure is None else str(figure) for figure in (cell.seq_len, cell.batch, cell.global_batch)]
+        here = f"{recipe.seq_len} × {recipe.local_batch}, {recipe.global_batch}" if outcome.differing else "the same"
+        if not any((cell.seq_len, cell.batch, cell.global_batch)):
+            here = f"{recipe.local_batch}, {recipe.global_batch}"
+        words = f"with `{' '.join(cell.with_)}`" if cell.with_ else ""
+        body.append(
+            (
+                f"`{cell.recipe}`", cell.backend, cell.mode, cell.precision, outcome.gpu, str(cell.nodes), cell.source,
+                *figures, here, "; ".join(filter(None, (words, cell.note))) or _NONE,
+            )
+        )  # fmt: skip
+    yield from table(head, body)

@@ -1,0 +1,186 @@
+"""What really ran, seen from inside the process: dtypes, kernels, versions. Rank 0 writes ``facts.json``.
+
+A configuration file says what was asked. These facts come from the tensors of the first step, so a precision
+that was asked and not run shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["digest", "static", "watching", "write"]
+
+PACKAGES = (
+    "torch",
+    "torchtitan",
+    "megatron-core",
+    "transformers",
+    "peft",
+    "accelerate",
+    "diffusers",
+    "torchao",
+    "triton",
+    "torchdata",
+    "datasets",
+    "tokenizers",
+    "numpy",
+    "primus-images",
+)
+
+
+def static(parts: Sequence[Any], device: str) -> dict[str, Any]:
+    """What holds for the whole run: versions, ranks, settings of torch, and the model's parameters and modules."""
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    modules = Counter(type(module).__name__ for part in parts for module in part.modules())
+    return {
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "device": device,
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        "parameter_dtypes": _counts(str(parameter.dtype) for parameter in parameters),
+        "modules": dict(sorted(modules.items())),
+    }
+
+
+def _computed(tensor: Any) -> str:
+    """The dtype a product takes the tensor in: under autocast (torchtitan's way on one rank) float32 is cast first."""
+    device = tensor.device.type
+    if tensor.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        return str(torch.get_autocast_dtype(device))
+    return str(tensor.dtype)
+
+
+@contextmanager
+def watching(
+    parts: Sequence[Any], linear_types: tuple[type, ...] = (torch.nn.Linear,), *, compiled: bool = False
+) -> Iterator[dict[str, Any]]:
+    """Fill the yielded dict with the dtypes every linear layer used and the kernels the step called.
+
+    ``linear_types`` are the classes that count as linear layers: each has a ``weight``, and takes and returns a
+    tensor (or a tuple that begins with it). Layers of a ``compiled`` model are not listened to, which would compile
+    it twice; the products that the profiler sees then tell the dtypes.
+    """
+    found: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
+
+    def note(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        found["input"][_computed(inputs[0])] += 1
+        # Inside forward FSDP has replaced the shard by the gathered weight, in the dtype it computes with.
+        found["weight"][_computed(module.weight)] += 1
+        found["output"][str((output[0] if isinstance(output, tuple) else output).dtype)] += 1
+
+    linears: dict[str, Any] = {
+        name: module
+        for part in parts
+        for name, module in part.named_modules()
+        if isinstance(module, linear_types) or type(module).__name__ in _CONVERTED
+    }
+    plain = {name: module for name, module in linears.items() if type(module).__name__ not in _CONVERTED}
+    hooks = [] if compiled else [module.register_forward_hook(note) for module in plain.values()]
+    seen: dict[str, Any] = {}
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    try:
+        with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+            yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+    called = Counter({event.key: event.count for event in profile.key_averages()})
+    # Transformer Engine's layers are of one class in any precision; in FP8 they say so once they have run.
+    plain = {name: module for name, module in plain.items() if getattr(module, "fp8", False) is not True}
+    seen["linears"] = {
+        "types": _counts(type(module).__name__ for module in linears.values()),
+        "converted": _counts(type(module).__name__ for name, module in linears.items() if name not in plain),
+        "plain": sorted(plain),
+        "listened": not compiled,
+        **{f"{side}_dtypes": dict(sorted(counter.items())) for side, counter in found.items()},
+    }
+    seen["attention"] = sorted(name for name in called if "scaled_dot_product" in name or "flash" in name)
+    seen["matmuls"] = {name: called[name] for name in sorted(called) if name in _MATMULS}
+    seen["matmul_dtypes"] = _matmul_dtypes(profile)
+    seen["gpu_kernels"] = _gpu_kernels(profile)
+
+
+# torchao's layers that compute their products in FP8 or MXFP8.
+_CONVERTED = {"Float8Linear", "MXLinear"}
+_MATMULS = {
+    "aten::mm",
+    "aten::bmm",
+    "aten::addmm",
+    "aten::_scaled_mm",
+    "aten::_grouped_mm",
+    "mkldnn::_linear_pointwise",
+}
+
+
+def _matmul_dtypes(profile: Any) -> dict[str, int]:
+    """ "aten::mm BFloat16" → how often: the dtype of the second factor, the weight or a gradient."""
+    counts: Counter[str] = Counter()
+    for event in profile.profiler.kineto_results.events():
+        if event.name() in _MATMULS:
+            place = 2 if event.name() == "aten::addmm" else 1
+            dtypes = event.dtypes()
+            if len(dtypes) > place:
+                counts[f"{event.name()} {dtypes[place].removeprefix('c10::')}"] += 1
+    return dict(sorted(counts.items()))
+
+
+_TELLING = ("gemm", "nvjet", "cutlass", "Cijk", "e4m3", "fp8", "flash", "fmha", "attn")
+
+
+def _gpu_kernels(profile: Any, most: int = 12) -> list[str]:
+    """The kernels of products and attention that took most of the GPU's time, the longest first."""
+    timed = [(getattr(event, "self_device_time_total", 0), event.key) for event in profile.key_averages()]
+    on_gpu = [(time, key) for time, key in timed if time > 0 and any(word in key for word in _TELLING)]
+    return [key for _, key in sorted(on_gpu, reverse=True) if not key.startswith("aten::")][:most]
+
+
+def digest(parts: Sequence[Any]) -> str:
+    """sha256 over the weights of all ranks, each rank's own shards in order."""
+    hasher = hashlib.sha256()
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            hasher.update(name.encode())
+            hasher.update(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, hasher.hexdigest())
+    return hashlib.sha256("".join(gathered).encode()).hexdigest()
+
+
+def write(path: Path, facts: Mapping[str, Any]) -> None:
+    """Rank 0 writes ``facts`` so that ``path`` is never half a file."""
+    if dist.get_rank() != 0:
+        return
+    waiting = path.with_suffix(".tmp")
+    waiting.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(waiting, path)  # noqa: PTH105
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _counts(names: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))

@@ -1,0 +1,182 @@
+"""Hugging Face's models from a recipe's sizes, and their weights from Hugging Face's files."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from primus.recipes.architecture import Architecture
+from primus.training.finetune.config import FinetuneConfig, LoraConfig
+from primus.training.loop import weights
+from primus.training.loop.language import LanguageModel
+
+__all__ = ["FineTuned", "adapted", "causal_model", "config_of", "init"]
+
+# transformers' model types.
+_TYPES = {"llama2": "llama", "llama3": "llama", "mistral": "mistral", "mixtral": "mixtral", "qwen2": "qwen2"}
+_OUTER = ("lm_head.weight", "model.embed_tokens.weight")
+# What PEFT adds to the names of the weights it stands beside.
+_ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
+_EXPERTS = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
+
+
+def config_of(model: Architecture, attention: str) -> Any:
+    """transformers' configuration of ``model``. SystemExit for a family it is not used for here."""
+    from transformers import AutoConfig
+
+    if model.family not in _TYPES:
+        raise SystemExit(f"the finetune backend has no model for the family {model.family}")
+    kind = _TYPES[model.family]
+    made: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "max_position_embeddings": model.max_seq_len,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tied_embeddings,
+        "rope_parameters": _rope(model),
+        # Marks of the vocabulary: none is known here, and some defaults lie outside a small one.
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "use_cache": False,
+        "attn_implementation": attention,
+    }
+    if kind != "qwen2":
+        made["head_dim"] = model.head_size
+    if kind == "mistral":
+        made["sliding_window"] = model.window or None
+    elif kind == "mixtral":
+        made |= {
+            "sliding_window": model.window or None,
+            "num_local_experts": model.moe.experts,
+            "num_experts_per_tok": model.moe.top_k,
+            "intermediate_size": model.moe.ffn_size or model.ffn_size,
+            "router_aux_loss_coef": model.moe.auxiliary_loss,
+        }
+    elif kind == "qwen2" and model.window:
+        made |= {"use_sliding_window": True, "sliding_window": model.window, "max_window_layers": 0}
+    elif kind == "llama":
+        made["attention_bias"] = model.qkv_bias
+    return AutoConfig.for_model(kind, **made)
+
+
+def _rope(model: Architecture) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    if scaling.kind == "none":
+        return {"rope_type": "default", "rope_theta": float(model.rope_theta)}
+    common = {
+        "rope_type": scaling.kind,
+        "rope_theta": float(model.rope_theta),
+        "factor": float(scaling.factor),
+        "original_max_position_embeddings": scaling.original_max_position,
+    }
+    if scaling.kind == "llama3":
+        return common | {
+            "low_freq_factor": float(scaling.low_freq_factor),
+            "high_freq_factor": float(scaling.high_freq_factor),
+        }
+    return common | {"beta_fast": float(scaling.beta_fast), "beta_slow": float(scaling.beta_slow)}
+
+
+def causal_model(model: Architecture, config: FinetuneConfig) -> Any:
+    """The model, its parameters without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with weights.empty():
+        return AutoModelForCausalLM.from_config(config_of(model, config.attention))
+
+
+def adapted(model: Any, lora: LoraConfig) -> Any:
+    """``model`` frozen, with adapters to train. SystemExit when a target names no layer."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if unknown := sorted(set(lora.targets) - names):
+        raise SystemExit(f"lora.targets: no linear layer is named {', '.join(unknown)}; there are {sorted(names)}")
+    with weights.empty():
+        return get_peft_model(
+            model,
+            PeftConfig(
+                r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=list(lora.targets),
+                task_type="CAUSAL_LM", init_lora_weights=False,
+            ),
+            autocast_adapter_dtype=False,
+        )  # fmt: skip
+
+
+class FineTuned(LanguageModel):
+    """One of Hugging Face's causal models, with or without PEFT's adapters, in the loop's form."""
+
+    def __init__(self, model: Any, chunk: int) -> None:
+        super().__init__(chunk)
+        self.model = model
+
+    @property
+    def causal(self) -> Any:
+        """Hugging Face's own model, inside PEFT's."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    @property
+    @override
+    def head(self) -> nn.Linear:
+        found: nn.Linear = self.causal.lm_head
+        return found
+
+    @override
+    def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        causal = self.causal
+        balance = getattr(causal, "router_aux_loss_coef", 0.0)
+        found = causal.model(input_ids=tokens, use_cache=False, **({"output_router_logits": True} if balance else {}))
+        if not balance:
+            return found.last_hidden_state, None
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        routed = load_balancing_loss_func(found.router_logits, causal.num_experts, causal.num_experts_per_tok)
+        return found.last_hidden_state, balance * routed
+
+
+def init(model: nn.Module, seed: int, given: weights.Files | None) -> None:
+    """Set every weight of the sharded ``model``: from the files, else from the seed. Adapters begin as no change.
+
+    SystemExit when the files lack a weight.
+    """
+    for name, parameter in model.named_parameters():
+        plain = _ADAPTED.sub("", name.removeprefix("model."))
+        if ".lora_B." in plain:
+            weights.fill(parameter, weights.constant(parameter, 0.0))
+        elif ".lora_A." in plain:
+            # PEFT's own distribution has this variance, too.
+            weights.fill(parameter, weights.normal(plain, parameter, seed, 1 / math.sqrt(3 * parameter.shape[-1])))
+        elif given is not None:
+            weights.fill(parameter, _stored(given, plain))
+        else:
+            weights.draw_one(plain, parameter, seed, outer=plain in _OUTER)
+
+
+def _stored(files: weights.Files, name: str) -> weights.Rows:
+    experts = _EXPERTS.match(name)
+    if name in files or not experts:
+        return files.rows_of(name)
+    # Mixtral's files hold each expert's three matrices apart; transformers computes on stacks of them.
+    parts = ("w1", "w3") if experts[2] == "gate_up_proj" else ("w2",)
+    head = f"{experts[1]}.block_sparse_moe.experts"
+
+    def rows(first: int, last: int) -> torch.Tensor:
+        return torch.stack(
+            [
+                torch.cat([files.whole(f"{head}.{number}.{part}.weight") for part in parts])
+                for number in range(first, last)
+            ]
+        )
+
+    return rows

@@ -1,0 +1,58 @@
+"""How many floating-point operations training takes, per token or image.
+
+Per token: 6 · (N − N_embedding) for the products with weights (forward 2, backward 4; the output head counts, the
+input embedding does not, a routed expert only as often as it is chosen), plus attention's own 12 · L · heads ·
+head_dim · span. *span* is the sequence length when counted non-causally (as torchtitan, PaLM appendix B,
+arXiv:2204.02311), and what a token really sees when counted causally: half of it, or less under a sliding window (as
+Megatron-LM). What is computed again in the backward pass never counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from primus.recipes.architecture import Architecture
+from primus.recipes.size import size
+
+__all__ = ["Flops", "of_recipe_unit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of one token (of one image for a diffusion model) in both conventions."""
+
+    causal: float
+    non_causal: float
+
+
+def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = None) -> Flops:
+    """FLOPs to train on one token of a sequence of ``seq_len`` (for FLUX: on one image).
+
+    ``adapters`` is the number of weights that LoRA trains; then the others take 4 operations each instead of 6, for
+    no gradient of theirs is computed.
+    """
+    if model.family == "flux":
+        return _diffusion(model)
+    count = size(model)
+    products = count.active - count.embedding
+    linear = 6 * products if adapters is None else 4 * products + 6 * adapters
+    window = min(model.window or seq_len, seq_len)
+    seen = window - window**2 / (2 * seq_len)
+    width = _attention_width(model)
+    return Flops(causal=linear + model.layers * width * seen, non_causal=linear + model.layers * width * window)
+
+
+def _attention_width(model: Architecture) -> int:
+    """12 · heads · head_dim, where query·key and weight·value may differ in width (latent attention)."""
+    mla = model.mla
+    if mla.kv_lora_rank:
+        return 6 * model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+    return 12 * model.heads * model.head_size
+
+
+def _diffusion(model: Architecture) -> Flops:
+    """Attention there is never causal, so both conventions agree. Tokens: 16 × 16 pixels each, plus the text's."""
+    dit, hidden = model.dit, model.hidden_size
+    layers, tokens = dit.double_layers + dit.single_layers, (dit.image_size // 16) ** 2 + dit.text_tokens
+    flops = 6.0 * 12 * hidden**2 * layers * tokens + 12.0 * layers * hidden * tokens**2
+    return Flops(causal=flops, non_causal=flops)

@@ -1,0 +1,113 @@
+"""One rank of a FLUX job: ``python -m primus.training.flux.entry OUTPUT_FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from primus.recipes.architecture import Architecture
+from primus.training.flux import latents
+from primus.training.flux.config import FluxConfig
+from primus.training.loop import process, train, weights
+from primus.training.loop.given import Given
+from primus.training.loop.process import Process
+from primus.training.loop.session import Batch
+from primus.training.loop.sharded import Sharded, shard
+
+__all__ = ["flow_matching", "main", "rotary_axes", "transformer"]
+
+
+def main(given: Given, here: Process) -> None:
+    """Train the transformer."""
+    config = given.section(FluxConfig)
+    data = latents.images(given, config)
+    model = transformer(given.model)
+    blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+    shard(model, blocks, given, here, wide=_wide)
+    if config.weights == "random":
+        _draw(model, given.training.seed)
+    else:
+        _read(model, weights.Files(Path(config.weights)))
+    side = int(latents.image_tokens(given.model.dit) ** 0.5)
+
+    def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return flow_matching(model, batch, side, config.guidance if given.model.dit.guidance else None)
+
+    train.run(given, here, Sharded(model, loss, given, here, {"weights": config.weights}), data)
+
+
+def transformer(model: Architecture) -> Any:
+    """diffusers' transformer of these sizes, its parameters without memory."""
+    from diffusers import FluxTransformer2DModel
+
+    dit = model.dit
+    with weights.empty():
+        return FluxTransformer2DModel(
+            in_channels=dit.in_channels,
+            num_layers=dit.double_layers,
+            num_single_layers=dit.single_layers,
+            attention_head_dim=model.head_size,
+            num_attention_heads=model.heads,
+            joint_attention_dim=dit.text_dim,
+            pooled_projection_dim=dit.pooled_dim,
+            guidance_embeds=dit.guidance,
+            axes_dims_rope=rotary_axes(model.head_size),
+        )
+
+
+def rotary_axes(size: int) -> tuple[int, int, int]:
+    """How a head's elements are shared by index, row and column; FLUX.1 has 16, 56 and 56 of 128."""
+    index = max(2, size // 8)
+    index += (size - index) % 4
+    return index, (size - index) // 2, (size - index) // 2
+
+
+def flow_matching(model: nn.Module, batch: Batch, side: int, guidance: float | None) -> torch.Tensor:
+    """The sum over the images of the mean squared error of the velocity, noise − latents.
+
+    A model that predicts nothing has a loss of 1 plus the latents' mean square.
+    """
+    clean, noise, time = batch["latents"], batch["noise"], batch["time"]
+    level = time[:, None, None]
+    ids = torch.zeros(side, side, 3, device=clean.device)
+    ids[..., 1] += torch.arange(side, device=clean.device)[:, None]
+    ids[..., 2] += torch.arange(side, device=clean.device)[None, :]
+    found = model(
+        hidden_states=(1 - level) * clean + level * noise,
+        encoder_hidden_states=batch["text"],
+        pooled_projections=batch["pooled"],
+        timestep=time,
+        img_ids=ids.flatten(0, 1),
+        txt_ids=torch.zeros(batch["text"].shape[1], 3, device=clean.device),
+        guidance=None if guidance is None else torch.full_like(time, guidance),
+        return_dict=False,
+    )[0]
+    errors: torch.Tensor = (found.float() - (noise - clean)).square().mean((1, 2)).sum()
+    return errors
+
+
+def _wide(name: str) -> bool:
+    """The blocks' large products are worth FP8; modulation and embeddings see one row per image."""
+    return "transformer_blocks" not in name or "norm" in name
+
+
+def _draw(model: nn.Module, seed: int) -> None:
+    for name, parameter in model.named_parameters():
+        if name.startswith("proj_out."):
+            # Begins with no prediction, as is usual for diffusion transformers.
+            weights.fill(parameter, weights.constant(parameter, 0.0))
+        else:
+            weights.draw_one(name, parameter, seed)
+
+
+def _read(model: nn.Module, files: weights.Files) -> None:
+    for name, parameter in model.named_parameters():
+        weights.fill(parameter, files.rows_of(name))
+
+
+if __name__ == "__main__":
+    process.main(sys.argv[1], main)

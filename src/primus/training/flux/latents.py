@@ -1,0 +1,139 @@
+"""Images as samples found by number: cached latents and text embeddings, or made-up ones, with their noise.
+
+A folder of safetensors files is a cache. Each file holds, for any number of images, ``latents`` [images, channels,
+height, width] as the VAE made and scaled them, ``text`` [images, tokens, width] and ``pooled`` [images, width].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from typing_extensions import override
+
+from primus.recipes.architecture import DiffusionTransformer
+from primus.recipes.model import MOCK
+from primus.training.flux.config import FluxConfig
+from primus.training.loop.data import generator_of, shuffled
+from primus.training.loop.given import Given
+from primus.training.loop.session import Batch, Data
+
+__all__ = ["Images", "cached", "image_tokens", "images", "packed"]
+
+# The VAE makes one latent of 8 × 8 pixels, the transformer one token of 2 × 2 latents.
+_PIXELS_PER_TOKEN = 16
+_MOCK_PROMPTS = 16
+_KEYS = ("latents", "text", "pooled")
+
+
+def image_tokens(model: DiffusionTransformer) -> int:
+    """Tokens of one square image."""
+    return (model.image_size // _PIXELS_PER_TOKEN) ** 2
+
+
+def packed(latents: torch.Tensor) -> torch.Tensor:
+    """Latents [channels, height, width] as tokens [height/2 · width/2, channels · 4]."""
+    channels, height, width = latents.shape
+    split = latents.reshape(channels, height // 2, 2, width // 2, 2)
+    return split.permute(1, 3, 0, 2, 4).reshape(height // 2 * (width // 2), channels * 4)
+
+
+class Images(Data):
+    """Samples of latents, text and pooled text; noise and its level are drawn for each sample from its number."""
+
+    def __init__(self, given: Given, config: FluxConfig) -> None:
+        self._seed = given.training.seed
+        self._times = config.times
+        self._tokens = image_tokens(given.model.dit) + given.model.dit.text_tokens
+        if given.training.seq_len != self._tokens:
+            raise SystemExit(f"seq_len is {given.training.seq_len}, but image and text make {self._tokens} tokens")
+
+    @property
+    @override
+    def tokens_per_sample(self) -> int:
+        return self._tokens
+
+    @property
+    @override
+    def images_per_sample(self) -> int:
+        return 1
+
+    def sample(self, number: int) -> dict[str, torch.Tensor]:
+        """``latents`` [tokens, channels], ``text`` and ``pooled`` of one image, float32."""
+        raise NotImplementedError
+
+    @override
+    def batch(self, first: int, count: int) -> Batch:
+        samples = []
+        for number in range(first, first + count):
+            # Apart from the generators of the samples themselves.
+            generator = generator_of(self._seed + 1, number)
+            sample = self.sample(number)
+            noise = torch.randn(sample["latents"].shape, generator=generator)
+            if self._times == "uniform":
+                time = torch.rand((), generator=generator)
+            else:
+                time = torch.randn((), generator=generator).sigmoid()
+            samples.append({**sample, "noise": noise, "time": time})
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+    @override
+    def terms(self, batch: Batch) -> int:
+        return len(batch["latents"])
+
+
+class _Mock(Images):
+    """A few made-up prompts, each with a picture of its own that all of its images vary a little."""
+
+    def __init__(self, given: Given, config: FluxConfig) -> None:
+        super().__init__(given, config)
+        model = given.model.dit
+        generator = generator_of(self._seed, -1)
+        common = torch.randn(model.in_channels, generator=generator)
+        shape = (_MOCK_PROMPTS, image_tokens(model), model.in_channels)
+        self._pictures = common + 0.3 * torch.randn(shape, generator=generator)
+        self._text = torch.randn(_MOCK_PROMPTS, model.text_tokens, model.text_dim, generator=generator)
+        self._pooled = torch.randn(_MOCK_PROMPTS, model.pooled_dim, generator=generator)
+
+    @override
+    def sample(self, number: int) -> dict[str, torch.Tensor]:
+        generator = generator_of(self._seed, number)
+        prompt = int(torch.randint(_MOCK_PROMPTS, (), generator=generator))
+        picture = self._pictures[prompt]
+        varied = picture + 0.1 * torch.randn(picture.shape, generator=generator)
+        return {"latents": varied, "text": self._text[prompt], "pooled": self._pooled[prompt]}
+
+
+class _Cached(Images):
+    def __init__(self, given: Given, config: FluxConfig, folder: Path) -> None:
+        from safetensors import safe_open
+
+        super().__init__(given, config)
+        self._places = []
+        for file in sorted(folder.glob("*.safetensors")):
+            handle = safe_open(file, framework="pt")
+            slices = [handle.get_slice(key) for key in _KEYS]
+            self._places += [(slices, row) for row in range(slices[0].get_shape()[0])]
+        if not self._places:
+            raise SystemExit(f"{folder} holds no cached latents")
+        self._order: tuple[int, torch.Tensor] | None = None
+
+    @override
+    def sample(self, number: int) -> dict[str, torch.Tensor]:
+        turn, place = divmod(number, len(self._places))
+        if self._order is None or self._order[0] != turn:
+            self._order = (turn, shuffled(len(self._places), self._seed, turn))
+        slices, row = self._places[int(self._order[1][place])]
+        latents, text, pooled = (part[row : row + 1][0].float() for part in slices)
+        return {"latents": packed(latents), "text": text, "pooled": pooled}
+
+
+def cached(given: Given, config: FluxConfig, folder: Path) -> Images:
+    """The cache in ``folder``. SystemExit when it holds no image."""
+    return _Cached(given, config, folder)
+
+
+def images(given: Given, config: FluxConfig) -> Images:
+    """The data that the job's assets name."""
+    corpus = given.assets["corpus"]
+    return _Mock(given, config) if corpus == MOCK else cached(given, config, Path(corpus))

@@ -1,0 +1,32 @@
+"""One rank of an FSDP benchmark: ``python -m primus.training.fsdp.entry OUTPUT_FOLDER``."""
+
+from __future__ import annotations
+
+import sys
+
+from primus.training.fsdp.config import FsdpConfig
+from primus.training.fsdp.llama import FAMILIES, Llama
+from primus.training.loop import data, language, process, train, weights
+from primus.training.loop.given import Given
+from primus.training.loop.process import Process
+from primus.training.loop.sharded import Sharded, shard
+
+__all__ = ["main"]
+
+
+def main(given: Given, here: Process) -> None:
+    """Train from random weights."""
+    config = given.section(FsdpConfig)
+    if given.model.family not in FAMILIES or given.model.moe.experts:
+        raise SystemExit(f"the fsdp backend has no model for the family {given.model.family}")
+    with weights.empty():
+        model = Llama(given.model, given.training.seq_len, config.loss_chunk)
+    if given.training.compile:
+        model.compile_loss()
+    shard(model, list(model.layers), given, here, wide=lambda name: name == "output")
+    weights.draw_all(model, given.training.seed, outer=("embedding.weight", "output.weight"))
+    train.run(given, here, Sharded(model, language.loss, given, here), data.text(given, here))
+
+
+if __name__ == "__main__":
+    process.main(sys.argv[1], main)

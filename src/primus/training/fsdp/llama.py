@@ -1,0 +1,126 @@
+"""Llama and Mistral in PyTorch alone: rotary positions, grouped queries, SwiGLU; its layers are plain ``nn.Linear``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+from typing_extensions import override
+
+from primus.recipes.architecture import Architecture, RopeScaling
+from primus.training.loop.language import LanguageModel
+
+__all__ = ["FAMILIES", "Llama"]
+
+FAMILIES = ("llama2", "llama3", "mistral", "qwen2")
+
+
+class Llama(LanguageModel):
+    """The whole model. ``seq_len`` is the length that positions are prepared for."""
+
+    def __init__(self, model: Architecture, seq_len: int, chunk: int) -> None:
+        super().__init__(chunk)
+        self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList(_Block(model) for _ in range(model.layers))
+        self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
+        self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        if model.tied_embeddings:
+            self.output.weight = self.embedding.weight
+        cosine, sine = _rotation(model, seq_len)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("sine", sine, persistent=False)
+        mask = _window(seq_len, model.window) if 0 < model.window < seq_len else None
+        self.register_buffer("mask", mask, persistent=False)
+
+    @property
+    @override
+    def head(self) -> nn.Linear:
+        return self.output
+
+    @override
+    def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        states = self.embedding(tokens)
+        for layer in self.layers:
+            states = layer(states, self.cosine, self.sine, self.mask)
+        return self.norm(states), None
+
+
+class _Block(nn.Module):
+    def __init__(self, model: Architecture) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
+        self.attention = _Attention(model)
+        self.ffn_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
+        self.gate = nn.Linear(model.hidden_size, model.ffn_size, bias=False)
+        self.up = nn.Linear(model.hidden_size, model.ffn_size, bias=False)
+        self.down = nn.Linear(model.ffn_size, model.hidden_size, bias=False)
+
+    def forward(
+        self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        states = states + self.attention(self.attention_norm(states), cosine, sine, mask)
+        normed = self.ffn_norm(states)
+        fed: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return states + fed
+
+
+class _Attention(nn.Module):
+    def __init__(self, model: Architecture) -> None:
+        super().__init__()
+        self.size = model.head_size
+        self.grouped = model.kv_heads != model.heads
+        self.query = nn.Linear(model.hidden_size, model.heads * self.size, bias=model.qkv_bias)
+        self.key = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
+        self.value = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
+        self.out = nn.Linear(model.heads * self.size, model.hidden_size, bias=False)
+
+    def forward(
+        self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        query, key, value = (
+            project(states).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            _rotate(query, cosine, sine), _rotate(key, cosine, sine), value,
+            attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped,
+        )  # fmt: skip
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (element i, element i + size/2) by its position's angle; the angles are float32."""
+    length = states.shape[-2]
+    wide = states.float()
+    left, right = wide.chunk(2, dim=-1)
+    turned = wide * cosine[:length] + torch.cat((-right, left), dim=-1) * sine[:length]
+    return turned.to(states.dtype)
+
+
+def _rotation(model: Architecture, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    exponents = torch.arange(0, model.head_size, 2, dtype=torch.float32) / model.head_size
+    frequencies = _scaled(1.0 / model.rope_theta**exponents, model.rope_scaling)
+    angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+    """Llama 3.1's stretching: slow waves by the whole factor, fast ones not, those between in part."""
+    if scaling.kind == "none":
+        return frequencies
+    if scaling.kind != "llama3":
+        raise SystemExit(f"the fsdp backend does not stretch positions by {scaling.kind}")
+    waves = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    part = ((scaling.original_max_position / waves - low) / (high - low)).clamp(0, 1)
+    return part * frequencies + (1 - part) * frequencies / scaling.factor
+
+
+def _window(seq_len: int, window: int) -> torch.Tensor:
+    """Which positions each one sees: itself and the ``window`` − 1 before it."""
+    everything = torch.ones(seq_len, seq_len, dtype=torch.bool)
+    return everything.tril() & everything.triu(1 - window)

@@ -1,0 +1,63 @@
+"""Checkpoints of a run: ``checkpoint/step-N``, whole or not there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from primus.training.loop.session import Session
+
+__all__ = ["load", "save"]
+
+
+def save(output: Path, step: int, session: Session) -> Path:
+    """Save model, optimizer and random states after ``step``. The folder gets its name when all ranks have written."""
+    folder = output / "checkpoint" / f"step-{step}"
+    unfinished = folder.with_name(f".{folder.name}")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    dist.barrier()
+    dcp.save({**session.state_dict(), **_random_states()}, checkpoint_id=unfinished)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    dist.barrier()
+    return folder
+
+
+def load(folder: Path, session: Session) -> None:
+    """Continue from ``folder``. Rate and place in the data follow from its step.
+
+    With another number of ranks the random states are left as they are: they belong to ranks.
+    """
+    state = session.state_dict()
+    random = _random_states()
+    known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved_ranks = sum(name.startswith("random.") for name in known)
+    if saved_ranks == dist.get_world_size():
+        state |= random
+    dcp.load(state, checkpoint_id=folder)
+    for name in random:
+        if name in state:
+            _set_random_state(state.pop(name))
+    session.load_state_dict(state)
+
+
+def _random_states() -> dict[str, Any]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state())
+    return {f"random.{dist.get_rank()}": torch.cat(states)}
+
+
+def _set_random_state(state: torch.Tensor) -> None:
+    host = torch.get_rng_state().numel()
+    torch.set_rng_state(state[:host])
+    if torch.cuda.is_available() and state.numel() > host:
+        torch.cuda.set_rng_state(state[host:])

@@ -1,0 +1,175 @@
+"""Text as samples of tokens, found by number: a corpus through a tokenizer, or made-up tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from primus.recipes.model import MOCK
+from primus.training.loop.given import Given
+from primus.training.loop.process import Process
+from primus.training.loop.session import Batch, Data
+
+__all__ = ["Packed", "mock", "shuffled", "text", "tokens_of"]
+
+# A mock token is one of so many, whatever the vocabulary: few enough that a short run learns them.
+_MOCK_SYMBOLS = 256
+_MOCK_STEPS = (1, 3, 7, 19)
+_IGNORED = -100
+_HUB = "hf:"
+
+
+def text(given: Given, process: Process) -> Data:
+    """The data that the job's assets name."""
+    if given.assets["corpus"] == MOCK:
+        return mock(given.training.seed, given.training.seq_len, given.model.vocab_size)
+    tokens = _tokenized(given, process)
+    if (largest := int(tokens.max())) >= given.model.vocab_size:
+        raise SystemExit(f"the tokenizer makes token {largest}, the model's vocabulary has {given.model.vocab_size}")
+    return Packed(tokens, given.training.seq_len, given.training.seed)
+
+
+class _Tokens(Data):
+    """Samples of ``seq_len`` tokens, every label trained on."""
+
+    def __init__(self, seq_len: int) -> None:
+        self._seq_len = seq_len
+
+    @property
+    @override
+    def tokens_per_sample(self) -> int:
+        return self._seq_len
+
+    @property
+    @override
+    def images_per_sample(self) -> int:
+        return 0
+
+    def sample(self, number: int) -> torch.Tensor:
+        """``seq_len + 1`` tokens, int64."""
+        raise NotImplementedError
+
+    @override
+    def batch(self, first: int, count: int) -> Batch:
+        tokens = torch.stack([self.sample(number) for number in range(first, first + count)])
+        return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+    @override
+    def terms(self, batch: Batch) -> int:
+        return int((batch["labels"] != _IGNORED).sum())
+
+
+class Packed(_Tokens):
+    """A stream of tokens cut into samples without gaps; each pass over it has an order of its own from ``seed``."""
+
+    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int) -> None:
+        super().__init__(seq_len)
+        self._stream = tokens
+        self._seed = seed
+        self._samples = (len(tokens) - 1) // seq_len
+        self._order: tuple[int, torch.Tensor] | None = None
+        if self._samples < 1:
+            raise SystemExit(f"the corpus has {len(tokens)} tokens, fewer than one sample of {seq_len} + 1")
+
+    @override
+    def sample(self, number: int) -> torch.Tensor:
+        turn, place = divmod(number, self._samples)
+        if self._order is None or self._order[0] != turn:
+            self._order = (turn, shuffled(self._samples, self._seed, turn))
+        start = int(self._order[1][place]) * self._seq_len
+        return torch.from_numpy(self._stream[start : start + self._seq_len + 1].astype(np.int64))
+
+
+class _Mock(_Tokens):
+    """Walks over a ring of symbols in steps of four sizes: a Markov chain whose entropy is ln 4 a token."""
+
+    def __init__(self, seed: int, seq_len: int, vocabulary: int) -> None:
+        super().__init__(seq_len)
+        self._seed = seed
+        self._symbols = min(_MOCK_SYMBOLS, vocabulary)
+        self._spread = vocabulary // self._symbols
+
+    @override
+    def sample(self, number: int) -> torch.Tensor:
+        generator = generator_of(self._seed, number)
+        steps = torch.tensor(_MOCK_STEPS)[torch.randint(4, (self._seq_len,), generator=generator)]
+        start = torch.randint(self._symbols, (1,), generator=generator)
+        return torch.cat([start, start + steps.cumsum(0)]) % self._symbols * self._spread
+
+
+def mock(seed: int, seq_len: int, vocabulary: int) -> Data:
+    """Made-up tokens that a model can learn; no file is read."""
+    return _Mock(seed, seq_len, vocabulary)
+
+
+def generator_of(seed: int, number: int) -> torch.Generator:
+    """A generator for sample ``number`` alone, so that no sample depends on those drawn before it."""
+    return torch.Generator().manual_seed(seed * 2_000_003 + number)
+
+
+def shuffled(count: int, seed: int, turn: int) -> torch.Tensor:
+    """The order of ``count`` samples in pass ``turn`` over them."""
+    return torch.randperm(count, generator=generator_of(seed, turn))
+
+
+def _tokenized(given: Given, process: Process) -> np.ndarray:
+    """The corpus as one stream of tokens, made once per machine and shared by its ranks through the file's pages."""
+    path = given.output / "cache" / "tokens.npy"
+    if process.local_rank == 0:
+        waiting = path.with_suffix(f".{process.rank}.npy")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(waiting, tokens_of(given.assets["corpus"], given.assets["tokenizer"]))
+        os.replace(waiting, path)  # noqa: PTH105
+    dist.barrier()
+    tokens: np.ndarray = np.load(path, mmap_mode="r")
+    return tokens
+
+
+def tokens_of(corpus: str, tokenizer: str) -> np.ndarray:
+    """All documents of ``corpus`` in order, each between the tokenizer's begin and end marks where it has them."""
+    from tokenizers import Tokenizer
+
+    if tokenizer.startswith(_HUB):
+        encoder = Tokenizer.from_pretrained(tokenizer.removeprefix(_HUB))
+        begin = end = None
+    else:
+        encoder = Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))
+        begin, end = (encoder.token_to_id(mark) if mark else None for mark in _marks(Path(tokenizer)))
+    pieces = []
+    for document in _documents(corpus):
+        ids = encoder.encode(document, add_special_tokens=False).ids
+        marked = ([] if begin is None else [begin]) + ids + ([] if end is None else [end])
+        pieces.append(np.asarray(marked, dtype=np.uint32))
+    return np.concatenate(pieces)
+
+
+def _marks(folder: Path) -> tuple[str | None, str | None]:
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    def mark(name: str) -> str | None:
+        value = config.get(name)
+        # Some files hold the mark with its stripping rules around it.
+        return value.get("content") if isinstance(value, dict) else value
+
+    return mark("bos_token"), mark("eos_token")
+
+
+def _documents(corpus: str) -> Iterator[str]:
+    if corpus.startswith(_HUB):
+        from datasets import load_dataset
+
+        for row in load_dataset(corpus.removeprefix(_HUB), split="train"):
+            yield row["text"]
+        return
+    with Path(corpus).open(encoding="utf-8") as file:
+        for line in file:
+            if line.strip():
+                yield json.loads(line)["text"]

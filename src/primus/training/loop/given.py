@@ -1,0 +1,73 @@
+"""What a rank is given: ``job.json`` of its output folder, as data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from primus.recipes.architecture import Architecture, built, rebuilt
+from primus.recipes.model import Value
+from primus.training.loop.config import LoopConfig
+
+__all__ = ["Given", "read"]
+
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """One job as its ranks see it; the fields are those of :func:`primus.training.ranks.job_file`.
+
+    ``config`` is the backend's section of the recipe with dotted keys, ``training`` the part of it that all our
+    backends share.
+    """
+
+    output: Path
+    backend: str
+    mode: str
+    precision: str
+    model: Architecture
+    assets: Mapping[str, str]
+    config: Mapping[str, Value]
+    training: LoopConfig
+    first_step: int
+    last_step: int
+    resume_from: Path | None
+    world_size: int
+    data_parallel: int
+    accumulation: int
+    threads: int
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self.training.micro_batch_size * self.data_parallel * self.accumulation
+
+    def section(self, kind: type[Section], under: str = "") -> Section:
+        """The keys below ``under`` as the frozen dataclass ``kind``; what the recipe leaves out has its default."""
+        head = f"{under}." if under else ""
+        inner = {key.removeprefix(head): value for key, value in self.config.items() if key.startswith(head)}
+        return built(kind, inner)
+
+
+def read(folder: Path) -> Given:
+    """The job of this output folder."""
+    job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    config = job["config"]
+    resume_from = job["resume_from"]
+    return Given(
+        output=Path(job["output"]),
+        model=rebuilt(job["model"]),
+        training=built(LoopConfig, {key.removeprefix("training."): config[key] for key in config}),
+        resume_from=Path(resume_from) if resume_from else None,
+        **{
+            key: job[key]
+            for key in (
+                "backend", "mode", "precision", "assets", "config", "first_step", "last_step", "world_size",
+                "data_parallel", "accumulation", "threads",
+            )
+        },
+    )  # fmt: skip

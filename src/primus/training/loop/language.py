@@ -1,0 +1,63 @@
+"""Language models as the loop trains them: tokens and labels in, the sum of the losses out."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from primus.training.loop.session import Batch
+
+__all__ = ["LanguageModel", "loss"]
+
+
+class LanguageModel(nn.Module):
+    """A transformer and its output layer.
+
+    The logits are made for ``chunk`` tokens at a time, and once more for the backward pass: all of them at once are
+    the largest tensor of a small model with a large vocabulary (12 bytes × tokens × vocabulary).
+    """
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__()
+        self._chunk = chunk
+        self._summed = _summed
+
+    def compile_loss(self) -> None:
+        """Fuse the output layer's logits with their loss."""
+        self._summed = torch.compile(_summed)
+
+    def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last hidden states [samples, seq_len, hidden], and a loss per token to train on besides, if any."""
+        raise NotImplementedError
+
+    @property
+    def head(self) -> nn.Linear:
+        """The output layer."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The sum of the cross entropies of all labels."""
+        hidden, besides = self.hidden(input_ids)
+        states, wanted = hidden.flatten(0, 1), labels.flatten()
+        parts = list(zip(states.split(self._chunk), wanted.split(self._chunk), strict=True))
+        if len(parts) == 1:
+            total = self._summed(self.head, *parts[0])
+        else:
+            sums = [checkpoint(self._summed, self.head, *part, use_reentrant=False) for part in parts]
+            total = torch.stack(sums).sum()
+        if besides is not None:
+            # Trained on, not reported: its gradient counts, its value does not.
+            total = total + (besides - besides.detach()) * wanted.numel()
+        return total
+
+
+def _summed(head: nn.Linear, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(head(states).float(), labels, ignore_index=-100, reduction="sum")
+
+
+def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss of a language model, for :class:`primus.training.loop.sharded.Sharded`."""
+    total: torch.Tensor = model(batch["input_ids"], batch["labels"])
+    return total

@@ -1,0 +1,164 @@
+"""A session for any PyTorch model: FSDP2 over all ranks, AdamW, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from primus.training.loop import weights
+from primus.training.loop.config import ShardingConfig
+from primus.training.loop.given import Given
+from primus.training.loop.process import Process
+from primus.training.loop.session import Batch, Session
+
+__all__ = ["Loss", "Sharded", "shard"]
+
+# From the sharded model and a micro-batch on its device to the sum of its losses.
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+
+
+def shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    given: Given,
+    process: Process,
+    *,
+    wide: Callable[[str], bool] = lambda _name: False,
+) -> None:
+    """Recompute, compile and shard ``model``, built by :func:`weights.empty`, and give it memory on the device.
+
+    Each of ``blocks`` is recomputed, compiled and gathered on its own; what is outside of them is gathered with the
+    whole. Linear layers for which ``wide`` holds keep ``training.dtype`` when ``training.fp8`` replaces the others.
+    """
+    config, sharding = given.training, given.section(ShardingConfig, "sharding")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
+    if config.fp8 == "tensorwise":
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model, module_filter_fn=lambda _module, name: not wide(name))
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.dtype), reduce_dtype=getattr(torch, sharding.reduce_dtype)
+    )
+    mesh = _mesh(process, sharding)
+    for block in blocks:
+        if config.recompute == "full":
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if config.compile:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Sums, not means: the loss is divided by the terms of all ranks already.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    weights.materialize(model, process.device)
+
+
+def _mesh(process: Process, sharding: ShardingConfig) -> DeviceMesh:
+    kind, replicas = process.device.type, sharding.replicas
+    if replicas == 1:
+        return init_device_mesh(kind, (process.world_size,), mesh_dim_names=("shard",))
+    shape = (replicas, process.world_size // replicas)
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+class Sharded(Session):
+    """A model that :func:`shard` sharded and whose weights are set. Every rank takes other data."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, given: Given, process: Process, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        self._model = model.train()
+        self._loss = loss
+        self._config = given.training
+        self._process = process
+        self._facts = dict(facts or {})
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        implementation = {"foreach": True} if process.on_cpu else {"fused": True}
+        self._optimizer = torch.optim.AdamW(
+            self._trained, lr=self._config.lr, betas=(self._config.beta1, self._config.beta2), eps=self._config.eps,
+            weight_decay=self._config.weight_decay, **implementation,
+        )  # fmt: skip
+        # Dropout, where there is any, differs between the ranks.
+        torch.manual_seed(self._config.seed + process.rank)
+
+    @property
+    @override
+    def model_parts(self) -> Sequence[nn.Module]:
+        return [self._model]
+
+    @property
+    @override
+    def linear_types(self) -> tuple[type, ...]:
+        return (nn.Linear,)
+
+    @property
+    @override
+    def data_rank(self) -> int:
+        return self._process.rank
+
+    @override
+    def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
+        total = torch.zeros((), device=self._process.device)
+        for batch in batches:
+            placed = {name: tensor.to(self._process.device, non_blocking=True) for name, tensor in batch.items()}
+            loss = self._loss(self._model, placed)
+            (loss / terms).backward()
+            total += loss.detach()
+        return total
+
+    @override
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    @override
+    def step(self, lr: float) -> torch.Tensor:
+        norm: Any = nn.utils.clip_grad_norm_(self._trained, self._config.max_norm, foreach=True)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        whole: torch.Tensor = norm.full_tensor()
+        return whole
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._model, self._optimizer, options=_OPTIONS)
+        return {"model": model, "optimizer": optimizer}
+
+    @override
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+            options=_OPTIONS,
+        )  # fmt: skip
+
+    @override
+    def facts(self) -> dict[str, Any]:
+        return {
+            "optimizer": {
+                "name": type(self._optimizer).__name__,
+                "parameters": sum(parameter.numel() for parameter in self._trained),
+                "dtypes": sorted({str(parameter.dtype) for parameter in self._trained}),
+            },
+            "fsdp": sum(isinstance(module, FSDPModule) for module in self._model.modules()),
+            **self._facts,
+        }
+
+
+# What is frozen is not saved: it comes from where it came from.
+_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)

@@ -1,0 +1,101 @@
+"""The loop: from the first step to the last, whatever the model."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import nullcontext
+
+import torch
+
+from primus.training import facts
+from primus.training.loop import checkpoint
+from primus.training.loop.given import Given
+from primus.training.loop.process import Process
+from primus.training.loop.report import Report
+from primus.training.loop.schedule import learning_rate
+from primus.training.loop.session import Batch, Data, Session
+
+__all__ = ["run"]
+
+# Python's collector, on its own, runs on each rank at another time and keeps all others waiting.
+_COLLECT_EVERY = 50
+
+
+def run(given: Given, process: Process, session: Session, data: Data) -> None:
+    """Train the steps that are asked for, leave log, facts and checkpoints in the output folder.
+
+    The first step is watched: :func:`primus.training.facts.watching`.
+    """
+    config = given.training
+    report = Report(given, process, data)
+    known = {**facts.static(session.model_parts, process.device.type), **_asked(given), **session.facts()}
+    if given.resume_from is not None:
+        checkpoint.load(given.resume_from, session)
+        report.say(f"resumed from {given.resume_from}")
+    gc.collect()
+    gc.disable()
+    for step in range(given.first_step, given.last_step + 1):
+        rate = learning_rate(config, step)
+        batches = _batches(given, session, data, step)
+        if step == given.first_step:
+            report.start()
+            with facts.watching(session.model_parts, session.linear_types, compiled=config.compile) as seen:
+                loss, norm = _step(process, session, data, batches, rate)
+            known |= seen
+            report.step(step, loss, norm, rate)
+            facts.write(given.output / "facts.json", known)
+            report.start()
+        else:
+            with _profiled(given, process) if step == config.profile_step else nullcontext():
+                loss, norm = _step(process, session, data, batches, rate)
+            report.step(step, loss, norm, rate)
+        if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == given.last_step):
+            began = time.perf_counter()
+            folder = checkpoint.save(given.output, step, session)
+            report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
+            report.start()
+        if step % _COLLECT_EVERY == 0:
+            gc.collect()
+    known |= {"weights_sha256": facts.digest(session.model_parts), "last_step": given.last_step}
+    facts.write(given.output / "facts.json", known)
+
+
+def _step(process: Process, session: Session, data: Data, batches: list[Batch], rate: float) -> tuple[float, float]:
+    mine = torch.tensor(sum(data.terms(batch) for batch in batches), dtype=torch.float64, device=process.device)
+    terms = round(session.total(mine).item())
+    loss = session.forward_backward(batches, terms)
+    loss = session.total(loss.to(torch.float64)) / terms
+    norm = session.step(rate)
+    return loss.item(), float(norm)
+
+
+def _batches(given: Given, session: Session, data: Data, step: int) -> list[Batch]:
+    """This rank's micro-batches of ``step``: a run of consecutive samples, the ranks' runs one after the other.
+
+    The samples of a step are the same for any number of ranks and micro-batches.
+    """
+    size, count = given.training.micro_batch_size, given.accumulation
+    first = (step - 1) * given.global_batch + session.data_rank * size * count
+    return [data.batch(first + part * size, size) for part in range(count)]
+
+
+def _asked(given: Given) -> dict[str, object]:
+    config = given.training
+    return {
+        "seq_len": config.seq_len,
+        "local_batch_size": config.micro_batch_size,
+        "accumulation_steps": given.accumulation,
+        "seed": config.seed,
+        "vocab_size": given.model.vocab_size,
+    }
+
+
+def _profiled(given: Given, process: Process) -> torch.profiler.profile:
+    """A trace of one step of rank 0, for people: ``profile.json`` opens in a browser's trace viewer."""
+
+    def keep(profile: torch.profiler.profile) -> None:
+        if process.rank == 0:
+            profile.export_chrome_trace(str(given.output / "profile.json"))
+
+    return torch.profiler.profile(on_trace_ready=keep)

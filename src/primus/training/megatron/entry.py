@@ -1,0 +1,36 @@
+"""One rank of a Megatron job: ``python -m primus.training.megatron.entry OUTPUT_FOLDER``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+__all__ = ["main"]
+
+
+def main(folder: str) -> None:
+    """Train the job of the output folder ``folder``. Raises what Megatron raises."""
+    # Kernels then start in the order they are asked for in, which overlapping tensor-parallel communication relies on.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    # What is not installed is a fact of the run; a dozen lines on standard error say it worse.
+    warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex|Apex is not installed")
+    import torch
+
+    if not torch.cuda.is_available():
+        from primus.training.megatron import cpu
+
+        cpu.apply()
+    from primus.training.loop import data, process, train
+    from primus.training.loop.given import Given
+
+    def run(given: Given, here: process.Process) -> None:
+        from primus.training.megatron.session import MegatronSession
+
+        train.run(given, here, MegatronSession(given, here), data.text(given, here))
+
+    process.main(folder, run)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,114 @@
+"""From a recipe's sizes to Megatron's model in its distributed wrapper."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from primus.recipes.architecture import Architecture
+from primus.training.loop.config import LoopConfig
+from primus.training.megatron import render, weights, without_te
+from primus.training.megatron.attention import TorchAttention
+from primus.training.megatron.config import MegatronConfig
+
+__all__ = ["build", "configure", "layers_of"]
+
+
+def layers_of(asked: MegatronConfig) -> str:
+    """Whose layers the model is built from: "transformer_engine" or "local"."""
+    usable = torch.cuda.is_available() and find_spec("transformer_engine") is not None
+    if asked.layers == "transformer_engine" and not usable:
+        raise SystemExit("megatron: layers: transformer_engine is asked, but it is not installed or there is no GPU")
+    return "transformer_engine" if usable and asked.layers != "local" else "local"
+
+
+def configure(
+    model: Architecture, training: LoopConfig, config: dict[str, Any], layers: str, *, on_cpu: bool
+) -> TransformerConfig:
+    """Megatron's configuration of the model: the recipe's sizes, then the job's own ``model`` keys."""
+    dtype = getattr(torch, training.dtype)
+    given = {
+        **render.transformer(model, training),
+        "activation_func": torch.nn.functional.silu,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "use_cpu_initialization": on_cpu,
+        # What the loss is divided by is known for the whole step only, and labels can be ignored.
+        "calculate_per_token_loss": True,
+        "transformer_impl": layers,
+        # The local form of it needs a package of its own; one product per expert is what remains.
+        "moe_grouped_gemm": layers == "transformer_engine" and bool(model.moe.experts),
+        # Without Apex or Transformer Engine there is no kernel that adds to a gradient.
+        "gradient_accumulation_fusion": False,
+        **render.section(config, "model"),
+    }
+    if given.get("fp8") and layers != "transformer_engine":
+        raise SystemExit("megatron: FP8 needs Transformer Engine, which is not installed here")
+    return (MLATransformerConfig if model.mla.kv_lora_rank else TransformerConfig)(**given)
+
+
+def build(
+    model: Architecture, training: LoopConfig, config: dict[str, Any], asked: MegatronConfig, *, on_cpu: bool
+) -> list[DistributedDataParallel]:
+    """This rank's parts of the model (several with interleaved pipelines), each reducing its gradients."""
+    layers = layers_of(asked)
+    if find_spec("transformer_engine") is None:
+        without_te.apply()
+    transformer = configure(model, training, config, layers, on_cpu=on_cpu)
+    methods = weights.defer(transformer)
+    ddp = DistributedDataParallelConfig(**render.ddp(config))
+    virtual = transformer.virtual_pipeline_model_parallel_size
+    parts = []
+    for stage in range(virtual or 1):
+        place = {"vp_stage": stage if virtual else None}
+        part = GPTModel(
+            config=transformer,
+            transformer_layer_spec=_spec(transformer, asked, layers, **place),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+            **render.gpt(model, training.seq_len),
+            **place,
+        )
+        if not on_cpu:
+            part.cuda(torch.cuda.current_device())
+        weights.initialize(part, methods, training.seed, tied=model.tied_embeddings)
+        parts.append(Float16Module(transformer, part) if transformer.bf16 else part)
+    return [
+        DistributedDataParallel(transformer, ddp, part, disable_bucketing=number > 0)
+        for number, part in enumerate(parts)
+    ]
+
+
+def _spec(config: TransformerConfig, asked: MegatronConfig, layers: str, vp_stage: int | None) -> Any:
+    """Megatron's own block of layers; local ones with this package's norm and attention."""
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=vp_stage
+    )
+    if layers == "transformer_engine":
+        return block
+    block.layer_norm = Norm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        attention = layer.submodules.self_attention.submodules
+        if asked.attention == "torch":
+            attention.core_attention = TorchAttention
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if config.qk_layernorm and hasattr(attention, name):
+                setattr(attention, name, Norm)
+    return block
+
+
+class Norm(torch.nn.RMSNorm):  # type: ignore[misc,unused-ignore]
+    """torch's RMSNorm. Megatron's wrapper of it refuses sequence parallelism, which only needs the mark."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_other: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel

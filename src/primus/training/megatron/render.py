@@ -1,0 +1,172 @@
+"""A recipe as megatron-core 0.16.1 wants it: arguments of its configuration classes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from primus.errors import InputError
+from primus.recipes.architecture import Architecture
+from primus.recipes.model import Recipe
+from primus.training.loop.config import LoopConfig
+
+__all__ = ["check", "ddp", "gpt", "optimizer", "own", "section", "transformer"]
+
+
+def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The keys of a job's configuration below ``name``."""
+    head = name + "."
+    return {key.removeprefix(head): value for key, value in config.items() if key.startswith(head)}
+
+
+def own(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of :class:`primus.training.megatron.config.MegatronConfig`: the keys below no section."""
+    return {key: value for key, value in config.items() if "." not in key}
+
+
+def transformer(model: Architecture, training: LoopConfig) -> dict[str, Any]:
+    """Arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` when the model has latent attention.
+
+    Activation function and dtypes are named where torch is: see ``model``.
+    """
+    return {
+        "num_layers": model.layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.heads,
+        "num_query_groups": model.kv_heads or model.heads,
+        "kv_channels": model.head_size,
+        "ffn_hidden_size": model.ffn_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.norm_eps,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": model.qkv_bias,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bf16": training.dtype == "bfloat16",
+        "deterministic_mode": training.deterministic,
+        # A window of n tokens is the token itself and n − 1 before it.
+        **({"window_size": (model.window - 1, 0)} if model.window else {}),
+        **(
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+            if training.recompute == "full"
+            else {}
+        ),
+        **(_latent(model) if model.mla.kv_lora_rank else {}),
+        **(_experts(model) if model.moe.experts else {}),
+    }
+
+
+def _latent(model: Architecture) -> dict[str, Any]:
+    mla, scaling = model.mla, model.rope_scaling
+    return {
+        "q_lora_rank": mla.q_lora_rank or None,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        # The norms of the two compressed vectors.
+        "qk_layernorm": True,
+        "rotary_base": model.rope_theta,
+        **(
+            {
+                "rope_type": "yarn",
+                "rotary_scaling_factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original_max_position,
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "mscale": scaling.mscale,
+                "mscale_all_dim": scaling.mscale_all_dim,
+            }
+            if scaling.kind == "yarn"
+            # The factor scales the softmax even without YaRN.
+            else {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+        ),
+    }
+
+
+def _experts(model: Architecture) -> dict[str, Any]:
+    moe = model.moe
+    return {
+        "num_moe_experts": moe.experts,
+        "moe_router_topk": moe.top_k,
+        "moe_ffn_hidden_size": moe.ffn_size,
+        "moe_layer_freq": [0] * moe.dense_layers + [1] * (model.layers - moe.dense_layers),
+        "moe_shared_expert_intermediate_size": moe.shared_experts * moe.ffn_size or None,
+        "moe_router_score_function": moe.score,
+        # A softmax over the chosen experts alone is one over all of them, normalized again.
+        "moe_router_pre_softmax": not moe.normalize_top_k,
+        "moe_router_topk_scaling_factor": moe.route_scale if moe.route_scale != 1.0 else None,
+        # DeepSeek-V3's balancing without a loss (arXiv:2408.15664) belongs to its sigmoid scores.
+        "moe_router_enable_expert_bias": moe.score == "sigmoid",
+        "moe_aux_loss_coeff": moe.auxiliary_loss,
+        **({"moe_router_num_groups": moe.groups, "moe_router_group_topk": moe.top_groups} if moe.groups > 1 else {}),
+    }
+
+
+def gpt(model: Architecture, seq_len: int) -> dict[str, Any]:
+    """Arguments of ``GPTModel`` that are plain values."""
+    scaling = model.rope_scaling
+    return {
+        "vocab_size": model.vocab_size,
+        "max_sequence_length": seq_len,
+        "position_embedding_type": "rope",
+        "rotary_base": model.rope_theta,
+        "rope_scaling": scaling.kind == "llama3",
+        "rope_scaling_factor": scaling.factor,
+        "share_embeddings_and_output_weights": model.tied_embeddings,
+    }
+
+
+def optimizer(training: LoopConfig, sharded: bool) -> dict[str, Any]:
+    """Arguments of ``OptimizerConfig``; ``sharded``: the data-parallel ranks share its states out."""
+    return {
+        "optimizer": "adam",
+        "lr": training.lr,
+        "min_lr": training.min_lr,
+        "weight_decay": training.weight_decay,
+        "adam_beta1": training.beta1,
+        "adam_beta2": training.beta2,
+        "adam_eps": training.eps,
+        "clip_grad": training.max_norm,
+        "bf16": training.dtype == "bfloat16",
+        "use_distributed_optimizer": sharded,
+    }
+
+
+def ddp(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``DistributedDataParallelConfig``: Megatron's usual ones, then those of the job."""
+    return {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **section(config, "ddp")}
+
+
+def check(recipe: Recipe) -> None:
+    """InputError for what the model, or the shared section, asks and this backend does not compute."""
+    for key, why, hint in _refused(recipe):
+        raise InputError(f"{key}: {why}", where=recipe.settings[key].origin, hint=hint)
+
+
+def _refused(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
+    model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
+    scaling = model.rope_scaling
+    if model.family == "flux":
+        yield "model.family", "flux is no language model", "use --backend flux"
+    stretch = (scaling.original_max_position, scaling.low_freq_factor, scaling.high_freq_factor)
+    if scaling.kind == "llama3" and stretch != (8192, 1.0, 4.0):
+        why = "megatron-core 0.16.1 knows Llama 3's scaling from 8192 tokens by factors 1 and 4 alone"
+        yield "model.rope_scaling.kind", why, None
+    if scaling.kind == "yarn" and not latent:
+        yield "model.rope_scaling.kind", "megatron-core 0.16.1 has YaRN with latent attention alone", None
+    if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
+        yield (
+            "model.moe.score",
+            "Megatron always normalizes the chosen sigmoid scores",
+            "model.moe.normalize_top_k=true",
+        )
+    if recipe.find("megatron.training.fp8", "none") != "none":
+        yield "megatron.training.fp8", "Megatron's FP8 is Transformer Engine's", "megatron.model.fp8=hybrid"
+    if recipe.find("megatron.training.compile", False):
+        yield "megatron.training.compile", "Megatron compiles its own small functions and nothing else", None
+    if recipe.find("megatron.training.master_dtype", "float32") != "float32":
+        yield "megatron.training.master_dtype", "Megatron's optimizer keeps float32 weights", None
+    if latent and recipe.find("megatron.attention", "torch") == "unfused":
+        yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"

@@ -1,0 +1,234 @@
+"""Megatron as the loop's :class:`primus.training.loop.session.Session`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.utils import get_model_config
+
+from primus.training.loop.given import Given
+from primus.training.loop.process import Process
+from primus.training.loop.session import Batch
+from primus.training.megatron import render
+from primus.training.megatron.config import MegatronConfig
+from primus.training.megatron.model import build, layers_of
+
+__all__ = ["MegatronSession"]
+
+
+class MegatronSession:
+    """One rank's part of a GPT model, trained by Megatron's schedules and optimizer."""
+
+    def __init__(self, given: Given, process: Process) -> None:
+        config = dict(given.config)
+        asked = MegatronConfig(**render.own(config))
+        _initialize_parallelism(render.section(config, "model"))
+        _initialize_random_states(given.training.seed, on_cpu=process.on_cpu)
+        self._device = process.device
+        self._seq_len = given.training.seq_len
+        self._micro_batch = given.training.micro_batch_size
+        self._layers = layers_of(asked)
+        self._attention = asked.attention
+        self.model_parts = build(given.model, given.training, config, asked, on_cpu=process.on_cpu)
+        self._ddp = self.model_parts[0].ddp_config
+        self._optimizer = get_megatron_optimizer(
+            _optimizer_config(given, self._ddp), self.model_parts, use_gloo_process_groups=False
+        )
+        _fuse(self._inner(), process)
+        transformer = get_model_config(self.model_parts[0])
+        transformer.finalize_model_grads_func = finalize_model_grads
+        if self._ddp.overlap_grad_reduce:
+            several = len(self.model_parts) > 1
+            transformer.no_sync_func = [p.no_sync for p in self.model_parts] if several else self.model_parts[0].no_sync
+        self._separate_weights = transformer.bf16
+
+    @property
+    def linear_types(self) -> tuple[type[torch.nn.Module], ...]:
+        """The classes that multiply by a weight, for the facts on precision."""
+        if self._layers == "local":
+            return (ColumnParallelLinear, RowParallelLinear)
+        from megatron.core.extensions import transformer_engine as te
+
+        return (te.TELinear, te.TELayerNormColumnParallelLinear)
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch this rank takes; ranks of one TP, PP or CP group take the same."""
+        return int(parallel_state.get_data_parallel_rank())
+
+    def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
+        """Run the micro-batches of one step through Megatron's schedule for this layout.
+
+        It divides the gradients by the number of labels that the data-parallel ranks counted; that is ``terms``.
+        """
+        for part in self.model_parts:
+            part.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+        def forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            batch = {key: value.to(self._device, non_blocking=True) for key, value in next(batches).items()}
+            labels = batch["labels"]
+            place = torch.arange(labels.size(1), device=self._device).expand_as(labels)
+            output = model(batch["input_ids"], place, None, labels=labels.clamp(min=0))
+
+            def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+                trained = labels >= 0
+                total = (losses.float() * trained).sum()
+                return total, trained.sum(dtype=torch.int32), total.detach()
+
+            return output, loss
+
+        sums = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(batches) for _ in self.model_parts] if len(self.model_parts) > 1 else iter(batches),
+            model=self.model_parts if len(self.model_parts) > 1 else self.model_parts[0],
+            num_microbatches=len(batches),
+            seq_length=self._seq_len,
+            micro_batch_size=self._micro_batch,
+            forward_only=False,
+        )
+        return torch.stack(sums).sum() if sums else torch.zeros((), device=self._device)
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum ``value`` over the data-parallel ranks of the last pipeline stage, for all."""
+        value = value.clone()
+        dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
+        dist.broadcast(
+            value,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        return value
+
+    def step(self, lr: float) -> torch.Tensor:
+        """Clip, update, and give the gradient norm over the whole model."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        _, norm, _ = self._optimizer.step()
+        return torch.as_tensor(norm, dtype=torch.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, router biases and optimizer states, all in place. They fit the layout they were saved with."""
+        if self._ddp.overlap_param_gather:
+            for part in self.model_parts:
+                # The next forward would fetch what the other ranks updated.
+                part.start_param_sync(force_sync=True)
+        dense, expert, sharded = self._places()
+        state: dict[str, Any] = {}
+        for number, part in enumerate(self.model_parts):
+            for name, weight in (*part.named_parameters(), *part.named_buffers()):
+                place = dense if getattr(weight, "allreduce", True) else expert
+                state[f"model.{place}.{number}.{name}"] = weight.detach()
+        for number, inner in enumerate(self._inner()):
+            for key, value in _states(inner, weights=self._separate_weights):
+                state[f"optimizer.{sharded}.{number}.{key}"] = value
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The tensors were read in place; only a count of steps that is no tensor is left."""
+        _, _, sharded = self._places()
+        for number, inner in enumerate(self._inner()):
+            for position, group in enumerate(inner.param_groups):
+                if "step" in group:
+                    key = f"optimizer.{sharded}.{number}.{position}.step"
+                    group["step"] = type(group["step"])(state[key])
+
+    def facts(self) -> dict[str, Any]:
+        """Whose layers ran, and the layout."""
+        return {
+            "layers": self._layers,
+            "core_attention": self._attention if self._layers == "local" else "transformer_engine",
+            "distributed_optimizer": self._ddp.use_distributed_optimizer,
+            "degrees": {
+                "tp": parallel_state.get_tensor_model_parallel_world_size(),
+                "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+                "cp": parallel_state.get_context_parallel_world_size(),
+                "ep": parallel_state.get_expert_model_parallel_world_size(),
+                "dp": parallel_state.get_data_parallel_world_size(),
+            },
+        }
+
+    def _places(self) -> tuple[str, str, str]:
+        """Names for what this rank shares with others: dense weights, experts, optimizer states."""
+        tensor, stage = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        dense = f"tp{tensor}.pp{stage}"
+        expert = f"{dense}.ep{parallel_state.get_expert_model_parallel_rank()}"
+        return dense, expert, f"rank{dist.get_rank()}" if self._ddp.use_distributed_optimizer else expert
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        """torch's (or Transformer Engine's) optimizers below Megatron's: dense parameters, then experts."""
+        chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        return [each.optimizer for each in chained if each.optimizer is not None]
+
+
+def _initialize_parallelism(model: dict[str, Any]) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=model.get("tensor_model_parallel_size", 1),
+        pipeline_model_parallel_size=model.get("pipeline_model_parallel_size", 1),
+        virtual_pipeline_model_parallel_size=model.get("virtual_pipeline_model_parallel_size"),
+        context_parallel_size=model.get("context_parallel_size", 1),
+        expert_model_parallel_size=model.get("expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=model.get("expert_tensor_parallel_size"),
+        create_gloo_process_groups=False,
+    )
+
+
+def _initialize_random_states(seed: int, *, on_cpu: bool) -> None:
+    if on_cpu:
+        from primus.training.megatron.cpu import apply_after_import
+
+        apply_after_import()
+        return
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed)
+
+
+def _optimizer_config(given: Given, ddp: Any) -> OptimizerConfig:
+    return OptimizerConfig(
+        **{
+            **render.optimizer(given.training, ddp.use_distributed_optimizer),
+            "params_dtype": getattr(torch, given.training.dtype),
+            "overlap_param_gather": ddp.overlap_param_gather,
+            **render.section(given.config, "optimizer"),
+        }
+    )
+
+
+def _fuse(optimizers: list[torch.optim.Optimizer], process: Process) -> None:
+    """Let torch's AdamW update in one kernel: its default holds another copy of all states meanwhile."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.AdamW) and not process.on_cpu:
+            for group in optimizer.param_groups:
+                group |= {"fused": True, "foreach": False}
+
+
+def _states(optimizer: torch.optim.Optimizer, *, weights: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Moments and steps of every parameter, made now if no step has made them, and its float32 weights."""
+    for position, group in enumerate(optimizer.param_groups):
+        if not isinstance(optimizer, torch.optim.AdamW):
+            # Transformer Engine's keeps one count per group, from its first step on.
+            yield f"{position}.step", torch.as_tensor(group.setdefault("step", 0))
+        for place, parameter in enumerate(group["params"]):
+            state = optimizer.state[parameter]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+                if isinstance(optimizer, torch.optim.AdamW):
+                    device = parameter.device if group["fused"] else "cpu"
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for key, tensor in state.items():
+                yield f"{position}.{place}.{key}", tensor
+            if weights:
+                yield f"{position}.{place}.weight", parameter.detach()

@@ -1,0 +1,91 @@
+"""First weights that depend on the seed and the model alone, never on how ranks share the model out."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+__all__ = ["defer", "initialize"]
+
+Method = Callable[..., Any]
+
+
+def _nothing(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def defer(config: Any) -> dict[str, Method]:
+    """Take the initialization methods out of a ``TransformerConfig``, for :func:`initialize` after the model is built.
+
+    Megatron's own way draws from one generator per rank, in the order of its modules: TP, PP or EP then change the
+    first weights, and a model in parts cannot be compared with the whole.
+    """
+    methods = {
+        "embedding": config.embedding_init_method,
+        "output": config.output_layer_init_method,
+        "other": config.init_method,
+    }
+    config.embedding_init_method = config.output_layer_init_method = config.init_method = _nothing
+    return methods
+
+
+def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool) -> None:
+    """Fill every matrix of ``model`` (a ``GPTModel``) as its whole would be, each from a generator of its own.
+
+    Norms and biases have their values from their constructors. One whole matrix at a time is in memory.
+    """
+    for name, parameter in _named(model, tied=tied):
+        if parameter.dim() < 2:
+            continue
+        split = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
+        group = _tensor_group(name)
+        shape = list(parameter.shape)
+        if split >= 0:
+            shape[split] *= group.size()
+        generator = torch.Generator(device=parameter.device)
+        generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big"))
+        whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        methods[_kind(name)](whole, generator=generator)
+        if split >= 0:
+            whole = _share(whole, split, group, halves=2 if "linear_fc1" in name else 1)
+        parameter.data.copy_(whole)
+
+
+def _kind(name: str) -> str:
+    if name.startswith("embedding."):
+        return "embedding"
+    return "output" if re.search(r"\.(linear_proj|linear_fc2)\.", name) else "other"
+
+
+def _tensor_group(name: str) -> Any:
+    if ".experts." in name:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _share(whole: torch.Tensor, split: int, group: Any, halves: int) -> torch.Tensor:
+    """This rank's part; a gated layer's first matrix holds two, and a rank has its part of both."""
+    parts = [half.chunk(group.size(), dim=split)[group.rank()] for half in whole.chunk(halves, dim=split)]
+    return torch.cat(parts, dim=split)
+
+
+def _named(model: Any, *, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters under the names they would have on one rank that holds the whole model."""
+    layers = {str(place): str(layer.layer_number - 1) for place, layer in enumerate(model.decoder.layers)}
+    here = (model.config.num_moe_experts or 1) // parallel_state.get_expert_model_parallel_world_size()
+    first = here * parallel_state.get_expert_model_parallel_rank()
+    for name, parameter in model.named_parameters():
+        if tied and name == "output_layer.weight":
+            # The last pipeline stage's copy of the embedding.
+            yield "embedding.word_embeddings.weight", parameter
+            continue
+        whole = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda match: layers[match[0]], name)
+        yield _EXPERT.sub(lambda match: str(first + int(match[0])), whole), parameter
+
+
+_EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")

@@ -1,0 +1,119 @@
+"""Run by Python with torch. Our Llama computes what Hugging Face's does; every recipe's model has its sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from primus.recipes import load
+from primus.recipes.architecture import Architecture, RopeScaling, architecture
+from primus.training import flops
+from primus.training.finetune import models
+from primus.training.finetune.config import FinetuneConfig, LoraConfig
+from primus.training.flux.entry import transformer
+from primus.training.fsdp.llama import Llama
+
+SMALL = Architecture(
+    family="llama3", layers=2, hidden_size=64, heads=4, kv_heads=2, ffn_size=96, vocab_size=128, max_seq_len=256,
+    rope_theta=500000.0,
+)  # fmt: skip
+STRETCHED = RopeScaling(kind="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=64)
+SAME = {
+    "llama3.1": replace(SMALL, rope_scaling=STRETCHED),
+    "llama2": replace(SMALL, family="llama2", kv_heads=4, rope_theta=10000.0),
+    "mistral": replace(SMALL, family="mistral", window=16, head_dim=32),
+    "qwen2": replace(SMALL, family="qwen2", qkv_bias=True, tied_embeddings=True),
+}
+NAMES = {
+    "embedding": "model.embed_tokens", "output": "lm_head", "norm": "model.norm", "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm", "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj", "attention.out": "self_attn.o_proj", "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+
+
+def theirs(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("layers."):
+        return f"{NAMES[module]}.{kind}"
+    _, number, rest = module.split(".", 2)
+    return f"model.layers.{number}.{NAMES[rest]}.{kind}"
+
+
+@torch.no_grad()
+def check_same_logits_and_loss(name: str, model: Architecture) -> None:
+    hub = AutoModelForCausalLM.from_config(models.config_of(model, "sdpa"))
+    for parameter in hub.parameters():
+        parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.2)
+    own = Llama(model, 64, 1024)
+    given = dict(hub.named_parameters())
+    for own_name, parameter in own.named_parameters():
+        parameter.copy_(given.pop(theirs(own_name)))
+    assert not given, f"{name}: {sorted(given)} have no counterpart"
+    tokens = torch.randint(model.vocab_size, (2, 64))
+    labels = tokens.roll(-1, 1)
+    logits = hub(tokens).logits
+    assert logits.std() > 0.5, f"{name}: the logits say nothing"
+    torch.testing.assert_close(own.head(own.hidden(tokens)[0]), logits, rtol=1e-4, atol=1e-4)
+    whole = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(own(tokens, labels), whole, rtol=1e-5, atol=0.0)
+    in_chunks = models.FineTuned(hub, 24)
+    torch.testing.assert_close(in_chunks(tokens, labels), whole, rtol=1e-5, atol=0.0)
+
+
+def check_balance_is_trained_on_and_not_reported() -> None:
+    from primus.recipes.architecture import MixtureOfExperts
+
+    mixed = replace(SMALL, family="mixtral", moe=MixtureOfExperts(experts=4, top_k=2, ffn_size=32, auxiliary_loss=0.5))
+    losses, gates = [], []
+    for balance in (0.5, 0.0):
+        torch.manual_seed(1)
+        moe = replace(mixed.moe, auxiliary_loss=balance)
+        hub = AutoModelForCausalLM.from_config(models.config_of(replace(mixed, moe=moe), "sdpa"))
+        model = models.FineTuned(hub, 1024).train()
+        tokens = torch.randint(128, (2, 32))
+        loss = model(tokens, tokens.roll(-1, 1))
+        loss.backward()
+        losses.append(loss.item())
+        gates.append(hub.model.layers[0].mlp.gate.weight.grad.norm().item())
+    assert losses[0] == losses[1], losses
+    assert gates[0] != gates[1], gates
+
+
+def check_adapters_alone_are_trained() -> None:
+    adapted = models.adapted(models.causal_model(SMALL, FinetuneConfig()), LoraConfig(rank=2, targets=["q_proj"]))
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * SMALL.layers, trained
+    assert all(".lora_" in name for name in trained), trained
+    try:
+        models.adapted(models.causal_model(SMALL, FinetuneConfig()), LoraConfig(targets=["c_attn"]))
+    except SystemExit as told:
+        assert "c_attn" in str(told), told
+    else:
+        raise AssertionError("a target that names no layer was taken")
+
+
+def check_published_sizes() -> None:
+    for name in load.names():
+        settings = load.read(load.find(name)).settings
+        model = architecture({key[6:]: s.value for key, s in settings.items() if key.startswith("model.")})
+        if model.family == "flux":
+            made, expected = transformer(model), 11_901_408_320  # FLUX.1-dev, as published
+        elif model.family.startswith("deepseek"):
+            continue
+        else:
+            made, expected = models.causal_model(model, FinetuneConfig()), flops.parameters(model).total
+        found = sum(parameter.numel() for parameter in made.parameters())
+        assert found == expected, f"{name}: {found} parameters, not {expected}"
+        assert all(parameter.is_meta for parameter in made.parameters()), f"{name} takes memory"
+
+
+torch.manual_seed(0)
+for label, small in SAME.items():
+    check_same_logits_and_loss(label, small)
+check_balance_is_trained_on_and_not_reported()
+check_adapters_alone_are_trained()
+check_published_sizes()

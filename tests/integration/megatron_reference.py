@@ -1,0 +1,194 @@
+"""The same weights in Megatron's model, made from our sizes, and in transformers' own: print the gap of their logits.
+
+Run as a program, with a family's name, by Python with megatron-core and transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from primus.recipes.architecture import Architecture, LatentAttention, MixtureOfExperts, RopeScaling
+
+LENGTH = 48
+SIZES: dict[str, Any] = {
+    "layers": 3, "hidden_size": 64, "heads": 4, "kv_heads": 2, "ffn_size": 96, "vocab_size": 128, "norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+YARN = RopeScaling(kind="yarn", factor=40.0, original_max_position=16, mscale=0.707, mscale_all_dim=0.707)
+LATENT = LatentAttention(kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
+MODELS = {
+    # A rotary base of 500,000 has wavelengths beyond the original length, which the scaling stretches.
+    "llama3": Architecture(
+        family="llama3", **SIZES | {"rope_theta": 500000.0},
+        rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position=8192),
+    ),
+    "qwen2": Architecture(family="qwen2", **SIZES, qkv_bias=True, tied_embeddings=True),
+    "mistral": Architecture(family="mistral", **SIZES, window=16),
+    "mixtral": Architecture(
+        family="mixtral", **SIZES, moe=MixtureOfExperts(experts=4, top_k=2, ffn_size=96, normalize_top_k=True)
+    ),
+    "deepseek_v2": Architecture(
+        family="deepseek_v2", **SIZES | {"kv_heads": 4}, rope_scaling=YARN, mla=LATENT,
+        moe=MixtureOfExperts(experts=8, top_k=3, ffn_size=32, shared_experts=2, dense_layers=1),
+    ),
+    "deepseek_v3": Architecture(
+        family="deepseek_v3", **SIZES | {"kv_heads": 4}, rope_scaling=YARN,
+        mla=LatentAttention(q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10),
+        moe=MixtureOfExperts(
+            experts=8, top_k=4, ffn_size=32, shared_experts=1, dense_layers=1, score="sigmoid", normalize_top_k=True,
+            route_scale=2.5, groups=4, top_groups=2,
+        ),
+    ),
+}  # fmt: skip
+
+
+def reference(model: Architecture) -> Any:
+    """transformers' model of the same sizes."""
+    import transformers
+
+    moe, mla, scaling = model.moe, model.mla, model.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if scaling.kind == "llama3":
+        rope |= {
+            "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }  # fmt: skip
+    elif scaling.kind == "yarn":
+        rope |= {
+            "rope_type": "yarn", "factor": scaling.factor, "mscale": scaling.mscale, "beta_fast": 32, "beta_slow": 1,
+            "mscale_all_dim": scaling.mscale_all_dim,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }  # fmt: skip
+    given: dict[str, Any] = {
+        "vocab_size": model.vocab_size, "hidden_size": model.hidden_size, "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.layers, "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads,
+        "rms_norm_eps": model.norm_eps, "rope_parameters": rope, "tie_word_embeddings": model.tied_embeddings,
+        "max_position_embeddings": 640, "attn_implementation": "eager",
+    }  # fmt: skip
+    if model.family == "mistral":
+        given["sliding_window"] = model.window
+    if model.family == "mixtral":
+        given |= {"num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k, "sliding_window": None}
+    if mla.kv_lora_rank:
+        given |= {
+            "n_routed_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.ffn_size,
+            "n_shared_experts": moe.shared_experts, "first_k_dense_replace": moe.dense_layers,
+            "norm_topk_prob": moe.normalize_top_k, "routed_scaling_factor": moe.route_scale, "n_group": moe.groups,
+            "topk_group": moe.top_groups, "topk_method": "greedy", "q_lora_rank": mla.q_lora_rank or None,
+            "kv_lora_rank": mla.kv_lora_rank, "qk_nope_head_dim": mla.qk_nope_head_dim,
+            "qk_rope_head_dim": mla.qk_rope_head_dim, "v_head_dim": mla.v_head_dim,
+        }  # fmt: skip
+    name = {"llama3": "Llama", "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}.get(
+        model.family, model.family.capitalize()
+    )
+    config = getattr(transformers, f"{name}Config")(**given)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+def weights(model: Architecture, theirs: dict[str, Any]) -> dict[str, Any]:
+    """transformers' weights under Megatron's names, in its order."""
+    import torch
+
+    moved = {
+        "embedding.word_embeddings.weight": theirs["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": theirs["model.norm.weight"],
+        "output_layer.weight": theirs["lm_head.weight"],
+    }
+
+    def gated(gate: Any, up: Any) -> Any:
+        return torch.cat([gate, up])
+
+    for number in range(model.layers):
+        left, right = f"decoder.layers.{number}.", f"model.layers.{number}."
+        here = {key.removeprefix(right): value for key, value in theirs.items() if key.startswith(right)}
+        mine = {
+            "input_layernorm.weight": here["input_layernorm.weight"],
+            "pre_mlp_layernorm.weight": here["post_attention_layernorm.weight"],
+            "self_attention.linear_proj.weight": here["self_attn.o_proj.weight"],
+        }
+        for to, come in {
+            "linear_q_proj.weight": "q_proj.weight", "linear_q_down_proj.weight": "q_a_proj.weight",
+            "q_layernorm.weight": "q_a_layernorm.weight", "linear_q_up_proj.weight": "q_b_proj.weight",
+            "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight", "kv_layernorm.weight": "kv_a_layernorm.weight",
+            "linear_kv_up_proj.weight": "kv_b_proj.weight",
+        }.items():  # fmt: skip
+            if model.mla.kv_lora_rank and f"self_attn.{come}" in here:
+                mine[f"self_attention.{to}"] = here[f"self_attn.{come}"]
+        if not model.mla.kv_lora_rank:
+            for kind in ("weight", "bias")[: 1 + model.qkv_bias]:
+                q, k, v = (
+                    here[f"self_attn.{part}_proj.{kind}"].unflatten(0, (model.kv_heads, -1)) for part in ("q", "k", "v")
+                )
+                # Megatron keeps the queries of a group beside its key and value.
+                mine[f"self_attention.linear_qkv.{kind}"] = torch.cat([q, k, v], dim=1).flatten(0, 1)
+        if "mlp.gate_proj.weight" in here:
+            mine["mlp.linear_fc1.weight"] = gated(here["mlp.gate_proj.weight"], here["mlp.up_proj.weight"])
+            mine["mlp.linear_fc2.weight"] = here["mlp.down_proj.weight"]
+        else:
+            mine["mlp.router.weight"] = here["mlp.gate.weight"]
+            if "mlp.gate.e_score_correction_bias" in here:
+                mine["mlp.router.expert_bias"] = here["mlp.gate.e_score_correction_bias"]
+            for expert in range(model.moe.experts):
+                to = f"mlp.experts.local_experts.{expert}."
+                mine[to + "linear_fc1.weight"] = here["mlp.experts.gate_up_proj"][expert]
+                mine[to + "linear_fc2.weight"] = here["mlp.experts.down_proj"][expert]
+            if model.moe.shared_experts:
+                shared = "mlp.shared_experts."
+                mine[shared + "linear_fc1.weight"] = gated(
+                    here[shared + "gate_proj.weight"], here[shared + "up_proj.weight"]
+                )
+                mine[shared + "linear_fc2.weight"] = here[shared + "down_proj.weight"]
+        moved |= {left + key: value for key, value in mine.items()}
+    return moved
+
+
+def main(family: str) -> None:
+    """Print the largest gap of any logit, and the largest logit."""
+    import torch
+
+    from primus.training.megatron import cpu
+
+    cpu.apply()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    from megatron.core import parallel_state
+
+    from primus.training.loop.config import LoopConfig
+    from primus.training.megatron.config import MegatronConfig
+    from primus.training.megatron.model import build
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    cpu.apply_after_import()
+    model = MODELS[family]
+    torch.manual_seed(0)
+    theirs = reference(model)
+    with torch.no_grad():
+        for name, tensor in (*theirs.named_parameters(), *theirs.named_buffers()):
+            if name.endswith("norm.weight"):
+                tensor.uniform_(0.5, 1.5)
+            elif "inv_freq" not in name:
+                tensor.normal_(0, 0.15)
+    training = LoopConfig(seq_len=LENGTH, dtype="float32")
+    config = {"model.moe_token_dispatcher_type": "alltoall", "model.moe_router_dtype": "fp32"}
+    (ours,) = build(model, training, config, MegatronConfig(), on_cpu=True)
+    moved = weights(model, theirs.state_dict())
+    slots = {**dict(ours.module.named_parameters()), **dict(ours.module.named_buffers())}
+    slots = {name: slot for name, slot in slots.items() if name in moved or slot.requires_grad}
+    if model.tied_embeddings:
+        moved.pop("output_layer.weight")
+    assert slots.keys() == moved.keys(), slots.keys() ^ moved.keys()
+    with torch.no_grad():
+        for name, slot in slots.items():
+            slot.copy_(moved[name])
+        tokens = torch.randint(0, model.vocab_size, (2, LENGTH))
+        place = torch.arange(LENGTH).expand_as(tokens)
+        expected = theirs(tokens).logits
+        got = ours.module(tokens, place, None)
+    print(f"{(got - expected).abs().max().item():.3e} {expected.abs().max().item():.3e}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

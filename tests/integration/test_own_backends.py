@@ -1,0 +1,117 @@
+"""The backends on our own loop train for real, on two ranks without a GPU; what is broken on purpose is caught."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from training_kit import ROOT, failing, train
+
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+from primus.training import checks, outcome, suite
+from primus.training.job import Job
+from primus.training.outcome import Outcome
+
+pytestmark = pytest.mark.integration
+
+CELLS = [
+    ("llama3.1-8b", "finetune", "full"), ("llama3.1-8b", "finetune", "lora"), ("llama3.1-8b", "fsdp", "pretrain"),
+    ("flux.1-dev", "flux", "pretrain"),
+]  # fmt: skip
+
+
+def asked(backend: str, mode: str, precision: str = "fp32") -> Asked:
+    return Asked(backend=backend, mode=mode, precision=precision, gpu="cpu", proxy=True)
+
+
+@pytest.mark.parametrize("script", ["models", "data"])
+def test_inside(python: list[str], script: str) -> None:
+    ended = subprocess.run(
+        [*python, str(Path(__file__).with_name("inside") / f"{script}.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": ""}, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize(("recipe", "backend", "mode"), CELLS)
+def test_the_suite_passes(python: list[str], tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
+    """Twice to the last bit, resumed to the last bit, the same in one micro-batch and in two."""
+    jobs = suite.plan(recipe, tmp_path, asked=asked(backend, mode))
+    left = suite.run(jobs, lambda job: train(python, job))
+    assert failing(suite.judge(jobs, left)) == []
+    assert all(outcome.series.exact for outcome in left.values())
+
+
+@pytest.mark.parametrize(("recipe", "backend", "mode"), CELLS)
+def test_bf16_is_proven(python: list[str], tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
+    words = ["training.steps=2", "training.recompute=full"]
+    resolved = resolve(recipe, words, asked(backend, mode, "bf16"))
+    left = outcome.read(job := Job(name="bf16", recipe=resolved, output=tmp_path / "bf16"), train(python, job))
+    assert failing(outcome.basic_verdicts(left)) == []
+    assert not checks.precision(left.facts, "fp32").passed
+
+
+def test_saved_weights_are_where_adapters_start(python: list[str], tmp_path: Path) -> None:
+    """All weights are trained and saved; adapters beside the saved ones begin no worse than training ended."""
+    words = ["finetune.save_weights=true", "training.steps=10"]
+    whole = Job(
+        name="whole", recipe=resolve("llama3.1-8b", words, asked("finetune", "full")), output=tmp_path / "whole"
+    )
+    before = outcome.read(whole, train(python, whole))
+    words = [f"finetune.weights={whole.output / 'weights'}", "finetune.save_weights=true", "training.steps=3"]
+    beside = Job(
+        name="beside", recipe=resolve("llama3.1-8b", words, asked("finetune", "lora")), output=tmp_path / "lora"
+    )
+    after = outcome.read(beside, train(python, beside))
+    assert failing(outcome.basic_verdicts(after)) == []
+    assert before.series.losses[-1] < 0.7 * before.series.losses[0]
+    assert after.series.losses[0] < 1.1 * before.series.losses[-1]
+    saved = {path.name for path in (beside.output / "weights").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= saved
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    words = ["training.steps=4", "validation.resume_at=2"]
+    planned = suite.plan("llama3.1-8b", tmp_path_factory.mktemp("loop"), words, asked("fsdp", "pretrain"))
+    return {job.name: job for job in planned}
+
+
+@pytest.fixture(scope="module")
+def healthy(python: list[str], jobs: dict[str, Job]) -> Outcome:
+    return outcome.read(jobs["base"], train(python, jobs["base"]))
+
+
+@pytest.fixture
+def broken(python: list[str], jobs: dict[str, Job], tmp_path: Path) -> Callable[[str, str], Outcome]:
+    def run(name: str, fault: str) -> Outcome:
+        job = replace(jobs[name], output=tmp_path / name)
+        return outcome.read(job, train(python, job, fault))
+
+    return run
+
+
+def test_a_lost_micro_batch_fails(healthy: Outcome, broken: Callable[[str, str], Outcome]) -> None:
+    left = broken("accumulation", "loop_lost_micro_batch")
+    assert failing(outcome.basic_verdicts(left)) == [], "this fault leaves no trace in the run itself"
+    assert not checks.accumulation(healthy.series, left.series, 1e-4).passed
+
+
+def test_a_resume_that_forgets_its_place_in_the_data_fails(
+    healthy: Outcome, broken: Callable[[str, str], Outcome]
+) -> None:
+    left = broken("resume", "loop_forgets_its_place")
+    assert failing(outcome.basic_verdicts(left)) == []
+    assert not checks.resume(healthy.series, left.series, 3, 0.0).passed
+    assert checks.resume(healthy.series, broken("resume", "").series, 3, 0.0).passed
+
+
+def test_another_precision_fails(broken: Callable[[str, str], Outcome]) -> None:
+    left = broken("repeat", "loop_bf16")
+    assert failing(outcome.basic_verdicts(left)) == ["precision"]

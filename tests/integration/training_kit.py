@@ -1,0 +1,34 @@
+"""Real training runs for tests: start a job as a user would, name what failed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from primus.training.checks import Verdict
+from primus.training.job import Job, JobResult
+
+__all__ = ["failing", "train"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def train(python: list[str], job: Job, fault: str = "") -> JobResult:
+    """Run ``job`` by ``primus train`` in ``python``, with a fault of ``faults/sitecustomize.py`` when one is named."""
+    ended = subprocess.run(
+        [*python, "-m", "primus.cli.main", *job.arguments(), "--json"],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": fault},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode in (0, 1), ended.stderr
+    return JobResult(exit_code=ended.returncode, output=job.output)
+
+
+def failing(verdicts: Sequence[Verdict]) -> list[str]:
+    """The names of the verdicts that did not pass."""
+    return [verdict.name for verdict in verdicts if not verdict.passed]

@@ -1,0 +1,108 @@
+"""What decides a built wheel is in its build's key, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from primus.images.action import Action
+from primus.images.plan import plan_image
+from primus.images.project import Project
+from primus.versions.lock import Lock, LockedFile
+from project_kit import Kit
+
+VERSIONS = """\
+release: v26.11
+created: 2026-11-20
+bases:
+  bookworm: {suite: bookworm, python: 3.11.2, packages: [python3.11-minimal]}
+components:
+  torch:
+    name: PyTorch
+    pins: [{wheel: torch, version: 2.0, channel: pypi}]
+  native:
+    name: Native
+    pins:
+      - sdist: native
+        version: 1.0
+        channel: pypi
+        build: {debs: [gcc], wheels: [torch], environment: {FLAGS: fast}, job_gb: 1}
+"""
+TARGET = "description: d\nbase: bookworm\nchannels: [pypi]\ncomponents: [torch, native]\n"
+
+
+def _file(kind: str, name: str, version: str, base: str | None = None) -> LockedFile:
+    sha256 = f"{name}{version}".encode().hex().ljust(64, "0")
+    file = LockedFile(kind="wheel", name=name, version=version, file=f"{name}.whl", size=9, sha256=sha256, base=base)
+    return replace(file, kind=kind)  # type: ignore[arg-type]
+
+
+LOCK = Lock(
+    target="demo",
+    channel="pypi",
+    pins={},
+    files=(
+        _file("deb", "python3.11-minimal", "3.11.2", "bookworm"),
+        _file("deb", "python3.11-minimal", "3.11.2", "native build"),
+        _file("deb", "gcc", "12", "native build"),
+        _file("sdist", "native", "1.0"),
+        _file("wheel", "torch", "2.0"),
+        _file("wheel", "torch", "2.0", "native build"),
+    ),
+)
+
+
+def _build(root: Path, *, lock: Lock = LOCK, versions: str = VERSIONS, target: str = TARGET) -> Action:
+    kit = Kit(root)
+    kit.write("versions.yaml", versions)
+    kit.write("images/demo.yaml", target)
+    (action,) = [a for a in plan_image(Project(root), "demo", lock).actions() if a.kind == "build"]
+    return action
+
+
+def _other(name: str, base: str | None) -> Lock:
+    files = tuple(replace(f, sha256="f" * 64) if (f.name, f.base) == (name, base) else f for f in LOCK.files)
+    assert files != LOCK.files
+    return replace(LOCK, files=files)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: _build(root, lock=_other("gcc", "native build")),
+        lambda root: _build(root, lock=_other("torch", "native build")),
+        lambda root: _build(root, lock=_other("native", None)),
+        lambda root: _build(root, versions=VERSIONS.replace("FLAGS: fast", "FLAGS: slow")),
+    ],
+)
+def test_what_the_build_sees_decides_its_key(tmp_path: Path, change: Callable[[Path], Action]) -> None:
+    assert change(tmp_path / "b").key != _build(tmp_path / "a").key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: _build(root, target=TARGET + "compression: gzip\n"),
+        lambda root: _build(root, versions=VERSIONS.replace("job_gb: 1", "job_gb: 4")),
+        lambda root: _build(root, lock=_other("python3.11-minimal", "bookworm")),
+    ],
+)
+def test_what_changes_no_byte_of_the_wheel_builds_nothing_anew(
+    tmp_path: Path, change: Callable[[Path], Action]
+) -> None:
+    assert change(tmp_path / "b").key == _build(tmp_path / "a").key
+
+
+def test_the_root_is_the_base_with_more_and_shares_the_images_layers(tmp_path: Path) -> None:
+    kit = Kit(tmp_path)
+    kit.write("versions.yaml", VERSIONS)
+    kit.write("images/demo.yaml", TARGET)
+    plan = plan_image(Project(tmp_path), "demo", LOCK)
+    build = next(a for a in plan.actions() if a.kind == "build")
+    assert [a.name for a in build.tools] == ["base native build", "environment", "wheels of native build"]
+    torch = next(a for a in plan.layers if a.name == "torch")
+    assert torch.key in {a.key for a in build.tools}, "the same wheel is laid out once"
+    assert "base native build" not in {a.name for a in plan.layers}

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus.cli.main import main
+from primus.compat import words
+from primus.compat.tables import documented, documented_paths
+from primus.compat.translate import translate
+from primus.compat.words import Given
+from primus.errors import InputError
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+
+MEGATRON = """\
+work_group: ${PRIMUS_TEAM:amd}
+user_name: ${PRIMUS_USER:root}
+exp_name: ${MY_NAME:mine}
+workspace: ./output
+
+modules:
+  pre_trainer:
+    framework: megatron
+    config: pre_trainer.yaml
+    model: ${MY_MODEL:llama3.1_8B}.yaml
+    overrides:
+      stderr_sink_level: DEBUG
+      train_iters: 7
+      micro_batch_size: 2
+      global_batch_size: ${MY_BATCH:64}
+      seq_length: 4096
+      lr: 1.0e-5
+      lr_decay_iters: null
+      lr_decay_style: cosine
+      init_method_std: 0.008
+      sequence_parallel: 0
+      mock_data: true
+      train_data_path: null
+      save: null
+      save_interval: 20000
+      profile: false
+      profile_step_end: 7
+      use_turbo_attention: true
+"""
+TITAN = """\
+work_group: amd
+modules:
+  pre_trainer:
+    framework: torchtitan
+    config: pre_trainer.yaml
+    model: llama3.1_8B-fp8.yaml
+    overrides:
+      metrics: {log_freq: 10}
+      lr_scheduler:
+        warmup_steps: 10
+      training:
+        batch_size: 4
+        steps: 50
+        mock_data: false
+      quantize: {linear: {float8: {filter_fqns: [output]}}}
+      primus_turbo:
+        enable_primus_turbo: true
+        enable_attention_float8: false
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("EXP", "NNODES", "BACKEND", "PRIMUS_TEAM", "PRIMUS_USER"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def imported(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    assert main(["import-exp", "exp.yaml", "--json", *more]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_an_experiment_of_megatron_becomes_a_recipe(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "exp.yaml").write_text(MEGATRON)
+    assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
+    said = capsys.readouterr().err
+    assert "use_turbo_attention is left out: it chooses kernels" in said
+    recipe = resolve("./mine.yaml", (), Asked(gpu="mi300x"))
+    assert (recipe.backend, recipe.mode, recipe.precision) == ("megatron", "pretrain", "bf16")
+    assert (recipe.steps, recipe.local_batch, recipe.global_batch, recipe.seq_len) == (7, 2, 64, 4096)
+    assert recipe.settings["megatron.training.lr"].value == 1e-5
+    assert recipe.settings["megatron.training.lr_schedule"].value == "cosine"
+    assert recipe.settings["megatron.model.init_method_std"].value == 0.008
+    assert recipe.settings["megatron.model.sequence_parallel"].value is False
+    assert recipe.settings["assets.corpus"].value == "mock"
+    # With nothing saved, or no profile, their steps mean nothing.
+    assert recipe.find("megatron.training.checkpoint_interval", 0) == 0
+    assert recipe.find("megatron.training.profile_step", 0) == 0
+    assert recipe.settings["megatron.training.steps"].origin == f"{here}/mine.yaml:{_line(here, 'steps: 7')}:30"
+
+
+def _line(here: Path, text: str) -> int:
+    lines = (here / "mine.yaml").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(text))
+
+
+def test_the_proxy_of_an_imported_recipe_keeps_its_own_sizes(here: Path) -> None:
+    (here / "exp.yaml").write_text(MEGATRON)
+    assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
+    recipe = resolve("./mine.yaml", (), Asked(gpu="cpu", proxy=True))
+    assert (recipe.seq_len, recipe.local_batch, recipe.global_batch) == (128, 4, 8)
+
+
+def test_an_experiment_of_torchtitan_takes_its_precision_from_the_preset(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "exp.yaml").write_text(TITAN)
+    document = imported(capsys)
+    assert (document["recipe"], document["backend"], document["precision"]) == ("llama3.1-8b", "torchtitan", "fp8")
+    assert document["settings"] == {
+        "torchtitan.lr_scheduler.warmup_steps": 10,
+        "torchtitan.training.local_batch_size": 4,
+        "torchtitan.training.steps": 50,
+        "torchtitan.quantize.linear.float8.filter_fqns": ["output"],
+    }
+    assert document["unmapped"] == []
+
+
+def test_the_environment_fills_in_what_the_file_leaves_open(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "exp.yaml").write_text(MEGATRON)
+    monkeypatch.setenv("MY_BATCH", "32")
+    monkeypatch.setenv("MY_MODEL", "qwen2.5_7B")
+    document = imported(capsys)
+    assert document["recipe"] == "qwen2.5-7b"
+    assert document["settings"]["megatron.training.global_batch_size"] == 32
+
+
+def test_every_key_that_cannot_be_said_is_named_with_its_place(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "exp.yaml").write_text(
+        MEGATRON + "      micro_batchsize: 3\n      use_torch_fsdp2: true\n      fp8: e4m3\n"
+    )
+    assert main(["import-exp", "exp.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "exp.yaml:29:7: micro_batchsize: no recipe has such a key; did you mean 'micro_batch_size'?" in said
+    assert "exp.yaml:30:7: use_torch_fsdp2: true has no counterpart" in said
+    assert "exp.yaml:31:7: fp8: e4m3 has no counterpart (known: hybrid, false, none)" in said
+    document = imported(capsys, "--allow-unmapped")
+    assert [one["key"] for one in document["unmapped"]] == ["micro_batchsize", "use_torch_fsdp2", "fp8"]
+    assert "# cannot be said: micro_batchsize: 3" in document["text"]
+
+
+def test_presets_of_the_users_own_come_before_the_overrides(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "exp.yaml").write_text(MEGATRON.replace("${MY_MODEL:llama3.1_8B}", "mine"))
+    (here / "mine.yaml").write_text("extends:\n  - base.yaml\nnum_layers: 16\n")
+    (here / "base.yaml").write_text("extends: [llama3.1_8B.yaml]\nnum_layers: 12\nffn_hidden_size: 8192\n")
+    (here / "pre_trainer.yaml").write_text("train_iters: 1000\nweight_decay: 0.0\n")
+    settings = imported(capsys)["settings"]
+    assert (settings["model.layers"], settings["model.ffn_size"]) == (16, 8192)
+    assert (settings["megatron.training.steps"], settings["megatron.training.weight_decay"]) == (7, 0.0)
+
+
+def test_run_pretrain_takes_a_file_of_the_users_own_and_options_over_it(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "exp.yaml").write_text(MEGATRON)
+    monkeypatch.setenv("EXP", "exp.yaml")
+    words = ["--train_iters", "9", "--fp8=hybrid", "--gpu", "mi325x", "--dry-run", "--json"]
+    assert main(["compat", "run_pretrain.sh", *words]) == 0
+    job = json.loads(capsys.readouterr().out)
+    assert (job["last_step"], job["precision"], job["gpu"]) == (9, "fp8", "mi325x")
+    assert job["config"]["training.global_batch_size"] == 64
+    monkeypatch.setenv("NNODES", "2")
+    assert main(["compat", "run_pretrain.sh", *words]) == 0
+    # Its batch is that of the whole job, as it was for Primus.
+    assert json.loads(capsys.readouterr().out)["config"]["training.global_batch_size"] == 64
+
+
+def test_run_pretrain_takes_a_recipe_by_name_or_file(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKEND", "megatron")
+    monkeypatch.setenv("EXP", "llama3.1-8b")
+    words = ["--train_iters", "9", "--gpu", "mi325x", "--dry-run", "--json"]
+    assert main(["compat", "run_pretrain.sh", *words]) == 0
+    job = json.loads(capsys.readouterr().out)
+    assert (job["backend"], job["last_step"]) == ("megatron", 9)
+    (here / "own.yaml").write_text("uses: [llama3.1-8b.yaml]\nname: own\n")
+    monkeypatch.setenv("EXP", "own.yaml")
+    assert main(["compat", "run_pretrain.sh", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"]["name"] == "own"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5", 5),
+        ("1e-5", 1e-5),
+        ("1.0e-5", 1e-5),
+        ("-3", -3),
+        ("true", True),
+        ("True", True),
+        ("null", None),
+        ("hybrid", "hybrid"),
+        ("", ""),
+        ("[a, b]", ["a", "b"]),
+        ("{a: 1}", "{a: 1}"),
+        ("2026-01-01", "2026-01-01"),
+        ("[1", "[1"),
+    ],
+)
+def test_a_value_means_what_was_typed(text: str, value: object) -> None:
+    assert words.typed(text) == value
+    assert type(words.typed(text)) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value", [5, 1e-5, 1.5e300, -3, True, None, "hybrid", "", "a b", "true", "5", "1e-5", "a: b", ["a, b", 3], []]
+)
+def test_what_is_spelt_is_read_back(value: Any) -> None:
+    assert words.typed(words.spelt(value)) == value
+    assert type(words.typed(words.spelt(value))) is type(value)
+
+
+def test_options_are_understood_in_all_their_forms() -> None:
+    found = words.options(["--a", "1", "--b=2", "--training.c", "--d", "-5"])
+    assert [(one.key, one.value) for one in found] == [("a", 1), ("b", 2), ("training.c", True), ("d", -5)]
+
+
+def test_a_later_option_wins_and_keeps_one_word() -> None:
+    twice = [Given(key="train_iters", value=number, where="x") for number in (5, 6)]
+    assert translate("megatron", twice).words() == ("megatron.training.steps=6",)
+
+
+def test_a_documented_path_is_understood_wherever_it_stands() -> None:
+    there = documented("/workspace/Primus/examples/torchtatin/config/llama3_8b.toml")
+    assert (there.recipe, there.backend, there.precision, there.gpu) == ("llama3-8b", "torchtitan", "bf16", None)
+    mx = documented("examples/megatron/configs/MI355X/qwen2.5_7B-MXFP8-pretrain.yaml")
+    assert (mx.recipe, mx.precision, mx.gpu) == ("qwen2.5-7b", "mxfp8", "mi355x")
+    assert len(documented_paths()) > 200
+    with pytest.raises(InputError, match="no document has a model 'llama9'"):
+        documented("examples/megatron/configs/llama9-pretrain.yaml")

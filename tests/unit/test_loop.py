@@ -1,0 +1,83 @@
+"""What our own loop computes without torch: rates, the job as its ranks read it, the recipes that use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primus.errors import InputError
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+from primus.training import ranks
+from primus.training.finetune.config import FinetuneConfig
+from primus.training.job import Job
+from primus.training.loop import given
+from primus.training.loop.config import LoopConfig, ShardingConfig
+from primus.training.loop.schedule import learning_rate
+
+CELLS = [
+    ("llama3.1-8b", "finetune", "full"), ("llama3.1-8b", "finetune", "lora"), ("llama3.1-8b", "fsdp", "pretrain"),
+    ("flux.1-dev", "flux", "pretrain"), ("flux.1-dev", "flux", "full"),
+]  # fmt: skip
+
+
+def asked(backend: str, mode: str) -> Asked:
+    return Asked(backend=backend, mode=mode, gpu="cpu", proxy=True)
+
+
+def job(folder: Path, backend: str, mode: str, *words: str, recipe: str = "llama3.1-8b") -> Job:
+    return Job(name="x", recipe=resolve(recipe, words, asked(backend, mode)), output=folder)
+
+
+def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
+    config = LoopConfig(steps=12, warmup_steps=3, lr=0.4, min_lr=0.1)
+    assert [learning_rate(config, step) for step in (1, 2, 3, 4, 12)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4])
+    linear = LoopConfig(steps=12, warmup_steps=2, lr=0.4, min_lr=0.1, lr_schedule="linear")
+    assert learning_rate(linear, 7) == pytest.approx(0.25)
+    assert learning_rate(linear, 12) == pytest.approx(0.1)
+    cosine = LoopConfig(steps=12, warmup_steps=2, lr=0.4, min_lr=0.1, lr_schedule="cosine")
+    assert learning_rate(cosine, 7) == pytest.approx(0.25)
+    assert learning_rate(cosine, 3) > learning_rate(linear, 3)
+    assert learning_rate(cosine, 12) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("recipe", "backend", "mode"), CELLS)
+def test_a_rank_reads_the_job_as_the_recipe_means_it(tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
+    made = job(tmp_path, backend, mode, "training.steps=7", "sharding.replicas=2", recipe=recipe)
+    (tmp_path / "job.json").write_text(ranks.job_file(made))
+    read = given.read(tmp_path)
+    assert read.model == made.recipe.architecture
+    assert read.training.steps == read.last_step == 7
+    assert read.training.dtype == "float32"
+    assert read.global_batch == made.recipe.global_batch
+    assert read.section(ShardingConfig, "sharding") == ShardingConfig(replicas=2)
+    assert read.resume_from is None
+
+
+def test_nested_keys_reach_the_backends_own_section(tmp_path: Path) -> None:
+    made = job(tmp_path, "finetune", "lora", "lora.rank=4", "lora.targets=[q_proj, v_proj]")
+    (tmp_path / "job.json").write_text(ranks.job_file(made))
+    config = given.read(tmp_path).section(FinetuneConfig)
+    assert (config.lora.rank, config.lora.targets, config.weights) == (4, ["q_proj", "v_proj"], "random")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("lora.rang=4", "no key 'finetune.lora.rang'; did you mean 'finetune.lora.rank'"),
+        ("training.fp8=rowwise", "must be one of none, tensorwise"),
+        ("training.compile=1", "must be true or false"),
+        ("sharding.replicas=3", "do not divide by TP·PP·CP·replicas = 3"),
+    ],
+)
+def test_wrong_keys_are_refused(tmp_path: Path, word: str, message: str) -> None:
+    key = word if word.startswith("training") or word.startswith("sharding") else f"finetune.{word}"
+    with pytest.raises(InputError, match=message):
+        job(tmp_path, "finetune", "lora", key)
+
+
+def test_only_what_the_hub_holds_needs_the_hub(tmp_path: Path) -> None:
+    assert ranks.environment(job(tmp_path, "finetune", "full"), {})["HF_HUB_OFFLINE"] == "1"
+    weights = job(tmp_path, "finetune", "full", "finetune.weights=hf:meta-llama/Llama-3.1-8B")
+    assert "HF_HUB_OFFLINE" not in ranks.environment(weights, {})

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,9 +192,16 @@ def _project(file: str) -> str:
 
 
 def make_wheel(
-    folder: Path, name: str, version: str, *, needs: tuple[str, ...] = (), tag: str = "py3-none-any", padding: int = 0
+    folder: Path,
+    name: str,
+    version: str,
+    *,
+    needs: tuple[str, ...] = (),
+    tag: str = "py3-none-any",
+    padding: int = 0,
+    files: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """A real wheel that pip resolves and installs."""
+    """A real wheel that pip resolves and installs; ``files`` are in it beside its module."""
     folder.mkdir(parents=True, exist_ok=True)
     under = name.replace("-", "_")
     info = f"{under}-{version}.dist-info"
@@ -202,6 +209,7 @@ def make_wheel(
         f"Requires-Dist: {need}\n" for need in needs
     )
     files = {
+        **(files or {}),
         f"{under}.py": f"__version__ = {version!r}\n".encode(),
         f"{info}/METADATA": metadata.encode(),
         f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),

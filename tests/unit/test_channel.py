@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from primus.errors import InputError
 from primus.images.channel import choose
 from primus.images.target import Target
+from primus.versions.lock import Lock, dumps
 from project_kit import Kit
 
 TARGET = Target(
@@ -95,3 +97,18 @@ def test_a_channels_pins_stay_apart(kit: Kit) -> None:
     result = kit.primus("plan", "demo", "--channel", "amd")
     assert result.code == 2
     assert "rocm has no pin for demo from amd, pypi, local" in result.err
+
+
+def test_a_lock_of_a_better_channel_takes_over_from_a_no_op(kit: Kit) -> None:
+    def lock(channel: str) -> str:
+        return dumps(Lock(target="demo", channel=channel, pins={}, files=()))
+
+    kit.write("images/locks/debian/demo.json", lock("debian"))
+    kit.build("demo")
+    time.sleep(0.1)
+    kit.build("demo")
+    assert list((kit.root / ".primus/cache").glob("unchanged-*")), "the no-op must come from the note"
+    assert "nothing to do" in kit.build("demo").err
+    kit.write("images/locks/amd/demo.json", lock("amd"))
+    said = kit.build("demo").err
+    assert said.splitlines()[0] == "demo: channel amd, the best channel with a lock"

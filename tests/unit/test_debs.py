@@ -156,7 +156,8 @@ def test_the_mirror_variable_wins_and_knows_security() -> None:
         ("bookworm-updates", ("bookworm", "-updates")),
         ("bookworm-pgdg", ("", "?")),
         ("cloud-sdk-bookworm", ("", "?")),
-        ("noble", ("", "?")),
+        ("noble", ("noble", "")),
+        ("focal", ("", "?")),
         ("stable-security", ("stable", "-security")),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from primus.cli.host.lock import Change, compare
 from primus.progress import QuietProgress
 from primus.versions import relock
-from primus.versions.lock import BaseRequest, Lock, LockedFile, Request
+from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request
 
 
 def _request(torch: str = "2", suite: str = "bookworm", python: str = "3.11") -> Request:
@@ -27,9 +27,9 @@ def _lock(request: Request) -> Lock:
 
 def test_what_each_change_makes_stale() -> None:
     lock = _lock(_request())
-    assert relock.stale(_request(), None) == {"wheels", "sdists", "base b"}
+    assert relock.stale(_request(), None) == {"wheels", "sdists", "gits", "base b"}
     assert relock.stale(_request(), lock) == set()
-    assert relock.stale(_request(), lock, True) == {"wheels", "sdists", "base b"}
+    assert relock.stale(_request(), lock, True) == {"wheels", "sdists", "gits", "base b"}
     assert relock.stale(_request(torch="3"), lock) == {"wheels"}
     from_debs = Request(**vars(_request()) | {"debs": {"python3-torch": "2"}})
     assert relock.stale(from_debs, lock) == {"wheels"}, "pip must not bring what the base does"
@@ -38,7 +38,11 @@ def test_what_each_change_makes_stale() -> None:
         **vars(_request()) | {"bases": {"b": BaseRequest(suite="bookworm", python="3.11.4", packages=("bash",))}}
     )
     assert relock.stale(exact, lock) == {"wheels", "base b"}
-    assert relock.stale(_request(python="3.12"), lock) == {"wheels", "sdists", "base b"}
+    assert relock.stale(_request(python="3.12"), lock) == {"wheels", "sdists", "gits", "base b"}
+    built = Request(**vars(_request()) | {"gits": {"turbo": Commit(url="https://a", commit="0" * 40, version="1")}})
+    assert relock.stale(built, lock) == {"wheels", "gits"}, "what the wheels need may be built here now"
+    over = {"b": BaseRequest(suite="bookworm", python="3.11.2", packages=("bash",), image="a@sha256:" + "0" * 64)}
+    assert relock.stale(Request(**vars(_request()) | {"bases": over}), lock) == {"base b"}
     assert relock.stale(_request(), lock, gone=[_file("deb", "bash", base="b")]) == {"base b"}
     assert relock.stale(_request(), lock, gone=[_file("wheel", "numpy")]) == {"wheels"}
 

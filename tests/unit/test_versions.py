@@ -93,8 +93,8 @@ def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: s
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("version: 1.0, channel: pypi", "exactly one of wheel, sdist, deb, path"),
-        ("wheel: a, sdist: b, version: 1.0, channel: pypi", "exactly one of wheel, sdist, deb, path"),
+        ("version: 1.0, channel: pypi", "exactly one of wheel, sdist, git, deb, path"),
+        ("wheel: a, sdist: b, version: 1.0, channel: pypi", "exactly one of wheel, sdist, git, deb, path"),
         ("wheel: a, channel: pypi", "needs an exact version"),
         ("wheel: a, version: 1.0, channel: local", "channel other than local"),
         ("path: src, channel: local", "has `to`"),
@@ -105,7 +105,7 @@ def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: s
         ("sdist: a, version: 1.0, channel: pypi, build: {wheels: [torch>=2]}", "a package name, or NAME==VERSION"),
         ("sdist: a, version: 1.0, channel: pypi, build: {wheels: [torch==2.*]}", "a package name, or NAME==VERSION"),
         ("sdist: a, version: 1.0, channel: pypi, build: {deps: [gcc]}", "did you mean 'debs'?"),
-        ("wheel: a, version: 1.0, channel: pypi, requires: [torch]", "`requires` goes with `sdist` only"),
+        ("wheel: a, version: 1.0, channel: pypi, requires: [torch]", "`requires` goes with `sdist` or `git` only"),
         ("deb: python3-a, channel: debian", "needs an exact version"),
         ("deb: python3-a, version: 1.0, channel: pypi", "channel debian is for deb pins"),
         ("wheel: a, version: 1.0, channel: debian", "channel debian is for deb pins"),
@@ -153,3 +153,41 @@ def test_names_are_plain() -> None:
 def test_pin_in_words() -> None:
     made = versions(pin("path: src, to: /opt, channel: local"))
     assert made.components["torch"].pins[0].text == "src → /opt"
+
+
+GIT = "git: https://127.0.0.1/a, package: a, version: 1.0, channel: amd, build: {}"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{GIT}, commit: main", "a full commit of 40 digits"),
+        (f"{GIT}, commit: 0123456", "a full commit of 40 digits"),
+        (GIT, "has `commit` and `package`"),
+        (f"wheel: a, version: 1.0, channel: amd, commit: {'0' * 40}, package: a", "and only it, has `commit`"),
+        ("wheel: a, version: 1.0, channel: amd, build: {}", "says how it becomes a wheel"),
+        (f"{GIT.replace('{}', '{built: [gone]}')}, commit: {'0' * 40}", "no component is called 'gone'"),
+        ("git: main, package: a, version: 1.0, channel: amd", "a URL that git fetches from"),
+    ],
+)
+def test_a_repository_is_pinned_by_its_full_commit(text: str, words: str) -> None:
+    assert words in str(refused(pin(text)))
+
+
+def test_an_image_is_pinned_by_digest() -> None:
+    text = pin("wheel: a, version: 1.0, channel: pypi")
+    digest = "0" * 64
+    for image, good in (("ubuntu:24.04", False), ("ubuntu", False), (f"ubuntu@sha256:{digest}", True)):
+        changed = text.replace("suite: bookworm", f"image: {image}, suite: bookworm")
+        if good:
+            assert versions(changed).bases["bookworm"].image == image
+        else:
+            assert "a tag can mean other bytes tomorrow" in str(refused(changed))
+
+
+def test_a_device_pin_is_of_the_targets_architecture() -> None:
+    made = versions(pin('wheel: "torch-device-{arch}", version: 1.0, channel: amd')).components["torch"].pins[0]
+    assert made.resolved(3, "gfx942").wheel == "torch-device-gfx942"
+    assert made.resolved(3, "gfx942").place == 3
+    with pytest.raises(ValueError, match="the target has none"):
+        made.resolved(0, None)

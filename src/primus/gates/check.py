@@ -14,7 +14,7 @@ from primus.gates.coherence import coherence
 from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.litter import litter, secrets_in
 from primus.gates.model import Finding, GateReport
-from primus.gates.pins import pinned_packages
+from primus.gates.pins import pinned_packages, python_packages
 from primus.gates.prune import pruning
 from primus.gates.sonames import shared_names
 from primus.gates.turbo import ask_image, turbo
@@ -118,10 +118,12 @@ def judge(project: Project, examined: Examined) -> Outcome:
     name, actions = image.plan.target, image.plan.layers
     arch, lock, pins = project.arch(name), project.lock(name), project.pins(name)
     base = project.choice(name).base
-    wheels = {f.name: f.version for f in (*lock.of("wheel"), *lock.of("sdist"))} if lock else {}
+    wheels = {f.name: f.version for f in python_packages(lock)} if lock else {}
     if "primus" in pins:
         wheels["primus-images"] = __version__
-    published = {a.name for a in actions if a.kind in ("wheels", "kernels") and not a.needs}
+    published = {a.name for a in actions if a.kind in ("image", "wheels", "kernels") and not a.needs}
+    # The packages of a base's image are locked as its layers, not one by one.
+    given = {a.name for a in actions if a.kind == "image"}
     left_out = [layer.left_out for layer in image.layers]
     facts = examined.facts.items()
     code = [(layer, f.code) for layer, f in facts]
@@ -131,7 +133,7 @@ def judge(project: Project, examined: Examined) -> Outcome:
         coverage(code, arch, unreadable),
         pruning(code, arch, (sum(n for n, _ in left_out), sum(size for _, size in left_out))),
         versions_inside(
-            [(layer, f.stated) for layer, f in facts],
+            [(layer, [s for s in f.stated if layer not in given or s.kind != "deb"]) for layer, f in facts],
             wheels=wheels,
             debs={f.name: f.version for f in lock.of("deb", base)} if lock and base else {},
             components={component: pin.version for component, pin in pins.items() if pin.version},
@@ -194,7 +196,7 @@ def _budget(project: Project, image: Composed) -> GateReport:
             ranked = sorted(zip(plan.layers, image.layers, strict=True), key=lambda pair: -pair[1].blob.size)
             largest = ", ".join(f"{a.name} {bytes_text(layer.blob.size)}" for a, layer in ranked[:5])
             message = f"it weighs {bytes_text(size)}, its budget is {bytes_text(plan.budget_bytes)}: {largest}"
-            place = project.target_place(plan.target, "budget_gb")
+            place = project.target_place(plan.target, *project.budget_key(plan.target))
             findings = (Finding(gate="budget", severity="error", path=place, message=message),)
     return GateReport(gate="budget", summary=summary, findings=findings)
 

@@ -11,14 +11,27 @@ from primus.versions.suites import name_of
 
 if TYPE_CHECKING:
     from primus.images.project import Project
+    from primus.versions.lock import Lock, LockedFile
 
-__all__ = ["check_pins", "pinned_packages"]
+__all__ = ["check_pins", "pinned_packages", "python_packages"]
+
+
+def python_packages(lock: Lock) -> tuple[LockedFile, ...]:
+    """The Python packages of the image: wheels, and what is built into them."""
+    return (*lock.of("wheel"), *lock.of("sdist"), *lock.of("git"))
+
+
+def _built_with(lock: Lock) -> tuple[LockedFile, ...]:
+    """Wheels that only lie in the roots of builds: what is built with another ROCm belongs to that one."""
+    own = {f.name for f in python_packages(lock)}
+    found = {(f.name, f.version): f for f in lock.files if f.kind == "wheel" and f.base and f.name not in own}
+    return tuple(found.values())
 
 
 def pinned_packages(project: Project, name: str) -> list[Package]:
     """Every package of the image, with the line of versions.yaml or of the lock that set its version."""
     pinned = {
-        normalised(pin.wheel or pin.sdist or pin.deb or ""): project.pin_place(component, pin)
+        normalised(pin.wheel or pin.source or pin.deb or ""): project.pin_place(component, pin)
         for component, pin in project.pins(name).items()
     }
     lock = project.lock(name)
@@ -29,7 +42,7 @@ def pinned_packages(project: Project, name: str) -> list[Package]:
     debs = lock.of("deb", base) if lock and base else ()
     listed = {name_of(p) for p in project.versions.bases[base].packages} if base else set()
     result = []
-    for file in (*lock.of("wheel"), *lock.of("sdist"), *debs) if lock else ():
+    for file in (*python_packages(lock), *_built_with(lock), *debs) if lock else ():
         number = next((n for row, n in lines.items() if f'"sha256": "{file.sha256}"' in row), 1)
         where = f"{path.relative_to(project.root)}:{number}:1"
         if file.kind == "deb":

@@ -19,6 +19,8 @@ Kind = Literal["wheel", "deb", "header"]
 # A package inside another one (setuptools/_vendor) is no package of the image; one of a deb is judged as a deb.
 _METADATA = re.compile(r"(?!usr/lib/python3).*/(?:site|dist)-packages/[^/]+\.dist-info/METADATA")
 _STATUS = "var/lib/dpkg/status"
+# One file per package, in images whose database belongs to another layer.
+_STATUS_OF_ONE = f"{_STATUS}.d/"
 # File name → (component, the three macros of its version).
 _HEADERS = {
     "hipblaslt-version.h": (
@@ -45,12 +47,17 @@ class Stated:
 
 def states_versions(path: str) -> bool:
     """Whether :func:`stated_in` reads files of this name."""
-    return path == _STATUS or path.rpartition("/")[2] in _HEADERS or _METADATA.fullmatch(path) is not None
+    return (
+        path == _STATUS
+        or path.startswith(_STATUS_OF_ONE)
+        or path.rpartition("/")[2] in _HEADERS
+        or _METADATA.fullmatch(path) is not None
+    )
 
 
 def stated_in(path: str, text: str) -> list[Stated]:
     """The versions in the file's text; none for a file of another name."""
-    if path == _STATUS:
+    if path == _STATUS or path.startswith(_STATUS_OF_ONE):
         return [
             Stated(kind="deb", name=fields["Package"], version=fields["Version"], path=path)
             for block in text.split("\n\n")

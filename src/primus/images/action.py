@@ -12,7 +12,7 @@ from primus.versions.lock import LockedFile
 
 __all__ = ["Action", "ImagePlan", "Input", "Kind"]
 
-Kind = Literal["debs", "kernels", "wheels", "files", "build", "turbo"]
+Kind = Literal["image", "debs", "kernels", "wheels", "files", "build", "turbo"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,6 +197,7 @@ def assemble(project: Project, plan: ImagePlan, built: set[str], gates: Gates | 
 
     Raises CheckFailed when layers overlap or the gates refuse the image; the name then is as before.
     """
+    from primus.images.given import stacked
     from primus.images.layer import read_paths
     from primus.images.overlap import check_overlap
 
@@ -205,7 +206,9 @@ def assemble(project: Project, plan: ImagePlan, built: set[str], gates: Gates | 
     if image is None:
         raise CheckFailed(f"a layer of {plan.ref} left the store while it was used", hint="build again")
     pairs = list(zip(plan.layers, image.layers, strict=True))
-    check_overlap([(a.name, read_paths(store, layer)) for a, layer in pairs])
+    paths = [(a, read_paths(store, layer)) for a, layer in pairs]
+    given = stacked(found for a, found in paths if a.kind == "image")
+    check_overlap([("the base image", given), *((a.name, found) for a, found in paths if a.kind != "image")])
     failed = gates.judge(image) if gates else ()
     config_blob = store.put(image.config, CONFIG_TYPE)
     manifest_blob = store.put(image.manifest, MANIFEST_TYPE)

@@ -35,7 +35,7 @@ def plan_images(
 
 def _plan(project: Project, name: str, *, locked: bool, offline: bool, quiet: bool) -> ImagePlan:
     request = project.request(name)
-    if not request.bases and not request.wheels and not request.sdists:
+    if not request.bases and not request.wheels and not request.sdists and not request.gits:
         return plan_image(project, name, None)
     lock = project.lock(name)
     stale = drift(lock, request) if lock else ()
@@ -62,9 +62,7 @@ def _place(project: Project, stale: Sequence[Drift]) -> str | None:
             return project.base_place(rest.split(" ")[0])
         for component, entry in project.versions.components.items():
             for pin in entry.pins:
-                if {"wheel": pin.wheel, "sdist": pin.sdist, "deb": pin.deb}.get(
-                    kind
-                ) == rest and pin.version == item.wanted:
+                if pin.named(kind) == rest and pin.version == (item.wanted or "").partition(" ")[0]:
                     return project.pin_place(component, pin)
     return None
 
@@ -120,13 +118,21 @@ def _fetch(
 ) -> Sequence[ImagePlan]:
     """Fetch what the plans still lack; returns the plans, new ones where a file was gone and had to be locked again."""
     from primus.images.fetch import GoneError, fetch
+    from primus.versions.sources import Sources
 
     def get(plans: Sequence[ImagePlan]) -> None:
         files = {f.sha256: f for action in missing(plans, workshop.done) for f in action.files}
         absent = [f for f in files.values() if not workshop.files.has(f.sha256, f.size)]
         bases = {n: b for plan in plans for n, b in project.request(plan.target).bases.items()}
         suites = {name: suites_of(base.suite, base.packages) for name, base in bases.items()}
-        fetch(absent, workshop.files, suites=suites, offline=offline, progress=workshop.progress)
+        fetch(
+            absent,
+            workshop.files,
+            suites=suites,
+            sources=Sources.of_project(project.versions, bases),
+            offline=offline,
+            progress=workshop.progress,
+        )
 
     try:
         get(plans)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from primus.errors import CheckFailed, HostError
 from primus.images.action import Action
+from primus.images.given import adopt_layer
 from primus.images.layer import compression_of, write_layer
 from primus.images.skeleton import inline_entries
 from primus.images.store import Layer
@@ -52,6 +53,13 @@ class Workshop:
                 self._build(action)
                 return True
             self.progress.start(action.key, action.name)
+            if action.kind == "image":
+                (given,) = action.files
+                layer = adopt_layer(store, self._file(given), given.sha256)
+                store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": ()})
+                self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB")
+                self.made(layer)
+                return True
             with store.folder("work") as scratch:
                 left_out = (0, 0)
                 if action.kind == "kernels":
@@ -105,7 +113,11 @@ class Workshop:
     def _debs(self, action: Action, scratch: Path) -> Iterator[Entry]:
         from primus.images.rootfs import root_entries
         from primus.images.tools import need
+        from primus.images.unpacked import over_entries
 
+        if "over" in action.spec:
+            yield from over_entries(action.files, scratch, find=self._file)
+            return
         mmdebstrap = need("mmdebstrap", "mmdebstrap", progress=self.progress)
         yield from root_entries(
             action.files,
@@ -157,7 +169,7 @@ class Workshop:
         log = self._log(action)
         script = Path(__file__).with_name("compile_bytecode.py")
         code = run_isolated(
-            self.root(action.tools[0]),
+            self.root(*action.tools),
             [f"/usr/bin/python{action.spec['python']}", "-I", "/compile.py", f"/{site}"],
             inputs={"/in": source, "/compile.py": script},
             outputs=out,

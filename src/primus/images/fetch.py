@@ -22,6 +22,9 @@ from primus.progress import Progress
 from primus.versions.indexes import Indexes
 from primus.versions.lock import LockedFile
 from primus.versions.pool import Pool, locate
+from primus.versions.registry import copy_image
+from primus.versions.repository import archive_commit
+from primus.versions.sources import Sources, ask
 
 __all__ = ["FetchResult", "GoneError", "fetch", "missing"]
 
@@ -61,12 +64,14 @@ def fetch(
     cache: FileCache,
     *,
     suites: Mapping[str, tuple[str, ...]],
+    sources: Sources | None = None,
     architecture: str = "amd64",
     offline: bool = False,
     progress: Progress,
     jobs: int = 4,
 ) -> FetchResult:
-    """Bring every file into the cache. ``suites`` maps base names to their Debian suites.
+    """Bring every file into the cache. ``suites`` maps base names to their Debian suites; ``sources`` are those
+    beside pip's and apt's.
 
     Raises GoneError when sources no longer have files, HostError when a source is out of reach, offers other bytes,
     or the disk is full; WrongBytes is such a HostError. What was fetched before stays.
@@ -81,9 +86,12 @@ def fetch(
             hint="run it once without --offline",
         )
     began, size = time.monotonic(), sum(f.size for f in wanted)
-    progress.start("fetch", "fetch", size)
+    asked = (sources or Sources()).of_files(wanted)
     with _spill_folder(cache.root) as spill:
-        work = _Work(_Places(wanted, suites, architecture, spill), cache, progress)
+        places = _Places(wanted, suites, architecture, spill, asked)
+        ask(asked.probes(lambda: places.indexes))
+        progress.start("fetch", "fetch", size)
+        work = _Work(places, cache, progress)
         # Long files first: the last one alone on the line would be the longest wait.
         work.run(sorted(wanted, key=lambda f: -f.size), jobs)
     progress.finish("fetch", f"{len(wanted)} files, {speed(size, began)}")
@@ -94,10 +102,16 @@ class _Places:
     """Where to look for each kind of file; read from the host once, when first needed."""
 
     def __init__(
-        self, wanted: Sequence[LockedFile], suites: Mapping[str, tuple[str, ...]], architecture: str, spill: Path
+        self,
+        wanted: Sequence[LockedFile],
+        suites: Mapping[str, tuple[str, ...]],
+        architecture: str,
+        spill: Path,
+        sources: Sources,
     ) -> None:
         self._wanted, self._suites, self._architecture, self._spill = wanted, suites, architecture, spill
-        self._guards = {"indexes": threading.Lock(), "pools": threading.Lock()}
+        self._guards = {"indexes": threading.Lock(), "pools": threading.Lock(), "images": threading.Lock()}
+        self.sources = sources
 
     @cached_property
     def _indexes(self) -> Indexes:
@@ -121,6 +135,21 @@ class _Places:
             if stop.is_set():
                 raise Stopped
             return self._pools[base]
+
+    def image(self, base: str) -> Path:
+        """A folder with the layers of the base's image, each called by its digest."""
+        folder = self._spill / f"image-{base}"
+        with self._guards["images"]:
+            if not folder.exists():
+                copy_image(self.sources.images[base], self._architecture, folder)
+        return folder
+
+    def archive(self, file: LockedFile) -> Path:
+        """The archive of the commit that a ``git`` file's name ends in."""
+        commit = Path(file.file).stem.rpartition("-")[2]
+        target = self._spill / file.file
+        archive_commit(self.sources.repositories[commit], commit, target)
+        return target
 
 
 class _Work:
@@ -179,6 +208,8 @@ class _Work:
         meter.begin()
         if file.kind == "deb":
             self._deb(file, meter)
+        elif file.kind in ("layer", "git"):
+            self._whole(file)
         else:
             self._python(file, meter)
         meter.end(speed(file.size, began))
@@ -194,8 +225,21 @@ class _Work:
                 continue
         raise NotThere(file.file)
 
+    def _whole(self, file: LockedFile) -> None:
+        """What a tool brings in one piece: a layer of an image, the archive of a commit."""
+        sources = self._places.sources
+        if file.kind == "git":
+            path = self._places.archive(file)
+            origin = sources.repositories[path.stem.rpartition("-")[2]]
+        else:
+            path, origin = self._places.image(file.base or "") / file.sha256, sources.images[file.base or ""]
+        if not path.exists() or not self._cache.put(path, file.sha256):
+            raise WrongBytes(file, "other bytes", origin)
+
     def _python(self, file: LockedFile, meter: Meter) -> None:
         indexes = self._places.indexes
+        if file.index is not None:
+            indexes = indexes.only(self._places.sources.indexes[file.index])
         session = self._local.__dict__.setdefault("pip", indexes.session())
         refused: HostError | None = None
 

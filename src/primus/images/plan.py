@@ -42,12 +42,13 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
     if choice.base:
         base = versions.bases[choice.base]
         prefix = Prefix(python=".".join(base.python.split(".")[:2]))
-        layers.append(_base(project, choice.base, lock, name, tool))
+        layers += _root(project, choice.base, lock, name, tool)
         if base.kernels:
             layers.append(_kernels(project, choice.base, lock, name, tool))
         # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
         layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
-    layers += _components(project, name, pins, lock, prefix, layers[0] if layers else None, tool)
+    root = tuple(a for a in layers if a.kind in ("image", "debs"))
+    layers += _components(project, name, pins, lock, prefix, root, tool)
     if target.turbo:
         if prefix is None:
             raise InputError("kernels need a base to be compiled in", where=project.target_place(name, "turbo"))
@@ -98,7 +99,7 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
             **({"io.primus.preview": choice.preview} if choice.preview else {}),
         },
         suffix=choice.suffix,
-        budget_bytes=round(target.budget_gb * 1e9) if target.budget_gb else None,
+        budget_bytes=round(budget * 1e9) if (budget := project.budget_gb(name)) else None,
     )
 
 
@@ -117,6 +118,25 @@ def _inline(name: str, entries: Mapping[str, Mapping[str, object]], tool: str) -
     )
 
 
+def _root(project: Project, base: str, lock: Lock | None, name: str, tool: str, root: str = "") -> tuple[Action, ...]:
+    """The layers of ``base``, or of ``root``, a build's: those of its image as they are, over them its packages."""
+    about, where = project.versions.bases[base], project.base_place(base)
+    layers = tuple(
+        Action(
+            name=f"base {layer.name}",
+            kind="image",
+            inputs=(Input(name=layer.name, value=f"sha256:{layer.sha256}", where=where),),
+            files=(layer,),
+        )
+        for layer in _need(lock, name).of("layer", root or base)
+    )
+    if about.image and not layers:
+        raise InputError(f"the lock of {name} has no layers for {root or base}", hint=f"primus lock {name}")
+    if about.image and not (about.packages or root):
+        return layers
+    return (*layers, _base(project, base, lock, name, tool, root))
+
+
 def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, root: str = "") -> Action:
     """The root file system of ``base``, or ``root``, a build's, which holds more."""
     debs = _need(lock, name).of("deb", root or base)
@@ -132,7 +152,7 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, 
             Input(name="suite", value=about.suite, where=where),
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
-        spec={"suite": about.suite, "trim": list(TRIM), **kernels},
+        spec={"suite": about.suite, "trim": list(TRIM), **kernels, **({"over": about.image} if about.image else {})},
         files=debs,
     )
 
@@ -165,50 +185,57 @@ def _components(
     pins: Mapping[str, Pin],
     lock: Lock | None,
     prefix: Prefix | None,
-    base: Action | None,
+    root: tuple[Action, ...],
     tool: str,
 ) -> list[Action]:
     wheels = {f.name: f for f in lock.of("wheel")} if lock else {}
-    layers: list[Action] = []
-    for component, pin in pins.items():
+    made: dict[str, Action] = {}
+    # What is built with something that is built comes after it, wherever the target lists the two.
+    for component, pin in sorted(pins.items(), key=lambda item: bool(item[1].build and item[1].build.built)):
         where = project.pin_place(component, pin)
         if pin.deb is not None:
             _check_deb(project, name, pin, lock, where)
             continue
         if pin.path is not None:
-            layers.append(_tree(project, component, pin, where, prefix, tool))
+            made[component] = _tree(project, component, pin, where, prefix, tool)
             continue
-        if prefix is None or base is None:
+        if prefix is None:
             raise InputError(f"{component} is a Python package, and target {name} has no base to hold it", where=where)
-        package = normalised(pin.wheel or pin.sdist or "")
         if pin.wheel is not None:
-            wheel = wheels.pop(package, None)
+            wheel = wheels.pop(normalised(pin.wheel), None)
             if wheel is None or wheel.version != pin.version:
                 locked = f"has {wheel.version}" if wheel else "has none"
                 raise InputError(
                     f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}"
                 )
-            layers.append(_wheels(project, component, (wheel,), where, base, prefix, tool))
+            made[component] = _wheels(project, component, (wheel,), where, root, prefix, tool)
         else:
-            built = _build(project, name, pin, lock, where, base, prefix, tool)
-            layers.append(_wheels(project, component, (), where, base, prefix, tool, built))
+            built = _build(project, name, pin, lock, where, root, prefix, tool, made)
+            made[component] = _wheels(project, component, (), where, root, prefix, tool, built)
     lock_name = str(project.lock_path(name).relative_to(project.root))
-    closure = _closure(project, "python", wheels.values(), lock_name, base, prefix, tool) if base and prefix else []
+    closure = _closure(project, "python", wheels.values(), lock_name, root, prefix, tool) if prefix else []
+    layers = [made[component] for component in pins if component in made]
     # Local trees change most often: they lie on top of what rarely does.
     local = [a for a in layers if a.kind == "files"]
     return [*closure, *(a for a in layers if a.kind != "files"), *local]
 
 
 def _closure(
-    project: Project, name: str, wheels: Iterable[LockedFile], where: str, base: Action, prefix: Prefix, tool: str
+    project: Project,
+    name: str,
+    wheels: Iterable[LockedFile],
+    where: str,
+    root: tuple[Action, ...],
+    prefix: Prefix,
+    tool: str,
 ) -> list[Action]:
     """Layers for wheels that no pin names: large ones each their own, small ones together."""
     wheels = tuple(wheels)
     small = tuple(f for f in wheels if f.size < _OWN_LAYER)
     layers = [
-        _wheels(project, f"python-{f.name}", (f,), where, base, prefix, tool) for f in wheels if f.size >= _OWN_LAYER
+        _wheels(project, f"python-{f.name}", (f,), where, root, prefix, tool) for f in wheels if f.size >= _OWN_LAYER
     ]
-    return [*layers, _wheels(project, name, small, where, base, prefix, tool)] if small else layers
+    return [*layers, _wheels(project, name, small, where, root, prefix, tool)] if small else layers
 
 
 def _check_deb(project: Project, name: str, pin: Pin, lock: Lock | None, where: str) -> None:
@@ -252,13 +279,13 @@ def _wheels(
     name: str,
     files: tuple[LockedFile, ...],
     where: str,
-    base: Action,
+    root: tuple[Action, ...],
     prefix: Prefix,
     tool: str,
     built: Action | None = None,
 ) -> Action:
     # Bytecode is compiled by the image's own interpreter: its packages, not the whole base, are an input.
-    python = [i for i in base.inputs if "python3" in i.name]
+    python = [i for a in root for i in a.inputs if "python3" in i.name]
     return Action(
         name=name,
         kind="wheels",
@@ -271,22 +298,40 @@ def _wheels(
         spec={"prefix": prefix.root, "python": prefix.python, "built": built.key if built else None},
         needs=(built,) if built else (),
         files=files,
-        tools=(base,),
+        tools=root,
     )
 
 
 def _build(
-    project: Project, name: str, pin: Pin, lock: Lock | None, where: str, base: Action, prefix: Prefix, tool: str
+    project: Project,
+    name: str,
+    pin: Pin,
+    lock: Lock | None,
+    where: str,
+    base: tuple[Action, ...],
+    prefix: Prefix,
+    tool: str,
+    made: Mapping[str, Action],
 ) -> Action:
-    package, build = normalised(pin.sdist or ""), pin.build or Build()
+    package, build = normalised(pin.source or ""), pin.build or Build()
     lock = _need(lock, name)
-    source = next((f for f in lock.of("sdist") if f.name == package), None)
-    if source is None or source.version != pin.version:
+    source = next((f for f in lock.of("git" if pin.git else "sdist") if f.name == package), None)
+    if source is None or source.version != pin.version or (pin.commit or "") not in source.file:
         raise InputError(f"{pin.text} is pinned, the lock of {name} has not got it", where=where, hint="primus lock")
     root, wheels = build_root(package), lock.of("wheel", build_root(package))
-    own = _base(project, project.choice(name).base or "", lock, name, tool, root) if build.debs else base
+    own = _root(project, project.choice(name).base or "", lock, name, tool, root) if build.debs else base
+    if lacking := [one for one in build.built if one not in made]:
+        raise InputError(
+            f"{pin.text} is built with {lacking[0]}, which is none of {name}'s components or is built with others too",
+            where=where,
+        )
+    built = [made[one] for one in build.built]
+    variables = dict(build.environment)
+    if pin.git:
+        # An archive has no history, from which setuptools-scm would tell the version.
+        variables.setdefault("SETUPTOOLS_SCM_PRETEND_VERSION", pin.version or "")
     layers: list[Action] = []
-    if wheels:
+    if wheels or built:
         lock_name = str(project.lock_path(name).relative_to(project.root))
         layers = [
             _inline("environment", environment(prefix, system=True), tool),
@@ -298,19 +343,24 @@ def _build(
         inputs=(
             Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),
             Input(name="sorted folders", value="sha256:" + project.stats.sha256(str(_ORDER))),
-            *(Input(name=f"deb {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where) for f in own.files),
+            *(
+                Input(name=f"{f.kind} {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where)
+                for a in own
+                for f in a.files
+            ),
             *(Input(name=f"wheel {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where) for f in wheels),
-            *(Input(name=f"environment {k}", value=v, where=where) for k, v in build.environment.items()),
+            *(Input(name=f"environment {k}", value=v, where=where) for k, v in variables.items()),
         ),
         spec={
             "package": package,
             "script": WHEEL_SCRIPT,
-            "python": prefix.interpreter if wheels else f"/usr/bin/python{prefix.python}",
-            "environment": dict(build.environment),
-            "root": own.spec,
+            "python": prefix.interpreter if layers else f"/usr/bin/python{prefix.python}",
+            "environment": {**variables, "PREPARE": build.prepare},
+            "root": [a.spec for a in own],
         },
+        needs=tuple(n for a in built for n in a.needs),
         # How they are compressed and laid out changes no wheel: their packages are the inputs, not their keys.
-        tools=(own, *layers),
+        tools=(*own, *layers, *built),
         files=(source,),
         job_bytes=round(build.job_gb * 1e9),
     )

@@ -68,7 +68,7 @@ class Project:
 
     def pin_place(self, component: str, pin: Pin) -> str:
         """``versions.yaml:line:col`` of a pin."""
-        index = self.versions.components[component].pins.index(pin)
+        index = pin.place if pin.place >= 0 else self.versions.components[component].pins.index(pin)
         return self._versions[1].where(("components", component, "pins", index))
 
     def base_place(self, base: str) -> str:
@@ -131,14 +131,26 @@ class Project:
 
     def pins(self, name: str) -> dict[str, Pin]:
         """Component → pin for the target."""
-        target, document = self._target(name)
+        (target, document), choice = self._target(name), self.choice(name)
         where = {c: document.where(("components", i)) for i, c in enumerate(target.components)}
-        return pins_of(self.versions, name, target, self.choice(name).sources, where)
+        more = target.more.get(choice.channel, ())
+        where |= {c: document.where(("more", choice.channel, i)) for i, c in enumerate(more)}
+        return pins_of(self.versions, name, choice.sources, self.arch(name), where)
 
     def request(self, name: str) -> Request:
         """What the target's lock must answer."""
         choice = self.choice(name)
         return request_of(self.versions, name, choice.channel, choice.base, self.pins(name))
+
+    def budget_gb(self, name: str) -> float | None:
+        """Most compressed GB that the image may weigh."""
+        target = self.target(name)
+        return target.budgets_gb.get(self.choice(name).channel, target.budget_gb)
+
+    def budget_key(self, name: str) -> tuple[str, ...]:
+        """The key of the target file that sets the budget."""
+        channel = self.choice(name).channel
+        return ("budgets_gb", channel) if channel in self.target(name).budgets_gb else ("budget_gb",)
 
     def choice(self, name: str) -> Choice:
         """The channel that builds the target."""

@@ -28,7 +28,7 @@ from primus.sandbox import userns
 from primus.sandbox.build import log_tail
 from primus.versions.lock import LockedFile
 
-__all__ = ["root_entries"]
+__all__ = ["root_entries", "tar_entries"]
 
 
 def root_entries(
@@ -76,7 +76,7 @@ def root_entries(
         code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False).returncode
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
-    entries = list(_entries(tar))
+    entries = list(tar_entries(tar, LEFT_OUT))
     if kernels and (packages := unlisted(entries, kernels)):
         raise CheckFailed(
             f"{' and '.join(packages)} keeps kernel files where a pattern of `kernels` has them left out",
@@ -115,7 +115,10 @@ def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
     return control.stdout.rstrip(b"\n") + b"\n" + fields.encode()
 
 
-def _entries(tar: Path) -> Iterator[Entry]:
+def tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
+    """The files, folders and links of a tar of a root file system, but for patterns ``left_out``; CheckFailed for
+    anything else.
+    """
     kinds = {
         tarfile.REGTYPE: "file",
         tarfile.LNKTYPE: "hardlink",
@@ -127,7 +130,7 @@ def _entries(tar: Path) -> Iterator[Entry]:
             # tarfile keeps every member it has seen; for a large base that is more than the entries themselves.
             archive.members.clear()  # type: ignore[attr-defined]
             path = member.name.removeprefix("./").strip("/")
-            if not path or path == "." or any(fnmatch.fnmatchcase(path, pattern) for pattern in LEFT_OUT):
+            if not path or path == "." or any(fnmatch.fnmatchcase(path, pattern) for pattern in left_out):
                 continue
             if member.type not in kinds:
                 raise CheckFailed(f"the base holds /{path}, which is no file, folder or link")

@@ -9,7 +9,7 @@ from typing import Literal
 from primus.errors import InputError
 from primus.gpus.model import Table
 from primus.schema import described
-from primus.versions.lock import BaseRequest, Request
+from primus.versions.lock import BaseRequest, Commit, Request
 from primus.versions.model import Pin, Versions
 
 __all__ = ["Target", "Variable", "build_root", "environment_of", "normalised", "pins_of", "request_of"]
@@ -33,6 +33,9 @@ class Target:
         "Channels that can build it, best first."
     )
     components: tuple[str, ...] = described("Components of versions.yaml that enter it; each becomes a layer.")
+    more: Mapping[str, tuple[str, ...]] = described(
+        "Components per channel that enter it beside `components`.", default_factory=dict
+    )
     base: str | None = described("Base of versions.yaml below the layers; none for an empty one.", default=None)
     gpu: str | None = described(
         "Generation of the GPU table; its environment is baked in, under that of this file.", default=None
@@ -54,6 +57,7 @@ class Target:
         "GPU architecture that every GPU library in it must have code for, where no `gpu` tells it.", default=None
     )
     budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
+    budgets_gb: Mapping[str, float] = described("Budget per channel, where it is not that.", default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.arch is not None:
@@ -68,15 +72,15 @@ def normalised(name: str) -> str:
 
 
 def pins_of(
-    versions: Versions, name: str, target: Target, sources: Sequence[str], where: Mapping[str, str]
+    versions: Versions, name: str, sources: Sequence[str], arch: str | None, where: Mapping[str, str]
 ) -> dict[str, Pin]:
-    """Component → the one pin that ``target`` takes, in the target file's order.
+    """Component → the one pin that target ``name`` takes, for the components of ``where`` and in their order.
 
     ``where`` gives the place of each component's line in the target file, for errors. The first of ``sources`` (the
-    channels that may serve this image) that has a pin for the component decides.
+    channels that may serve this image) that has a pin for the component decides; ``arch`` fills in its ``{arch}``.
     """
     result: dict[str, Pin] = {}
-    for component in target.components:
+    for component in where:
         if component not in versions.components:
             from difflib import get_close_matches
 
@@ -93,7 +97,10 @@ def pins_of(
                 where=where.get(component),
                 hint=f"add one to components.{component}.pins in versions.yaml",
             )
-        result[component] = chosen
+        try:
+            result[component] = chosen.resolved(versions.components[component].pins.index(chosen), arch)
+        except ValueError as error:
+            raise InputError(f"{component}: {error}", where=where.get(component)) from None
     return result
 
 
@@ -135,7 +142,8 @@ def request_of(versions: Versions, name: str, channel: str, base: str | None, pi
     if base and base not in versions.bases:
         raise InputError(f"{name}: no base is called {base!r}", hint="bases stand in versions.yaml")
     python = versions.bases[base].python if base else ""
-    builds = {build_root(p.sdist): p.build for p in pins.values() if p.sdist and p.build}
+    builds = {build_root(p.source): p.build for p in pins.values() if p.source and p.build}
+    indexes = {n: index.url for n, index in versions.indexes.items() if index.channel == channel}
     debs: dict[str, tuple[str, ...]] = {base: ()} if base else {}
     debs |= {root: build.debs for root, build in builds.items() if base and build.debs}
     own = versions.bases[base] if base else None
@@ -144,7 +152,7 @@ def request_of(versions: Versions, name: str, channel: str, base: str | None, pi
         channel=channel,
         python=".".join(python.split(".")[:2]),
         bases={
-            root: BaseRequest(suite=own.suite, python=own.python, packages=(*own.packages, *more))
+            root: BaseRequest(suite=own.suite, python=own.python, packages=(*own.packages, *more), image=own.image)
             for root, more in debs.items()
             if own
         },
@@ -154,9 +162,18 @@ def request_of(versions: Versions, name: str, channel: str, base: str | None, pi
         debs={p.deb: p.version or "" for p in pins.values() if p.deb},
         requires=tuple(dict.fromkeys(normalised(r) for p in pins.values() for r in p.requires)),
         builds={root: build.wheels for root, build in builds.items() if build.wheels},
+        gits={
+            normalised(p.package): Commit(url=p.git, commit=p.commit, version=p.version)
+            for p in pins.values()
+            if p.git and p.package and p.commit and p.version
+        },
+        indexes=indexes,
+        indexed=frozenset(
+            normalised(p.wheel or p.sdist or "") for p in pins.values() if indexes and p.channel == channel
+        ),
     )
 
 
-def build_root(sdist: str) -> str:
-    """What the lock calls the root file system that builds ``sdist``."""
-    return f"{normalised(sdist)} build"
+def build_root(package: str) -> str:
+    """What the lock calls the root file system that builds ``package``."""
+    return f"{normalised(package)} build"

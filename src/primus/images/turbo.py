@@ -56,7 +56,8 @@ def turbo_action(
             raise InputError(
                 f"kernels of {', '.join(components)} need {component}, which is not among the components", where=where
             )
-    base, built = layers[0], {layer.name: layer for layer in layers}
+    built = {layer.name: layer for layer in layers}
+    base = [i for layer in layers if layer.kind in ("image", "debs") for i in layer.inputs]
     tree = tuple(project.stats.tree(_PACKAGE, _SOURCES))
     environment = {k: v for k, v in project.environment(name).items() if k.startswith(_DECIDE) and k not in _PLACES}
     inputs = [
@@ -67,7 +68,7 @@ def turbo_action(
         Input(name="catalogue", value="tree:" + key_of(tree)),
         *(Input(name=k, value=v, where=project.target_place(name, "environment")) for k, v in environment.items()),
         # The interpreter decides what Triton reads of a kernel's source.
-        *(i for i in base.inputs if i.name.startswith(("python3.", "libpython3."))),
+        *(i for i in base if i.name.startswith(("python3.", "libpython3."))),
     ]
     for component in dict.fromkeys(("triton", "pytorch", *components)):
         if component in pins:
@@ -90,10 +91,10 @@ def turbo_action(
     )
 
 
-def _of(pin: Pin, layer: Action | None, base: Action) -> Iterator[Input]:
+def _of(pin: Pin, layer: Action | None, base: Sequence[Input]) -> Iterator[Input]:
     """What decides a component's bytes: its files, what it is built from, or its package in the base."""
     if pin.deb is not None:
-        yield from (i for i in base.inputs if i.name == pin.deb)
+        yield from (i for i in base if i.name == pin.deb)
     if layer is not None:
         names = {f.name for f in layer.files}
         yield from (i for i in layer.inputs if i.name in names)

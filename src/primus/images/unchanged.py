@@ -130,6 +130,13 @@ def _files(project: Project, plan: ImagePlan) -> Iterable[str]:
     lock = project.lock_path(plan.target)
     if lock.exists():
         yield str(lock)
+    # A lock of a better channel would take over as soon as it lies there.
+    channel = project.choice(plan.target).channel
+    for better in project.target(plan.target).channels:
+        if better == channel:
+            break
+        folder = lock.parents[1] / better
+        yield str(folder if folder.exists() else folder.parent)
 
 
 def _trees(plan: ImagePlan) -> Iterable[list[str]]:

@@ -21,12 +21,13 @@ from pathlib import Path
 from primus.errors import HostError
 from primus.versions.suites import ROLLING
 
-__all__ = ["Archive", "Stanza", "debian_stanzas", "open_archive", "parse_sources", "reason", "suite_of"]
+__all__ = ["Archive", "Stanza", "debian_stanzas", "open_archive", "parse_sources", "reason", "suite_of", "titled"]
 
-_CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental")
+_UBUNTU = ("noble",)
+_CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental", *_UBUNTU)
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
-_KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
+_KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
 
 Stanza = Mapping[str, str]
 
@@ -37,6 +38,7 @@ class Archive:
 
     folder: Path
     architecture: str
+    maker: str = "debian"
 
     @property
     def options(self) -> list[str]:
@@ -88,8 +90,9 @@ class Archive:
         text = done.stdout + done.stderr
         if done.returncode != 0:
             raise HostError(
-                "the Debian archive does not answer: " + reason(text),
-                hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror it reaches",
+                f"the {self.maker.title()} archive does not answer: {reason(text)}",
+                hint=f"check apt-get update on this host, or set PRIMUS_{self.maker.upper()}_MIRROR to a mirror it "
+                "reaches",
             )
 
     def expired(self, now: datetime) -> tuple[tuple[str, str], ...]:
@@ -105,9 +108,11 @@ class Archive:
 
 
 @contextmanager
-def open_archive(suites: tuple[str, ...], architecture: str, preferences: str = "") -> Iterator[Archive]:
+def open_archive(
+    suites: tuple[str, ...], architecture: str, preferences: str = "", status: str = ""
+) -> Iterator[Archive]:
     """The archive of ``suites`` with fresh indexes, in a temporary folder; ``preferences`` say which package comes
-    from which. Raises HostError when it is out of reach.
+    from which, ``status`` (dpkg's) which are installed. Raises HostError when it is out of reach.
     """
     if shutil.which("apt-get") is None:
         raise HostError("this host has no apt-get, which resolves Debian packages", hint="run it on Debian or Ubuntu")
@@ -115,18 +120,19 @@ def open_archive(suites: tuple[str, ...], architecture: str, preferences: str = 
         folder = Path(name)
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
             (folder / part).mkdir(parents=True)
-        (folder / "state/status").touch()
+        (folder / "state/status").write_text(status, encoding="utf-8")
         stanzas = debian_stanzas(_host_stanzas(), suites, os.environ)
         for keyring in {s["Signed-By"] for s in stanzas if s.get("Signed-By", "").startswith("/")}:
             if not Path(keyring).exists():
                 raise HostError(
-                    f"there is no keyring {keyring} to check the Debian archive with",
-                    hint="apt-get install debian-archive-keyring, or set PRIMUS_DEBIAN_KEYRING",
+                    f"there is no keyring {keyring} to check the archive with",
+                    hint=f"apt-get install {_maker(suites[0])}-archive-keyring, "
+                    f"or set PRIMUS_{_maker(suites[0]).upper()}_KEYRING",
                 )
         text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
-        archive = Archive(folder=folder, architecture=architecture)
+        archive = Archive(folder=folder, architecture=architecture, maker=_maker(suites[0]))
         archive.update()
         yield archive
 
@@ -144,10 +150,14 @@ def debian_stanzas(
 def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str]) -> tuple[Stanza, ...]:
     # A frozen archive has no newer index of these two; their files are locked by hash, so a stale one misleads nobody.
     stale = {"Check-Valid-Until": "no"} if suite in ROLLING else {}
-    mirrors = environment.get("PRIMUS_DEBIAN_MIRROR", "").split()
+    maker = _maker(suite)
+    mirrors = environment.get(f"PRIMUS_{maker.upper()}_MIRROR", "").split()
     if mirrors:
-        signed = {"Signed-By": environment.get("PRIMUS_DEBIAN_KEYRING") or _KEYRING}
+        signed = {"Signed-By": environment.get(f"PRIMUS_{maker.upper()}_KEYRING") or _KEYRING.format(maker)}
         common = {"Types": "deb", "Components": "main", **signed}
+        if maker == "ubuntu":
+            every = " ".join(suite + pocket for pocket in _POCKETS[:3])
+            return tuple({**common, "URIs": uri, "Suites": every} for uri in mirrors)
         security = [uri.rstrip("/").endswith("-security") for uri in mirrors]
         return tuple(
             {**common, **stale, "URIs": uri, "Suites": f"{suite}-security" if secure else suite}
@@ -156,7 +166,7 @@ def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str])
         )
     found: dict[tuple[str, str], Stanza] = {}
     for stanza in host:
-        if not _is_debian(stanza):
+        if not _is_of(maker, stanza):
             continue
         pockets = {suite_of(word)[1] for word in stanza["Suites"].split()}
         suites = [suite + p for p in _POCKETS[:3] if p in pockets and not (p and suite in ROLLING)]
@@ -167,12 +177,23 @@ def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str])
             wanted.pop("Enabled", None)
             found[(stanza["URIs"], wanted["Suites"])] = wanted
     if not any(suite in stanza["Suites"].split() for stanza in found.values()):
+        also = " and its debian-security" if maker == "debian" else ""
         raise HostError(
-            f"apt on this host names no source of Debian {suite}",
-            hint="set PRIMUS_DEBIAN_MIRROR to the URIs of a Debian mirror and its debian-security "
-            "(and PRIMUS_DEBIAN_KEYRING to its keyring)",
+            f"apt on this host names no source of {maker.title()} {suite}",
+            hint=f"set PRIMUS_{maker.upper()}_MIRROR to the URIs of a {maker.title()} mirror{also} "
+            f"(and PRIMUS_{maker.upper()}_KEYRING to its keyring)",
         )
     return tuple(found.values())
+
+
+def _maker(suite: str) -> str:
+    """Whose archive the suite is in."""
+    return "ubuntu" if suite in _UBUNTU else "debian"
+
+
+def titled(suite: str) -> str:
+    """The suite with its maker's name: ``Debian bookworm``."""
+    return f"{_maker(suite).title()} {suite}"
 
 
 def suite_of(word: str) -> tuple[str, str]:
@@ -216,15 +237,15 @@ def _fields(block: str) -> dict[str, str]:
     return fields
 
 
-def _is_debian(stanza: Stanza) -> bool:
+def _is_of(maker: str, stanza: Stanza) -> bool:
     words = stanza.get("Suites", "").split()
-    # Others publish under Debian's suite names too; Debian's own keyring tells them apart where one is named.
+    # Others publish under these suite names too; the maker's own keyring tells them apart where one is named.
     signed = stanza.get("Signed-By", "")
     return (
         "deb" in stanza.get("Types", "").split()
         and "main" in stanza.get("Components", "").split()
-        and any(suite_of(word)[0] for word in words)
-        and (not signed.startswith("/") or "debian-archive" in signed)
+        and any((release := suite_of(word)[0]) and _maker(release) == maker for word in words)
+        and (not signed.startswith("/") or f"{maker}-archive" in signed)
     )
 
 

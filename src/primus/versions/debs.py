@@ -9,28 +9,31 @@ from urllib.parse import unquote
 
 from primus.errors import HostError, InputError
 from primus.progress import Progress
-from primus.versions.archive import Archive, open_archive
+from primus.versions.archive import Archive, open_archive, titled
 from primus.versions.lock import BaseRequest, LockedFile
 from primus.versions.suites import name_of, preferences, suites_of
 
 __all__ = ["check_python", "parse_records", "parse_uris", "resolve_debs", "upstream"]
 
 
-def resolve_debs(base_name: str, base: BaseRequest, architecture: str, *, progress: Progress) -> tuple[LockedFile, ...]:
+def resolve_debs(
+    base_name: str, base: BaseRequest, architecture: str, *, progress: Progress, status: str = ""
+) -> tuple[LockedFile, ...]:
     """Every deb of the base's root file system: the essential ones, those asked for, and what they depend on.
 
-    Recommends stay out. Raises InputError for a package or Python version the suite lacks, HostError when the
-    archive is out of reach.
+    Over an image, whose dpkg ``status`` tells what is there already, only what it lacks. Recommends stay out. Raises
+    InputError for a package or Python version the suite lacks, HostError when the archive is out of reach.
     """
     key = f"debs {base_name}"
     suites, names = suites_of(base.suite, base.packages), [name_of(p) for p in base.packages]
-    progress.start(key, f"resolve Debian {' and '.join(suites)}", unit="files")
-    with open_archive(suites, architecture, preferences(base.suite, base.packages)) as archive:
+    progress.start(key, f"resolve {' and '.join(suites)}", unit="files")
+    with open_archive(suites, architecture, preferences(base.suite, base.packages), status) as archive:
         for suite, day in archive.expired(datetime.now(UTC)):
             progress.say(f"! the index of Debian {suite} was valid until {day}; taken all the same")
         # usrmerge converts a running system and drags in all of perl; a root file system that is made merged from the
         # start satisfies the same dependency with a marker package, which mmdebstrap's hook for it wants to install.
-        chosen = _closure(archive, base, names if "usrmerge" in names else (*names, "usr-is-merged"))
+        essential = ["?essential", *(() if "usrmerge" in names else ("usr-is-merged",))]
+        chosen = _closure(archive, base, names if base.image else [*essential, *names])
         _check_suites(archive, base, chosen)
         records = _records(archive, chosen)
     check_python(base_name, base, chosen)
@@ -64,7 +67,7 @@ def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -
         return
     if upstream(version) != base.python:
         raise InputError(
-            f"base {base_name} states Python {base.python}, but Debian {base.suite} has {upstream(version)}",
+            f"base {base_name} states Python {base.python}, but {titled(base.suite)} has {upstream(version)}",
             hint=f"write python: {upstream(version)} in versions.yaml",
         )
 
@@ -95,7 +98,7 @@ def parse_records(text: str) -> dict[tuple[str, str], dict[str, str]]:
 
 
 def _closure(archive: Archive, base: BaseRequest, packages: Iterable[str]) -> dict[str, str]:
-    done = archive.run("apt-get", "-q", "-y", "install", "--print-uris", "?essential", *packages)
+    done = archive.run("apt-get", "-q", "-y", "install", "--print-uris", *packages)
     if done.returncode == 0:
         return parse_uris(done.stdout)
     unknown = re.search(
@@ -103,12 +106,12 @@ def _closure(archive: Archive, base: BaseRequest, packages: Iterable[str]) -> di
     )
     if unknown:
         name = unknown[1] or unknown[2]
-        raise InputError(f"Debian {base.suite} has no package {name}", hint="correct it under `packages`")
+        raise InputError(f"{titled(base.suite)} has no package {name}", hint="correct it under `packages`")
     unmet = re.search(r"The following packages have unmet dependencies:\n(.*?)\n(?:E:|$)", done.stdout + "\n", re.S)
     reason = "; ".join(line.strip() for line in unmet[1].splitlines()) if unmet else done.stderr.strip()[:300]
     later = suites_of(base.suite, base.packages)[1:]
     hint = f"name what has to come from {' or '.join(later)} too, as package/{later[0]}" if later else None
-    raise InputError(f"the packages of Debian {base.suite} do not fit together: {reason}", hint=hint)
+    raise InputError(f"the packages of {titled(base.suite)} do not fit together: {reason}", hint=hint)
 
 
 def _check_suites(archive: Archive, base: BaseRequest, chosen: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,6 +88,10 @@ class Indexes:
             trusted_hosts=tuple(settings.get("trusted-host", "").split()),
             credentials=credentials,
         )
+
+    def only(self, url: str) -> Indexes:
+        """The one index at ``url``, reached as pip would reach it."""
+        return replace(self, index_urls=(url,), find_links=())
 
     def session(self) -> requests.Session:
         """A session with pip's client certificate. Not for two threads at once."""

@@ -16,6 +16,7 @@ from primus.errors import InputError
 __all__ = [
     "FORMAT",
     "BaseRequest",
+    "Commit",
     "Drift",
     "Lock",
     "LockedFile",
@@ -28,13 +29,16 @@ __all__ = [
 
 FORMAT = 1
 
-Kind = Literal["wheel", "sdist", "deb"]
+Kind = Literal["wheel", "sdist", "git", "deb", "layer"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockedFile:
-    """One file. ``base`` names the root file system that a deb, or a wheel of a build, belongs to; a wheel without one
-    is the image's. ``name`` is PEP 503-normalised for wheels.
+    """One file. ``base`` names the root file system that a deb, a layer, or a wheel of a build, belongs to; a wheel
+    without one is the image's. ``index`` is the index of versions.yaml that offers it (pip's own where there is none);
+    ``name`` is PEP 503-normalised for Python packages.
+
+    A ``layer`` is one of an image of a registry, ``git`` the archive of a commit.
     """
 
     kind: Kind
@@ -44,6 +48,7 @@ class LockedFile:
     size: int
     sha256: str
     base: str | None = None
+    index: str | None = None
 
     @property
     def label(self) -> str:
@@ -53,11 +58,21 @@ class LockedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRequest:
-    """What a base asks of a Debian archive. ``packages`` may hold ``name/suite``, as in versions.yaml."""
+    """What a base asks of an archive and a registry. ``packages`` may hold ``name/suite``, as in versions.yaml."""
 
     suite: str
     python: str
     packages: tuple[str, ...]
+    image: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A commit of a repository, and the version that its package is to have."""
+
+    url: str
+    commit: str
+    version: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +82,8 @@ class Request:
     ``wheels`` and ``sdists`` map normalised package names to exact versions, ``debs`` names of the base's packages to
     upstream ones; ``pure`` names wheels to take for every platform; ``requires`` names wheels of any version that
     fits; ``bases`` holds the target's own base and the roots of its builds, ``builds`` the wheels that lie in these
-    (``NAME``, of the image's version, or ``NAME==VERSION``).
+    (``NAME``, of the image's version, or ``NAME==VERSION``). ``indexes`` are the channel's own (name → address),
+    ``indexed`` the packages that must come from them.
     """
 
     target: str
@@ -81,12 +97,17 @@ class Request:
     pure: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     builds: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gits: Mapping[str, Commit] = field(default_factory=dict)
+    indexes: Mapping[str, str] = field(default_factory=dict)
+    indexed: frozenset[str] = frozenset()
 
     @property
     def provided(self) -> dict[str, str]:
-        """Python packages that come from the base, as pip compares versions."""
+        """Python packages that come from the base or are built here, as pip compares versions."""
         names = {name: version for name, version in self.debs.items() if name.startswith("python3-")}
-        return {name.removeprefix("python3-"): f"{version}+debian" for name, version in names.items()}
+        brought = {name.removeprefix("python3-"): f"{version}+debian" for name, version in names.items()}
+        built = {**self.sdists, **{name: one.version for name, one in self.gits.items()}}
+        return brought | {name: version if "+" in version else f"{version}+built" for name, version in built.items()}
 
     def flat(self) -> dict[str, str]:
         """The request as one flat mapping, the form in which the lock keeps it and drift is found."""
@@ -95,12 +116,15 @@ class Request:
             result[f"base {name} suite"] = base.suite
             result[f"base {name} python"] = base.python
             result[f"base {name} packages"] = " ".join(sorted(base.packages))
+            if base.image:
+                result[f"base {name} image"] = base.image
         result |= {f"wheel {name}": version for name, version in self.wheels.items()}
         result |= {f"wheel {name} platform": "any" for name in self.pure}
         result |= {f"wheel {name}": "what fits" for name in self.requires if name not in self.wheels}
         result |= {f"build {name} wheels": " ".join(sorted(wheels)) for name, wheels in self.builds.items()}
         result |= {f"deb {name}": version for name, version in self.debs.items()}
         result |= {f"sdist {name}": version for name, version in self.sdists.items()}
+        result |= {f"git {name}": f"{one.version} {one.commit}" for name, one in self.gits.items()}
         return dict(sorted(result.items()))
 
 

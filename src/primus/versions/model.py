@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from primus.schema import described
 from primus.versions.suites import name_of, suites_of
 
-__all__ = ["Base", "Build", "Component", "Pin", "Versions"]
+__all__ = ["Base", "Build", "Component", "Index", "Pin", "Versions"]
 
 # PEP 440 public version with optional local part; a Debian version also fits a base package's own pin.
 _VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"
 _DEB = r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?"
-_NAME = r"[a-z0-9]+(-[a-z0-9]+)*"
+_NAME = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """How an sdist becomes a wheel: what its root file system holds on top of the target's base."""
+    """How a source becomes a wheel: what its root file system holds on top of the target's base."""
 
     debs: tuple[str, ...] = described(
         "Packages besides the base's own, such as a compiler.",
@@ -31,20 +31,38 @@ class Build:
     )
     wheels: tuple[str, ...] = described(
         "Wheels that lie there with all they need: NAME as the image has it, NAME==VERSION for the build alone.",
-        pattern=rf"[A-Za-z0-9._-]+(=={_VERSION})?",
+        pattern=rf"[A-Za-z0-9._{{}}-]+(=={_VERSION})?",
         shape="a package name, or NAME==VERSION",
         default=(),
     )
+    built: tuple[str, ...] = described("Components built before it that lie there too.", default=())
     environment: Mapping[str, str] = described("Environment of the build.", default_factory=dict)
+    prepare: str = described("Shell commands in the unpacked source before it is built.", default="")
     job_gb: float = described("Memory that one compiler may need, in GB: decides how many run at once.", default=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, deb, path is given."""
+    """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, git, deb, path is given.
+
+    ``{arch}`` in a package name or in a build stands for the target's GPU architecture.
+    """
 
     wheel: str | None = described("Package on a Python index, taken as a wheel.", default=None)
     sdist: str | None = described("Package on a Python index, built from source in the sandbox.", default=None)
+    git: str | None = described(
+        "Repository, built into a wheel in the sandbox.",
+        pattern=r"(https|ssh|file)://[^ ]+",
+        shape="a URL that git fetches from",
+        default=None,
+    )
+    commit: str | None = described(
+        "Commit of the repository; its submodules come along.",
+        pattern=r"[0-9a-f]{40}",
+        shape="a full commit of 40 digits (a branch, a tag or a short commit can mean other bytes tomorrow)",
+        default=None,
+    )
+    package: str | None = described("Python package that the repository makes.", default=None)
     deb: str | None = described(
         "Package that the base brings, of this upstream version. A `python3-NAME` stands for NAME to pip.",
         pattern=r"[a-z0-9][a-z0-9.+-]+",
@@ -67,9 +85,9 @@ class Pin:
         default=None,
     )
     include: tuple[str, ...] = described("Children of `path` to take; all when left out.", default=())
-    build: Build | None = described("How the sdist becomes a wheel, in the sandbox.", default=None)
+    build: Build | None = described("How the source becomes a wheel, in the sandbox.", default=None)
     requires: tuple[str, ...] = described(
-        "Packages that the sdist's wheel needs at run time and no other pin brings; the lock takes versions that fit.",
+        "Packages that the built wheel needs at run time and no other pin brings; the lock takes versions that fit.",
         pattern=r"[A-Za-z0-9._-]+",
         shape="a package name",
         default=(),
@@ -77,12 +95,12 @@ class Pin:
     pure: bool = described(
         "Take the wheel for every platform, where one for this platform holds code of another GPU.", default=False
     )
-    line: int = field(default=0, compare=False, metadata={"hidden": True})
+    place: int = field(default=-1, compare=False, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
-        kinds = [k for k in ("wheel", "sdist", "deb", "path") if getattr(self, k) is not None]
+        kinds = [k for k in ("wheel", "sdist", "git", "deb", "path") if getattr(self, k) is not None]
         if len(kinds) != 1:
-            raise ValueError(f"a pin needs exactly one of wheel, sdist, deb, path; this one has {len(kinds)}")
+            raise ValueError(f"a pin needs exactly one of wheel, sdist, git, deb, path; this one has {len(kinds)}")
         if kinds[0] == "path":
             if self.version is not None or self.to is None or self.channel != "local":
                 raise ValueError("a path pin has `to` and `channel: local`, and no version: its content is its version")
@@ -94,17 +112,54 @@ class Pin:
             raise ValueError("channel debian is for deb pins, and only for them")
         if self.pure and kinds[0] != "wheel":
             raise ValueError("`pure` goes with `wheel` only")
-        if (kinds[0] == "sdist") != (self.build is not None):
-            raise ValueError("an sdist pin, and only it, says how it becomes a wheel: `build`")
-        if self.requires and kinds[0] != "sdist":
-            raise ValueError("`requires` goes with `sdist` only: a wheel says itself what it needs")
+        if (kinds[0] in ("sdist", "git")) != (self.build is not None):
+            raise ValueError("an sdist or git pin, and only it, says how it becomes a wheel: `build`")
+        if self.requires and kinds[0] not in ("sdist", "git"):
+            raise ValueError("`requires` goes with `sdist` or `git` only: a wheel says itself what it needs")
+        if (kinds[0] == "git") != (self.commit is not None and self.package is not None):
+            raise ValueError("a git pin, and only it, has `commit` and `package`")
+
+    @property
+    def source(self) -> str | None:
+        """The Python package that is built from source, if it is."""
+        return self.sdist or self.package
+
+    def named(self, kind: str) -> str | None:
+        """The package that the pin asks for as one of the lock's kinds; None when it asks for another kind."""
+        kinds = {"wheel": self.wheel, "sdist": self.sdist, "git": self.package, "deb": self.deb}
+        # What is no base is the root of a build, called after its source.
+        return {**kinds, **dict.fromkeys(("base", "build"), self.source)}.get(kind)
 
     @property
     def text(self) -> str:
         """The pin in a few words, as plan and explain show it."""
         if self.path is not None:
             return f"{self.path} → {self.to}"
-        return f"{self.wheel or self.sdist or self.deb} {self.version}"
+        return f"{self.wheel or self.source or self.deb} {self.version}"
+
+    def resolved(self, place: int, arch: str | None) -> Pin:
+        """The pin with its place in the component and ``{arch}`` filled in. ValueError for a target without one."""
+        build = self.build or Build()
+        texts = [self.wheel, self.sdist, build.prepare, *build.wheels, *build.environment.values()]
+        if arch is None and (named := [text for text in texts if text and "{arch}" in text]):
+            raise ValueError(f"{named[0]} is for one GPU architecture, and the target has none")
+
+        def fill(text: str) -> str:
+            return text.replace("{arch}", arch or "")
+
+        filled = replace(
+            build,
+            wheels=tuple(map(fill, build.wheels)),
+            environment={name: fill(text) for name, text in build.environment.items()},
+            prepare=fill(build.prepare),
+        )
+        return replace(
+            self,
+            wheel=self.wheel and fill(self.wheel),
+            sdist=self.sdist and fill(self.sdist),
+            build=filled if self.build else None,
+            place=place,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +172,10 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """A root file system made of Debian packages; the lock holds each package's exact version and hash."""
+    """A root file system made of Debian packages; the lock holds each package's exact version and hash.
+
+    With ``image`` the packages are laid over an image of a registry, whose own layers are taken as they are.
+    """
 
     suite: str = described("Codename of the suite (a codename stays; `stable` moves).", pattern=r"[a-z]+")
     python: str = described("Python version in the suite.", pattern=r"3\.[0-9]+\.[0-9]+", shape="like 3.11.2")
@@ -125,6 +183,12 @@ class Base:
         "Packages; what they need comes along. `name/suite` takes one from another suite.",
         pattern=_DEB,
         shape="a package name, or name/suite",
+    )
+    image: str | None = described(
+        "Image below the packages, by digest.",
+        pattern=r"[a-z0-9][a-z0-9./:_-]*@sha256:[0-9a-f]{64}",
+        shape="NAME@sha256:DIGEST (a tag can mean other bytes tomorrow)",
+        default=None,
     )
     kernels: Mapping[str, str] = described(
         "Package → pattern of its files that are for one GPU architecture each, which their paths name. They stay out "
@@ -144,6 +208,8 @@ class Base:
         names = [name_of(p) for p in self.packages]
         if twice := sorted({n for n in names if names.count(n) > 1}):
             raise ValueError(f"{twice[0]} is named twice under `packages`")
+        if self.image and self.kernels:
+            raise ValueError("`kernels` goes with a base of packages alone, not with `image`")
         for package, pattern in self.kernels.items():
             if package not in names:
                 raise ValueError(f"{package} stands under `kernels` and not under `packages`")
@@ -154,6 +220,14 @@ class Base:
     def suites(self) -> tuple[str, ...]:
         """Every suite the packages come from, the base's own first."""
         return suites_of(self.suite, self.packages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """A Python index of a channel's own, beside those that pip is configured to use."""
+
+    channel: Literal["amd"] = described("Channel whose wheels and sdists it offers.")
+    url: str = described("Its address.", pattern=r"https?://[^ ]+", shape="an http or https address")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +242,10 @@ class Versions:
     )
     bases: Mapping[str, Base] = described("Root file systems.")
     components: Mapping[str, Component] = described("Everything that is pinned.")
+    indexes: Mapping[str, Index] = described("Python indexes of the channels' own.", default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (*self.bases, *self.components):
+        for name in (*self.bases, *self.components, *self.indexes):
             if not re.fullmatch(_NAME, name):
                 raise ValueError(f"{name!r} is no name: lower-case letters, digits and hyphens")
         for name, component in self.components.items():
@@ -180,3 +255,6 @@ class Versions:
                     if (pin.channel, target) in seen:
                         raise ValueError(f"{name} has two pins for channel {pin.channel}, target {target}")
                     seen.add((pin.channel, target))
+                built = pin.build.built if pin.build else ()
+                if unknown := next((one for one in built if one not in self.components), None):
+                    raise ValueError(f"{name}: no component is called {unknown!r}")

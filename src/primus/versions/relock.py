@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 from primus.progress import Progress
 from primus.versions.debs import resolve_debs
-from primus.versions.lock import Lock, LockedFile, Request, drift
+from primus.versions.indexes import Indexes
+from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, drift
+from primus.versions.registry import installed, resolve_image
+from primus.versions.repository import resolve_commit
+from primus.versions.sources import Sources, ask
 from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
-__all__ = ["Stale", "resolve", "stale"]
+__all__ = ["Known", "Stale", "resolve", "stale"]
 
 Stale = frozenset[str]
+# What was found for a base or a commit.
+Known = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
+
+# Kind of a pin or file → the part of the lock that it belongs to; bases and builds are parts by name.
+_PARTS = {"wheel": "wheels", "deb": "wheels", "sdist": "sdists", "git": "gits"}
 
 
 def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: Collection[LockedFile] = ()) -> Stale:
-    """The parts to resolve anew: ``"wheels"``, ``"sdists"``, ``"base NAME"`` and ``"build NAME"``."""
+    """The parts to resolve anew: ``"wheels"``, ``"sdists"``, ``"gits"``, ``"base NAME"`` and ``"build NAME"``."""
     builds = {f"build {name}" for name in request.builds}
-    parts = {f"base {name}" for name in request.bases} | {"wheels", "sdists"} | builds
+    parts = {f"base {name}" for name in request.bases} | {*_PARTS.values()} | builds
     if previous is None or refresh:
         return frozenset(parts)
     changed = {_part(f) for f in gone}
@@ -26,9 +38,10 @@ def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: 
         kind, _, rest = one.pin.partition(" ")
         if kind in ("architecture", "python"):
             return frozenset(parts)
-        base = f"base {rest.rpartition(' ')[0]}"
-        build = f"build {rest.rpartition(' ')[0]}"
-        changed |= {"wheel": {"wheels"}, "deb": {"wheels"}, "sdist": {"sdists"}, "base": {base}, "build": {build}}[kind]
+        changed.add(_PARTS.get(kind) or f"{kind} {rest.rpartition(' ')[0]}")
+        # What is built here is no longer, or not yet, an answer for what the wheels need.
+        if kind in ("sdist", "git"):
+            changed.add("wheels")
         # A base's glibc and exact Python decide which wheels fit it.
         if one.pin.startswith("base ") and one.pin.endswith((" suite", " python")):
             changed.add("wheels")
@@ -39,9 +52,9 @@ def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: 
 
 
 def _part(file: LockedFile) -> str:
-    if file.kind == "wheel":
-        return f"build {file.base}" if file.base else "wheels"
-    return "sdists" if file.kind == "sdist" else f"base {file.base}"
+    if file.base is None:
+        return _PARTS[file.kind]
+    return f"{'build' if file.kind == 'wheel' else 'base'} {file.base}"
 
 
 def resolve(
@@ -50,11 +63,13 @@ def resolve(
     previous: Lock | None,
     refresh: bool = False,
     gone: Collection[LockedFile] = (),
+    known: Known | None = None,
     progress: Progress,
 ) -> Lock:
     """The lock that answers ``request``. With ``refresh`` nothing of ``previous`` is kept.
 
     ``gone`` are files of ``previous`` that no source offers any more: they and what hangs on them are taken anew.
+    ``known`` gathers bases and commits, so that targets locked one after the other ask for each once.
 
     Raises InputError when the pins cannot be met and HostError when a source is out of reach.
     """
@@ -62,23 +77,19 @@ def resolve(
     keep: dict[str, str] = {}
     if previous is not None and not refresh:
         keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
-    work: list[Callable[[], Sequence[LockedFile]]] = []
-    kept: list[LockedFile] = []
-    if "wheels" in parts:
-        work.append(lambda: resolve_wheels(request, progress=progress, keep=keep))
-    elif previous is not None:
-        kept += previous.of("wheel")
-    if "sdists" in parts:
-        work.append(lambda: resolve_sdists(request, progress=progress))
-    elif previous is not None:
-        kept += previous.of("sdist")
-    for name, base in request.bases.items():
-        if f"base {name}" in parts:
-            work.append(
-                lambda name=name, base=base: resolve_debs(name, base, request.architecture, progress=progress)  # type: ignore[misc]
-            )
-        elif previous is not None:
-            kept += previous.of("deb", name)
+    if parts:
+        ask(Sources.of_request(request).probes(Indexes.of_host), request.channel)
+    known = {} if known is None else known
+    ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
+        "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
+        "sdists": lambda: resolve_sdists(request, progress=progress),
+        "gits": lambda: _commits(request.gits, known),
+        "bases": lambda: _bases(request, parts, known, progress),
+    }
+    work = [way for part, way in ways.items() if part in (*parts, "bases")]
+    files = previous.files if previous is not None else ()
+    here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
+    kept = [f for f in files if _part(f) in here - parts]
     with ThreadPoolExecutor(max(1, len(work))) as pool:
         futures = [pool.submit(one) for one in work]
         found = [file for future in futures for file in future.result()]
@@ -90,5 +101,34 @@ def resolve(
             found += resolve_build(request, name, wheels, image=image, keep=held, progress=progress)
         else:
             kept += before
-    files = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
-    return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(files))
+    answer = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
+    return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
+
+
+def _commits(commits: Mapping[str, Commit], known: Known) -> list[LockedFile]:
+    for name, one in commits.items():
+        if one not in known:
+            known[one] = (resolve_commit(name, one),)
+    return [file for one in commits.values() for file in known[one]]
+
+
+def _bases(request: Request, parts: Stale, known: Known, progress: Progress) -> list[LockedFile]:
+    """The files of every base in ``parts``; bases that ask the same are asked for once."""
+    wanted = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
+    lacking = {base: name for name, base in reversed(wanted.items()) if base not in known}
+    with ThreadPoolExecutor(max(1, len(lacking))) as pool:
+        found = pool.map(lambda item: _base(item[1], item[0], request.architecture, progress), lacking.items())
+        known |= dict(zip(lacking, found, strict=True))
+    return [replace(file, base=name) for name, base in wanted.items() for file in known[base]]
+
+
+def _base(name: str, base: BaseRequest, architecture: str, progress: Progress) -> tuple[LockedFile, ...]:
+    """The packages of a base, below them the layers of its image."""
+    if base.image is None:
+        return resolve_debs(name, base, architecture, progress=progress)
+    layers = resolve_image(name, base.image, architecture)
+    if not base.packages:
+        return layers
+    with tempfile.TemporaryDirectory(prefix="primus-image-") as folder:
+        status = installed(base.image, architecture, layers, Path(folder))
+    return (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status))

@@ -34,20 +34,23 @@ __all__ = [
 ]
 
 # glibc of the suites a base may use: a wheel built for a newer glibc does not start there.
-GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41}
+GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 _LEGACY = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One file in pip's report; ``sha256`` is None when its index told none."""
+    """One file in pip's report; ``sha256`` is None when its index told none, ``index`` is set for an index of
+    versions.yaml.
+    """
 
     name: str
     version: str
     file: str
     url: str
     sha256: str | None
+    index: str | None = None
 
 
 def normalise(name: str) -> str:
@@ -96,10 +99,38 @@ def resolve_wheels(
                 f"{one.name} is pinned to {wanted}, but the index offers {one.version}",
                 hint=f"pin {one.version} if that is the one meant",
             )
-    found = tuple(_pure(one, indexes) if one.name in request.pure else one for one in found)
-    files = _measured("wheel", found, indexes)
+    placed = [_pure(one, indexes) if one.name in request.pure else one for one in _placed(found, request, indexes)]
+    files = _measured("wheel", placed, indexes)
     progress.finish("wheels", f"{len(files)} wheels")
     return files
+
+
+def _placed(found: Sequence[Found], request: Request, indexes: Indexes) -> Sequence[Found]:
+    """Every file from where it belongs; see :func:`_indexed`."""
+    if not request.indexes:
+        return found
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda one: _indexed(one, request, indexes), found))
+
+
+def _indexed(one: Found, request: Request, indexes: Indexes) -> Found:
+    """The file from where it belongs, wherever pip saw it: a package of the channel from the channel's own indexes
+    (InputError when none offers it), any other from those that pip is configured for, if they have it.
+    """
+    session, own = indexes.session(), one.name in request.indexed
+    mine = None if own else next((link for link in indexes.links(session, one.name) if link.file == one.file), None)
+    if mine is not None:
+        return replace(one, url=mine.url, sha256=mine.sha256)
+    for name, url in request.indexes.items():
+        for link in indexes.only(url).links(session, one.name):
+            if link.file == one.file:
+                return replace(one, url=link.url, sha256=link.sha256, index=name)
+    if own:
+        raise InputError(
+            f"{one.name} {one.version} is pinned to channel {request.channel}, but none of its indexes has {one.file}",
+            hint="its indexes: " + ", ".join(request.indexes),
+        )
+    return one
 
 
 def resolve_build(
@@ -128,7 +159,8 @@ def resolve_build(
     if report is None:
         raise InputError(f"the wheels of {root} do not go with the image's versions", hint="pin others under `build`")
     found = tuple(one for one in parse_report(report) if one.name not in request.provided)
-    files = _measured("wheel", found, Indexes.of_host())
+    indexes = Indexes.of_host()
+    files = _measured("wheel", _placed(found, request, indexes), indexes)
     progress.finish(root, f"{len(files)} wheels")
     return tuple(replace(file, base=root) for file in files)
 
@@ -142,12 +174,20 @@ def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile,
     session = indexes.session()
     found: list[Found] = []
     for name, version in request.sdists.items():
-        offered = [link for link in indexes.links(session, name) if _sdist_version(link.file, name) is not None]
-        match = next((link for link in offered if _same(_sdist_version(link.file, name), version)), None)
+        places: dict[str | None, Indexes] = {None: indexes}
+        if name in request.indexed:
+            places = {index: indexes.only(url) for index, url in request.indexes.items()}
+        offered = [
+            (index, link, offers)
+            for index, place in places.items()
+            for link in place.links(session, name)
+            if (offers := _sdist_version(link.file, name)) is not None
+        ]
+        match = next(((index, link) for index, link, offers in offered if _same(offers, version)), None)
         if match is None:
-            versions = [v for v in (_sdist_version(link.file, name) for link in offered) if v]
-            raise _no_such(name, version, versions, "source archive")
-        found.append(Found(name=name, version=version, file=match.file, url=match.url, sha256=match.sha256))
+            raise _no_such(name, version, [offers for _, _, offers in offered], "source archive")
+        index, link = match
+        found.append(Found(name=name, version=version, file=link.file, url=link.url, sha256=link.sha256, index=index))
     files = _measured("sdist", found, indexes)
     progress.finish("sdists", f"{len(files)} source archives")
     return files
@@ -187,6 +227,7 @@ def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -
         args += ["--python-version", base.python, "--implementation", "cp", "--abi", abi, "--abi", "abi3"]
         args += ["--abi", "none", *(part for tag in tags for part in ("--platform", tag))]
         args += _provided(request, Path(folder, "provided"))
+        args += [word for url in request.indexes.values() for word in ("--extra-index-url", url)]
         args += ["--target", str(Path(folder, "target")), "--constraint", str(held)]
         args += ["--retries", "1", "--timeout", "10", "--no-input", "--disable-pip-version-check", "--no-color", *pins]
         # These would change what is resolved or clash with --target; indexes, CA and proxies stay the host's.
@@ -288,7 +329,15 @@ def _measured(kind: Any, found: Sequence[Found], indexes: Indexes) -> tuple[Lock
         session = local.__dict__.setdefault("session", indexes.session())
         size, read = indexes.measure(session, one.url)
         sha256 = one.sha256 or read or indexes.digest(session, one.url)
-        return LockedFile(kind=kind, name=one.name, version=one.version, file=one.file, size=size, sha256=sha256)
+        return LockedFile(
+            kind=kind,
+            name=one.name,
+            version=one.version,
+            file=one.file,
+            size=size,
+            sha256=sha256,
+            index=one.index,
+        )
 
     with ThreadPoolExecutor(8) as pool:
         return tuple(sorted(pool.map(measured, found), key=lambda f: f.name))

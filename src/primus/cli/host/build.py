@@ -46,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
     begin, began_ns = time.monotonic(), time.time_ns()
     project = open_project(args)
     names = targets_of(project, args)
+    for name in names:
+        if len(project.target(name).channels) > 1:
+            print(f"{name}: channel {project.choice(name).channel}, {project.choice(name).reason}", file=sys.stderr)
 
     from primus.gates.rules import rules
     from primus.images.builder import build_images, plan_images

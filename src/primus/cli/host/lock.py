@@ -45,13 +45,15 @@ def run(args: argparse.Namespace) -> int:
     """Lock or check; 0 done or fresh, 1 stale under --check."""
     project = open_project(args)
     names = targets_of(project, args) if args.target else project.target_names()
+    if args.channel and not args.target:
+        names = [name for name in names if args.channel in project.target(name).channels]
     requests = [request for name in names if _asks(request := project.request(name))]
     return _check(project, requests, args.json) if args.check else _lock(project, requests, args)
 
 
 def _asks(request: Request) -> bool:
     # A target of local folders alone has nothing to lock.
-    return bool(request.bases or request.wheels or request.sdists)
+    return bool(request.bases or request.wheels or request.sdists or request.gits)
 
 
 def _check(project: Project, requests: Sequence[Request], as_json: bool) -> int:
@@ -75,13 +77,14 @@ def _check(project: Project, requests: Sequence[Request], as_json: bool) -> int:
 
 def _lock(project: Project, requests: Sequence[Request], args: argparse.Namespace) -> int:
     from primus.images.display import choose_progress
-    from primus.versions.relock import resolve
+    from primus.versions.relock import Known, resolve
 
     outcome: list[dict[str, Any]] = []
+    known: Known = {}
     with choose_progress(args.json) as progress:
         for request in requests:
             name, previous = _name(project, request), project.lock(request.target)
-            lock = resolve(request, previous=previous, refresh=args.refresh, progress=progress)
+            lock = resolve(request, previous=previous, refresh=args.refresh, known=known, progress=progress)
             changes = compare(previous, lock)
             if previous != lock:
                 project.write_lock(request.target, lock)
@@ -141,9 +144,7 @@ def _where(project: Project, request: Request, pin: str) -> str:
     if kind == "base" and name in project.versions.bases:
         return project.place("bases", name, field)
     for component, entry in project.pins(request.target).items():
-        # What is no base is the root of a build, called after its sdist.
-        kinds = {"wheel": entry.wheel, "deb": entry.deb, **dict.fromkeys(("sdist", "base", "build"), entry.sdist)}
-        package = kinds.get(kind)
+        package = entry.named(kind)
         if package is not None and normalise(package) == rest.partition(" ")[0]:
             return project.pin_place(component, entry)
     return "versions.yaml"

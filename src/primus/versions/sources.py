@@ -1,0 +1,130 @@
+"""Sources outside pip's and apt's configuration: a channel's own indexes, image registries, git repositories.
+
+They are asked first, all at once and for a few seconds: what does not answer is one sentence and not a long wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+from primus.errors import HostError, InputError
+
+if TYPE_CHECKING:
+    from primus.versions.indexes import Indexes
+    from primus.versions.lock import BaseRequest, LockedFile, Request
+    from primus.versions.model import Versions
+
+__all__ = ["DEADLINE_S", "Sources", "ask"]
+
+# Of the 5 s that a refusal may take; on a busy machine starting Python takes a good part of the rest.
+DEADLINE_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Where what is pinned comes from: index → address, base → image, commit → repository."""
+
+    indexes: Mapping[str, str] = field(default_factory=dict)
+    images: Mapping[str, str] = field(default_factory=dict)
+    repositories: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_project(cls, versions: Versions, bases: Mapping[str, BaseRequest]) -> Sources:
+        """Every source that versions.yaml names; ``bases`` are the bases and build roots of some targets."""
+        pins = [pin for component in versions.components.values() for pin in component.pins]
+        return cls(
+            indexes={name: index.url for name, index in versions.indexes.items()},
+            images={name: base.image for name, base in bases.items() if base.image},
+            repositories={pin.commit: pin.git for pin in pins if pin.git and pin.commit},
+        )
+
+    @classmethod
+    def of_request(cls, request: Request) -> Sources:
+        """The sources that one target asks."""
+        return cls(
+            indexes=request.indexes,
+            images={name: base.image for name, base in request.bases.items() if base.image},
+            repositories={one.commit: one.url for one in request.gits.values()},
+        )
+
+    def of_files(self, files: Iterable[LockedFile]) -> Sources:
+        """Those of these sources that the files come from. Raises InputError for a file from one that is not here."""
+        indexes, images, repositories = set[str](), set[str](), set[str]()
+        for file in files:
+            if file.index is not None:
+                indexes.add(file.index)
+            elif file.kind == "layer":
+                images.add(file.base or "")
+            elif file.kind == "git":
+                repositories.add(file.file.removesuffix(".tar").rpartition("-")[2])
+        lacking = [*(indexes - {*self.indexes}), *(images - {*self.images}), *(repositories - {*self.repositories})]
+        if lacking:
+            raise InputError(f"the lock names {lacking[0]}, versions.yaml does not", hint="run `primus lock` again")
+        return Sources(
+            indexes={name: self.indexes[name] for name in sorted(indexes)},
+            images={name: self.images[name] for name in sorted(images)},
+            repositories={name: self.repositories[name] for name in sorted(repositories)},
+        )
+
+    def probes(self, indexes: Callable[[], Indexes]) -> dict[str, Callable[[], object]]:
+        """What to ask of each source, by its name in messages; each raises HostError when there is no answer.
+
+        ``indexes`` gives the host's pip configuration, which the channel's own indexes are asked under too.
+        """
+        from primus.versions import registry, repository
+        from primus.versions.indexes import redact
+
+        found: dict[str, Callable[[], object]] = {}
+        guard, host = threading.Lock(), cache(indexes)
+
+        def index(url: str) -> None:
+            # Asking pip takes its time too: within the deadline, and once.
+            with guard:
+                own = host().only(url)
+            own.probe("pip")
+
+        for name, url in self.indexes.items():
+            found[f"the index {name} ({redact(url)})"] = partial(index, url)
+        for image in self.images.values():
+            found[f"the registry of {image.partition('@')[0]}"] = partial(registry.probe, image)
+        for url in self.repositories.values():
+            found[f"the repository {url}"] = partial(repository.probe, url)
+        return found
+
+
+def ask(probes: Mapping[str, Callable[[], object]], channel: str | None = None) -> None:
+    """Ask every source at once. Raises HostError, within ``DEADLINE_S``, for the first that gives no answer.
+
+    ``channel`` is the one that needs them, where it is known.
+    """
+    failed: dict[str, str] = {}
+
+    def one(name: str, probe: Callable[[], object]) -> None:
+        try:
+            probe()
+        except HostError as error:
+            failed[name] = error.message.rpartition(": ")[2]
+
+    threads = {name: threading.Thread(target=one, args=(name, probe), daemon=True) for name, probe in probes.items()}
+    for thread in threads.values():
+        thread.start()
+    _wait(threads.values())
+    for name, thread in threads.items():
+        if name in failed or thread.is_alive():
+            needs = f"; channel {channel} needs it" if channel else ""
+            raise HostError(
+                f"{name} does not answer: {failed.get(name, 'no answer in time')}{needs}",
+                hint="run it on a machine that reaches it, or take another channel (--channel)",
+            )
+
+
+def _wait(threads: Iterable[threading.Thread]) -> None:
+    import time
+
+    until = time.monotonic() + DEADLINE_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))

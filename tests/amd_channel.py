@@ -1,0 +1,393 @@
+"""Channel amd on 127.0.0.1: an index with a small wheel for every pin of versions.yaml, a registry, repositories.
+
+The project is the repository's own: its versions.yaml and its target files, with other addresses, and Debian's Python
+instead of Ubuntu's. Names, versions, metadata and the division into host and device wheels are the real ones.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_files import bundle, code_object, elf, kernel_pack, pack_host, pages
+from loopback import make_wheel, serve
+from primus.versions.model import Pin
+from project_kit import SOURCE, Kit
+
+REPOSITORY = Path(__file__).parents[1]
+TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
+MACHS = {"gfx942": 0x4C, "gfx950": 0x4F}
+REPOSITORIES = {"aiter": "amd-aiter", "Primus-Turbo": "primus-turbo"}
+# Real ones: these build.
+BUILD_TOOLS = ("pip", "setuptools", "wheel", "packaging")
+# What the loopback index of PyPI has beside the pins, so that torch, Flash Attention and builds find what they need.
+OTHERS = {"filelock": "3.20.0", "einops": "0.8.2", "ninja": "1.11.1.3", "setuptools-scm": "10.3.4"}
+LOCAL = ("src/primus", "recipes", "images/workspace")
+LIBRARIES = "_rocm_sdk_libraries"
+
+
+def channel_versions(indexes: Mapping[str, str], image: str, commits: Mapping[str, tuple[str, str]]) -> str:
+    """The repository's versions.yaml with these index addresses, this base image and these commits."""
+    text = (REPOSITORY / "versions.yaml").read_text()
+    for name, url in indexes.items():
+        text = re.sub(rf"(  {name}: {{channel: amd, url: )[^}}]+", rf"\g<1>{url}", text)
+    head, rest = text.split("\n  bookworm:\n", 1)
+    head = re.sub(r"image: \S+", f"image: {image}", head).replace("suite: noble", "suite: bookworm")
+    head = re.sub(r"python: 3\.12\.3", "python: 3.11.2", head).replace("3.12", "3.11")
+    # Nothing is compiled here; busybox, whose shell prefers itself to what lies on PATH, unpacks no compressed archive.
+    head = head.replace("      - libpython3.11-stdlib\n", "      - dash\n      - gzip\n      - libpython3.11-stdlib\n")
+    head = head.replace("      - python3.11-minimal\n", "      - python3.11-minimal\n      - tar\n", 1)
+    text = f"{head}\n  bookworm:\n{rest}".replace("debs: [g++, libpython3.12-dev, make]", "debs: [make]")
+    for name, (url, commit) in commits.items():
+        found = re.search(rf"git: https://\S+/{name}\n +commit: ([0-9a-f]{{40}})", text)
+        assert found is not None
+        text = text.replace(found[0], found[0].replace(found[1], commit).replace(found[0].split()[1], url))
+    return text
+
+
+def make_channel_wheels(amd: Path, pypi: Path, pins: Mapping[str, Pin], arch: str) -> None:
+    """A wheel for every wheel pin of a target, and the selector package's source."""
+    rocm = next(pin.version for pin in pins.values() if pin.sdist == "rocm")
+    for component, pin in pins.items():
+        folder = amd if pin.channel == "amd" else pypi
+        if pin.wheel is None or pin.wheel in BUILD_TOOLS:
+            continue
+        needs, files = _inside(component, rocm or "", arch)
+        if component == "pytorch":
+            triton = next(one.version for name, one in pins.items() if name == "triton")
+            needs = (f"rocm[libraries]=={rocm}", f"triton=={triton}", "filelock", "setuptools")
+        tag = "cp311-cp311-manylinux_2_28_x86_64" if component == "pytorch" else "py3-none-any"
+        padding = 3_000_000 if component in ("pytorch", "rocm-sdk-libraries", "rocm-sdk-device") else 0
+        make_wheel(folder, pin.wheel, pin.version or "", needs=needs, files=files, tag=tag, padding=padding)
+    for name, version in OTHERS.items():
+        make_wheel(pypi, name, version)
+    make_wheel(amd, "rocm-sdk-devel", rocm or "")
+    _selector(amd, rocm or "")
+    flash = next(pin.version for pin in pins.values() if pin.sdist == "flash-attn")
+    _source(
+        pypi,
+        "flash_attn",
+        flash or "",
+        f"from setuptools import setup\nsetup(name='flash-attn', version='{flash}', py_modules=['setup'])\n",
+    )
+
+
+def _inside(component: str, rocm: str, arch: str) -> tuple[tuple[str, ...], dict[str, bytes]]:
+    code = code_object(MACHS[arch])
+    if component == "rocm-sdk-libraries":
+        return (), {f"{LIBRARIES}/lib/librocblas.so.5": pack_host("librocblas", "../.kpack/blas_@GFXARCH@.kpack")}
+    if component == "rocm-sdk-device":
+        return (f"rocm-sdk-libraries=={rocm}",), {
+            f"{LIBRARIES}/.kpack/blas_{arch}.kpack": kernel_pack({"librocblas": [arch]}),
+            f"{LIBRARIES}/lib/rocblas/library/Kernels.so-000-{arch}.hsaco": code,
+        }
+    if component == "pytorch":
+        return (), {"torch/lib/libtorch_hip.so": pack_host("libtorch_hip", "../.kpack/torch_@GFXARCH@.kpack")}
+    if component == "pytorch-device":
+        return (), {f"torch/.kpack/torch_{arch}.kpack": kernel_pack({"libtorch_hip": [arch]})}
+    if component == "transformer-engine-core":
+        both = pages(bundle(list(MACHS)))
+        return (), {"transformer_engine/libtransformer_engine.so": elf({".hip_fatbin": both})}
+    return (), {}
+
+
+def _selector(folder: Path, version: str) -> None:
+    """The source of the ``rocm`` package: it picks a GPU as it is built, from the environment."""
+    setup = (
+        "import os, pathlib\nfrom setuptools import setup\n"
+        "family = os.environ['ROCM_SDK_TARGET_FAMILY']\n"
+        "pathlib.Path('rocm_sdk.py').write_text(f'FAMILY = {family!r}\\ndef main():\\n    print(FAMILY)\\n')\n"
+        f"setup(name='rocm', version='{version}', py_modules=['rocm_sdk'],\n"
+        "      entry_points={'console_scripts': ['rocm-sdk = rocm_sdk:main']})\n"
+    )
+    _source(folder, "rocm", version, setup)
+
+
+def _source(folder: Path, name: str, version: str, setup: str) -> None:
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as archive:
+        _add(archive, f"{name}-{version}/setup.py", setup.encode())
+    # The same source must have the same bytes each time it is offered.
+    (folder / f"{name}-{version}.tar.gz").write_bytes(gzip.compress(plain.getvalue(), mtime=0))
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes = b"", **fields: Any) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    for name_of_field, value in fields.items():
+        setattr(member, name_of_field, value)
+    archive.addfile(member, io.BytesIO(data))
+
+
+def fetch_build_tools(folder: Path, kit: Kit) -> None:
+    """The real pip, setuptools and wheel in every pinned version, from where this host's pip takes them."""
+    pins = kit_pins(kit, "mi300x").values()
+    wanted = {f"{pin.wheel}=={pin.version}" for pin in pins if pin.wheel in BUILD_TOOLS}
+    built = {word for pin in pins if pin.build for word in pin.build.wheels if word.partition("==")[0] in BUILD_TOOLS}
+    for word in sorted({*wanted, *(word for word in built if "==" in word), "packaging"}):
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), word]
+        subprocess.run(command, check=True, capture_output=True)
+
+
+def kit_pins(kit: Kit, target: str) -> dict[str, Pin]:
+    """Every pin that the target's lock on channel amd answers."""
+    from primus.images.project import Project
+
+    project = Project(kit.root, channel="amd")
+    return project.pins(target)
+
+
+# Repositories
+
+
+def make_repository(root: Path, name: str, package: str) -> str:
+    """A repository whose setup.py makes ``package`` with code for the GPU it is told; returns its commit.
+
+    One file of it lies in a submodule, as parts of the real ones do.
+    """
+    part, main = root / f"{name}-part", root / name
+    _commit(part, {"arch.txt": "of the submodule\n"})
+    module = package.replace("-", "_")
+    setup = f"""\
+import os, pathlib, subprocess
+from setuptools import setup
+import rocm_sdk, torch
+arch = os.environ["GPU_ARCHS"]
+assert rocm_sdk.FAMILY == arch
+assert pathlib.Path("3rdparty/part/arch.txt").read_text() == "of the submodule\\n"
+assert pathlib.Path("run.sh").stat().st_mode & 0o111 and os.readlink("link") == "run.sh"
+flags = {MACHS!r}[arch]
+code = bytes.fromhex("{code_object(0).hex()}")
+code = code[:48] + flags.to_bytes(4, "little") + code[52:]
+pathlib.Path("{module}/lib").mkdir(parents=True, exist_ok=True)
+pathlib.Path("{module}/lib/kernels.hsaco").write_bytes(code)
+pathlib.Path("{module}/__init__.py").write_text(f"ARCH = {{arch!r}}\\n")
+setup(name="{package}", version=os.environ["SETUPTOOLS_SCM_PRETEND_VERSION"], packages=["{module}"],
+      package_data={{"{module}": ["lib/*"]}})
+"""
+    submodule = f'[submodule "part"]\n\tpath = 3rdparty/part\n\turl = ../{name}-part\n'
+    # What the pin of Primus Turbo prepares lies in this folder.
+    files = {"setup.py": setup, ".gitmodules": submodule, "run.sh": "#!/bin/sh\n", "primus_turbo/keep": ""}
+    return _commit(main, files, submodule=("3rdparty/part", _head(part)))
+
+
+def _commit(folder: Path, files: Mapping[str, str], submodule: tuple[str, str] | None = None) -> str:
+    _git(folder, "init", "-q")
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755 if name.endswith(".sh") else 0o644)
+    if submodule:
+        (folder / "link").symlink_to("run.sh")
+    _git(folder, "add", "-A")
+    if submodule:
+        _git(folder, "update-index", "--add", "--cacheinfo", f"160000,{submodule[1]},{submodule[0]}")
+    _git(folder, "-c", "user.name=t", "-c", "user.email=t@example.invalid", "commit", "-q", "-m", "one")
+    return _head(folder)
+
+
+def _head(folder: Path) -> str:
+    return _git(folder, "rev-parse", "HEAD").strip()
+
+
+def _git(folder: Path, *words: str) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    return subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True, text=True).stdout
+
+
+# The registry
+
+
+def make_base(folder: Path) -> str:
+    """An OCI layout with an index of two platforms; the image for amd64 is busybox in two layers, the upper one with a
+    whiteout. Returns the digest of the index.
+    """
+    blobs = folder / "blobs/sha256"
+    blobs.mkdir(parents=True)
+
+    def blob(data: bytes, kind: str) -> dict[str, Any]:
+        digest = hashlib.sha256(data).hexdigest()
+        (blobs / digest).write_bytes(data)
+        return {"mediaType": kind, "digest": f"sha256:{digest}", "size": len(data)}
+
+    def layer(entries: list[tuple[str, bytes, dict[str, Any]]]) -> tuple[bytes, str]:
+        plain = io.BytesIO()
+        with tarfile.open(fileobj=plain, mode="w") as archive:
+            for name, data, fields in entries:
+                _add(archive, name, data, **fields)
+        return gzip.compress(plain.getvalue(), mtime=0), hashlib.sha256(plain.getvalue()).hexdigest()
+
+    folders = {"type": tarfile.DIRTYPE, "mode": 0o755}
+    tools = ("mkdir", "cat", "printf", "rm", "ls", "env", "true")
+    merged = [(name, b"", {"type": tarfile.SYMTYPE, "linkname": f"usr/{name}"}) for name in ("bin", "lib", "lib64")]
+    lower = [
+        *((name, b"", folders) for name in ("etc", "usr", "usr/bin", "usr/lib", "usr/lib64", "proc", "dev", "sys")),
+        ("tmp", b"", {"type": tarfile.DIRTYPE, "mode": 0o1777}),
+        *merged,
+        ("usr/bin/busybox", Path("/usr/bin/busybox").read_bytes(), {"mode": 0o755}),
+        *((f"usr/bin/{t}", b"", {"type": tarfile.SYMTYPE, "linkname": "busybox"}) for t in tools),
+        ("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", {"mode": 0o644}),
+        ("etc/gone", b"x", {"mode": 0o644}),
+    ]
+    upper = [
+        ("etc", b"", folders),
+        ("etc/.wh.gone", b"", {"mode": 0o644}),
+        ("etc/passwd", b"root:x:0:0::/:/bin/sh\n", {}),
+    ]
+    made = [layer(lower), layer(upper)]
+    oci = "application/vnd.oci.image"
+    layers = [blob(data, f"{oci}.layer.v1.tar+gzip") for data, _ in made]
+    platforms = []
+    for architecture in ("arm64", "amd64"):
+        config = {
+            "architecture": architecture,
+            "os": "linux",
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{d}" for _, d in made]},
+        }
+        about = blob(json.dumps(config).encode(), f"{oci}.config.v1+json")
+        manifest = {
+            "schemaVersion": 2,
+            "mediaType": f"{oci}.manifest.v1+json",
+            "config": about,
+            # Of the other platform nothing but its name is needed.
+            "layers": layers if architecture == "amd64" else layers[:1],
+        }
+        entry = blob(json.dumps(manifest).encode(), f"{oci}.manifest.v1+json")
+        platforms.append({**entry, "platform": {"os": "linux", "architecture": architecture}})
+    index = {"schemaVersion": 2, "mediaType": f"{oci}.index.v1+json", "manifests": platforms}
+    top = blob(json.dumps(index).encode(), f"{oci}.index.v1+json")
+    annotated = {**top, "annotations": {"org.opencontainers.image.ref.name": "24.04"}}
+    (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [annotated]}))
+    (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+    return str(top["digest"])
+
+
+@contextmanager
+def registry(folder: Path) -> Iterator[int]:
+    """Debian's docker-registry on 127.0.0.1; yields its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir(parents=True)
+    config = folder / "config.yml"
+    config.write_text(
+        f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}\n"
+        f"http: {{addr: '127.0.0.1:{port}'}}\n"
+    )
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(["docker-registry", "serve", str(config)], stdout=log, stderr=log)
+    try:
+        for _ in range(200):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield port
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+
+
+def mirrored_home(home: Path, port: int) -> Path:
+    """A home whose containers-registries.conf names a mirror for Docker Hub's images."""
+    conf = home / ".config/containers/registries.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text(f'[[registry]]\nprefix = "docker.io"\nlocation = "127.0.0.1:{port}"\ninsecure = true\n')
+    return home
+
+
+@dataclass(frozen=True)
+class Loopback(Kit):
+    """A kit whose commands know the sources on loopback alone."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {**self.variables, "PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The project on loopback, the folders of AMD's and PyPI's files, and the digest of the base image."""
+
+    kit: Kit
+    amd: Path
+    pypi: Path
+    base: str
+
+    def repin(self, *pairs: tuple[str, str]) -> None:
+        """Replace text in versions.yaml, and offer wheels of what is pinned now."""
+        path = self.kit.root / "versions.yaml"
+        text = path.read_text()
+        for old, new in pairs:
+            assert old in text
+            text = text.replace(old, new)
+        path.write_text(text)
+        self.offer()
+
+    def offer(self) -> None:
+        """Make the wheels of the pins of all targets."""
+        for target, arch in (("mi300x", "gfx942"), ("mi355x", "gfx950")):
+            make_channel_wheels(self.amd, self.pypi, kit_pins(self.kit, target), arch)
+
+
+def copy_project(kit: Kit) -> None:
+    """The repository's targets and what they take from it."""
+    for name in TARGETS:
+        text = (REPOSITORY / f"images/{name}.yaml").read_text()
+        # The small Triton compiles nothing.
+        kit.write(f"images/{name}.yaml", re.sub(r"(?m)^turbo: .*\n", "", text))
+    for name in LOCAL:
+        shutil.copytree(REPOSITORY / name, kit.root / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def loopback_environment(pypi: str, home: Path) -> dict[str, str]:
+    """Variables under which pip and skopeo know loopback alone."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    return kept | {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": pypi,
+        "NO_PROXY": "127.0.0.1",
+        "HOME": str(home),
+    }
+
+
+@contextmanager
+def amd_channel(root: Path) -> Iterator[Channel]:
+    """The whole channel, served as long as the context lasts."""
+    amd, pypi, gits = root / "amd/files", root / "pypi/files", root / "git"
+    for folder in (amd, pypi):
+        folder.mkdir(parents=True)
+    commits = {n: (f"file://{gits / n}", make_repository(gits, n, package)) for n, package in REPOSITORIES.items()}
+    with serve(root / "amd") as indexes, serve(root / "pypi") as plain, registry(root / "registry") as port:
+        base = make_base(root / "base")
+        push = ["skopeo", "copy", "-q", "--all", "--dest-tls-verify=false", f"oci:{root / 'base'}:24.04"]
+        subprocess.run([*push, f"docker://127.0.0.1:{port}/library/ubuntu:24.04"], check=True)
+        home = mirrored_home(root / "home", port)
+        kit = Loopback(root / "project", variables=loopback_environment(f"{plain.url}/simple", home))
+        names = ("rocm-core", "rocm-pytorch", "rocm-transformer-engine", "rocm-frameworks-staging")
+        own = dict.fromkeys(names, f"{indexes.url}/simple")
+        kit.write("versions.yaml", channel_versions(own, f"ubuntu@{base}", commits))
+        copy_project(kit)
+        fetch_build_tools(pypi, kit)
+        channel = Channel(kit=kit, amd=amd, pypi=pypi, base=base)
+        channel.offer()
+        yield channel

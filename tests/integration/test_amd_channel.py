@@ -1,0 +1,247 @@
+"""Channel amd from pins to checked images: an index, a registry and repositories on 127.0.0.1, the real pins."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amd_channel import LOCAL, TARGETS, Channel, amd_channel
+
+pytestmark = pytest.mark.integration
+
+# What carries ROCm's version, or is built with what carries it.
+TRAIN = {
+    "aiter",
+    "apex",
+    "primus-turbo",
+    "pytorch",
+    "pytorch-device",
+    "rocm",
+    "rocm-sdk-core",
+    "rocm-sdk-device",
+    "rocm-sdk-libraries",
+    "torchaudio",
+    "torchvision",
+    "torchvision-device",
+    "transformer-engine",
+    "transformer-engine-core",
+    "transformer-engine-torch",
+    "triton",
+}
+DEVICE = {"rocm-sdk-device", "pytorch-device", "torchvision-device", "rocm", "aiter", "primus-turbo"}
+
+
+@pytest.fixture(scope="module")
+def channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Channel]:
+    with amd_channel(tmp_path_factory.mktemp("amd")) as served:
+        locked = served.kit.primus("lock", "--channel", "amd", timeout=600)
+        assert locked.code == 0, locked.err
+        yield served
+
+
+@pytest.fixture(scope="module")
+def images(channel: Channel) -> dict[str, dict[str, Any]]:
+    """Target → what its build says, all four built without naming a channel."""
+    result = json.loads(channel.kit.build(*TARGETS, "--locked", "--json").out)
+    return {image["target"]: image for image in result["images"]}
+
+
+def layers(image: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    return {line["name"]: (line["digest"], line["size"]) for line in image["layers"]}
+
+
+def test_all_four_pass_every_gate_as_releases(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
+    assert {name: image["ref"] for name, image in images.items()} == {name: f"v26.11-{name}" for name in TARGETS}
+    result = channel.kit.primus("check", *TARGETS, "--json", timeout=600)
+    outcomes = {o["target"]: o for o in json.loads(result.out)["images"]}
+    assert result.code == 0, result.out
+    for name in TARGETS:
+        summaries = {gate["gate"]: gate["summary"] for gate in outcomes[name]["gates"]}
+        arch = "gfx942" if name in ("mi300x", "mi325x") else "gfx950"
+        assert "newest 10.0.0" in summaries["coherence"]
+        assert summaries["coverage"].endswith(f"GPU libraries cover {arch}")
+        assert not summaries["coverage"].startswith("0 ")
+    store = channel.kit.root / ".primus/store/blobs/sha256"
+    manifest = json.loads((store / images["mi355x"]["digest"][7:]).read_text())
+    assert manifest["annotations"]["io.primus.channel"] == "amd"
+    assert "io.primus.preview" not in manifest["annotations"]
+
+
+def test_the_choice_is_said_first_with_its_reason(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
+    said = channel.kit.primus("build", "mi355x", "--locked", "--rehash").err
+    assert said.splitlines()[0] == "mi355x: channel amd, the best channel with a lock"
+
+
+def test_the_lock_names_files_and_their_index(channel: Channel) -> None:
+    lock = json.loads((channel.kit.root / "images/locks/amd/mi355x.json").read_text())
+    files = {(f["kind"], f["name"]): f for f in lock["files"] if "build" not in f.get("base", "")}
+    torch = files["wheel", "torch"]
+    assert torch["file"].startswith("torch-2.12.0+rocm10.0.0-cp311")
+    assert (torch["index"], files["sdist", "rocm"]["index"]) == ("rocm-core", "rocm-core")
+    assert torch["size"] == (channel.amd / torch["file"]).stat().st_size
+    assert "index" not in files["wheel", "filelock"], "a dependency from pip's own index"
+    assert ("wheel", "amd-torch-device-gfx950") in files
+    assert ("wheel", "amd-torch-device-gfx942") not in files
+    assert ("wheel", "rocm-sdk-devel") not in files, "a tool of builds must stay out of the image"
+    devel = next(f for f in lock["files"] if f["name"] == "rocm-sdk-devel")
+    assert (devel["index"], devel["base"]) == ("rocm-core", "amd-aiter build")
+    assert "127.0.0.1" not in json.dumps(lock["files"])
+
+
+def test_base_layers_go_in_as_they_are(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
+    lock = json.loads((channel.kit.root / "images/locks/amd/mi300x.json").read_text())
+    given = [f["sha256"] for f in lock["files"] if f["kind"] == "layer" and f["base"] == "ubuntu-24.04"]
+    assert len(given) == 2
+    assert [digest[7:] for digest, _ in list(layers(images["mi300x"]).values())[:2]] == given
+    run = channel.kit.primus("run", "mi300x", "--", "/bin/sh", "-c", "ls /etc; cat /etc/passwd")
+    assert run.code == 0, run.err
+    assert "gone" not in run.out.split()
+    assert "root:x:0:0::/:/bin/sh" in run.out, "the upper layer replaces"
+
+
+def test_what_was_built_here_works_for_the_targets_gpu(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
+    code = "import primus_turbo, rocm_sdk, torch; print(primus_turbo.ARCH, rocm_sdk.FAMILY, torch.__version__)"
+    for target, arch in (("mi325x", "gfx942"), ("mi350x", "gfx950")):
+        run = channel.kit.primus("run", target, "--", "python3", "-c", code)
+        assert run.out.split() == [arch, arch, "2.12.0+rocm10.0.0"], run.err
+    code = "import importlib.metadata as m; print(m.version('primus-turbo'), m.version('flash-attn'))"
+    run = channel.kit.primus("run", "mi350x", "--", "python3", "-c", code)
+    assert run.out.split() == ["0.4.1.dev33", "2.8.3.post2"]
+    code = "from importlib.util import find_spec; print(*map(find_spec, ('rocm_sdk_core', 'rocm_sdk_devel')), sep=';')"
+    core, devel = channel.kit.primus("run", "mi350x", "--", "python3", "-c", code).out.split(";")
+    assert (core[:10], devel.strip()) == ("ModuleSpec", "None"), "a tool of builds must stay out of the image"
+
+
+def test_targets_share_their_bytes(images: dict[str, dict[str, Any]]) -> None:
+    same = {name: layers(images[name]) for name in TARGETS}
+    for one, other in (("mi350x", "mi355x"), ("mi300x", "mi325x")):
+        total = sum(size for _, size in same[other].values())
+        shared = sum(size for name, (_, size) in same[other].items() if same[one].get(name) == same[other][name])
+        assert shared / total >= 0.99
+        assert {n for n in same[other] if same[one][n] != same[other][n]} == {"facts"}
+    differ = {n for n in same["mi300x"] if same["mi300x"][n] != same["mi355x"][n]}
+    assert differ == DEVICE | {"facts"}, "host wheels are in the store once"
+
+
+def test_without_its_lock_the_preview_is_chosen_and_the_reason_told(
+    channel: Channel, images: dict[str, dict[str, Any]]
+) -> None:
+    kit = channel.kit
+    assert "nothing to do" in kit.build("mi355x", "--locked").err
+    lock = kit.root / "images/locks/amd/mi355x.json"
+    aside = lock.rename(lock.with_suffix(".aside"))
+    # Stale on purpose: with --locked the choice is made, and no gigabyte is fetched.
+    empty = {**json.loads(aside.read_text()), "channel": "debian", "pins": {}, "files": []}
+    preview = kit.write("images/locks/debian/mi355x.json", json.dumps(empty))
+    try:
+        said = kit.primus("build", "mi355x", "--locked").err.splitlines()
+        reason = "the best channel with a lock; amd has none here (primus lock mi355x --channel amd)"
+        assert said[0] == f"mi355x: channel debian, {reason}"
+        assert "the lock of mi355x is stale" in said[1]
+    finally:
+        preview.unlink()
+        aside.rename(lock)
+    assert "channel amd" in kit.build("mi355x", "--locked").err
+
+
+def test_a_rocm_bump_rebuilds_what_depends_on_rocm(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
+    before = (channel.kit.root / "versions.yaml").read_text()
+    try:
+        channel.repin(("rocm10.0.0", "rocm10.1.0"), ("version: 10.0.0", "version: 10.1.0"), ("==10.0.0", "==10.1.0"))
+        told = channel.kit.primus("explain", "mi355x", timeout=600)
+        assert told.code == 1, told.err
+        to_build = next(line for line in told.out.splitlines() if line.startswith("  to build: "))
+        assert set(to_build.removeprefix("  to build: ").split(", ")) == TRAIN | {"facts"}
+        line = next(n for n, t in enumerate(before.splitlines(), 1) if "{wheel: torch, version: 2.12.0+rocm" in t)
+        assert "pytorch: torch: 2.12.0+rocm10.0.0 sha256:" in told.out
+        assert f"(versions.yaml:{line}:" in told.out
+        built = channel.kit.layers("mi355x", "--locked")
+        assert {name for name, made in built.items() if made} == TRAIN | {"facts"}
+        outcome = json.loads(channel.kit.primus("check", "mi355x", "--json").out)["images"][0]
+        assert next(g for g in outcome["gates"] if g["gate"] == "coherence")["summary"].endswith("newest 10.1.0")
+    finally:
+        restore(channel, before)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "version: 0.27.0+rocm10.0.0, channel: amd}\n  torchvision-device",
+            "version: 0.27.0+rocm7.15, channel: amd}\n  torchvision-device",
+            "torchvision 0.27.0+rocm7.15 is of ROCm 7.15",
+        ),
+        (
+            'wheel: "amd-torch-device-{arch}"',
+            "wheel: amd-torch-device-gfx942",
+            "amd-torch-device-gfx942 2.12.0+rocm10.0.0 is for gfx942, the target for gfx950",
+        ),
+    ],
+)
+def test_what_does_not_belong_is_refused_by_name_and_line(
+    channel: Channel, images: dict[str, dict[str, Any]], old: str, new: str, words: str
+) -> None:
+    before = (channel.kit.root / "versions.yaml").read_text()
+    try:
+        channel.repin((old, new))
+        lines = (channel.kit.root / "versions.yaml").read_text().splitlines()
+        line = next(n for n, text in enumerate(lines, 1) if new.splitlines()[0] in text)
+        result = channel.kit.primus("build", "mi355x", timeout=600)
+        assert result.code == 1, result.err
+        assert words in result.err
+        assert f"versions.yaml:{line}:" in result.err
+    finally:
+        restore(channel, before)
+
+
+def restore(channel: Channel, text: str) -> None:
+    """The pins and locks as they were."""
+    (channel.kit.root / "versions.yaml").write_text(text)
+    locked = channel.kit.primus("lock", "mi355x", "--channel", "amd", timeout=600)
+    assert locked.code == 0, locked.err
+
+
+@pytest.mark.parametrize("how", ["closed", "silent"])
+def test_an_index_that_does_not_answer_is_a_sentence_in_seconds(
+    channel: Channel, images: dict[str, dict[str, Any]], tmp_path: Path, how: str
+) -> None:
+    kit = type(channel.kit)(tmp_path / "away", **{"variables": channel.kit.env})
+    for name in ("versions.yaml", "images/mi355x.yaml", "images/locks/amd/mi355x.json"):
+        kit.write(name, (channel.kit.root / name).read_bytes())
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if how == "silent":
+            server.listen()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/simple"
+        text = (kit.root / "versions.yaml").read_text()
+        old = next(line for line in text.splitlines() if line.startswith("  rocm-pytorch:"))
+        kit.write("versions.yaml", text.replace(old, f"  rocm-pytorch: {{channel: amd, url: {address}}}"))
+        cause = "connection refused" if how == "closed" else "no answer in time"
+        kit.edit("images/mi355x.yaml", "components: [pytorch,", "components: [peft, pytorch,")
+        refused(kit, "lock", "mi355x", "--channel", "amd", address=address, cause=cause)
+        refused(kit, "build", "mi355x", "--channel", "amd", address=address, cause=cause)
+        kit.edit("images/mi355x.yaml", "[peft, pytorch,", "[pytorch,")
+        lock = json.loads((kit.root / "images/locks/amd/mi355x.json").read_text())
+        lock["files"] = [{**f, "index": "rocm-pytorch"} if "index" in f else f for f in lock["files"]]
+        kit.write("images/locks/amd/mi355x.json", json.dumps(lock))
+        for name in LOCAL:
+            (kit.root / name).parent.mkdir(parents=True, exist_ok=True)
+            (kit.root / name).symlink_to(channel.kit.root / name)
+        refused(kit, "build", "mi355x", "--locked", address=address, cause=cause)
+
+
+def refused(kit: Any, *words: str, address: str, cause: str) -> None:
+    began = time.monotonic()
+    result = kit.primus(*words)
+    seconds = time.monotonic() - began
+    assert result.code == 3, result.err
+    (sentence,) = [line for line in result.err.splitlines() if line.startswith("primus ")]
+    assert f"the index rocm-pytorch ({address}) does not answer: {cause}" in sentence
+    assert "take another channel (--channel)" in result.err
+    assert seconds < 5, f"{seconds:.1f} s"

@@ -1,0 +1,69 @@
+"""Layers of a registry's image: the same bytes in the store, and one list of paths for all of them."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from primus.errors import HostError
+from primus.images.given import adopt_layer, stacked
+from primus.images.layer import read_paths
+from primus.images.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(tmp_path / "store")
+    store.prepare()
+    return store
+
+
+def plain() -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, kind, link in (("./etc", tarfile.DIRTYPE, ""), ("./etc/a b", tarfile.REGTYPE, "")):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname, member.mode, member.uid = kind, link, 0o755, 7
+            archive.addfile(member)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_bytes_stay_and_what_is_inside_is_known(store: Store, tmp_path: Path, parts: int) -> None:
+    tar = plain()
+    cut = len(tar) // parts
+    # gzip files may be several members in a row, as parallel compressors write them.
+    data = b"".join(gzip.compress(tar[at : at + cut], mtime=0) for at in range(0, len(tar), cut))
+    path = tmp_path / "layer"
+    path.write_bytes(data)
+    sha256 = hashlib.sha256(data).hexdigest()
+    layer = adopt_layer(store, path, sha256)
+    assert (layer.blob.digest, layer.blob.size) == (f"sha256:{sha256}", len(data))
+    assert store.check(layer.blob.digest) is None
+    assert (layer.diff_id, layer.unpacked) == (f"sha256:{hashlib.sha256(tar).hexdigest()}", len(tar))
+    assert read_paths(store, layer) == {"etc": "dir 755 7:0", "etc/a b": "file 755 7:0"}
+
+
+def test_what_is_no_layer_is_named(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "layer"
+    path.write_bytes(b"no gzip at all")
+    with pytest.raises(HostError, match="is no gzip tar"):
+        adopt_layer(store, path, "0" * 64)
+    assert not list((store.root / "tmp").glob("blob-*"))
+
+
+def test_upper_layers_replace_and_remove() -> None:
+    lower = {"a": "dir 755 0:0", "a/x": "file 1", "a/y": "file 1", "b": "dir 755 0:0", "b/old": "file 1"}
+    upper = {"a": "dir 755 0:0", "a/.wh.x": "file 2", "a/y": "file 2", "b": "dir 755 0:0", "b/.wh..wh..opq": "file 2"}
+    upper |= {"b/new": "file 2"}
+    assert stacked([lower, upper]) == {
+        "a": "dir 755 0:0",
+        "a/y": "file 2",
+        "b": "dir 755 0:0",
+        "b/new": "file 2",
+    }

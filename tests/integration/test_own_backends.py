@@ -55,6 +55,8 @@ def test_bf16_is_proven(python: list[str], tmp_path: Path, recipe: str, backend:
     left = outcome.read(job := Job(name="bf16", recipe=resolved, output=tmp_path / "bf16"), train(python, job))
     assert failing(outcome.basic_verdicts(left)) == []
     assert not checks.precision(left.facts, "fp32").passed
+    # Why it is off there alone: inside/models.py, check_fluxs_blocks_differ_in_their_gradients_layout.
+    assert left.facts.get("cudnn_attention") is (False if backend == "flux" else None)
 
 
 def test_saved_weights_are_where_adapters_start(python: list[str], tmp_path: Path) -> None:

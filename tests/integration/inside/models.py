@@ -7,15 +7,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from primus.recipes import load
-from primus.recipes.architecture import Architecture, MixtureOfExperts, RopeScaling, architecture
+from primus.recipes.architecture import (
+    Architecture,
+    DiffusionTransformer,
+    MixtureOfExperts,
+    RopeScaling,
+    architecture,
+)
 from primus.recipes.size import size
 from primus.training.finetune import models
 from primus.training.finetune.config import FinetuneConfig, LoraConfig
-from primus.training.flux.entry import transformer
+from primus.training.flux.entry import draw, flow_matching, transformer
 from primus.training.fsdp.llama import Llama
 from primus.training.loop import weights
 
@@ -130,6 +137,57 @@ def check_published_sizes() -> None:
         assert all(parameter.is_meta for parameter in made.parameters()), f"{name} takes memory"
 
 
+def check_fluxs_blocks_differ_in_their_gradients_layout() -> None:
+    """Why FLUX trains without cuDNN's attention. With one layout of the gradients the entry may allow it again."""
+    model = _small_flux()
+    attend, inputs, gradients = functional.scaled_dot_product_attention, set(), set()
+
+    def noting(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: object) -> torch.Tensor:
+        inputs.add((query.shape, query.stride(), key.stride(), value.stride()))
+        output = attend(query, key, value, **given)
+        output.register_hook(lambda gradient: gradients.add(gradient.stride()))
+        return output
+
+    functional.scaled_dot_product_attention = noting
+    try:
+        flow_matching(model, _images(2), 4, 1.0).backward()
+    finally:
+        functional.scaled_dot_product_attention = attend
+    assert len(inputs) == 1, inputs
+    assert len(gradients) == 2, gradients
+
+
+def check_flux_begins_with_its_last_layers_gradient_alone() -> None:
+    """Memory that nobody set is NaN here, and times are at both ends: all gradients exist, are finite, and mostly 0."""
+    model = _small_flux()
+    batch = _images(2) | {"time": torch.tensor([0.0, 1.0])}
+    loss = flow_matching(model, batch, 4, 1.0)
+    loss.backward()
+    assert loss.item() == (batch["noise"] - batch["latents"]).square().mean((1, 2)).sum().item()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.any()) == name.startswith("proj_out."), name
+        assert parameter.grad.isfinite().all(), name
+
+
+def _small_flux() -> nn.Module:
+    dit = DiffusionTransformer(
+        double_layers=2, single_layers=2, in_channels=16, text_dim=32, pooled_dim=32, image_size=64, text_tokens=8,
+        guidance=True,
+    )  # fmt: skip
+    model = transformer(Architecture(family="flux", hidden_size=64, heads=4, head_dim=16, dit=dit))
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(float("nan"))
+    draw(model, 1)
+    return model
+
+
+def _images(count: int) -> dict[str, torch.Tensor]:
+    shapes = {"latents": (16, 16), "noise": (16, 16), "text": (8, 32), "pooled": (32,)}
+    return {name: torch.randn(count, *shape) for name, shape in shapes.items()} | {"time": torch.rand(count)}
+
+
 torch.manual_seed(0)
 for label, small in SAME.items():
     check_same_logits_and_loss(label, small)
@@ -137,3 +195,5 @@ check_mixtrals_files_are_read()
 check_balance_is_trained_on_and_not_reported()
 check_adapters_alone_are_trained()
 check_published_sizes()
+check_fluxs_blocks_differ_in_their_gradients_layout()
+check_flux_begins_with_its_last_layers_gradient_alone()

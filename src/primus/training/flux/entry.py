@@ -18,18 +18,22 @@ from primus.training.loop.process import Process
 from primus.training.loop.session import Batch
 from primus.training.loop.sharded import Sharded, shard
 
-__all__ = ["flow_matching", "main", "rotary_axes", "transformer"]
+__all__ = ["draw", "flow_matching", "main", "rotary_axes", "transformer"]
 
 
 def main(given: Given, here: Process) -> None:
     """Train the transformer."""
     config = given.section(FluxConfig)
+    # cuDNN's backward pass may read beyond its gradient here; PyTorch prefers it on NVIDIA's GPUs of 2022 and later.
+    # It is prepared once for all calls whose query, key and value are laid out alike, with the gradient's layout of
+    # the first call. Both kinds of blocks lay out the former alike and the latter not. FlashAttention takes over.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     data = latents.images(given, config)
     model = transformer(given.model)
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
     shard(model, blocks, given, here, wide=_wide)
     if config.weights == "random":
-        _draw(model, given.training.seed)
+        draw(model, given.training.seed)
     else:
         _read(model, weights.Files(Path(config.weights)))
     side = int(latents.image_tokens(given.model.dit) ** 0.5)
@@ -37,7 +41,8 @@ def main(given: Given, here: Process) -> None:
     def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
         return flow_matching(model, batch, side, config.guidance if given.model.dit.guidance else None)
 
-    train.run(given, here, Sharded(model, loss, given, here, {"weights": config.weights}), data)
+    known = {"weights": config.weights, "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled()}
+    train.run(given, here, Sharded(model, loss, given, here, known), data)
 
 
 def transformer(model: Architecture) -> Any:
@@ -95,7 +100,8 @@ def _wide(name: str) -> bool:
     return "transformer_blocks" not in name or "norm" in name
 
 
-def _draw(model: nn.Module, seed: int) -> None:
+def draw(model: nn.Module, seed: int) -> None:
+    """Set every weight from the seed."""
     for name, parameter in model.named_parameters():
         if name.startswith("proj_out."):
             # Begins with no prediction, as is usual for diffusion transformers.

@@ -69,7 +69,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """All tests, those with real root file systems, engines and registries too."""
+    """Tests, those with real root file systems, engines and registries too (`-- --slow`: those that train for long)."""
     python(session, "pytest", *session.posargs)
 
 

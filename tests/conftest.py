@@ -15,8 +15,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """One option for all golden files."""
+    """What is written anew, and whether the long runs run."""
     parser.addoption("--regenerate-golden", action="store_true", help="write the golden files anew")
+    parser.addoption("--record-faults", action="store_true", help="write benchmarks/results/faults.json anew")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is slow unless it is asked for."""
+    if config.getoption("--slow"):
+        return
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
 # Deadlines measure the machine, not the code: two busy cores break them.

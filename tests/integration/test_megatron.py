@@ -16,6 +16,7 @@ from primus.training.job import Job
 from primus.training.outcome import Outcome
 
 pytestmark = pytest.mark.integration
+SLOW = pytest.mark.slow
 
 REFERENCE = Path(__file__).with_name("inside") / "gpt.py"
 CPU = Asked(backend="megatron", gpu="cpu", proxy=True)
@@ -34,7 +35,10 @@ def _installed(python: list[str]) -> None:
         pytest.skip(f"{missing.stderr.strip().splitlines()[-1]}; PRIMUS_TEST_PYTHON names a Python that has it")
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen2", "mistral", "mixtral", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama3", "deepseek_v3", *(pytest.param(f, marks=SLOW) for f in ("qwen2", "mistral", "mixtral", "deepseek_v2"))],
+)
 def test_the_model_computes_what_transformers_computes_with_the_same_weights(python: list[str], family: str) -> None:
     ended = run(python, "-W", "ignore", str(REFERENCE), family)
     assert ended.returncode == 0, ended.stderr
@@ -55,6 +59,7 @@ PIPELINE = "model.pipeline_model_parallel_size=2"
 ALONE = "model.expert_model_parallel_size=1"
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
@@ -79,6 +84,7 @@ def test_every_layout_trains_the_same_model(
         assert [step.loss for step in steps] == pytest.approx([step.loss for step in base], rel=1e-3), words
 
 
+@SLOW
 @pytest.mark.parametrize(("name", "precision"), [("deepseek-v2-lite", "fp32"), ("llama3.1-8b", "bf16")])
 def test_the_suite_passes(python: list[str], tmp_path: Path, name: str, precision: str) -> None:
     asked = Asked(backend="megatron", gpu="cpu", proxy=True, precision=precision)

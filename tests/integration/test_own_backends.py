@@ -39,6 +39,7 @@ def test_inside(python: list[str], script: str) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "backend", "mode"), CELLS)
 def test_the_suite_passes(python: list[str], tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
     """Twice to the last bit, resumed to the last bit, the same in one micro-batch and in two."""
@@ -99,12 +100,7 @@ def broken(python: list[str], jobs: dict[str, Job], tmp_path: Path) -> Callable[
     return run
 
 
-def test_a_lost_micro_batch_fails(healthy: Outcome, broken: Callable[[str, str], Outcome]) -> None:
-    left = broken("accumulation", "loop_lost_micro_batch")
-    assert failing(outcome.basic_verdicts(left)) == [], "this fault leaves no trace in the run itself"
-    assert not checks.accumulation(healthy.series, left.series, 1e-4).passed
-
-
+@pytest.mark.slow
 def test_a_resume_that_forgets_its_place_in_the_data_fails(
     healthy: Outcome, broken: Callable[[str, str], Outcome]
 ) -> None:
@@ -112,8 +108,3 @@ def test_a_resume_that_forgets_its_place_in_the_data_fails(
     assert failing(outcome.basic_verdicts(left)) == []
     assert not checks.resume(healthy.series, left.series, 3, 0.0).passed
     assert checks.resume(healthy.series, broken("resume", "").series, 3, 0.0).passed
-
-
-def test_another_precision_fails(broken: Callable[[str, str], Outcome]) -> None:
-    left = broken("repeat", "loop_bf16")
-    assert failing(outcome.basic_verdicts(left)) == ["precision"]

@@ -1,127 +1,157 @@
-"""Real two-rank runs, healthy and broken on purpose. Each fault must be caught by the check meant for it."""
+"""Real two-rank runs, broken on purpose. Each fault must be caught by the check meant for it, and by no other.
+
+``--record-faults`` writes what was caught, and by what, to ``benchmarks/results/faults.json``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from training_kit import failing, train
+from fault_kit import BASES, CASES, Case, base, judged, outcome_of
+from training_kit import ROOT, failing
 
-from primus.recipes.resolve import resolve
-from primus.training import checks, outcome, record, suite
-from primus.training.job import Job
+from primus.gpus.table import UnknownPeak, mfu
+from primus.training.checks import Verdict
 from primus.training.outcome import Outcome
 
 pytestmark = pytest.mark.integration
 
+RECORD = ROOT / "benchmarks" / "results" / "faults.json"
+RENAMED = [
+    ("torchtitan", "torchtitan.training.step", "torchtitan.training.steps"),
+    ("fsdp", "fsdp.training.warmup", "fsdp.training.warmup_steps"),
+    ("megatron", "megatron.training.global_batchsize", "megatron.training.global_batch_size"),
+]
+# The other jobs are the base's, only shorter.
+COMPARED = [case for case in CASES if case.split or case.precision == "fp8"]
+IDS = [f"{case.backend}-{case.name}" for case in CASES]
+
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    planned = suite.plan("llama3-proxy", tmp_path_factory.mktemp("suite"))
-    return {job.name: job for job in planned}
+def healthy(python: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """Backend → its base run, made when first asked for."""
+
+    @cache
+    def of(backend: str) -> Outcome:
+        return base(python, backend, tmp_path_factory.mktemp(backend) / "base")
+
+    return of
 
 
 @pytest.fixture(scope="module")
-def healthy(python: list[str], jobs: dict[str, Job]) -> dict[str, Outcome]:
-    return suite.run(list(jobs.values()), lambda job: train(python, job))
+def recorded(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    """Rows for the record; kept when the option asks for it."""
+    rows: list[dict[str, Any]] = []
+    yield rows
+    if request.config.getoption("--record-faults"):
+        assert len(rows) == len(CASES) + len(RENAMED) + 1, "a record of some faults is none: run the whole file"
+        versions = next(row.pop("versions") for row in rows if "versions" in row)
+        for row in rows:
+            row.pop("versions", None)
+        record = {
+            "command": "pytest tests/integration/test_training_faults.py --record-faults",
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "versions": versions,
+            "faults": rows,
+        }
+        RECORD.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-@pytest.fixture
-def broken(python: list[str], jobs: dict[str, Job], tmp_path: Path) -> Callable[[str, str], tuple[Outcome, list[str]]]:
-    """Run the named job of the plan with a fault: what it left, and which basic checks fail."""
-
-    def run(name: str, fault: str) -> tuple[Outcome, list[str]]:
-        job = replace(jobs[name], output=tmp_path / name)
-        left = outcome.read(job, train(python, job, fault))
-        return left, failing(outcome.basic_verdicts(left))
-
-    return run
+@pytest.mark.parametrize("backend", BASES)
+def test_the_healthy_run_passes(healthy: Callable[[str], Outcome], backend: str) -> None:
+    left = healthy(backend)
+    assert failing(judged(left, left)) == []
+    assert left.series.exact
 
 
-def test_the_healthy_suite_passes(jobs: dict[str, Job], healthy: dict[str, Outcome]) -> None:
-    planned = list(jobs.values())
-    verdicts = suite.judge(planned, healthy)
-    assert failing(verdicts) == []
-    made = record.make(planned, healthy, verdicts, target="test", image={}, gpu="none", made="")
-    assert made["passed"] is True
-    assert all(left.series.exact for left in healthy.values())
-
-
-def test_nan_fails(broken: Callable[[str, str], tuple[Outcome, list[str]]]) -> None:
-    left, failed = broken("repeat", "nan")
-    assert failed == ["finite"]
-    assert checks.finite(left.series).reason.startswith("step 5: loss nan")
-
-
-def test_an_early_stop_with_exit_code_0_fails(
-    broken: Callable[[str, str], tuple[Outcome, list[str]]],
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_fault_is_caught_by_the_check_meant_for_it(
+    python: list[str], healthy: Callable[[str], Outcome], recorded: list[dict[str, Any]], tmp_path: Path, case: Case
 ) -> None:
-    left, failed = broken("repeat", "early_stop")
-    assert "steps logged" in failed
-    assert checks.steps_logged(left.series, 1, 20).reason == "missing: 8–20"
+    left = outcome_of(python, case.job(tmp_path / "broken"), case.name)
+    verdicts = judged(left, healthy(case.backend), split=case.split)
+    assert failing(verdicts) == [case.check], verdicts
+    caught = next(verdict for verdict in verdicts if not verdict.passed)
+    recorded.append({**_row(case.fault, case.backend, caught), "versions": left.facts.get("versions")})
+    if case.name == "nan":
+        assert caught.reason.startswith("step 3: loss nan")
 
 
-def test_a_bad_exit_after_all_steps_fails(broken: Callable[[str, str], tuple[Outcome, list[str]]]) -> None:
-    left, failed = broken("repeat", "bad_exit")
-    assert failed == ["exit code"]
-    assert len(left.series.steps) == 20
-
-
-def test_a_killed_rank_fails(broken: Callable[[str, str], tuple[Outcome, list[str]]]) -> None:
-    left, failed = broken("repeat", "crash")
-    assert {"exit code", "steps logged"} <= set(failed)
-    assert len(left.series.steps) < 20
-
-
-def test_another_precision_fails(broken: Callable[[str, str], tuple[Outcome, list[str]]]) -> None:
-    left, failed = broken("repeat", "bf16")
-    assert failed == ["precision"]
-    assert "torch.bfloat16" in checks.precision(left.facts, "fp32").reason
-
-
-def test_a_lost_micro_batch_fails(
-    healthy: dict[str, Outcome], broken: Callable[[str, str], tuple[Outcome, list[str]]]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.split or c.precision == "fp8"], ids=lambda c: c.backend + c.name
+)
+def test_the_same_job_without_its_fault_passes(
+    python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path, case: Case
 ) -> None:
-    left, failed = broken("accumulation", "lost_micro_batch")
-    assert failed == [], "this fault leaves no trace in the run itself"
-    verdict = checks.accumulation(healthy["base"].series, left.series, 1e-4)
-    assert not verdict.passed
-    first = left.series.at(1)
-    whole = healthy["base"].series.at(1)
-    assert first is not None
-    assert whole is not None
-    assert abs(first.loss - whole.loss) < 1e-4, "the loss alone would not have told"
+    left = outcome_of(python, case.job(tmp_path / "whole"))
+    assert failing(judged(left, healthy(case.backend), split=case.split)) == []
 
 
-def test_a_resume_that_forgets_its_place_in_the_data_fails(
-    python: list[str], jobs: dict[str, Job], healthy: dict[str, Outcome], tmp_path: Path
+@pytest.mark.parametrize(("backend", "renamed", "known"), RENAMED)
+def test_a_renamed_key_is_refused(
+    python: list[str], recorded: list[dict[str, Any]], backend: str, renamed: str, known: str
 ) -> None:
-    whole = jobs["resume"]
-    words = (*whole.recipe.overrides, "checkpoint.exclude_from_loading=[dataloader]")
-    job = replace(whole, output=tmp_path / "resume", recipe=replace(whole.recipe, overrides=words))
-    left = outcome.read(job, train(python, job))
-    assert failing(outcome.basic_verdicts(left)) == []
-    assert not checks.resume(healthy["base"].series, left.series, 11, 0.0).passed
+    ended = subprocess.run(
+        [*python, "-m", "primus.cli.main", "train", "llama3.1-8b", "--proxy", "--backend", backend, f"{renamed}=3"],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": ""}, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stdout
+    said = ended.stderr.strip().splitlines()[-1]
+    assert f"there is no key {renamed!r}; did you mean {known!r}?" in said
+    caught = Verdict(name="keys of the recipe", passed=False, reason=said, measured="exit code 2", limit="known keys")
+    recorded.append(_row("renamed key", backend, caught))
 
 
-def test_another_seed_fails_the_repeat(
-    python: list[str], jobs: dict[str, Job], healthy: dict[str, Outcome], tmp_path: Path
+def test_the_peak_of_an_unknown_gpu_is_not_guessed(recorded: list[dict[str, Any]]) -> None:
+    with pytest.raises(UnknownPeak) as told:
+        mfu(400.0, "NVIDIA B900", "bf16")
+    caught = Verdict(
+        name="table of GPUs", passed=False, reason=str(told.value), measured="no MFU", limit="a known peak"
+    )
+    recorded.append(_row("peak of an unknown GPU", "all", caught))
+
+
+def test_a_bad_exit_after_all_steps_fails(python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path) -> None:
+    left = _broken(python, tmp_path, "bad_exit")
+    assert failing(judged(left, healthy("torchtitan"))) == ["exit code"]
+    assert len(left.series.steps) == 3
+
+
+def test_a_killed_rank_fails(python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path) -> None:
+    left = _broken(python, tmp_path, "crash")
+    assert {"exit code", "steps logged"} <= set(failing(judged(left, healthy("torchtitan"))))
+    assert len(left.series.steps) < 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "fault"), [("torchtitan", "bf16"), ("fsdp", "loop_bf16")])
+def test_another_precision_fails(
+    python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path, backend: str, fault: str
 ) -> None:
-    whole = jobs["repeat"]
-    words = (*whole.recipe.overrides, "debug.seed=43")
-    job = replace(whole, output=tmp_path / "repeat", recipe=replace(whole.recipe, overrides=words))
-    left = outcome.read(job, train(python, job))
-    assert failing(outcome.basic_verdicts(left)) == ["configuration"]
-    assert not checks.reproducible(healthy["base"].series, left.series, 0.0).passed
+    assert failing(judged(_broken(python, tmp_path, fault, backend), healthy(backend))) == ["precision"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_bf16_is_proven_on_one_rank_and_on_two(python: list[str], tmp_path: Path, ranks: int) -> None:
-    """One rank computes under autocast, two through FSDP2's mixed precision: both are bf16, and neither is fp32."""
-    words = ("precision=bf16", "training.mixed_precision_param=bfloat16", f"ranks={ranks}", "training.steps=2")
-    job = Job(name="bf16", recipe=resolve("llama3-proxy", words), output=tmp_path / "bf16")
-    left = outcome.read(job, train(python, job))
-    assert failing(outcome.basic_verdicts(left)) == []
-    assert not checks.precision(left.facts, "fp32").passed
+def _broken(python: list[str], folder: Path, fault: str, backend: str = "torchtitan") -> Outcome:
+    words = (f"{backend}.training.steps=3",)
+    case = Case(fault="", backend=backend, name=fault, check="", words=words)
+    return outcome_of(python, case.job(folder / "broken"), fault)
+
+
+def _row(fault: str, backend: str, caught: Verdict) -> dict[str, Any]:
+    told = asdict(caught)
+    return {"fault": fault, "backend": backend, "check": told.pop("name")} | {
+        key: told[key] for key in ("reason", "measured", "limit")
+    }

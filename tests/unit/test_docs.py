@@ -45,17 +45,18 @@ def test_a_missing_and_a_changed_file_are_written_again(tmp_path: Path, capsys: 
     assert json.loads(capsys.readouterr().out) == {"stale": ["docs/schemas/versions.json"]}
 
 
-def test_broken_results_are_named(tmp_path: Path) -> None:
-    for name in ("versions.yaml", "images"):
-        (tmp_path / name).symlink_to(ROOT / name)
+@pytest.mark.parametrize("name", ["engine.json", "faults.json"])
+def test_broken_results_are_named(tmp_path: Path, name: str) -> None:
+    for given in ("versions.yaml", "images"):
+        (tmp_path / given).symlink_to(ROOT / given)
     (tmp_path / "README.md").write_bytes((ROOT / "README.md").read_bytes())
-    results = tmp_path / "benchmarks/results/engine.json"
+    results = tmp_path / "benchmarks/results" / name
     results.parent.mkdir(parents=True)
     for text in ("{", "{}", "[]"):
         results.write_text(text)
         with pytest.raises(InputError) as caught:
             docs.generated(tmp_path)
-        assert caught.value.where == "benchmarks/results/engine.json"
+        assert caught.value.where == f"benchmarks/results/{name}"
 
 
 def test_ci_runs_readmes_test_command() -> None:

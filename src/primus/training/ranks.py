@@ -127,9 +127,10 @@ def expected_facts(job: Job) -> dict[str, Any]:
         "world_size": recipe.world_size,
         "local_batch_size": recipe.local_batch,
         "accumulation_steps": recipe.accumulation,
+        "seq_len": recipe.seq_len,
     }
     if recipe.architecture.vocab_size:
-        asked |= {"seq_len": recipe.seq_len, "vocab_size": recipe.architecture.vocab_size}
+        asked["vocab_size"] = recipe.architecture.vocab_size
     if recipe.mode == "lora":
         asked |= {"mode": "lora", "trained_outside_adapters": 0}
     if recipe.seed >= 0:

@@ -14,22 +14,86 @@ from collections.abc import Callable
 from typing import Any
 
 
-def nan(train: Any) -> None:
-    """The weights turn NaN before step 5."""
-    step = train.Trainer.train_step
+def nan(adamw: Any) -> None:
+    """The second update leaves NaN in all weights, so step 3 is the first to show it."""
+    import torch
 
-    def train_step(self: Any, data: Any) -> None:
-        if self.step == 5:
-            for parameter in self.model_parts[0].parameters():
-                parameter.data.mul_(float("nan"))
-        step(self, data)
+    count = 0
 
-    train.Trainer.train_step = train_step
+    def step(self: Any, closure: Any = None) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.mul_(float("nan"))
+
+    adamw.AdamW.step = step
+
+
+def no_updates(adamw: Any) -> None:
+    """The optimizer changes no weight."""
+    adamw.AdamW.step = lambda self, closure=None: None
+
+
+def no_fp8(float8: Any) -> None:
+    """The conversion to FP8 returns the model as it is."""
+    float8.convert_to_float8_training = lambda module, **_given: module
+
+
+def one_rank(ranks: Any) -> None:
+    """The launcher starts one rank, whatever was asked."""
+    argv = ranks.argv
+
+    def alone(*given: Any) -> list[str]:
+        words: list[str] = argv(*given)
+        words[words.index("--nproc-per-node") + 1] = "1"
+        return words
+
+    ranks.argv = alone
+
+
+def short_sequences(datasets: Any) -> None:
+    """The data come in pieces of half the length."""
+    made = datasets.HuggingFaceTextDataset.__init__
+
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        made(self, *given, **named)
+        self.seq_len //= 2
+
+    datasets.HuggingFaceTextDataset.__init__ = init
+
+
+def loop_short_sequences(data: Any) -> None:
+    """The data come in pieces of half the length."""
+    made = data._Tokens.__init__
+    data._Tokens.__init__ = lambda self, seq_len: made(self, seq_len // 2)
+
+
+def loop_early_stop(train: Any) -> None:
+    """Our own loop ends after step 2 as if all were done, with exit code 0."""
+    from dataclasses import replace
+
+    run = train.run
+    train.run = lambda given, *others: run(replace(given, last_step=min(2, given.last_step)), *others)
+
+
+def megatron_lost_micro_batch(session: Any) -> None:
+    """Every micro-batch is counted in the loss, but Megatron's buffers keep the first one's gradient."""
+    forward_backward = session.MegatronSession.forward_backward
+
+    def without_the_others(self: Any, batches: Any, terms: int) -> Any:
+        total = forward_backward(self, batches, terms)
+        forward_backward(self, batches[:1], terms)
+        return total
+
+    session.MegatronSession.forward_backward = without_the_others
 
 
 def early_stop(train: Any) -> None:
-    """The loop ends after step 7 as if all were done, with exit code 0."""
-    train.Trainer.should_continue_training = lambda self: self.step < min(7, self.job_config.training.steps)
+    """The loop ends after step 2 as if all were done, with exit code 0."""
+    train.Trainer.should_continue_training = lambda self: self.step < min(2, self.job_config.training.steps)
 
 
 def bad_exit(train: Any) -> None:
@@ -45,11 +109,11 @@ def bad_exit(train: Any) -> None:
 
 
 def crash(train: Any) -> None:
-    """Rank 1 is killed in step 4, as by the kernel when memory runs out."""
+    """Rank 1 is killed in step 2, as by the kernel when memory runs out."""
     step = train.Trainer.train_step
 
     def train_step(self: Any, data: Any) -> None:
-        if self.step == 4 and os.environ["RANK"] == "1":
+        if self.step == 2 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), 9)
         step(self, data)
 
@@ -116,7 +180,14 @@ def loop_bf16(sharded: Any) -> None:
 
 PARALLELIZE = "torchtitan.models.llama3.infra.parallelize"
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "nan": ("torchtitan.train", nan),
+    "nan": ("torch.optim.adamw", nan),
+    "no_updates": ("torch.optim.adamw", no_updates),
+    "no_fp8": ("torchao.float8", no_fp8),
+    "one_rank": ("primus.training.ranks", one_rank),
+    "short_sequences": ("torchtitan.hf_datasets.text_datasets", short_sequences),
+    "loop_short_sequences": ("primus.training.loop.data", loop_short_sequences),
+    "loop_early_stop": ("primus.training.loop.train", loop_early_stop),
+    "megatron_lost_micro_batch": ("primus.training.megatron.session", megatron_lost_micro_batch),
     "early_stop": ("torchtitan.train", early_stop),
     "bad_exit": ("torchtitan.train", bad_exit),
     "crash": ("torchtitan.train", crash),

@@ -29,7 +29,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
     """
     config = given.training
     report = Report(given, process, data)
-    known = {**facts.static(session.model_parts, process.device.type), **_asked(given), **session.facts()}
+    known = {**facts.static(session.model_parts, process.device.type), **_kept(given), **session.facts()}
     if given.resume_from is not None:
         checkpoint.load(given.resume_from, session)
         report.say(f"resumed from {given.resume_from}")
@@ -42,7 +42,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
             report.start()
             with facts.watching(session.model_parts, session.linear_types, compiled=config.compile) as seen:
                 loss, norm = _step(process, session, data, batches, rate)
-            known |= seen
+            known |= seen | _fed(batches)
             report.step(step, loss, norm, rate)
             facts.write(given.output / "facts.json", known)
             report.start()
@@ -81,14 +81,17 @@ def _batches(given: Given, session: Session, data: Data, step: int) -> list[Batc
     return [data.batch(first + part * size, size) for part in range(count)]
 
 
-def _asked(given: Given) -> dict[str, object]:
-    config = given.training
+def _kept(given: Given) -> dict[str, object]:
+    return {"seed": given.training.seed, "vocab_size": given.model.vocab_size}
+
+
+def _fed(batches: list[Batch]) -> dict[str, object]:
+    """What this rank's model was fed in one step, told from the tensors and not from the configuration."""
+    first = batches[0]
     return {
-        "seq_len": config.seq_len,
-        "local_batch_size": config.micro_batch_size,
-        "accumulation_steps": given.accumulation,
-        "seed": config.seed,
-        "vocab_size": given.model.vocab_size,
+        "seq_len": sum(first[name].shape[1] for name in ("input_ids", "latents", "text") if name in first),
+        "local_batch_size": len(next(iter(first.values()))),
+        "accumulation_steps": len(batches),
     }
 
 

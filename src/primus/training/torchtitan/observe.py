@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ def observed_trainer(facts_file: Path) -> type:
             super().__init__(config)
             self.facts = {
                 **facts.static(self.model_parts, self.device.type),
-                "seq_len": config.training.seq_len,
-                "local_batch_size": config.training.local_batch_size,
                 "accumulation_steps": self.gradient_accumulation_steps,
                 "seed": config.debug.seed,
                 "vocab_size": self.model_args.vocab_size,
             }
+
+        def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
+            for batch in super().batch_generator(data_iterable):
+                # Told from the tokens themselves: the configuration only says what was asked.
+                self.facts["local_batch_size"], self.facts["seq_len"] = batch[0]["input"].shape
+                yield batch
 
         def train_step(self, data_iterator: Any) -> None:
             if "linears" in self.facts:

@@ -156,7 +156,7 @@ def _components(
                 raise InputError(
                     f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}"
                 )
-            layers.append(_wheels(project, component, (wheel,), where, base, prefix, tool))
+            layers.append(_wheels(project, component, (wheel,), where, base, prefix, tool, without=pin.without))
         else:
             built = _build(project, name, pin, lock, where, base, prefix, tool)
             layers.append(_wheels(project, component, (), where, base, prefix, tool, built))
@@ -224,6 +224,7 @@ def _wheels(
     prefix: Prefix,
     tool: str,
     built: Action | None = None,
+    without: tuple[str, ...] = (),
 ) -> Action:
     # Bytecode is compiled by the image's own interpreter: its packages, not the whole base, are an input.
     python = [i for i in base.inputs if "python3" in i.name]
@@ -236,7 +237,12 @@ def _wheels(
             *python,
             Input(name="bytecode", value="sha256:" + project.stats.sha256(str(_BYTECODE))),
         ),
-        spec={"prefix": prefix.root, "python": prefix.python, "built": built.key if built else None},
+        spec={
+            "prefix": prefix.root,
+            "python": prefix.python,
+            "built": built.key if built else None,
+            **({"without": list(without)} if without else {}),
+        },
         needs=(built,) if built else (),
         files=files,
         tools=(base,),

@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is slow unless it is asked for."""
-    if config.getoption("--slow"):
+    if config.getoption("--slow") or config.getoption("--record-faults"):
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
     if slow:

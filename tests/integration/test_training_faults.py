@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_kit import BASES, CASES, Case, base, judged, outcome_of
+from _pytest.mark.structures import ParameterSet
+from fault_kit import CASES, Case, base, judged, outcome_of
 from training_kit import ROOT, failing
 
 from primus.gpus.table import UnknownPeak, mfu
@@ -32,9 +33,15 @@ RENAMED = [
     ("fsdp", "fsdp.training.warmup", "fsdp.training.warmup_steps"),
     ("megatron", "megatron.training.global_batchsize", "megatron.training.global_batch_size"),
 ]
+OWN = [case for case in CASES if case.backend == "fsdp"]
 # The other jobs are the base's, only shorter.
 COMPARED = [case for case in CASES if case.split or case.precision == "fp8"]
-IDS = [f"{case.backend}-{case.name}" for case in CASES]
+
+
+def marked(case: Case) -> ParameterSet:
+    """Slow where torchtitan's run, or Megatron's, would only show again what our own loop's shows."""
+    again = case.backend == "megatron" or (case.backend == "torchtitan" and case.name in {c.name for c in OWN})
+    return pytest.param(case, id=f"{case.backend}-{case.name}", marks=pytest.mark.slow if again else ())
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +75,14 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
         RECORD.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize("backend", BASES)
+@pytest.mark.parametrize("backend", ["torchtitan", "fsdp", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_the_healthy_run_passes(healthy: Callable[[str], Outcome], backend: str) -> None:
     left = healthy(backend)
     assert failing(judged(left, left)) == []
     assert left.series.exact
 
 
-@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_a_fault_is_caught_by_the_check_meant_for_it(
     python: list[str], healthy: Callable[[str], Outcome], recorded: list[dict[str, Any]], tmp_path: Path, case: Case
 ) -> None:
@@ -124,12 +131,14 @@ def test_the_peak_of_an_unknown_gpu_is_not_guessed(recorded: list[dict[str, Any]
     recorded.append(_row("peak of an unknown GPU", "all", caught))
 
 
+@pytest.mark.slow
 def test_a_bad_exit_after_all_steps_fails(python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path) -> None:
     left = _broken(python, tmp_path, "bad_exit")
     assert failing(judged(left, healthy("torchtitan"))) == ["exit code"]
     assert len(left.series.steps) == 3
 
 
+@pytest.mark.slow
 def test_a_killed_rank_fails(python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path) -> None:
     left = _broken(python, tmp_path, "crash")
     assert {"exit code", "steps logged"} <= set(failing(judged(left, healthy("torchtitan"))))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError
 from primus.release.faults_page import faults_page
+from primus.release.gpu_results_page import gpu_results_page
 from primus.versions.lock import drift
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ _PAGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "engine": benchmark_page,
     "assembly": assembly_page,
     "faults": faults_page,
+    "gpu": gpu_results_page,
 }
 
 

@@ -63,7 +63,8 @@ def benchmark_rows(run: Run, *, model: str | None = None, mode: str | None = Non
     """One row per metric, in the words of MAD's script: throughput, TFLOP/s (non-causal, as torchtitan counts), GiB.
 
     ``model`` and ``mode`` are the words that were asked for, where those differ from the recipe's. A figure that the
-    run does not have is an empty field.
+    run does not have is an empty field, and so is each one of a run that failed a check: whoever reads the file takes
+    a number for success.
     """
     metric, speed = _throughput(run)
     images = metric == _IMAGES
@@ -82,7 +83,10 @@ def benchmark_rows(run: Run, *, model: str | None = None, mode: str | None = Non
         "TFLOPS_per_GPU" if images else "TFLOPS_per_gpu": run.figure("tflops_non_causal"),
         "GPU_memory_usage": run.figure("memory_gib"),
     }
-    return [{**shared, "metric": name, "performance": _number(value)} for name, value in figures.items()]
+    return [
+        {**shared, "metric": name, "performance": _number(value if run.passed else None)}
+        for name, value in figures.items()
+    ]
 
 
 _TOKENS, _IMAGES = "tok_per_s_per_gpu", "FPS_per_GPU"

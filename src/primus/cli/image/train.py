@@ -38,9 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Resolve, launch, judge. Returns 0 or 1; raises InputError and HostError."""
+    """Resolve, launch, judge. Returns 0 or 1; raises InputError and HostError.
+
+    The folder of the run is left in ``options.output``.
+    """
     recipe = resolved(options)
-    output = (
+    output = options.output = (
         options.output
         or Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     )

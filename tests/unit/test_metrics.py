@@ -166,16 +166,16 @@ def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_nvml")
 def test_amds_counters_are_read_when_every_card_is_a_ranks(tmp_path: Path) -> None:
-    assert energy.meter(2, {}, tmp_path) is None
+    assert energy.meter("h200", 2, {}, tmp_path) is None
     card(tmp_path, 0, 30.0)
     card(tmp_path, 1, 50.0)
     card(tmp_path, 2, 9.0, vendor="0x1a03")
-    read = energy.meter(2, {}, tmp_path)
+    read = energy.meter("h200", 2, {}, tmp_path)
     assert read is not None
     assert read() == 40.0
-    assert energy.meter(1, {}, tmp_path) is None
+    assert energy.meter("h200", 1, {}, tmp_path) is None
     card(tmp_path, 3, None)
-    assert energy.meter(3, {}, tmp_path) is None
+    assert energy.meter("h200", 3, {}, tmp_path) is None
 
 
 class Nvml:
@@ -210,15 +210,18 @@ def test_nvidias_counters_are_those_of_the_visible_gpus(
     visible: str | None, ranks: int, joules: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: Nvml())
-    read = energy.meter(ranks, {"CUDA_VISIBLE_DEVICES": visible} if visible else {}, tmp_path)
+    read = energy.meter("h200", ranks, {"CUDA_VISIBLE_DEVICES": visible} if visible else {}, tmp_path)
     assert (read() if read else None) == joules
 
 
 def test_more_ranks_than_gpus_or_no_counter_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: Nvml())
-    assert energy.meter(5, {}, tmp_path) is None
+    assert energy.meter("h200", 5, {}, tmp_path) is None
+    assert energy.meter("h200", 4, {"CUDA_VISIBLE_DEVICES": ""}, tmp_path) is None
+    assert energy.meter("h200", 4, {}, tmp_path) is not None
+    assert energy.meter("cpu", 4, {}, tmp_path) is None
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: Nvml(counts=False))
-    assert energy.meter(1, {}, tmp_path) is None
+    assert energy.meter("h200", 1, {}, tmp_path) is None
 
 
 def test_facts_name_the_gpu_as_torch_prints_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,8 +218,10 @@ def test_too_many_runs_the_same_run_and_no_place_to_write(
     make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(make("run"))
-    assert main(["report", *[folder] * 9]) == 2
-    assert main(["report", folder, folder]) == 2
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["report", *[folder] * 9, *out]) == 2
+    assert "9 runs\n  → at most 8" in capsys.readouterr().err
+    assert main(["report", folder, folder, *out]) == 2
     assert "named twice" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert main(["report", folder, "--out", str(tmp_path / "file")]) == 3

@@ -118,6 +118,11 @@ def _figures(record: Mapping[str, Any]) -> str:
         "Last loss": number("last_loss", ".4f"),
         "Tokens/s per rank": number("tokens_per_second", ",.0f"),
         "Spread of it": number("spread", ".0%"),
+        "TFLOP/s, causal": number("tflops_causal", ",.4g"),
+        "TFLOP/s, non-causal": number("tflops_non_causal", ",.4g"),
+        "MFU, causal": "—"
+        if not found.get("mfu")
+        else f"{found['mfu']['causal']:.1%} of {found['mfu']['peak_tflops']:,g}",
         "Memory, peak": number("memory_gib", ".2f") + (" GiB" if found.get("memory_gib") is not None else ""),
         "Precision": str(record["recipe"]["precision"]),
         "All jobs": f"{seconds:.0f} s",

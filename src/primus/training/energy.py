@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from primus.recipes.choose import CPU
 from primus.training import logs
 
 __all__ = ["Log", "meter"]
@@ -36,12 +37,12 @@ class Log:
                 file.write(json.dumps({"step": step.step, "joules": round(now - before, 3)}) + "\n")
 
 
-def meter(ranks: int, environment: Mapping[str, str], root: Path = Path("/")) -> Meter | None:
-    """How to read the joules that one of the job's ``ranks`` GPUs has used since some time: their mean.
+def meter(gpu: str, ranks: int, environment: Mapping[str, str], root: Path = Path("/")) -> Meter | None:
+    """How to read the joules that one of the job's ``ranks`` GPUs has used since some time: their mean. ``gpu`` is the recipe's.
 
-    None when they keep no counter, or when nothing tells which GPUs of this machine are the job's.
+    None on a CPU, when they keep no counter, or when nothing tells which GPUs of this machine are the job's.
     """
-    return _nvidia(ranks, environment) or _amd(ranks, root)
+    return None if gpu == CPU else _nvidia(ranks, environment) or _amd(ranks, root)
 
 
 def _nvidia(ranks: int, environment: Mapping[str, str]) -> Meter | None:
@@ -54,7 +55,7 @@ def _nvidia(ranks: int, environment: Mapping[str, str]) -> Meter | None:
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None
     asked = environment.get("CUDA_VISIBLE_DEVICES")
-    words = asked.split(",") if asked else [str(number) for number in range(count.value)]
+    words = [str(number) for number in range(count.value)] if asked is None else asked.split(",")
     handles = []
     for word in words[:ranks]:
         handle = ctypes.c_void_p()
@@ -87,7 +88,7 @@ def _amd(ranks: int, root: Path) -> Meter | None:
         word = _word(file)
         return int(word) / 1e6 if word.isdigit() else None
 
-    return _mean([lambda file=file: joules(file) for file in files], ranks) if len(files) == ranks else None  # type: ignore[misc]
+    return _mean([lambda file=file: joules(file) for file in files], ranks)  # type: ignore[misc]
 
 
 def _mean(counters: Sequence[Meter], ranks: int) -> Meter | None:

@@ -57,7 +57,9 @@ def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verd
     """Run ``job``, which :func:`prepare` prepared, and judge it by the rules that hold for any run."""
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
-    used = energy.Log(job.output / "energy.jsonl", energy.meter(job.recipe.get("ranks", int), environment))
+    used = energy.Log(
+        job.output / "energy.jsonl", energy.meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
+    )
 
     def line(text: str) -> None:
         used.line(text)

@@ -40,7 +40,8 @@ class Log:
 def meter(gpu: str, ranks: int, environment: Mapping[str, str], root: Path = Path("/")) -> Meter | None:
     """How to read the joules that one of the job's ``ranks`` GPUs has used since some time: their mean.
 
-    None when the recipe's ``gpu`` is a CPU, when they keep no counter, or when nothing tells which GPUs of this machine are the job's.
+    None when the recipe's ``gpu`` is a CPU, when they keep no counter, or when nothing tells which GPUs of this machine
+    are the job's.
     """
     return None if gpu == CPU else _nvidia(ranks, environment) or _amd(ranks, root)
 

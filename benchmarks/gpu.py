@@ -37,6 +37,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--runs", type=Path, default=Path("/tmp/primus-gpu"))
     options = parser.parse_args()
+    # A folder of its own: a machine may still hold another call's runs.
+    options.runs = options.runs / time.strftime("%Y%m%d-%H%M%S")
     results: list[dict[str, Any]] = []
     for number, cell in enumerate(options.cells):
         began = time.monotonic()
@@ -62,7 +64,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     recipe, backend, mode, precision = words[:4]
     asked = Asked(backend=backend, mode=mode, precision=precision)
     settings = [f"ranks={options.ranks}", *words[4:]]
-    if not any("steps=" in word for word in settings):
+    if not any(word.startswith("training.steps=") for word in settings):
         settings.append(f"training.steps={options.steps}")
     jobs = suite.plan(recipe, root, settings, asked, level="quick")
     job = jobs[0]
@@ -80,6 +82,12 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     left = outcomes["base"]
     if left.exit_code:
         print("".join((job.output / "log.txt").read_text().splitlines(keepends=True)[-40:]), flush=True)
+    if mode == "lora":
+        # What the run itself counted as trained; the others' gradients are not computed.
+        unit = of_recipe_unit(
+            job.recipe.architecture, job.recipe.seq_len, adapters=left.facts.get("trainable_parameters", 0)
+        )
+        common["gflop_per_unit"] = {"causal": unit.causal / 1e9, "non_causal": unit.non_causal / 1e9}
     facts = {key: value for key, value in left.facts.items() if key not in ("modules", "linears")}
     linears = dict(left.facts.get("linears", {}))
     linears.pop("plain", None)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from primus.images import plan
 from primus.images.action import Action
 from primus.images.plan import plan_image
 from primus.images.project import Project
@@ -100,9 +105,30 @@ def test_the_root_is_the_base_with_more_and_shares_the_images_layers(tmp_path: P
     kit = Kit(tmp_path)
     kit.write("versions.yaml", VERSIONS)
     kit.write("images/demo.yaml", TARGET)
-    plan = plan_image(Project(tmp_path), "demo", LOCK)
-    build = next(a for a in plan.actions() if a.kind == "build")
+    image = plan_image(Project(tmp_path), "demo", LOCK)
+    build = next(a for a in image.actions() if a.kind == "build")
     assert [a.name for a in build.tools] == ["base native build", "environment", "wheels of native build"]
-    torch = next(a for a in plan.layers if a.name == "torch")
+    torch = next(a for a in image.layers if a.name == "torch")
     assert torch.key in {a.key for a in build.tools}, "the same wheel is laid out once"
-    assert "base native build" not in {a.name for a in plan.layers}
+    assert "base native build" not in {a.name for a in image.layers}
+
+
+def test_a_builds_python_lists_folders_sorted(tmp_path: Path) -> None:
+    """As `sitecustomize`, where os.walk, glob and pathlib are what a build's setup.py uses."""
+    folder, order = tmp_path / "folder", tmp_path / "order"
+    folder.mkdir()
+    order.mkdir()
+    shutil.copy(Path(plan.__file__).with_name("sorted_folders.py"), order / "sitecustomize.py")
+    for number in range(60):
+        (folder / f"{number * 37 % 60:02}.cpp").touch()
+    code = (
+        "import glob, os, pathlib, sys; f = sys.argv[1]; (_, _, walked), = os.walk(f);"
+        "print(walked == sorted(walked), glob.glob('*', root_dir=f) == walked,"
+        " [p.name for p in pathlib.Path(f).iterdir()] == walked, os.listdir(f) == walked, len(walked))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(order)}
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"] * 4 + ["60"]
+    plain = subprocess.run([sys.executable, "-I", *command[1:]], capture_output=True, text=True, check=True)
+    assert plain.stdout.startswith("False"), "this disk lists sorted on its own: the test shows nothing"

@@ -173,4 +173,4 @@ def test_every_kind_of_result_has_its_page_and_others_none(tmp_path: Path) -> No
     with pytest.raises(InputError) as caught:
         docs.generated(tmp_path)
     assert caught.value.where == "benchmarks/results/h200-assembly.json"
-    assert "bench-assembly" in (caught.value.hint or "")
+    assert "command" in (caught.value.hint or "")

@@ -24,6 +24,8 @@ BAKED = {v.name: v.value for v in environment("mi355x")}
 def kit(tmp_path: Path) -> Kit:
     kit = make_project(tmp_path / "project")
     kit.edit("images/demo.yaml", "channels:", "gpu: mi355x\nchannels:")
+    # Nothing in it is for that GPU, which no release may be.
+    kit.edit("images/demo.yaml", "channels: [local]", "channels: [local]\npreviews: {local: it is a test}")
     return kit
 
 
@@ -66,12 +68,12 @@ def test_another_gpu_is_another_image_of_the_same_layers(kit: Kit) -> None:
         (
             "name: COLOR, value: red",
             "name: RCCL_WARP_SPEED_AUTO, value: '0'",
-            "images/demo.yaml:7:5: RCCL_WARP_SPEED_AUTO is said twice: the environment of mi355x sets 0 already",
+            "images/demo.yaml:8:5: RCCL_WARP_SPEED_AUTO is said twice: the environment of mi355x sets 0 already",
         ),
         (
             "environment:\n",
             "environment:\n  - {name: COLOR, value: blue, why: to say it twice}\n",
-            "images/demo.yaml:8:5: COLOR stands here twice",
+            "images/demo.yaml:9:5: COLOR stands here twice",
         ),
     ],
 )

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from primus.errors import InputError
+from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
 from primus.report.html import page
 from primus.report.plot import Line, line_chart, ticks
 from primus.training import outcome, ranks, record, start, suite
 from primus.training.job import Job, JobResult
-from primus.training.torchtitan import entry, render
+from primus.training.store import choose_store
+from primus.training.torchtitan import render
 
 LINEARS: dict[str, Any] = {
     "types": {"Linear": 21, "FSDPLinear": 1},
@@ -220,11 +222,11 @@ def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: t
 
 
 def test_ranks_meet_over_a_file_of_the_job(jobs: tuple[Job, ...]) -> None:
-    words = render.argv(jobs[0], "python")
+    words = ranks.argv(jobs[0], "python", {})
     options = dict(pairwise(words))
     assert options["--rdzv-endpoint"].startswith(str(jobs[0].output / "cache"))
     assert options["--rdzv-conf"] == "store_type=file"
-    assert render.environment(jobs[0], {})["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert ranks.environment(jobs[0], {})["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -248,9 +250,9 @@ def test_only_a_torch_without_libuv_does_without(
     monkeypatch.delenv("USE_LIBUV")
     if expected is RuntimeError:
         with pytest.raises(RuntimeError, match=error):
-            entry._store()
+            choose_store()
     else:
-        entry._store()
+        choose_store()
         assert os.environ.get("USE_LIBUV") == expected
 
 
@@ -289,3 +291,28 @@ def test_a_page_of_a_failed_record_says_why(jobs: tuple[Job, ...]) -> None:
     assert "&lt;cpu&gt;" in html
     assert "gradient norm nan" in html
     assert all(asdict(verdict)["reason"] for verdict in verdicts)
+
+
+def test_several_nodes_meet_at_an_address(tmp_path: Path) -> None:
+    job = Job(name="x", recipe=resolve("llama3-proxy", (), Asked(nodes=2)), output=tmp_path)
+    with pytest.raises(InputError, match="2 nodes: NODE_RANK is not set"):
+        ranks.argv(job, "python", {})
+    with pytest.raises(InputError, match="MASTER_ADDR is not set"):
+        ranks.argv(job, "python", {"SLURM_NODEID": "1"})
+    words = " ".join(ranks.argv(job, "python", {"NODE_RANK": "1", "MASTER_ADDR": "first"}))
+    assert "--nnodes 2 --node-rank 1 --master-addr first --master-port 29500" in words
+
+
+def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:
+    jobs = suite.plan("llama3.1-8b", tmp_path, (), Asked(proxy=True, gpu="cpu"), level="full")
+    assert [job.name for job in jobs][4:] == ["one-rank", "tensor-parallel", "precision-bf16", "precision-fp8"]
+    assert jobs[5].resume_from == jobs[4].output / "checkpoint" / "step-1"
+    assert [job.name for job in suite.plan("llama3.1-8b", tmp_path, (), Asked(proxy=True), level="quick")] == ["base"]
+
+    def values(job: Job) -> dict[int, tuple[float, float]]:
+        wrong = {"tensor-parallel": 0.5, "precision-bf16": 0.3}.get(job.name, 0.0)
+        return {n: (loss + wrong, norm) for n, (loss, norm) in losses(job).items()}
+
+    assert judged(jobs, lambda job: leave(job, values=values(job)))[1] == [
+        "precision-bf16: precision", "precision-fp8: precision", "layout", "loss in bf16",
+    ]  # fmt: skip

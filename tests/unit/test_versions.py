@@ -109,7 +109,10 @@ def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: s
         ("deb: python3-a, channel: debian", "needs an exact version"),
         ("deb: python3-a, version: 1.0, channel: pypi", "channel debian is for deb pins"),
         ("wheel: a, version: 1.0, channel: debian", "channel debian is for deb pins"),
-        ("sdist: a, version: 1.0, channel: pypi, build: {debs: [gcc]}, pure: true", "`pure` goes with `wheel` only"),
+        (
+            "sdist: a, version: 1.0, channel: pypi, build: {debs: [gcc]}, pure: true",
+            "`pure` and `without` go with `wheel` only",
+        ),
         ("path: src, to: '{here}/a', channel: local", "{site}/NAME"),
         ("wheel: a, version: 1.0, channel: debain", "did you mean 'debian'?"),
         ("wheel: a, verison: 1.0, channel: pypi", "did you mean 'version'?"),

@@ -134,3 +134,12 @@ def test_path_that_escapes_is_refused(tmp_path: Path) -> None:
         archive.writestr("../../etc/passwd", "root")
     with pytest.raises(HostError, match="leaves its folder"):
         list(wheel_entries(path, NAME, PREFIX))
+
+
+def test_a_folder_left_out_is_not_in_the_record_either(tmp_path: Path) -> None:
+    entries = list(wheel_entries(make_wheel(tmp_path), NAME, PREFIX, without=("demo",)))
+    whole = {e.path for e in wheel_entries(make_wheel(tmp_path), NAME, PREFIX)}
+    assert whole - {e.path for e in entries} == {f"{PREFIX.site}/demo/__init__.py", f"{PREFIX.site}/demo/bin/tool"}
+    (record,) = [b"".join(e.chunks()).decode() for e in entries if e.path.endswith("/RECORD")]
+    assert "demo/__init__.py" not in record
+    assert "pure.py" in record

@@ -145,7 +145,7 @@ class Workshop:
         prefix = Prefix(root=str(action.spec["prefix"]), python=str(action.spec["python"]))
         entries: list[Entry] = []
         for file in (*action.files, *self._built(action)):
-            entries += wheel_entries(self._file(file), file.file, prefix)
+            entries += wheel_entries(self._file(file), file.file, prefix, action.spec.get("without", ()))  # type: ignore[arg-type]
         yield from entries
         yield from self._bytecode(action, prefix.site, entries, scratch)
 

@@ -208,7 +208,7 @@ def _components(
                 raise InputError(
                     f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}"
                 )
-            made[component] = _wheels(project, component, (wheel,), where, root, prefix, tool)
+            made[component] = _wheels(project, component, (wheel,), where, root, prefix, tool, without=pin.without)
         else:
             built = _build(project, name, pin, lock, where, root, prefix, tool, made)
             made[component] = _wheels(project, component, (), where, root, prefix, tool, built)
@@ -283,6 +283,7 @@ def _wheels(
     prefix: Prefix,
     tool: str,
     built: Action | None = None,
+    without: tuple[str, ...] = (),
 ) -> Action:
     # Bytecode is compiled by the image's own interpreter: its packages, not the whole base, are an input.
     python = [i for a in root for i in a.inputs if "python3" in i.name]
@@ -295,7 +296,12 @@ def _wheels(
             *python,
             Input(name="bytecode", value="sha256:" + project.stats.sha256(str(_BYTECODE))),
         ),
-        spec={"prefix": prefix.root, "python": prefix.python, "built": built.key if built else None},
+        spec={
+            "prefix": prefix.root,
+            "python": prefix.python,
+            "built": built.key if built else None,
+            **({"without": list(without)} if without else {}),
+        },
         needs=(built,) if built else (),
         files=files,
         tools=root,

@@ -14,7 +14,7 @@ import hashlib
 import io
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -34,14 +34,15 @@ if __name__ == "__main__":
 """
 
 
-def wheel_entries(path: Path, file_name: str, prefix: Prefix) -> Iterator[Entry]:
+def wheel_entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str] = ()) -> Iterator[Entry]:
     """The wheel's files as entries, sources still in the archive; ``file_name`` is the wheel's real name.
 
+    Folders at its top that ``without`` names are left out, of its ``RECORD`` too.
     Raises HostError when the archive is no wheel.
     """
     try:
         archive = zipfile.ZipFile(path)
-        infos = [i for i in archive.infolist() if not i.is_dir()]
+        infos = [i for i in archive.infolist() if not i.is_dir() and i.filename.split("/")[0] not in without]
         dist = next(i.filename.split("/")[0] for i in infos if re.fullmatch(r"[^/]+\.dist-info/WHEEL", i.filename))
     except (zipfile.BadZipFile, StopIteration, OSError):
         raise HostError(

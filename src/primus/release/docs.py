@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError
+from primus.release.gpu_results_page import gpu_results_page
 from primus.versions.lock import drift
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ def assembly_page(result: Mapping[str, Any]) -> str:
 _PAGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "engine": benchmark_page,
     "assembly": assembly_page,
+    "gpu": gpu_results_page,
 }
 
 

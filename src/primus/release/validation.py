@@ -2,54 +2,101 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primus.errors import InputError
 from primus.images.roots import root_of_image
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from primus.gates.check import Outcome as Checked
     from primus.gates.model import GateReport
     from primus.images.project import Project
+    from primus.release.cells import Cell
+    from primus.sandbox.model import Engine, RootFs
     from primus.training.checks import Verdict
     from primus.training.job import Job, JobResult
+    from primus.training.outcome import Outcome
 
-__all__ = ["outcome_text", "validate"]
+__all__ = ["Validated", "outcome_text", "table", "validate"]
 
 _INSIDE = Path("/out")
 # A proxy trains in well under a minute; what takes longer than this hangs, and hangs must fail (exit code 124).
 _JOB_SECONDS = 900
+_NO_GPU = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated:
+    """One cell's evidence, the folder it lies in, and whether it is from an earlier validation."""
+
+    record: dict[str, Any]
+    folder: Path
+    kept: bool = False
 
 
 def validate(
-    project: Project, target: str, *, recipe: str | None, output: Path, engine: str, quiet: bool
-) -> tuple[dict[str, Any], Path]:
-    """Train ``recipe`` in the image of ``target``; the record, and the folder it lies in.
+    project: Project,
+    target: str,
+    cells: Sequence[Cell],
+    *,
+    level: str,
+    output: Path,
+    engine: str,
+    quiet: bool,
+    again: bool = False,
+) -> list[Validated]:
+    """Train each cell in the image of ``target`` and judge it.
 
-    The recipe is resolved here and again in the image; a difference between the two fails the record.
+    A recipe is resolved here and again in the image; a difference between the two fails the record. A cell whose
+    record already passed for the same image content, recipe, suite and GPU is not run again, unless ``again``.
     """
     from primus.gates.check import check_image
     from primus.images.display import choose_progress
-    from primus.report.html import page
     from primus.sandbox.engines import choose
-    from primus.training import record as records
     from primus.training import suite
 
-    # The same folder that the image's recipes layer is made from, wherever this code is installed.
-    os.environ["PRIMUS_RECIPES"] = str(project.root / "recipes")
-    name = recipe or _default_recipe(project, target)
     runner = choose(engine)
     root = root_of_image(project.store, project.work / "unpacked", target, ref=project.ref(target))
-    folder = output / target / Path(name).stem
-    jobs = suite.plan(name, _INSIDE)
+    with choose_progress(quiet) as progress:
+        gates = check_image(project, target, progress)
+    image = {
+        "ref": root.name,
+        "manifest": project.store.images()[root.name]["digest"],
+        "content": _content(root.config_bytes),
+    }
+    done: list[Validated] = []
+    for number, cell in enumerate(cells, 1):
+        folder = output / target / cell.folder
+        jobs = suite.plan(cell.recipe, _INSIDE, (), cell.asked, level)
+        shown = f"[{number}/{len(cells)}] {cell}"
+        if not again and (kept := _passed_before(folder, image, jobs)):
+            done.append(Validated(record=kept, folder=folder, kept=True))
+            if not quiet:
+                _say(f"✓ {shown}: passed on {kept['made']}, for this image and recipe; --again runs it again")
+            continue
+        if not quiet and len(cells) > 1:
+            _say(f"▸ {shown}")
+        outcomes = suite.run(jobs, _runner(runner, root, folder, quiet=quiet))
+        evidence = _evidence(project, target, jobs, outcomes, gates, image, runner.name)
+        done.append(Validated(record=evidence, folder=folder))
+        _keep(evidence, folder)
+    return done
+
+
+def _runner(runner: Engine, root: RootFs, folder: Path, *, quiet: bool) -> Callable[[Job], JobResult]:
+    """What runs a job in a container of its own, ``folder`` being its ``/out``."""
+    from primus.sandbox.model import Command, Mount
+    from primus.training.job import JobResult
+
     folder.mkdir(parents=True, exist_ok=True)
 
     def run_job(job: Job) -> JobResult:
-        from primus.sandbox.model import Command, Mount
-        from primus.training.job import JobResult
-
         here = folder / job.output.relative_to(_INSIDE)
         _clear(here)
         if not quiet:
@@ -64,23 +111,57 @@ def validate(
             code = runner.run(root, command, stdout=log, stderr=log if quiet else None)
         return JobResult(exit_code=code, output=here)
 
-    with choose_progress(quiet) as progress:
-        gates = check_image(project, target, progress)
-    outcomes = suite.run(jobs, run_job)
-    state = project.store.images()[root.name]
-    evidence = records.make(
+    return run_job
+
+
+def _passed_before(folder: Path, image: Mapping[str, Any], jobs: Sequence[Job]) -> dict[str, Any] | None:
+    """The record of an earlier validation that proves the same."""
+    from primus.training import suite
+
+    try:
+        record: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        recipe = suite.recipe_of(jobs)
+        same = (
+            record["image"]["content"] == image["content"]
+            and record["recipe"]["sha256"] == recipe.digest
+            and record["suite"]["sha256"] == suite.digest(recipe, jobs)
+            and record["gpu"] == _NO_GPU
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return record if same and record.get("passed") is True else None
+
+
+def _evidence(
+    project: Project,
+    target: str,
+    jobs: Sequence[Job],
+    outcomes: Mapping[str, Outcome],
+    gates: Checked,
+    image: Mapping[str, Any],
+    engine: str,
+) -> dict[str, Any]:
+    from primus.training import record as records
+    from primus.training import suite
+
+    return records.make(
         jobs,
         outcomes,
         [*suite.judge(jobs, outcomes), *map(_gate_verdict, gates.reports)],
         target=target,
-        image={"ref": root.name, "manifest": state["digest"], "content": _content(root.config_bytes)},
-        gpu="none",
+        image=image,
+        gpu=_NO_GPU,
         made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        extra={"engine": runner.name, "gates": gates.as_json(), "not_run": _not_run(project, target)},
+        extra={"engine": engine, "gates": gates.as_json(), "not_run": _not_run(project, target)},
     )
+
+
+def _keep(evidence: dict[str, Any], folder: Path) -> None:
+    from primus.report.html import page
+    from primus.training import record as records
+
     records.write(evidence, folder / "record.json")
     (folder / "report.html").write_text(page(evidence), encoding="utf-8")
-    return evidence, folder
 
 
 def _gate_verdict(report: GateReport) -> Verdict:
@@ -96,15 +177,6 @@ def _not_run(project: Project, target: str) -> list[str]:
     """What this record does not speak for, in sentences: jobs run on the CPU whatever the image is made for."""
     arch = project.arch(target)
     return [f"the GPU part ({arch}): the jobs ran on the CPU; nothing here is a pass for the GPU"] if arch else []
-
-
-def _default_recipe(project: Project, target: str) -> str:
-    recipes = project.target(target).recipes
-    if not recipes:
-        raise InputError(
-            f"target {target} names no recipe", where=project.target_place(target), hint="primus validate --recipe NAME"
-        )
-    return recipes[0]
 
 
 def _content(config: bytes) -> str:
@@ -125,6 +197,25 @@ def _say(text: str) -> None:
     import sys
 
     print(text, file=sys.stderr, flush=True)
+
+
+def table(validated: Sequence[Validated]) -> str:
+    """One line per cell, then the sum."""
+    width = max(len(v.folder.name) for v in validated)
+    lines = []
+    for one in validated:
+        record = one.record
+        losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
+        curve = f"loss {losses[0]:.3f} → {losses[-1]:.3f}" if losses and None not in losses else "no loss"
+        failed = [v["name"] for v in record["verdicts"] if not v["passed"]]
+        said = f"✗ {', '.join(failed)}" if failed else f"{len(record['verdicts'])} checks"
+        lines.append(
+            f"{'✓' if record['passed'] else '✗'} {one.folder.name:<{width}}  {record['recipe']['precision']:<5}  "
+            f"{len(record['jobs'])} runs  {curve}  {said}{'  (kept)' if one.kept else ''}"
+        )
+    bad = sum(not one.record["passed"] for one in validated)
+    lines.append(f"{'FAILED' if bad else 'passed'}: {len(validated) - bad} of {len(validated)} passed")
+    return "\n".join(lines)
 
 
 def outcome_text(record: dict[str, Any], folder: Path) -> str:

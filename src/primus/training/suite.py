@@ -23,9 +23,8 @@ from primus.training.job import Job, JobResult
 from primus.training.logs import Series
 from primus.training.outcome import Outcome
 
-__all__ = ["LEVELS", "digest", "judge", "plan", "recipe_of", "run"]
+__all__ = ["digest", "judge", "plan", "recipe_of", "run"]
 
-LEVELS = ("quick", "standard", "full")
 # Raised when a rule or the plan changes its meaning: a record of another suite proves something else.
 FORMAT = 2
 _PRECISION_JOB = "precision-"

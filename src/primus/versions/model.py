@@ -95,6 +95,12 @@ class Pin:
     pure: bool = described(
         "Take the wheel for every platform, where one for this platform holds code of another GPU.", default=False
     )
+    without: tuple[str, ...] = described(
+        "Folders at the top of the wheel to leave out, where another component's wheel brings the same files.",
+        pattern=r"[A-Za-z0-9_.-]+",
+        shape="the name of a folder",
+        default=(),
+    )
     place: int = field(default=-1, compare=False, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
@@ -110,8 +116,8 @@ class Pin:
             raise ValueError(f"a {kinds[0]} pin needs an exact version and a channel other than local")
         if (kinds[0] == "deb") != (self.channel == "debian"):
             raise ValueError("channel debian is for deb pins, and only for them")
-        if self.pure and kinds[0] != "wheel":
-            raise ValueError("`pure` goes with `wheel` only")
+        if (self.pure or self.without) and kinds[0] != "wheel":
+            raise ValueError("`pure` and `without` go with `wheel` only")
         if (kinds[0] in ("sdist", "git")) != (self.build is not None):
             raise ValueError("an sdist or git pin, and only it, says how it becomes a wheel: `build`")
         if self.requires and kinds[0] not in ("sdist", "git"):

@@ -1,7 +1,7 @@
 """Build the image, train in it and judge the outcome: every job of the suite in a container of its own.
 
-Writes record.json and report.html below out/validation/<target>/<recipe>/. Exit code 0: every check passed;
-1: a job or a check failed.
+Writes record.json and report.html below out/validation/<target>/<recipe>/. What already passed for the same image
+content, recipe and suite is not run again. Exit code 0: every check passed; 1: a job or a check failed.
 """
 
 from __future__ import annotations
@@ -9,10 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from primus.cli.host.common import add_build_options, add_project_options, add_target, open_project
+from primus.training.levels import LEVELS
 
-EXAMPLE = "primus validate cpu --recipe llama3-proxy"
+if TYPE_CHECKING:
+    from primus.images.project import Project
+    from primus.release.cells import Cell
+
+EXAMPLE = "primus validate cpu --suite quick"
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -20,7 +26,16 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus validate``."""
     add_target(parser)
-    parser.add_argument("--recipe", metavar="NAME", help="recipe to train (default: the target's own)")
+    parser.add_argument("--recipe", metavar="NAME", help="recipe to train (default: the target's first; see --suite)")
+    parser.add_argument(
+        "--suite",
+        choices=LEVELS,
+        help="quick: one run; standard: again, resumed and split, too; full: another layout and every precision, too. "
+        "With it, every recipe of the target is trained by every backend and in every mode that it supports",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="run also what already passed for the same image and recipe"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the evidence (default: out/validation)")
     parser.add_argument("--engine", choices=("auto", "embedded", "docker"), default="auto", help="what runs the jobs")
     parser.add_argument("--no-build", action="store_true", help="validate the image as it is in the store")
@@ -32,24 +47,49 @@ def run(args: argparse.Namespace) -> int:
     """Build, train, judge, record."""
     import json
 
-    from primus.release.validation import outcome_text, validate
+    from primus.release.validation import outcome_text, table, validate
 
     project = open_project(args)
+    cells = _cells(project, args)
     if not args.no_build:
         _build(args)
-    record, folder = validate(
+    validated = validate(
         project,
         args.target,
-        recipe=args.recipe,
+        cells,
+        level=args.suite or "standard",
         output=(args.output or project.root / "out" / "validation").absolute(),
         engine=args.engine,
         quiet=args.json,
+        again=args.again,
     )
+    records = [one.record for one in validated]
     if args.json:
-        print(json.dumps(record))
+        print(json.dumps(records if args.suite else records[0]))
+    elif len(validated) == 1:
+        print(outcome_text(records[0], validated[0].folder))
     else:
-        print(outcome_text(record, folder))
-    return 0 if record["passed"] else 1
+        print(table(validated))
+    return 0 if all(record["passed"] for record in records) else 1
+
+
+def _cells(project: Project, args: argparse.Namespace) -> tuple[Cell, ...]:
+    import os
+
+    from primus.errors import InputError
+    from primus.release.cells import cells_of
+
+    # The same folder that the image's recipes layer is made from, wherever this code is installed.
+    os.environ["PRIMUS_RECIPES"] = str(project.root / "recipes")
+    own = project.target(args.target).recipes
+    if not own and not args.recipe:
+        raise InputError(
+            f"target {args.target} names no recipe",
+            where=project.target_place(args.target),
+            hint="primus validate --recipe NAME",
+        )
+    names = (args.recipe,) if args.recipe else own if args.suite else own[:1]
+    return cells_of(names, every=args.suite is not None)
 
 
 def _build(args: argparse.Namespace) -> None:

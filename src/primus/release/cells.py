@@ -1,0 +1,50 @@
+"""What one validation of an image consists of: recipes, and for each the ways to train it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from primus.errors import InputError
+from primus.recipes import load
+from primus.recipes.choose import CPU, supported
+from primus.recipes.model import Asked
+
+__all__ = ["Cell", "cells_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One recipe trained one way; ``asked`` names everything that is not the recipe's default."""
+
+    recipe: str
+    asked: Asked
+    folder: str
+
+    def __str__(self) -> str:
+        return " ".join([self.recipe, *(word for word in (self.asked.backend, self.asked.mode) if word)])
+
+
+def cells_of(recipes: Iterable[str], *, every: bool) -> tuple[Cell, ...]:
+    """The cells of ``recipes`` as they are trained without a GPU: their proxies.
+
+    With ``every``, each backend and mode that a recipe supports, else its default alone. InputError for a recipe
+    that there is not, or that supports nothing.
+    """
+    here = Asked(gpu=CPU, proxy=True)
+    cells: list[Cell] = []
+    for name in recipes:
+        short = name.rpartition("/")[2].removesuffix(".yaml")
+        if not every:
+            cells.append(Cell(recipe=name, asked=here, folder=short))
+            continue
+        ways = supported(load.read(load.find(name)).settings)
+        if not ways:
+            raise InputError(f"recipe {name} supports nothing", where=str(load.find(name)))
+        cells += [
+            Cell(
+                recipe=name, asked=replace(here, backend=backend, mode=mode), folder=f"{short}-{backend}-{mode}"
+            )
+            for backend, mode in ways
+        ]  # fmt: skip
+    return tuple(cells)

@@ -108,6 +108,7 @@ def test_json_lines_hold_no_nan() -> None:
     text = metrics.as_json_lines(logs.parse_torchtitan(line(1, "nan", "inf")))
     assert json.loads(text) == {
         "step": 1, "loss": None, "grad_norm": None, "tokens_per_second": 3986.0, "memory_gib": 0.59,
+        "images_per_second": None, "joules": None, "tflops_causal": None, "tflops_non_causal": None,
     }  # fmt: skip
 
 

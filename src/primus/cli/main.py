@@ -31,6 +31,7 @@ VERBS = {
     "train": ("image.train", "run a recipe on this machine"),
     "import-exp": ("image.import_exp", "turn an experiment file of Primus into a recipe"),
     "compat": ("image.compat", "run a command of older documents, such as run_pretrain.sh"),
+    "report": ("image.report", "compare runs: perf.csv, MAD's CSV, one HTML page"),
     "turbo": ("image.turbo", "kernels compiled ahead of time: list, compile, prove"),
 }
 

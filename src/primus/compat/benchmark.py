@@ -52,6 +52,7 @@ def report(words: Sequence[str]) -> Request:
         asked=Asked(backend=backend, mode="full" if flux else mode, precision=precision),
         words=(f"{backend}.training.seq_len={seq_len}",) if seq_len and not flux else (),
         says=(says,) if says else (),
+        benchmark=(model, given["mode"]),
     )
 
 

@@ -16,7 +16,8 @@ class Request:
 
     ``says`` are sentences for the user: what differs from the old command, and why. ``environment`` is what the ranks
     are given on top. ``gpu_of_path`` is the generation that a documented path was made for: settings follow the
-    machine's own GPU, and this one only where nothing is started and there is none.
+    machine's own GPU, and this one only where nothing is started and there is none. ``benchmark`` is the model and the
+    mode in the command's words, where it wrote a CSV of them.
     """
 
     recipe: str
@@ -25,6 +26,7 @@ class Request:
     says: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     gpu_of_path: str | None = None
+    benchmark: tuple[str, str] | None = None
 
     def train(self) -> list[str]:
         """The words after ``primus train`` that ask for the same."""

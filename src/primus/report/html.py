@@ -9,15 +9,15 @@ from typing import Any
 
 from primus.report.plot import Line, line_chart
 
-__all__ = ["page"]
+__all__ = ["document", "grid", "page"]
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c2127;--soft:#5b6673;--rule:#dfe3e8;
 --card:#f6f8fa;
---good:#11753a;--goodbg:#e2f5e9;--bad:#b3261e;--badbg:#fdeceb;--a:#1f5fbf;--b:#c2571a;--c:#7a3fb0}
+--good:#11753a;--goodbg:#e2f5e9;--bad:#b3261e;--badbg:#fdeceb;--a:#1f5fbf;--b:#c2571a;--c:#7a3fb0;--d:#0f766e}
 @media(prefers-color-scheme:dark){:root{--bg:#14181d;--fg:#e6e9ed;--soft:#9aa5b1;--rule:#2f363e;
 --card:#1c2229;
---good:#6fd596;--goodbg:#163423;--bad:#ff9a92;--badbg:#40191a;--a:#78aef5;--b:#f0a06a;--c:#c79bf0}}
+--good:#6fd596;--goodbg:#163423;--bad:#ff9a92;--badbg:#40191a;--a:#78aef5;--b:#f0a06a;--c:#c79bf0;--d:#5cc8bd}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1080px;padding:28px 20px 60px;background:var(--bg);color:var(--fg);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
@@ -49,6 +49,14 @@ svg .grid{stroke:var(--rule)}svg .axis{stroke:var(--soft)}
 svg polyline{fill:none;stroke-width:1.6}svg polyline.a{stroke-width:3;opacity:.55}
 svg .a{stroke:var(--a)}svg circle.a{fill:var(--a)}svg .b{stroke:var(--b);stroke-dasharray:5 4}
 svg circle.b{fill:var(--b);stroke:none}svg circle.c{fill:none;stroke:var(--c);stroke-width:1.6}
+svg .r0{stroke:var(--a)}svg circle.r0{fill:var(--a)}svg .r1{stroke:var(--b)}svg circle.r1{fill:var(--b)}
+svg .r2{stroke:var(--c)}svg circle.r2{fill:var(--c)}svg .r3{stroke:var(--d)}svg circle.r3{fill:var(--d)}
+svg .r4{stroke:var(--a);stroke-dasharray:6 4}svg circle.r4{fill:var(--a)}
+svg .r5{stroke:var(--b);stroke-dasharray:6 4}svg circle.r5{fill:var(--b)}
+svg .r6{stroke:var(--c);stroke-dasharray:6 4}svg circle.r6{fill:var(--c)}
+svg .r7{stroke:var(--d);stroke-dasharray:6 4}svg circle.r7{fill:var(--d)}svg circle{stroke-dasharray:none}
+.legend{display:flex;flex-wrap:wrap;gap:4px 20px;list-style:none;padding:0;margin:0 0 12px;overflow-wrap:anywhere}
+svg.key{width:28px;height:10px;background:none;margin-right:8px;vertical-align:middle}svg.key line{stroke-width:2.4}
 details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}
 """
 
@@ -57,11 +65,8 @@ def page(record: Mapping[str, Any]) -> str:
     """The whole page. Everything shown comes from ``record`` (see :mod:`primus.training.record`)."""
     recipe = record["recipe"]
     title = f"Validation of {record['target']} with {recipe['name']}"
-    return "".join(
+    body = "".join(
         [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width,initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
             f'<p class="sub">{escape(str(recipe.get("description", "")))}</p>',
             _outcome(record),
@@ -74,8 +79,17 @@ def page(record: Mapping[str, Any]) -> str:
             f"<h2>Checks</h2>{_verdicts(record['verdicts'])}",
             f"<h2>What ran</h2>{_what(record)}",
             f"<h2>Commands</h2>{_commands(record['jobs'])}",
-            "</body></html>\n",
         ]
+    )
+    return document(title, body)
+
+
+def document(title: str, body: str) -> str:
+    """A page in the reports' style, around ``body``, which is HTML."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>\n"
     )
 
 
@@ -104,6 +118,11 @@ def _figures(record: Mapping[str, Any]) -> str:
         "Last loss": number("last_loss", ".4f"),
         "Tokens/s per rank": number("tokens_per_second", ",.0f"),
         "Spread of it": number("spread", ".0%"),
+        "TFLOP/s, causal": number("tflops_causal", ",.4g"),
+        "TFLOP/s, non-causal": number("tflops_non_causal", ",.4g"),
+        "MFU, causal": "—"
+        if not found.get("mfu")
+        else f"{found['mfu']['causal']:.1%} of {found['mfu']['peak_tflops']:,g}",
         "Memory, peak": number("memory_gib", ".2f") + (" GiB" if found.get("memory_gib") is not None else ""),
         "Precision": str(record["recipe"]["precision"]),
         "All jobs": f"{seconds:.0f} s",
@@ -144,7 +163,8 @@ def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> str:
     single = [verdict for verdict in verdicts if ": " in verdict["name"]]
     rows = "".join(_row(verdict) for verdict in [*overall, *(item for item in single if not item["passed"])])
     head = "<tr><th></th><th>Check</th><th>Measured</th><th>Limit</th><th>Reason</th></tr>"
-    return f'<div class="wide"><table>{head}{rows}</table></div>' + _grid(single)
+    cells = {(job, check): verdict for verdict in single for job, check in [verdict["name"].split(": ", 1)]}
+    return f'<div class="wide"><table>{head}{rows}</table></div>' + grid(cells, "Check of each job")
 
 
 def _row(verdict: Mapping[str, Any]) -> str:
@@ -156,8 +176,8 @@ def _row(verdict: Mapping[str, Any]) -> str:
     )
 
 
-def _grid(verdicts: Sequence[Mapping[str, Any]]) -> str:
-    cells = {tuple(verdict["name"].split(": ", 1)): verdict for verdict in verdicts}
+def grid(cells: Mapping[tuple[str, str], Mapping[str, Any]], title: str) -> str:
+    """A table of verdicts: a row for each check, a column for each job, from (job, check) → verdict."""
     jobs = list(dict.fromkeys(job for job, _ in cells))
     checks = list(dict.fromkeys(check for _, check in cells))
     rows = []
@@ -174,7 +194,7 @@ def _grid(verdicts: Sequence[Mapping[str, Any]]) -> str:
             row.append(f'<td title="{escape(verdict["reason"])}">{shown}</td>')
         rows.append(f"<tr>{''.join(row)}</tr>")
     head = "".join(f"<th>{escape(job)}</th>" for job in jobs)
-    return f'<div class="wide"><table><tr><th>Check of each job</th>{head}</tr>{"".join(rows)}</table></div>'
+    return f'<div class="wide"><table><tr><th>{escape(title)}</th>{head}</tr>{"".join(rows)}</table></div>'
 
 
 def _what(record: Mapping[str, Any]) -> str:

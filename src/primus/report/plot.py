@@ -11,11 +11,13 @@ __all__ = ["Line", "line_chart", "ticks"]
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 34, 44
+_DOTTED = 200  # more points than that lie on each other
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series of (x, y) points; ``style`` is a CSS class: ``a`` solid, ``b`` dashed, ``c`` dots.
+    """One series of (x, y) points; ``style`` is a CSS class: ``a`` solid, ``b`` dashed, ``c`` dots,
+    ``r0`` … ``r7`` one colour each. Long lines have no dots.
 
     A y of None (or not finite) is a gap, marked by a cross on the axis: a missing value must be seen.
     """
@@ -25,7 +27,7 @@ class Line:
     points: Sequence[tuple[float, float | None]]
 
 
-def line_chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
+def line_chart(title: str, x_title: str, y_title: str, lines: Sequence[Line], *, legend: bool = True) -> str:
     """The chart as an ``<svg>`` element; a sentence in its place when there is nothing to draw."""
     values = [y for line in lines for _, y in line.points if y is not None and math.isfinite(y)]
     places = [x for line in lines for x, _ in line.points]
@@ -64,7 +66,7 @@ def line_chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) ->
     )
     for line in lines:
         parts += _draw(line, across, down, base)
-    parts.append(_legend(lines))
+    parts.append(_legend(lines) if legend else "")
     parts.append("</svg>")
     return "".join(parts)
 
@@ -84,6 +86,8 @@ def _draw(line: Line, across: Callable[[float], float], down: Callable[[float], 
             parts.append(f'<text class="gap" x="{across(x):.1f}" y="{base - 4}" text-anchor="middle">✕</text>')
             continue
         run.append(f"{across(x):.1f},{down(y):.1f}")
+        if len(line.points) > _DOTTED and line.style != "c":
+            continue
         at = f'cx="{across(x):.1f}" cy="{down(y):.1f}"'
         tip = f"<title>{escape(line.label)}, step {x:g}: {y:.6g}</title>"
         radius = 3.4 if line.style == "c" else 2.2

@@ -46,6 +46,7 @@ def static(parts: Sequence[Any], device: str) -> dict[str, Any]:
     return {
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "device": device,
+        **_gpu(device),
         "world_size": dist.get_world_size(),
         "backend": dist.get_backend(),
         "threads": torch.get_num_threads(),
@@ -57,6 +58,14 @@ def static(parts: Sequence[Any], device: str) -> dict[str, Any]:
         "parameter_dtypes": _counts(str(parameter.dtype) for parameter in parameters),
         "modules": dict(sorted(modules.items())),
     }
+
+
+def _gpu(device: str) -> dict[str, Any]:
+    """Rank 0's GPU as torch prints it, and its compute units or SMs: a partition bears the whole GPU's name."""
+    if device != "cuda":
+        return {}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"gpu": properties.name, "gpu_units": properties.multi_processor_count}
 
 
 def _computed(tensor: Any) -> str:

@@ -8,25 +8,32 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["Series", "Step", "parse_torchtitan", "read_exact", "step_in", "with_exact"]
+__all__ = ["Series", "Step", "parse_torchtitan", "read_exact", "read_joules", "step_in", "with_exact", "with_joules"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # Loss and gradient norm are taken as any word: a NaN must be read, not skipped.
 _TORCHTITAN = re.compile(
     r"(?<!validate )step:\s*(\d+)\s+loss:\s*(\S+)\s+grad_norm:\s*(\S+)\s+"
     r"memory:\s*(-?[\d.]+)\s*GiB\((-?[\d.]+)%\)\s+tps:\s*([\d,]+)\s+tflops:\s*([\d,.]+)\s+mfu:\s*([\d.]+%|N/A)"
+    r"(?:\s+images/s:\s*([\d.]+))?"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step: ``tokens_per_second`` of the slowest rank, ``memory_gib`` of the fullest."""
+    """One optimizer step: ``tokens_per_second`` of the slowest rank, ``memory_gib`` of the fullest.
+
+    ``images_per_second``, of the slowest rank too, is None unless the model makes images; ``joules`` is what one GPU
+    used, the mean of those on this node, None where they do not report it.
+    """
 
     step: int
     loss: float
     grad_norm: float
     tokens_per_second: float
     memory_gib: float
+    images_per_second: float | None = None
+    joules: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +68,7 @@ def step_in(line: str) -> Step | None:
         grad_norm=_number(match[3]),
         memory_gib=max(0.0, float(match[4])),
         tokens_per_second=float(match[6].replace(",", "")),
+        images_per_second=float(match[9]) if match[9] else None,
     )
 
 
@@ -89,20 +97,35 @@ def parse_torchtitan(text: str) -> Series:
             known,
             tokens_per_second=min(known.tokens_per_second, step.tokens_per_second),
             memory_gib=max(known.memory_gib, step.memory_gib),
+            images_per_second=min(filter(None, (known.images_per_second, step.images_per_second)), default=None),
         )
     return Series(steps=tuple(found[number] for number in sorted(found)), problems=tuple(problems))
 
 
 def read_exact(lines: Iterable[str]) -> dict[int, tuple[float, float]]:
     """Step → (loss, gradient norm) from the run's own unrounded lines; a half-written line is left out."""
-    values: dict[int, tuple[float, float]] = {}
+    return {step: (loss, norm) for step, (loss, norm) in _by_step(lines, "loss", "grad_norm").items()}
+
+
+def read_joules(lines: Iterable[str]) -> dict[int, float]:
+    """Step → joules of one GPU, from what the launcher measured; a half-written line is left out."""
+    return {step: joules for step, (joules,) in _by_step(lines, "joules").items()}
+
+
+def _by_step(lines: Iterable[str], *keys: str) -> dict[int, tuple[float, ...]]:
+    values: dict[int, tuple[float, ...]] = {}
     for line in lines:
         try:
             entry = json.loads(line)
-            values[int(entry["step"])] = (float(entry["loss"]), float(entry["grad_norm"]))
+            values[int(entry["step"])] = tuple(float(entry[key]) for key in keys)
         except (ValueError, KeyError, TypeError):
             continue
     return values
+
+
+def with_joules(series: Series, joules: Mapping[int, float]) -> Series:
+    """``series`` with the energy of each step that has one."""
+    return replace(series, steps=tuple(replace(step, joules=joules.get(step.step)) for step in series.steps))
 
 
 def with_exact(series: Series, exact: Mapping[int, tuple[float, float]]) -> Series:

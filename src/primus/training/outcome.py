@@ -41,10 +41,11 @@ def read(job: Job, result: JobResult) -> Outcome:
     left = _json(folder / "result.json")
     series = logs.parse_torchtitan(_text(folder / "log.txt"))
     exact = logs.read_exact(_text(folder / "exact.jsonl").splitlines())
+    joules = logs.read_joules(_text(folder / "energy.jsonl").splitlines())
     return Outcome(
         job=job,
         exit_code=_exit_code(left, result.exit_code),
-        series=logs.with_exact(series, exact),
+        series=logs.with_joules(logs.with_exact(series, exact), joules),
         facts=_json(folder / "facts.json"),
         argv=tuple(left.get("argv", ())),
         seconds=float(left.get("seconds", 0.0)),

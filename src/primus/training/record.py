@@ -8,7 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from primus.training import metrics, suite
+from primus.recipes.model import Recipe
+from primus.training import metrics, suite, utilization
 from primus.training.checks import Verdict
 from primus.training.job import Job
 from primus.training.outcome import Outcome
@@ -60,13 +61,16 @@ def make(
         "suite": {"sha256": suite.digest(recipe, jobs), "format": suite.FORMAT},
         "versions": dict(base.facts.get("versions", {})) if base else {},
         "facts": dict(base.facts) if base else {},
-        "measurements": asdict(metrics.summarize(base.series, recipe.get("validation.warmup_steps", int)))
-        if base
-        else {},
+        "measurements": _measurements(recipe, base) if base else {},
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "jobs": [_job(job, outcomes.get(job.name)) for job in jobs],
         **(extra or {}),
     }
+
+
+def _measurements(recipe: Recipe, left: Outcome) -> dict[str, Any]:
+    done = utilization.work(recipe, left.facts)
+    return asdict(metrics.summarize(left.series, recipe.get("validation.warmup_steps", int), done))
 
 
 def _job(job: Job, left: Outcome | None) -> dict[str, Any]:
@@ -77,7 +81,7 @@ def _job(job: Job, left: Outcome | None) -> dict[str, Any]:
     }
     if left is None:
         return content
-    lines = metrics.as_json_lines(left.series).splitlines()
+    lines = metrics.as_json_lines(left.series, utilization.work(job.recipe, left.facts)).splitlines()
     return {
         **content,
         "argv": list(left.argv),

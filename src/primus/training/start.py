@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from primus.errors import HostError, InputError
-from primus.training import launch, metrics, outcome, ranks
+from primus.training import energy, launch, metrics, outcome, ranks, utilization
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.metrics import Summary
@@ -57,14 +57,23 @@ def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verd
     """Run ``job``, which :func:`prepare` prepared, and judge it by the rules that hold for any run."""
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
-    ended = launch.run(argv, log=job.output / "log.txt", environment=environment, on_line=on_line)
+    used = energy.Log(
+        job.output / "energy.jsonl", energy.meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
+    )
+
+    def line(text: str) -> None:
+        used.line(text)
+        on_line(text)
+
+    ended = launch.run(argv, log=job.output / "log.txt", environment=environment, on_line=line)
     left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}
     write_atomically(job.output / "result.json", json.dumps(left, indent=2) + "\n")
 
     result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=job.output))
     verdicts = outcome.basic_verdicts(result)
-    summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int))
-    write_atomically(job.output / "metrics.jsonl", metrics.as_json_lines(result.series))
+    done = utilization.work(job.recipe, result.facts)
+    summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done)
+    write_atomically(job.output / "metrics.jsonl", metrics.as_json_lines(result.series, done))
     left |= {
         "passed": all(verdict.passed for verdict in verdicts),
         "verdicts": [asdict(verdict) for verdict in verdicts],

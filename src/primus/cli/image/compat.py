@@ -113,7 +113,33 @@ def run(options: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser(prog=f"primus compat {command}")
     train.add_arguments(parser)
     more = [*(["--dry-run"] if own.dry_run else []), *(["--json"] if own.json else [])]
-    return train.run(parser.parse_args([*request.train(), *more, *(["--output", own.output] if own.output else [])]))
+    options = parser.parse_args([*request.train(), *more, *(["--output", own.output] if own.output else [])])
+    code = train.run(options)
+    if request.benchmark and not own.dry_run:
+        _write_csv(command, *request.benchmark, options.output)
+    return code
+
+
+def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
+    """Append the run's figures where MAD's script leaves them, beside the folder it runs in; else in the run's own."""
+    from primus.report import sheets
+    from primus.report.run import read
+
+    try:
+        rows = sheets.benchmark_rows(read(output), model=model, mode=mode)
+    except InputError as error:
+        print(f"{command}: no figures to write: {error}", file=sys.stderr)
+        return
+    for file in (Path("..") / f"perf_{model}.csv", output / f"perf_{model}.csv"):
+        try:
+            new = not file.exists() or not file.stat().st_size
+            with file.open("a", encoding="utf-8", newline="") as out:
+                out.write(sheets.benchmark_csv(rows, header=new))
+        except OSError as error:
+            print(f"{command}: cannot write {file}: {error.strerror}", file=sys.stderr)
+            continue
+        print(f"{command}: → {file}", file=sys.stderr)
+        return
 
 
 def _set_up(words: Sequence[str], environment: Mapping[str, str], *, downloads: bool) -> int:

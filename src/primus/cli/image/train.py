@@ -17,7 +17,7 @@ from pathlib import Path
 
 from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
 from primus.errors import InputError
-from primus.training import logs, ranks, start
+from primus.training import logs, metrics, ranks, start
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of
 from primus.training.metrics import Summary
@@ -38,9 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Resolve, launch, judge. Returns 0 or 1; raises InputError and HostError."""
+    """Resolve, launch, judge. Returns 0 or 1; raises InputError and HostError.
+
+    The folder of the run is left in ``options.output``.
+    """
     recipe = resolved(options)
-    output = (
+    output = options.output = (
         options.output
         or Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
@@ -73,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
         }
         print(json.dumps(document, ensure_ascii=False, indent=2))
     else:
-        _show_end(job, verdicts, summary, outcome.seconds)
+        unit = "GPU" if outcome.facts.get("device") == "cuda" else "rank"
+        _show_end(job, verdicts, metrics.sentence(summary, unit), summary, outcome.seconds)
     return 0 if passed else 1
 
 
@@ -152,7 +156,7 @@ class _Progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _show_end(job: Job, verdicts: tuple[Verdict, ...], summary: Summary, seconds: float) -> None:
+def _show_end(job: Job, verdicts: tuple[Verdict, ...], figures: str, summary: Summary, seconds: float) -> None:
     for verdict in verdicts:
         if not verdict.passed:
             limits = f"measured {verdict.measured or 'nothing'}, limit {verdict.limit}"
@@ -163,5 +167,5 @@ def _show_end(job: Job, verdicts: tuple[Verdict, ...], summary: Summary, seconds
     print(
         f"✓ {summary.steps} steps in {seconds:.0f} s, "
         f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}, "
-        f"{summary.tokens_per_second or 0:,.0f} tokens/s/rank\n  → {job.output / 'metrics.jsonl'}"
+        f"{figures}\n  → {job.output / 'metrics.jsonl'}"
     )

@@ -16,9 +16,12 @@ __all__ = ["Report"]
 
 
 class Report:
-    """Writes what :mod:`primus.training.logs` reads. Time runs from one ``step`` to the next."""
+    """Writes what :mod:`primus.training.logs` reads. Time runs from one ``step`` to the next.
 
-    def __init__(self, given: Given, process: Process, data: Data) -> None:
+    ``adapters`` is the number of weights that LoRA trains, None where all are trained.
+    """
+
+    def __init__(self, given: Given, process: Process, data: Data, adapters: int | None = None) -> None:
         self._given = given
         self._process = process
         # Tensor-parallel ranks work on the same samples: the figure is per rank, whatever the layout.
@@ -29,8 +32,9 @@ class Report:
         self._trackers = trackers(given) if process.rank == 0 else []
         self._since = time.perf_counter()
         # Counted as torchtitan counts, so that the figures of all backends compare: attention non-causal.
-        per_unit = of_recipe_unit(given.model, given.training.seq_len).non_causal
-        self._flops = per_unit * (self._images or self._tokens)
+        per_unit = of_recipe_unit(given.model, given.training.seq_len, adapters=adapters)
+        self._causal = per_unit.causal * (self._images or self._tokens)
+        self._flops = per_unit.non_causal * (self._images or self._tokens)
 
     def start(self) -> None:
         """What went before belongs to no step."""
@@ -55,7 +59,12 @@ class Report:
             return
         with self._exact.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "loss": repr(loss), "grad_norm": repr(grad_norm)}) + "\n")
-        figures = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": speed, "memory_gib": memory}
+        figures = {
+            "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": speed, "memory_gib": memory,
+            "tflops_causal": self._causal / seconds / 1e12, "tflops_non_causal": self._flops / seconds / 1e12,
+        }  # fmt: skip
+        if self._images:
+            figures["images_per_second"] = self._images / seconds
         for track in self._trackers:
             track.step(figures, step)
 

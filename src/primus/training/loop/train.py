@@ -28,8 +28,8 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
     The first step is watched: :func:`primus.training.facts.watching`.
     """
     config = given.training
-    report = Report(given, process, data)
     known = {**facts.static(session.model_parts, process.device.type), **_kept(given), **session.facts()}
+    report = Report(given, process, data, known["trainable_parameters"] if given.mode == "lora" else None)
     if given.resume_from is not None:
         checkpoint.load(given.resume_from, session)
         report.say(f"resumed from {given.resume_from}")

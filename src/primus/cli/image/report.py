@@ -1,0 +1,65 @@
+"""Compare finished runs: perf.csv in madengine's columns, perf_MODEL.csv in MAD's, report.html with the curves.
+
+RUN is the folder of a `primus train`, or the record.json of a `primus validate`. The first is the one that the
+others are held against. Exit code 0: written, whether the runs passed or not; 2: bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from primus.errors import HostError, InputError
+from primus.report import compare, sheets
+from primus.report.run import Run, read_all
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+EXAMPLE = "primus report runs/before runs/after --out report"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, or a record.json")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("report"), help="where to write (./report)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read, write, show. Returns 0; raises InputError and HostError."""
+    if len(options.runs) > compare.MOST_RUNS:
+        raise InputError(f"{len(options.runs)} runs", hint=f"at most {compare.MOST_RUNS} are on one page")
+    runs = read_all(options.runs)
+    files = {"perf.csv": sheets.perf_csv(runs), **_of_models(runs), "report.html": compare.comparison(runs)}
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (options.out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise HostError(f"cannot write to {options.out}: {error.strerror}", hint="choose another --out") from error
+    paths = [str(options.out / name) for name in files]
+    if options.json:
+        shown = [
+            {"label": one.label, "recipe": one.recipe, "passed": one.passed, "gpu": one.product or None, **one.summary}
+            for one in runs
+        ]
+        print(json.dumps({"files": paths, "runs": shown}, ensure_ascii=False, indent=2))
+        return 0
+    rows = [("", *(("✓ " if one.passed else "✗ ") + one.label for one in runs)), *compare.figures(runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(f"  → {path}" for path in paths))
+    return 0
+
+
+def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:
+    """MAD's script writes one file per model."""
+    names = {one.recipe: f"perf_{Path(one.recipe).stem if '/' in one.recipe else one.recipe}.csv" for one in runs}
+    return {
+        file: sheets.benchmark_csv(
+            [row for one in runs if names[one.recipe] == file for row in sheets.benchmark_rows(one)]
+        )
+        for file in dict.fromkeys(names.values())
+    }

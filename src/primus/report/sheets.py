@@ -1,0 +1,111 @@
+"""Two CSV forms that others read: madengine's perf.csv, and the one of ``pytorch_benchmark_report.sh``."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+
+from primus.gpus.table import arch_of, by_product_name
+from primus.report.run import Run
+
+__all__ = ["BENCHMARK_COLUMNS", "PERF_COLUMNS", "benchmark_csv", "benchmark_rows", "perf_csv"]
+
+# madengine 2, its order. What it measures around the run (build, download) stays empty: nothing here did it.
+PERF_COLUMNS = (
+    "model", "n_gpus", "nnodes", "gpus_per_node", "training_precision", "pipeline", "args", "tags", "docker_file",
+    "base_docker", "docker_sha", "docker_image", "git_commit", "machine_name", "deployment_type", "launcher",
+    "gpu_architecture", "performance", "metric", "relative_change", "status", "build_duration", "test_duration",
+    "dataname", "data_provider_type", "data_size", "data_download_duration", "build_number",
+    "additional_docker_run_options",
+)  # fmt: skip
+# MAD's scripts, in the form of their v25.10 release; those of v25.2 and v25.3 had the first four.
+BENCHMARK_COLUMNS = (
+    "model", "performance", "metric", "mode", "precision", "batch_size", "seq_len", "device", "num_gpus",
+)  # fmt: skip
+
+
+def perf_csv(runs: Sequence[Run]) -> str:
+    """One row per run: its throughput, and whether every check passed. Columns that nothing fills are empty."""
+    return _text(PERF_COLUMNS, [_perf(run) for run in runs])
+
+
+def _perf(run: Run) -> dict[str, object]:
+    metric, value = _throughput(run)
+    known = by_product_name(run.product) if run.product else None
+    return {
+        "model": run.recipe,
+        "n_gpus": run.ranks,
+        "nnodes": run.nodes,
+        "gpus_per_node": run.ranks // run.nodes,
+        "training_precision": run.precision,
+        "args": " ".join(run.arguments),
+        "tags": f"{run.backend},{run.mode}",
+        "docker_sha": run.image.get("manifest", ""),
+        "docker_image": run.image.get("ref", ""),
+        "deployment_type": "local",
+        "launcher": "torchrun",
+        "gpu_architecture": arch_of(known).arch if known else "",
+        "performance": _number(value),
+        "metric": metric,
+        "status": "SUCCESS" if run.passed and value is not None else "FAILURE",
+        "test_duration": f"{run.seconds:g}",
+        "dataname": run.corpus,
+    }
+
+
+def benchmark_csv(rows: Sequence[Mapping[str, object]], *, header: bool = True) -> str:
+    """The text of :func:`benchmark_rows`; without its header to be appended to a file."""
+    return _text(BENCHMARK_COLUMNS, rows, header=header)
+
+
+def benchmark_rows(run: Run, *, model: str | None = None, mode: str | None = None) -> list[dict[str, object]]:
+    """One row per metric, in the words of MAD's script: throughput, TFLOP/s (non-causal, as torchtitan counts), GiB.
+
+    ``model`` and ``mode`` are the words that were asked for, where those differ from the recipe's. A figure that the
+    run does not have is an empty field, and so is each one of a run that failed a check: whoever reads the file takes
+    a number for success.
+    """
+    metric, speed = _throughput(run)
+    images = metric == _IMAGES
+    known = by_product_name(run.product) if run.product else None
+    shared = {
+        "model": model or run.recipe,
+        "mode": mode or run.mode,
+        "precision": run.precision.upper(),
+        "batch_size": run.local_batch,
+        "seq_len": run.seq_len,
+        "device": known.name.upper() if known else run.product or "CPU",
+        "num_gpus": run.ranks,
+    }
+    figures = {
+        metric: speed,
+        "TFLOPS_per_GPU" if images else "TFLOPS_per_gpu": run.figure("tflops_non_causal"),
+        "GPU_memory_usage": run.figure("memory_gib"),
+    }
+    return [
+        {**shared, "metric": name, "performance": _number(value if run.passed else None)}
+        for name, value in figures.items()
+    ]
+
+
+_TOKENS, _IMAGES = "tok_per_s_per_gpu", "FPS_per_GPU"
+
+
+def _throughput(run: Run) -> tuple[str, float | None]:
+    images = run.figure("images_per_second")
+    return (_IMAGES, images) if images is not None else (_TOKENS, run.figure("tokens_per_second"))
+
+
+def _number(value: float | None) -> str:
+    """Six digits, never with a thousands separator or an exponent: madengine reads neither ``1,444`` nor ``nan``."""
+    return "" if value is None else f"{float(f'{value:.6g}'):.10f}".rstrip("0").rstrip(".")
+
+
+def _text(columns: Sequence[str], rows: Sequence[Mapping[str, object]], *, header: bool = True) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from primus.recipes.architecture import Architecture
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+from primus.training import energy, logs, metrics, utilization
+from primus.training.flops import Flops, of_recipe_unit
+from primus.training.logs import Series, Step
+from primus.training.utilization import Work, work
+
+LLAMA = Architecture(
+    family="llama3", layers=32, hidden_size=4096, heads=32, kv_heads=8, ffn_size=14336, vocab_size=128256
+)
+H200 = Work(
+    flops=of_recipe_unit(LLAMA, 8192), per_image=False, precision="bf16", device="cuda", gpu="NVIDIA H200", units=132
+)
+
+
+def series(*speeds: float, images: float | None = None) -> Series:
+    return Series(
+        steps=tuple(
+            Step(
+                step=number, loss=7.0 - number, grad_norm=1.0, tokens_per_second=speed, memory_gib=40.0 + number,
+                images_per_second=images, joules=100.0 * number,
+            )
+            for number, speed in enumerate(speeds, 1)
+        )
+    )  # fmt: skip
+
+
+def test_figures_of_a_known_gpu_are_torchtitans_own() -> None:
+    # Measured on an 8×H200 host: at 8,642 tokens/s torchtitan printed 500 TFLOP/s and 50.6 % MFU.
+    summary = metrics.summarize(series(10.0, 8642.0, 8642.0), 1, H200)
+    assert summary.tflops_non_causal == pytest.approx(500.4, abs=0.1)
+    assert summary.tflops_causal == pytest.approx(444.8, abs=0.1)
+    assert summary.mfu is not None
+    assert summary.mfu.non_causal == pytest.approx(0.506, abs=0.0005)
+    assert summary.mfu.causal == pytest.approx(0.4498, abs=0.0005)
+    assert (summary.mfu.peak_tflops, summary.mfu.dtype) == (989, "bf16")
+    assert summary.no_mfu is None
+    assert "MFU 45.0 %/50.6 % of 989 BF16" in metrics.sentence(summary, "GPU")
+
+
+def test_warm_up_counts_for_no_aggregate_but_the_peak_of_memory() -> None:
+    summary = metrics.summarize(series(1.0, 2.0, 30.0, 50.0, 40.0), 2, H200)
+    assert summary.tokens_per_second == 40.0
+    assert summary.joules_per_step == 400.0
+    assert summary.memory_gib == 45.0
+    assert summary.tflops_causal == pytest.approx(40.0 * 51.47e9 / 1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"device": "cpu", "gpu": None, "units": None}, "the run was on a CPU"),
+        ({"device": None, "gpu": None}, "does not say which GPU"),
+        ({"gpu": "NVIDIA H200 NVL"}, "the peak of 'NVIDIA H200 NVL' is not known"),
+        ({"gpu": "NVIDIA A100-SXM4-80GB"}, "is not known"),
+        ({"precision": "fp32"}, "no FP32 peak"),
+        ({"precision": "mxfp8"}, "does not compute mxfp8"),
+        ({"units": 66}, "66 of the 132 compute units"),
+        ({"units": None}, "None of the 132"),
+        ({"flops": None}, "FLOP/s are not known"),
+    ],
+)
+def test_no_mfu_is_a_sentence_and_no_number(change: dict[str, Any], says: str) -> None:
+    summary = metrics.summarize(series(8642.0), 0, replace(H200, **change))
+    assert summary.mfu is None
+    assert says in (summary.no_mfu or "")
+    assert "MFU 4" not in metrics.sentence(summary, "GPU")
+
+
+def test_an_fp8_run_is_held_against_the_fp8_peak() -> None:
+    summary = metrics.summarize(series(14115.0), 0, replace(H200, precision="fp8"))
+    assert summary.mfu is not None
+    assert (summary.mfu.peak_tflops, summary.mfu.dtype) == (1979, "fp8")
+    assert summary.mfu.non_causal == pytest.approx(14115 * 57.91e9 / 1979e12, rel=1e-3)
+
+
+def test_a_model_of_images_counts_images() -> None:
+    done = Work(flops=Flops(causal=2e12, non_causal=2e12), per_image=True, precision="bf16")
+    summary = metrics.summarize(series(9000.0, 9000.0, images=3.0), 1, done)
+    assert (summary.images_per_second, summary.tflops_causal) == (3.0, 6.0)
+    # The log lost its images: tokens are not taken for them.
+    assert metrics.summarize(series(9000.0), 0, done).tflops_causal is None
+
+
+def test_every_step_has_both_conventions() -> None:
+    first, _ = map(json.loads, metrics.as_json_lines(series(1000.0, 2000.0), H200).splitlines())
+    assert first["tflops_causal"] == pytest.approx(51.47, abs=0.01)
+    assert first["tflops_non_causal"] == pytest.approx(57.91, abs=0.01)
+    assert first["joules"] == 100.0
+
+
+def test_lora_counts_what_the_run_trained_and_nothing_without_it() -> None:
+    asked = Asked(backend="finetune", mode="lora", gpu="h200", precision="bf16")
+    recipe = resolve("llama3.1-8b", (), asked)
+    facts = {"trainable_parameters": 42_000_000, "device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
+    found = work(recipe, facts)
+    assert found == Work(
+        flops=of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=42_000_000),
+        per_image=False, precision="bf16", device="cuda", gpu="NVIDIA H200", units=132,
+    )  # fmt: skip
+    assert work(recipe, {}).flops is None
+    whole = resolve("llama3.1-8b", (), replace(asked, mode="full"))
+    assert work(whole, {}).flops == of_recipe_unit(whole.architecture, whole.seq_len)
+
+
+def test_images_are_read_from_the_line_the_slowest_rank_counts() -> None:
+    line = "step:  1  loss:  1.0  grad_norm:  1.0  memory:  1.0GiB(1%)  tps: 96  tflops: 1.0  mfu: N/A  images/s: "
+    parsed = logs.parse_torchtitan(f"{line}4.125\n{line}3.5\n")
+    assert [step.images_per_second for step in parsed.steps] == [3.5]
+
+
+# -- energy -------------------------------------------------------------------------------------------------------
+
+
+def logged(number: int) -> str:
+    return f"step: {number:2}  loss:  1.0  grad_norm:  1.0  memory:  1.0GiB(1%)  tps: 96  tflops: 1.0  mfu: N/A\n"
+
+
+def test_joules_are_the_difference_between_two_steps(tmp_path: Path) -> None:
+    counter = iter([1000.0, 1400.5, 2000.0])
+    log = energy.Log(tmp_path / "energy.jsonl", lambda: next(counter))
+    # Each rank prints each step; the second line of one is no reading.
+    for text in ("hello\n", logged(1), logged(1), logged(2), logged(2), logged(3)):
+        log.line(text)
+    lines = (tmp_path / "energy.jsonl").read_text().splitlines()
+    assert logs.read_joules([*lines, '{"step": 4, "jou']) == {2: 400.5, 3: 599.5}
+    assert [step.joules for step in logs.with_joules(series(1.0, 1.0), {2: 400.5}).steps] == [None, 400.5]
+
+
+def test_a_counter_that_falls_or_fails_gives_no_figure(tmp_path: Path) -> None:
+    counter = iter([1000.0, 5.0, None, 7.0])
+    log = energy.Log(tmp_path / "energy.jsonl", lambda: next(counter))
+    for number in (1, 2, 3, 4):
+        log.line(logged(number))
+    assert not (tmp_path / "energy.jsonl").exists()
+
+
+def card(root: Path, number: int, joules: float | None, vendor: str = "0x1002") -> None:
+    device = root / f"sys/class/drm/card{number}/device"
+    (device / f"hwmon/hwmon{number}").mkdir(parents=True)
+    (device / "vendor").write_text(vendor + "\n")
+    if joules is not None:
+        (device / f"hwmon/hwmon{number}/energy1_input").write_text(f"{int(joules * 1e6)}\n")
+
+
+@pytest.fixture
+def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_name: str) -> Any:
+        raise OSError
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+
+
+@pytest.mark.usefixtures("no_nvml")
+def test_amds_counters_are_read_when_every_card_is_a_ranks(tmp_path: Path) -> None:
+    assert energy.meter("h200", 2, {}, tmp_path) is None
+    card(tmp_path, 0, 30.0)
+    card(tmp_path, 1, 50.0)
+    card(tmp_path, 2, 9.0, vendor="0x1a03")
+    read = energy.meter("h200", 2, {}, tmp_path)
+    assert read is not None
+    assert read() == 40.0
+    assert energy.meter("h200", 1, {}, tmp_path) is None
+    card(tmp_path, 3, None)
+    assert energy.meter("h200", 3, {}, tmp_path) is None
+
+
+class Nvml:
+    """The driver's library with four GPUs, whose counters stand at 1, 2, 3 and 4 kJ, in mJ."""
+
+    def __init__(self, *, counts: bool = True) -> None:
+        self.nvmlInit_v2: Callable[[], int] = lambda: 0
+        self._counts = counts
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 4
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: Any, handle: Any) -> int:
+        handle._obj.value = number.value + 1
+        return 0 if number.value < 4 else 2
+
+    def nvmlDeviceGetHandleByUUID(self, word: bytes, handle: Any) -> int:
+        handle._obj.value = 4
+        return 0 if word == b"GPU-four" else 2
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any, used: Any) -> int:
+        used._obj.value = handle.value * 1_000_000
+        return 0 if self._counts else 3
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "joules"),
+    [(None, 4, 2500.0), (None, 2, 1500.0), ("3,0", 2, 2500.0), ("GPU-four", 1, 4000.0), ("GPU-five", 1, None)],
+)
+def test_nvidias_counters_are_those_of_the_visible_gpus(
+    visible: str | None, ranks: int, joules: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: Nvml())
+    read = energy.meter("h200", ranks, {"CUDA_VISIBLE_DEVICES": visible} if visible else {}, tmp_path)
+    assert (read() if read else None) == joules
+
+
+def test_more_ranks_than_gpus_or_no_counter_is_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: Nvml())
+    assert energy.meter("h200", 5, {}, tmp_path) is None
+    assert energy.meter("h200", 4, {"CUDA_VISIBLE_DEVICES": ""}, tmp_path) is None
+    assert energy.meter("h200", 4, {}, tmp_path) is not None
+    assert energy.meter("cpu", 4, {}, tmp_path) is None
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: Nvml(counts=False))
+    assert energy.meter("h200", 1, {}, tmp_path) is None
+
+
+def test_facts_name_the_gpu_as_torch_prints_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from primus.training import facts
+
+    properties = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
+    assert facts._gpu("cuda") == {"gpu": "NVIDIA H200", "gpu_units": 132}
+    assert facts._gpu("cpu") == {}
+    assert utilization.work(resolve("llama3.1-8b", (), Asked(gpu="h200")), facts._gpu("cuda")).units == 132

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import types
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus.cli.image import compat, train
+from primus.cli.main import main
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+from primus.report import sheets
+from primus.report.run import read
+from primus.training import logs, metrics, ranks, record
+from primus.training.checks import Verdict
+from primus.training.job import Job
+from primus.training.outcome import Outcome
+from primus.training.utilization import work
+
+# As madengine writes it.
+PERF = (
+    "model,n_gpus,nnodes,gpus_per_node,training_precision,pipeline,args,tags,docker_file,base_docker,docker_sha,"
+    "docker_image,git_commit,machine_name,deployment_type,launcher,gpu_architecture,performance,metric,"
+    "relative_change,status,build_duration,test_duration,dataname,data_provider_type,data_size,"
+    "data_download_duration,build_number,additional_docker_run_options"
+)
+FACTS = {"device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
+H200 = Asked(backend="torchtitan", mode="pretrain", gpu="h200", precision="bf16")
+Make = Callable[..., Path]
+
+
+def verdicts(passed: bool) -> tuple[Verdict, ...]:
+    return (
+        Verdict(name="exit code", passed=True, reason="all ranks ended with 0", measured="0", limit="0"),
+        Verdict(name="finite", passed=passed, reason="loss <b>is</b> NaN at step 3", measured="1 bad", limit="0 bad"),
+    )
+
+
+def series_of(speed: float, images: str = "") -> logs.Series:
+    line = "step: {}  loss: {}  grad_norm: 1.0  memory: 47.5GiB(34%)  tps: {}  tflops: 500  mfu: N/A" + images
+    return logs.parse_torchtitan("\n".join(line.format(n, 20 - n, round(speed)) for n in range(1, 16)))
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A folder as `primus train` leaves it, made by the functions that make it there."""
+
+    def folder(
+        name: str, *, recipe: str = "llama3.1-8b", asked: Asked = H200, speed: float = 9000.0, images: str = "",
+        passed: bool = True, facts: dict[str, Any] = FACTS,
+    ) -> Path:  # fmt: skip
+        job = Job(name=name, recipe=resolve(recipe, (), asked), output=tmp_path / name)
+        job.output.mkdir()
+        done, series = work(job.recipe, facts), series_of(speed, images)
+        warm = job.recipe.get("validation.warmup_steps", int)
+        left = {
+            "exit_code": 0, "seconds": 61.5, "argv": [], "passed": passed,
+            "verdicts": [vars(verdict) for verdict in verdicts(passed)],
+            "summary": {**vars(summary := metrics.summarize(series, warm, done)), "mfu": vars(summary.mfu)
+                        if summary.mfu else None},
+        }  # fmt: skip
+        (job.output / "job.json").write_text(ranks.job_file(job), encoding="utf-8")
+        (job.output / "result.json").write_text(json.dumps(left), encoding="utf-8")
+        (job.output / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+        (job.output / "metrics.jsonl").write_text(metrics.as_json_lines(series, done), encoding="utf-8")
+        return job.output
+
+    return folder
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(file.read_text(encoding="utf-8").splitlines()))
+
+
+def test_perf_csv_has_madengines_columns(make: Make, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    paths = [make("good"), make("bad", passed=False, speed=12345678.0), make("cpu", facts={"device": "cpu"})]
+    assert main(["report", *map(str, paths), "--out", str(out)]) == 0
+    assert (out / "perf.csv").read_text().splitlines()[0] == PERF
+    good, bad, cpu = rows(out / "perf.csv")
+    assert {key: value for key, value in good.items() if value} == {
+        "model": "llama3.1-8b", "n_gpus": "8", "nnodes": "1", "gpus_per_node": "8", "training_precision": "bf16",
+        "args": "train llama3.1-8b --backend=torchtitan --mode=pretrain --precision=bf16 --gpu=h200",
+        "tags": "torchtitan,pretrain", "deployment_type": "local", "launcher": "torchrun",
+        "gpu_architecture": "sm_90", "performance": "9000", "metric": "tok_per_s_per_gpu", "status": "SUCCESS",
+        "test_duration": "61.5", "dataname": good["dataname"],
+    }  # fmt: skip
+    # Neither 12,345,678 nor 1.2e7: madengine reads neither.
+    assert (bad["status"], bad["performance"]) == ("FAILURE", "12345700")
+    assert cpu["gpu_architecture"] == ""
+
+
+def test_the_benchmark_csv_is_that_of_the_script(make: Make, tmp_path: Path) -> None:
+    flux = Asked(backend="flux", mode="full", gpu="mi300x", precision="bf16")
+    paths = [
+        make("one"),
+        make("two", speed=9900.0),
+        make("failed", passed=False),
+        make("flux", recipe="flux.1-dev", asked=flux, images="  images/s: 3.250",
+             facts={"device": "cuda", "gpu": "AMD Instinct MI300X", "gpu_units": 304}),
+    ]  # fmt: skip
+    assert main(["report", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out/perf_llama3.1-8b.csv").read_text()
+    assert text.splitlines()[:4] == [
+        "model,performance,metric,mode,precision,batch_size,seq_len,device,num_gpus",
+        f"llama3.1-8b,9000,tok_per_s_per_gpu,pretrain,BF16,{(local := read(paths[0]).local_batch)},8192,H200,8",
+        f"llama3.1-8b,521.23,TFLOPS_per_gpu,pretrain,BF16,{local},8192,H200,8",
+        f"llama3.1-8b,47.5,GPU_memory_usage,pretrain,BF16,{local},8192,H200,8",
+    ]
+    assert text.count("model,") == 1
+    assert [row["performance"] for row in rows(tmp_path / "out/perf_llama3.1-8b.csv")[6:]] == ["", "", ""]
+    images, tflops, _ = rows(tmp_path / "out/perf_flux.1-dev.csv")
+    assert (images["metric"], images["performance"], images["device"]) == ("FPS_per_GPU", "3.25", "MI300X")
+    assert tflops["metric"] == "TFLOPS_per_GPU"
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.lines: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.outside += [f"{tag} {key}" for key, _ in attrs if key in ("src", "href") or key.startswith("on")]
+        self.outside += [tag] if tag in ("script", "link", "iframe") else []
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "polyline":
+            self.lines.append(str(dict(attrs)["class"]))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_the_page_compares_runs_and_takes_nothing_from_outside(make: Make, tmp_path: Path) -> None:
+    paths = [make("before"), make("after", speed=9900.0), make("<b>bad</b>"[:3] + "ad", passed=False)]
+    assert main(["report", *map(str, paths), "--out", str(tmp_path / "out")]) == 0
+    page = Page(text := (tmp_path / "out/report.html").read_text(encoding="utf-8"))
+    assert (page.outside, page.open) == ([], [])
+    # Three charts with three lines each.
+    assert page.lines == ["r0", "r1", "r2"] * 3
+    assert "+10.0 %" in page.words
+    assert "46.8 % / 52.7 % of 989 TFLOP/s BF16" in page.words
+    assert "finite: loss <b>is</b> NaN at step 3" in page.words
+    assert "<b>" not in text
+
+
+def test_a_record_is_read_like_a_folder(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(name="base", recipe=resolve("llama3.1-8b", (), H200), output=tmp_path / "base")
+    outcome = Outcome(job=job, exit_code=0, series=series_of(9000.0), facts=FACTS, seconds=61.5)
+    made = record.make(
+        [job], {"base": outcome}, verdicts(True), target="h200", gpu="NVIDIA H200", made="2026-11-20T00:00:00Z",
+        image={"ref": "h200", "manifest": "sha256:12"},
+    )  # fmt: skip
+    record.write(made, tmp_path / "evidence/record.json")
+    folder = make("train")
+    of_folder, of_record = read(folder), read(tmp_path / "evidence")
+    assert of_record.summary == of_folder.summary
+    assert of_record.summary["mfu"]["peak_tflops"] == 989
+    assert of_record.series == of_folder.series
+    assert of_record.label == "h200 llama3.1-8b"
+    assert main(["report", str(tmp_path / "evidence/record.json"), "--out", str(tmp_path / "out"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["runs"][0]["tokens_per_second"] == 9000.0
+    assert all(Path(file).is_file() for file in said["files"])
+    assert rows(tmp_path / "out/perf.csv")[0]["docker_sha"] == "sha256:12"
+
+
+def test_runs_of_one_name_are_told_apart(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = make("run")
+    shutil.copytree(first, tmp_path / "other/run")
+    assert main(["report", str(first), str(tmp_path / "other/run"), "--out", str(tmp_path / "out")]) == 0
+    assert "✓ run (1)  " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ({"metrics.jsonl": ""}, "the run logged no step"),
+        ({"metrics.jsonl": '{"step": 1, "lo'}, "metrics.jsonl:1: not JSON"),
+        ({"metrics.jsonl": '{"step": 1, "loss": "low"}\n'}, "not what primus writes"),
+        ({"metrics.jsonl": "[1]\n"}, "not a JSON object"),
+        ({"metrics.jsonl": None}, "the run logged no step"),
+        ({"result.json": None}, "has not ended, or was interrupted"),
+        ({"result.json": "{}"}, "'passed' is missing"),
+        ({"result.json": '{"passed": true, "seconds": 1, "verdicts": [3], "summary": {}}'}, "not what primus writes"),
+        ({"job.json": "\x00"}, "not JSON"),
+        ({"job.json": None}, "holds no job.json"),
+        ({"job.json": '{"settings": {}, "recipe": {"name": "x", "overrides": []}, "backend": "jax"}'}, "not what"),
+    ],
+)
+def test_a_broken_run_is_a_sentence(
+    broken: dict[str, str | None], says: str, make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make("run")
+    for name, text in broken.items():
+        (folder / name).unlink()
+        if text is not None:
+            (folder / name).write_text(text)
+    assert main(["report", str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_many_runs_the_same_run_and_no_place_to_write(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(make("run"))
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["report", *[folder] * 9, *out]) == 2
+    assert "9 runs\n  → at most 8" in capsys.readouterr().err
+    assert main(["report", folder, folder, *out]) == 2
+    assert "named twice" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["report", folder, "--out", str(tmp_path / "file")]) == 3
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_old_script_appends_its_rows(
+    kept: bool, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, here = make("run"), tmp_path / "scripts/pytorch-train"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    file = here.parent / "perf_Llama-3.1-8B.csv"
+    if not kept:
+        file.mkdir()
+
+    def trained(options: Any) -> int:
+        options.output = folder
+        return 0
+
+    monkeypatch.setattr(compat, "train", types.SimpleNamespace(run=trained, add_arguments=train.add_arguments))
+    words = [
+        "compat",
+        "pytorch_benchmark_report.sh",
+        "-t",
+        "pretrain",
+        "-m",
+        "llama-3.1-8b",
+        "-p",
+        "BF16",
+        "-s",
+        "8192",
+    ]
+    assert main(words) == main(words) == 0
+    if not kept:
+        assert "Is a directory" in capsys.readouterr().err
+        file = folder / file.name
+    lines = file.read_text().splitlines()
+    assert lines[0] == ",".join(sheets.BENCHMARK_COLUMNS)
+    assert len(lines) == 7
+    assert lines[1] == lines[4]
+    assert lines[1].startswith("Llama-3.1-8B,9000,tok_per_s_per_gpu,pretrain,BF16,")
+    assert main([*words, "--dry-run"]) == 0
+    assert len(file.read_text().splitlines()) == 7

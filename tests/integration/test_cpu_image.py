@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from primus.recipes.choose import supported
+from primus.recipes.load import read
 from project_kit import Kit
 
 pytestmark = pytest.mark.integration
@@ -110,3 +112,24 @@ def test_validation_passes_and_leaves_its_evidence(cpu_image: Kit, tmp_path: Pat
     assert record["versions"]["torch"] == "2.13.0+cpu"
     assert {v["name"] for v in record["verdicts"]} >= {"loss falls", "same result again", "resume", "accumulation"}
     assert "<svg" in (folder / "report.html").read_text()
+
+
+@pytest.mark.timeout(1800)
+def test_every_recipe_trains_by_every_backend_and_in_every_mode(cpu_image: Kit, tmp_path: Path) -> None:
+    words = ("validate", "cpu", "--locked", "--suite", "quick", "--output", str(tmp_path))
+    result = cpu_image.primus(*words, timeout=1700)
+    assert result.code == 0, result.out + result.err
+    lines = result.out.splitlines()
+    recipes = cpu_image.root / "recipes"
+    cells = [
+        f"{path.stem}-{backend}-{mode}"
+        for path in recipes.glob("*.yaml")
+        for backend, mode in supported(read(path).settings)
+    ]
+    assert {line.split()[1] for line in lines[:-1]} == set(cells)
+    assert all(line.startswith("✓") for line in lines[:-1])
+    assert lines[-1] == f"passed: {len(cells)} of {len(cells)} passed"
+
+    again = cpu_image.primus(*words, timeout=300)
+    assert again.code == 0
+    assert again.out.count("(kept)") == len(cells)

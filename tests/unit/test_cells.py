@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus.errors import InputError
+from primus.images.project import Project
+from primus.recipes.load import names
+from primus.recipes.resolve import resolve
+from primus.release.cells import cells_of
+from primus.release.validation import Validated, _passed_before, table
+from primus.training import suite
+from primus.training.job import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_cpu_target_trains_every_recipe() -> None:
+    recipes = Project.find(ROOT).target("cpu").recipes
+    assert recipes[0] == "llama3-proxy"
+    assert sorted(recipes) == names()
+
+
+def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
+    (one,) = cells_of(["llama3.1-8b"], every=False)
+    assert (one.folder, one.asked.backend, one.asked.proxy) == ("llama3.1-8b", None, True)
+    every = cells_of(["llama3.1-8b"], every=True)
+    assert [cell.folder for cell in every] == [
+        "llama3.1-8b-torchtitan-pretrain", "llama3.1-8b-megatron-pretrain", "llama3.1-8b-fsdp-pretrain",
+        "llama3.1-8b-finetune-full", "llama3.1-8b-finetune-lora",
+    ]  # fmt: skip
+    assert str(every[-1]) == "llama3.1-8b finetune lora"
+    recipe = resolve(every[-1].recipe, (), every[-1].asked)
+    assert (recipe.backend, recipe.mode, recipe.gpu, recipe.precision) == ("finetune", "lora", "cpu", "fp32")
+    with pytest.raises(InputError, match="no recipe 'lama'"):
+        cells_of(["lama"], every=True)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> tuple[Job, ...]:
+    return suite.plan("llama3-proxy", tmp_path / "jobs", level="quick")
+
+
+def record(jobs: tuple[Job, ...]) -> dict[str, Any]:
+    recipe = suite.recipe_of(jobs)
+    return {
+        "passed": True, "gpu": "none", "made": "2026-11-20T20:00:00Z", "image": {"content": "sha256:1"},
+        "recipe": {"sha256": recipe.digest, "precision": "fp32"}, "suite": {"sha256": suite.digest(recipe, jobs)},
+        "verdicts": [{"name": "finite", "passed": True}], "jobs": [{"series": [{"loss": 7.0}, {"loss": 3.0}]}],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "inner", "value"),
+    [
+        ("passed", None, False),
+        ("gpu", None, "h200"),
+        ("image", "content", "sha256:2"),
+        ("recipe", "sha256", "0"),
+        ("suite", "sha256", "0"),
+    ],
+)
+def test_only_a_record_of_the_same_is_kept(
+    tmp_path: Path, jobs: tuple[Job, ...], key: str, inner: str | None, value: object
+) -> None:
+    image = {"content": "sha256:1"}
+    assert _passed_before(tmp_path, image, jobs) is None
+    made = record(jobs)
+    (tmp_path / "record.json").write_text(json.dumps(made))
+    assert _passed_before(tmp_path, image, jobs) == made
+    if inner is None:
+        made[key] = value
+    else:
+        made[key][inner] = value
+    (tmp_path / "record.json").write_text(json.dumps(made))
+    assert _passed_before(tmp_path, image, jobs) is None
+    (tmp_path / "record.json").write_text("{broken")
+    assert _passed_before(tmp_path, image, jobs) is None
+
+
+def test_the_table_names_what_failed(tmp_path: Path, jobs: tuple[Job, ...]) -> None:
+    bad = record(jobs) | {"passed": False, "verdicts": [{"name": "base: finite", "passed": False}]}
+    text = table(
+        [
+            Validated(record=record(jobs), folder=tmp_path / "one", kept=True),
+            Validated(record=bad, folder=tmp_path / "two"),
+        ]
+    )
+    first, second, last = text.splitlines()
+    assert first.startswith("✓ one")
+    assert first.endswith("1 checks  (kept)")
+    assert "✗ base: finite" in second
+    assert last == "FAILED: 1 of 2 passed"

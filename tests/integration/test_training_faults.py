@@ -96,9 +96,7 @@ def test_a_fault_is_caught_by_the_check_meant_for_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [c for c in CASES if c.split or c.precision == "fp8"], ids=lambda c: c.backend + c.name
-)
+@pytest.mark.parametrize("case", COMPARED, ids=lambda case: f"{case.backend}-{case.name}")
 def test_the_same_job_without_its_fault_passes(
     python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path, case: Case
 ) -> None:

@@ -36,5 +36,6 @@ def faults_page(result: Mapping[str, Any]) -> str:
 
 
 def _row(row: Mapping[str, str]) -> str:
-    cells = (row[key].replace("|", "\\|") for key in ("fault", "backend", "check", "measured", "limit", "reason"))
-    return "| " + " | ".join(cells) + " |"
+    cells = (row[key] for key in ("fault", "backend", "check", "measured", "limit", "reason"))
+    # A sentence and its hint stand on two lines; a row is one.
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

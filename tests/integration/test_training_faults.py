@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from _pytest.mark.structures import ParameterSet
-from fault_kit import CASES, Case, base, judged, outcome_of
+from fault_kit import BASES, CASES, Case, base, judged, outcome_of
 from training_kit import ROOT, failing
 
 from primus.gpus.table import UnknownPeak, mfu
@@ -75,7 +75,7 @@ def recorded(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
         RECORD.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize("backend", ["torchtitan", "fsdp", pytest.param("megatron", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BASES)
 def test_the_healthy_run_passes(healthy: Callable[[str], Outcome], backend: str) -> None:
     left = healthy(backend)
     assert failing(judged(left, left)) == []

@@ -15,7 +15,7 @@ from primus.images.prefix import Prefix
 from primus.images.skeleton import console_script, distribution, environment, working_folders
 from primus.images.source import WHEEL_SCRIPT
 from primus.images.target import build_root, normalised
-from primus.images.trim import TRIM
+from primus.images.trim import TRIM, VARIANT
 from primus.images.turbo import turbo_action
 from primus.versions.lock import Lock, LockedFile
 from primus.versions.model import Build, Pin
@@ -144,6 +144,7 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, 
         raise InputError(f"the lock of {name} has no packages for {root or base}", hint=f"primus lock {name}")
     where, about = project.base_place(base), project.versions.bases[base]
     kernels = {"kernels": dict(about.kernels)} if about.kernels else {}
+    way = {"over": about.image} if about.image else {"variant": VARIANT}
     return Action(
         name=f"base {root or base}",
         kind="debs",
@@ -152,7 +153,7 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, 
             Input(name="suite", value=about.suite, where=where),
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
-        spec={"suite": about.suite, "trim": list(TRIM), **kernels, **({"over": about.image} if about.image else {})},
+        spec={"suite": about.suite, "trim": list(TRIM), **kernels, **way},
         files=debs,
     )
 

@@ -23,7 +23,7 @@ from typing import BinaryIO
 from primus.errors import CheckFailed, HostError
 from primus.images.kernels import unlisted
 from primus.images.tar import MTIME, Entry
-from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL
+from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
 from primus.sandbox import userns
 from primus.sandbox.build import log_tail
 from primus.versions.lock import LockedFile
@@ -54,10 +54,12 @@ def root_entries(
         archive.mkdir()
         paragraphs = [_publish(deb, find(deb), archive) for deb in sorted(debs, key=lambda d: d.name)]
         (archive / "Packages").write_bytes(b"\n".join(paragraphs))
+        # By this name mmdebstrap finds the essential packages.
+        (archive / "Release").write_text(f"Codename: {suite}\n", encoding="ascii")
         command = [
             mmdebstrap,
             f"--mode={mode}",
-            "--variant=custom",
+            f"--variant={VARIANT}",
             "--format=tar",
             "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
             *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),

@@ -1,8 +1,12 @@
-"""What a base leaves out. Part of the base's key."""
+"""How mmdebstrap installs a base and what the base leaves out. Part of its key."""
 
 from __future__ import annotations
 
-__all__ = ["LEFT_OUT", "NOT_UNPACKED", "TRIM", "UNPACKED_STILL"]
+__all__ = ["LEFT_OUT", "NOT_UNPACKED", "TRIM", "UNPACKED_STILL", "VARIANT"]
+
+# mmdebstrap unpacks the variant's own packages itself, to have a dpkg to run, which unpacks them again; all others dpkg
+# alone. So the smallest variant that has a dpkg: with all packages in it, half of a large base's work is done twice.
+VARIANT = "essential"
 
 # Man pages and documentation help nobody in a training image; copyright files must stay with the binaries.
 NOT_UNPACKED = (

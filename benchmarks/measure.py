@@ -49,31 +49,21 @@ def run(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path 
 
 
 def peak_megabytes(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path | None = None) -> float:
-    """Peak memory of ``command`` and all it started, together.
+    """Peak memory of ``command`` and all below it, together, whatever session they are in.
 
     ``ru_maxrss`` knows the largest process only, so a builder with workers would look smaller than it is. Here the
-    proportional set sizes of the whole session are added up every few milliseconds; this slows the run, which is why
-    it is never the one that is timed.
+    proportional set sizes are added up, in which a page that several share counts once; this slows the run, which is
+    why it is never the one that is timed.
     """
-    child = _start(command, env, cwd, session=True)
-    peak, done = 0.0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, _session_megabytes(child.pid))
-            done.wait(0.005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    out = child.stdout.read() if child.stdout else ""
-    _, status, usage = os.wait4(child.pid, 0)
-    done.set()
-    watcher.join()
+    child = _start(command, env, cwd)
+    with peak_of_tree(child.pid) as peak:
+        out = child.stdout.read() if child.stdout else ""
+        _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise HostError(f"{' '.join(command[:6])} … ended with {child.returncode}:\n{out[-2000:]}")
-    return max(peak, usage.ru_maxrss / 1024)
+    # One that ends within milliseconds may not have been looked at.
+    return max(peak[0], usage.ru_maxrss / 1024)
 
 
 @contextmanager
@@ -98,9 +88,7 @@ def peak_of_tree(root: int) -> Iterator[list[float]]:
         found.append(peak)
 
 
-def _start(
-    command: Sequence[str], env: dict[str, str] | None, cwd: Path | None, *, session: bool = False
-) -> subprocess.Popen[str]:
+def _start(command: Sequence[str], env: dict[str, str] | None, cwd: Path | None) -> subprocess.Popen[str]:
     # Installed Python programs keep their compiled modules; with this variable each start would compile them again.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return subprocess.Popen(
@@ -111,28 +99,22 @@ def _start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=session,
     )
 
 
-def _session_megabytes(leader: int) -> float:
-    return _megabytes(pid for pid, (_, session) in _processes().items() if session == leader)
-
-
-def _processes() -> dict[int, tuple[int, int]]:
-    """Process → its parent and its session."""
-    found: dict[int, tuple[int, int]] = {}
+def _parents() -> dict[int, int]:
+    """Process → its parent."""
+    found: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with suppress(OSError, IndexError):
-                # Fields 4 and 6 of stat; the command's name before them may hold blanks and brackets.
-                stat = (folder / "stat").read_text().rpartition(")")[2].split()
-                found[int(folder.name)] = int(stat[1]), int(stat[3])
+                # Field 4 of stat; the command's name before it may hold blanks and brackets.
+                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
     return found
 
 
 def _below(root: int) -> set[int]:
-    parents = {pid: parent for pid, (parent, _) in _processes().items()}
+    parents = _parents()
     tree = {root}
     while more := {pid for pid, parent in parents.items() if parent in tree} - tree:
         tree |= more

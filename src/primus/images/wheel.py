@@ -77,6 +77,11 @@ def wheel_entries(path: Path, file_name: str, prefix: Prefix, without: Collectio
 
 def _open(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> BinaryIO:
     stream: IO[bytes] = archive.open(info)
+    if info.compress_type == zipfile.ZIP_DEFLATED:
+        from isal import isal_zlib
+
+        # The same bytes as zlib's, in half the time; zipfile still checks them against the archive's own sum.
+        stream._decompressor = isal_zlib.decompressobj(-15)  # type: ignore[attr-defined]
     return stream  # type: ignore[return-value]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
@@ -17,6 +18,7 @@ from primus.gates.litter import litter, secrets_in
 from primus.gates.size import size_text, size_tree
 from primus.gates.sonames import shared_names
 from primus.gates.versions_inside import Stated, stated_in, versions_inside
+from primus.gates.watch import Watch
 from primus.images.layer import write_layer
 from primus.images.store import Store
 from primus.images.tar import Entry
@@ -348,3 +350,45 @@ def test_a_look_that_is_called_off_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InterruptedError):
         facts_of(ref, blob, tmp_path / "kept", stop=stop)
     assert not (tmp_path / "kept").exists()
+
+
+# Watched while it is written
+
+
+def written(tmp_path: Path, entries: list[Entry], watch: Watch) -> tuple[LayerRef, Path, Future[LayerFacts]]:
+    """A layer whose writing ``watch`` saw, and what it saw."""
+    store = Store(tmp_path / "watched")
+    store.prepare()
+    with ThreadPoolExecutor() as pool:
+        seen = pool.submit(watch.observe, [])
+        try:
+            layer = write_layer(store, entries, watch=watch)
+        finally:
+            watch.close()
+    blob = layer.blob
+    ref = LayerRef(digest=blob.digest, diff_id=layer.diff_id, size=blob.size, media_type=blob.media_type)
+    return ref, store.blob_path(blob.digest), seen
+
+
+def test_what_is_seen_while_a_layer_is_written_is_what_lies_in_its_blob(tmp_path: Path) -> None:
+    extra = {"lib/empty_gfx90a.dat": b"", "root/.cache/x": TOKEN.encode(), "lib/large": b"y" * (9 << 20)}
+    entries = [Entry(path=path, size=len(data), source=data) for path, data in (FILES | extra).items()]
+    links = [
+        Entry(path="tmp/left", kind="symlink", link="x"),
+        Entry(path="tmp/more", kind="hardlink", link="lib/large"),
+    ]
+    ref, blob, seen = written(tmp_path, [*entries, *links], Watch())
+    assert seen.result() == facts_of(ref, blob, tmp_path / "kept")
+    assert "lib/empty_gfx90a.dat" in {code.path for code in seen.result().code}
+    assert {trace.path for trace in seen.result().traces} >= {"root/.cache/x", "tmp/left", "tmp/more"}
+
+
+def test_a_watcher_that_fails_does_not_hold_the_builder_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a rule with a mistake")
+
+    monkeypatch.setattr(facts_module.Examiner, "begin", fail)
+    many = [Entry(path=f"a/{n}", size=1 << 20, source=b"z" * (1 << 20)) for n in range(20)]
+    _, blob, seen = written(tmp_path, many, Watch())
+    assert blob.exists()
+    assert isinstance(seen.exception(), RuntimeError)

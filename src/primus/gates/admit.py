@@ -1,11 +1,12 @@
 """The gates of a build: which images get their name.
 
-Layers are looked into aside, each as soon as it is made, while others are still being built. A release that fails a
-gate gets no name; a preview gets its own, and the build says what it failed.
+Layers are looked into aside: those that the build makes while they are written, others while it runs. A release that
+fails a gate gets no name; a preview gets its own, and the build says what it failed.
 """
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
     from primus.images.build import Composed
     from primus.images.project import Project
     from primus.images.store import Layer
+    from primus.images.tar import Watch as Watching
     from primus.progress import Progress
 
 __all__ = ["Gatekeeper"]
 
-# Decompressing and hashing run beside Python code, searching does not; a third reader would only wait.
-_READERS = 2
+# One for each builder (see run_actions), which waits for the one that looks at its layer.
+_READERS = max(2, os.cpu_count() or 2)
 
 
 class Gatekeeper:
@@ -37,14 +39,39 @@ class Gatekeeper:
         # Starts no thread before there is something to look into.
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
         self._facts: dict[str, Future[LayerFacts]] = {}
+        self._watched: dict[int, Future[LayerFacts]] = {}
         self._stop = Event()
 
-    def look(self, layer: Layer) -> None:
-        """Look into a layer, aside; what is wrong with it is said when an image with it is judged."""
+    def watch(self) -> Watching:
+        """Look at a layer while it is written, aside."""
+        from primus.gates.check import needles_of
+        from primus.gates.watch import Watch
+
+        watch = Watch()
+        self._watched[id(watch)] = self._pool.submit(watch.observe, needles_of(self._project))
+        return watch
+
+    def look(self, layer: Layer, watch: Watching | None = None) -> None:
+        """Take note of a layer, which ``watch`` saw, or else look into it, aside; what is wrong with it is said when an
+        image with it is judged.
+        """
         from primus.gates.check import look_into
 
-        if layer.blob.digest not in self._facts:
+        if layer.blob.digest in self._facts:
+            return
+        if watch is None:
             self._facts[layer.blob.digest] = self._pool.submit(look_into, self._project, layer, self._stop)
+        else:
+            seen = self._watched.pop(id(watch))
+            seen.add_done_callback(lambda done: self._keep(layer, done))
+            self._facts[layer.blob.digest] = seen
+
+    def _keep(self, layer: Layer, seen: Future[LayerFacts]) -> None:
+        from primus.gates.check import folder_of, needles_of
+        from primus.gates.facts import keep
+
+        if not seen.cancelled() and seen.exception() is None:
+            keep(seen.result(), layer.blob.digest, folder_of(self._project), needles_of(self._project))
 
     def judge(self, image: Composed) -> tuple[str, ...]:
         """The gates that the image fails, a sentence each. Raises CheckFailed with all findings when it is a release

@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from primus.images.store import Layer
     from primus.progress import Progress
 
-__all__ = ["Examined", "Outcome", "check_image", "examine", "judge", "look_into", "outcome_text"]
+__all__ = [
+    "Examined",
+    "Outcome",
+    "check_image",
+    "examine",
+    "folder_of",
+    "judge",
+    "look_into",
+    "needles_of",
+    "outcome_text",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +94,7 @@ def look_into(project: Project, layer: Layer, stop: Event | None = None) -> Laye
     from primus.gates.facts import facts_of
 
     blob = project.store.blob_path(layer.blob.digest)
-    return facts_of(_ref(layer), blob, project.work / "cache" / "gates", _needles(project), stop)
+    return facts_of(_ref(layer), blob, folder_of(project), needles_of(project), stop)
 
 
 def examine(project: Project, name: str, progress: Progress) -> Examined:
@@ -162,7 +172,7 @@ def _turbo(project: Project, image: Composed) -> Sequence[GateReport]:
         config_bytes=image.config,
         manifest=image.manifest,
     )
-    return (turbo(ask_image(root, image.digest, project.work / "cache" / "gates")),)
+    return (turbo(ask_image(root, image.digest, folder_of(project))),)
 
 
 def _ref(layer: Layer) -> LayerRef:
@@ -171,7 +181,12 @@ def _ref(layer: Layer) -> LayerRef:
     )
 
 
-def _needles(project: Project) -> Sequence[bytes]:
+def folder_of(project: Project) -> Path:
+    """Where facts are kept."""
+    return project.work / "cache" / "gates"
+
+
+def needles_of(project: Project) -> Sequence[bytes]:
     """Paths of this machine that no image may hold; short ones are left out, an image may have folders called so."""
     paths = {project.root, project.store.root.absolute(), Path.home() / ".cache"}
     return sorted(str(path).encode() for path in paths if len(path.parts) > 3)

@@ -1,4 +1,4 @@
-"""What the gates know of a layer, gathered in one pass over its blob, and kept by digest.
+"""What the gates know of a layer, gathered in one pass over its files, and kept by digest.
 
 Facts depend on the layer's bytes and on the rules alone, not on the target: they are kept under the digest and the
 hash of this package's code, so that a second check reads no blob and a changed rule reads each again.
@@ -18,14 +18,14 @@ from typing import IO, Any, cast
 
 from primus.gates.archs import in_path
 from primus.gates.codeobjects import Code, code_in, is_kernel_file, is_triton_metadata
-from primus.gates.contents import Member, walk
+from primus.gates.contents import Kind, Member, walk
 from primus.gates.litter import Scanner, Trace, path_traces, reads_text, text_traces
 from primus.gates.rules import rules
 from primus.gates.sonames import Library, soname_of
 from primus.gates.versions_inside import Stated, stated_in, states_versions
 from primus.sandbox.model import LayerRef
 
-__all__ = ["LayerFacts", "facts_of", "observe"]
+__all__ = ["Examiner", "LayerFacts", "facts_of", "keep", "observe"]
 
 _CHUNK = 1 << 20
 # Files whose whole text a gate wants are short; dpkg's status of a large image stays well below this.
@@ -44,73 +44,127 @@ class LayerFacts:
     unreadable: Mapping[str, str] = field(default_factory=dict)
 
 
+class Examiner:
+    """Looks at the entries of a layer one after the other, as their bytes pass by.
+
+    ``needles`` are paths of the machine that built, which may stand in no file.
+    """
+
+    def __init__(self, needles: Sequence[bytes] = ()) -> None:
+        self._needles = needles
+        self._folders: dict[str, tuple[int, int]] = {}
+        self._code: list[Code] = []
+        self._libraries: list[Library] = []
+        self._stated: list[Stated] = []
+        self._traces: list[Trace] = []
+        self._unreadable: dict[str, str] = {}
+        self._file: _File | None = None
+
+    def begin(self, path: str, kind: Kind, size: int) -> None:
+        """The next entry; what was said before is all there is of the last one."""
+        self._end()
+        self._traces += path_traces(path, kind)
+        if kind == "file":
+            folder = path.rpartition("/")[0]
+            known, count = self._folders.get(folder, (0, 0))
+            self._folders[folder] = (known + size, count + 1)
+            self._file = _File(path, size, Scanner(path, self._needles))
+
+    def feed(self, chunk: bytes) -> None:
+        """The next bytes of the file; the first of them should be a megabyte, if it has so many."""
+        if self._file is not None:
+            self._file.feed(chunk)
+
+    def close(self) -> None:
+        """Forget the file that was begun, when nothing more will come of it."""
+        if self._file is not None:
+            self._file.copy.close()
+            self._file = None
+
+    def facts(self) -> LayerFacts:
+        """What was seen."""
+        self._end()
+        return LayerFacts(
+            folders=self._folders,
+            code=tuple(self._code),
+            libraries=tuple(self._libraries),
+            stated=tuple(self._stated),
+            traces=tuple(self._traces),
+            unreadable=self._unreadable,
+        )
+
+    def _end(self) -> None:
+        if self._file is not None:
+            if self._file.first:
+                self._file.feed(b"")
+            self._traces += self._file.scanner.traces()
+            if self._file.kept:
+                self._examine(self._file)
+        self.close()
+
+    def _examine(self, seen: _File) -> None:
+        file = cast("IO[bytes]", seen.copy)
+        try:
+            if (found := code_in(seen.path, file, seen.size)) is not None:
+                self._code.append(found)
+            if seen.scanner.elf and (library := soname_of(seen.path, file)) is not None:
+                self._libraries.append(library)
+        except ValueError as error:
+            self._unreadable[seen.path] = str(error)
+        if not seen.scanner.elf and seen.size <= _TEXT_SIZE:
+            file.seek(0)
+            text = file.read().decode("utf-8", "replace") if _wants_text(seen.path) else ""
+            self._stated += stated_in(seen.path, text)
+            self._traces += text_traces(seen.path, text)
+
+
+class _File:
+    """The file that passes by; ``copy`` holds it when a gate needs to read it again out of order."""
+
+    def __init__(self, path: str, size: int, scanner: Scanner) -> None:
+        self.path, self.size, self.scanner = path, size, scanner
+        self.first, self.kept, self._whole = True, False, False
+        self.copy = tempfile.SpooledTemporaryFile(max_size=16 << 20)  # noqa: SIM115 (closed by the examiner)
+
+    def feed(self, chunk: bytes) -> None:
+        """The file's next bytes."""
+        if self.first:
+            self._first(chunk)
+        self.scanner.feed(chunk)
+        if self._whole:
+            self.copy.write(chunk)
+
+    def _first(self, head: bytes) -> None:
+        self.first = False
+        self._whole = (
+            head.startswith((b"\x7fELF", b"__CLANG_OFFLOAD_BUNDLE__", b"CCOB", b"KPAK"))
+            or is_triton_metadata(self.path, head)
+            or (_wants_text(self.path) and self.size <= _TEXT_SIZE)
+        )
+        named = is_kernel_file(self.path) and bool(in_path(self.path))
+        if named and not self._whole:
+            # Its name says it all, and these files may be large.
+            self.copy.write(head[:64])
+        self.kept = self._whole or named
+
+
 def observe(members: Iterable[Member], needles: Sequence[bytes] = ()) -> LayerFacts:
-    """Look at every member once. ``needles`` are paths of the machine that built, which may stand in no file."""
-    folders: dict[str, tuple[int, int]] = {}
-    code: list[Code] = []
-    libraries: list[Library] = []
-    stated: list[Stated] = []
-    traces: list[Trace] = []
-    unreadable: dict[str, str] = {}
-    for member in members:
-        traces += path_traces(member.path, member.kind)
-        if member.kind != "file":
-            continue
-        folder = member.path.rpartition("/")[0]
-        size, count = folders.get(folder, (0, 0))
-        folders[folder] = (size + member.size, count + 1)
-        scanner = Scanner(member.path, needles)
-        with member.open() as stream, tempfile.SpooledTemporaryFile(max_size=16 << 20) as copy:
-            kept = _copy(member, stream, scanner, cast("IO[bytes]", copy))
-            traces += scanner.traces()
-            if not kept:
-                continue
-            file = cast("IO[bytes]", copy)
-            try:
-                if (found := code_in(member.path, file, member.size)) is not None:
-                    code.append(found)
-                if scanner.elf and (library := soname_of(member.path, file)) is not None:
-                    libraries.append(library)
-            except ValueError as error:
-                unreadable[member.path] = str(error)
-            if not scanner.elf and member.size <= _TEXT_SIZE:
-                file.seek(0)
-                text = file.read().decode("utf-8", "replace") if _wants_text(member.path) else ""
-                stated += stated_in(member.path, text)
-                traces += text_traces(member.path, text)
-    return LayerFacts(
-        folders=folders,
-        code=tuple(code),
-        libraries=tuple(libraries),
-        stated=tuple(stated),
-        traces=tuple(traces),
-        unreadable=unreadable,
-    )
+    """Look at every member once; see :class:`Examiner`."""
+    examiner = Examiner(needles)
+    try:
+        for member in members:
+            examiner.begin(member.path, member.kind, member.size)
+            if member.kind == "file":
+                with member.open() as stream:
+                    while chunk := stream.read(_CHUNK):
+                        examiner.feed(chunk)
+        return examiner.facts()
+    finally:
+        examiner.close()
 
 
 def _wants_text(path: str) -> bool:
     return states_versions(path) or reads_text(path)
-
-
-def _copy(member: Member, stream: IO[bytes], scanner: Scanner, copy: IO[bytes]) -> bool:
-    """Scan the file; keep a copy when a gate needs to read it again out of order."""
-    head = stream.read(_CHUNK)
-    keep = (
-        head.startswith((b"\x7fELF", b"__CLANG_OFFLOAD_BUNDLE__", b"CCOB", b"KPAK"))
-        or is_triton_metadata(member.path, head)
-        or (_wants_text(member.path) and member.size <= _TEXT_SIZE)
-    )
-    named = is_kernel_file(member.path) and bool(in_path(member.path))
-    if named and not keep:
-        # Its name says it all, and these files may be large.
-        copy.write(head[:64])
-    chunk = head
-    while chunk:
-        scanner.feed(chunk)
-        if keep:
-            copy.write(chunk)
-        chunk = stream.read(_CHUNK)
-    return keep or named
 
 
 def facts_of(
@@ -120,11 +174,17 @@ def facts_of(
 
     Raises HostError when the blob cannot be read or is damaged, InterruptedError once ``stop`` is set.
     """
-    mark = hashlib.sha256(rules().encode() + b"\0".join(sorted(needles))).hexdigest()[:16]
-    kept = folder / f"{layer.digest.removeprefix('sha256:')}-{mark}.json"
+    kept = _kept(layer.digest, folder, needles)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         return _loads(kept.read_bytes())
     facts = observe(_until(stop, walk(layer, blob)), needles)
+    keep(facts, layer.digest, folder, needles)
+    return facts
+
+
+def keep(facts: LayerFacts, digest: str, folder: Path, needles: Sequence[bytes] = ()) -> None:
+    """Keep what was seen of the layer with this digest, for :func:`facts_of`."""
+    kept = _kept(digest, folder, needles)
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(kept.name.partition("-")[0] + "-*"):
@@ -132,7 +192,11 @@ def facts_of(
         with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as stream:
             json.dump(asdict(facts), stream)
         Path(stream.name).replace(kept)
-    return facts
+
+
+def _kept(digest: str, folder: Path, needles: Sequence[bytes]) -> Path:
+    mark = hashlib.sha256(rules().encode() + b"\0".join(sorted(needles))).hexdigest()[:16]
+    return folder / f"{digest.removeprefix('sha256:')}-{mark}.json"
 
 
 def _until(stop: Event | None, members: Iterable[Member]) -> Iterator[Member]:

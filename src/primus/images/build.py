@@ -17,6 +17,7 @@ from primus.images.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
 if TYPE_CHECKING:
     from primus.images.execute import Workshop
     from primus.images.project import Project
+    from primus.images.tar import Watch
 
 __all__ = ["Built", "Composed", "Gates", "LayerLine", "assemble", "compose", "current", "missing", "run_actions"]
 
@@ -81,8 +82,11 @@ class Gates(Protocol):
 
     mark: str
 
-    def look(self, layer: Layer) -> None:
-        """Take note of a layer that the build just made."""
+    def watch(self) -> Watch:
+        """Someone to see a layer while it is written."""
+
+    def look(self, layer: Layer, watch: Watch | None) -> None:
+        """Take note of a layer that the build just made; ``watch`` saw it, if anyone did."""
 
     def judge(self, image: Composed) -> tuple[str, ...]:
         """The failed gates, a sentence each; raises CheckFailed when the image must not get its name."""

@@ -103,7 +103,8 @@ def build_images(
             files=FileCache(project.work / "files"),
             progress=progress,
             engine=engine,
-            made=judge.look if judge else lambda _: None,
+            watch=judge.watch if judge else lambda: None,
+            made=judge.look if judge else lambda *_: None,
         )
         todo = missing(plans, workshop.done)
         if any(not workshop.files.has(f.sha256, f.size) for action in todo for f in action.files):

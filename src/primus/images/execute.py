@@ -15,7 +15,7 @@ from primus.images.given import adopt_layer
 from primus.images.layer import compression_of, write_layer
 from primus.images.skeleton import inline_entries
 from primus.images.store import Layer
-from primus.images.tar import BLOCK, Entry
+from primus.images.tar import BLOCK, Entry, Watch
 from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
@@ -30,15 +30,16 @@ __all__ = ["Workshop"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """What actions work with: the project's store, the fetched files, a place to report; ``made`` hears of each layer
-    that is finished.
+    """What actions work with: the project's store, the fetched files, a place to report. ``watch`` gives someone to
+    see the next layer pass by while it is written; ``made`` hears of each that is finished, and who saw it.
     """
 
     project: Project
     files: FileCache
     progress: Progress
     engine: str = "auto"
-    made: Callable[[Layer], None] = lambda _: None
+    watch: Callable[[], Watch | None] = lambda: None
+    made: Callable[[Layer, Watch | None], None] = lambda *_: None
 
     def run(self, action: Action) -> bool:
         """Do the action unless another builder just did; True when it was done here.
@@ -58,7 +59,7 @@ class Workshop:
                 layer = adopt_layer(store, self._file(given), given.sha256)
                 store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": ()})
                 self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB")
-                self.made(layer)
+                self.made(layer, None)
                 return True
             with store.folder("work") as scratch:
                 left_out = (0, 0)
@@ -68,16 +69,22 @@ class Workshop:
                 else:
                     entries = list(self._entries(action, scratch))
                 self.progress.start(action.key, action.name, sum(BLOCK + e.size for e in entries))
-                layer = write_layer(
-                    store,
-                    entries,
-                    compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
-                    advance=lambda n: self.progress.advance(action.key, n),
-                )
+                watch = self.watch()
+                try:
+                    layer = write_layer(
+                        store,
+                        entries,
+                        compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
+                        advance=lambda n: self.progress.advance(action.key, n),
+                        watch=watch,
+                    )
+                finally:
+                    if watch:
+                        watch.close()
             layer = replace(layer, left_out=left_out)
             store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": action.tree})
             self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB, {layer.seconds:.1f} s")
-            self.made(layer)
+            self.made(layer, watch)
         return True
 
     def done(self, action: Action) -> bool:

@@ -14,7 +14,7 @@ from typing import IO, Protocol
 
 from primus.errors import HostError
 from primus.images.store import LAYER_TYPES, Blob, Layer, Store, storage_error
-from primus.images.tar import Entry, in_order, write_tar
+from primus.images.tar import Entry, Watch, in_order, write_tar
 
 __all__ = ["COMPRESSIONS", "assembler", "compression_of", "read_paths", "write_layer"]
 
@@ -116,8 +116,9 @@ def write_layer(
     *,
     compression: str = "zstd",
     advance: Callable[[int], None] = lambda _: None,
+    watch: Watch | None = None,
 ) -> Layer:
-    """Write the entries as a layer blob into the store.
+    """Write the entries as a layer blob into the store; ``watch`` sees them pass by.
 
     Raises HostError when the disk is full or a source changes while it is read; the store is then as before.
     """
@@ -126,7 +127,7 @@ def write_layer(
     try:
         with store.temporary() as out:
             pipe = _Pipe(out, _compressor(compression), advance)
-            unpacked = write_tar(ordered, pipe)
+            unpacked = write_tar(ordered, pipe, watch)
             pipe.close()
             out.flush()
             blob = Blob(digest=f"sha256:{pipe.blob.hexdigest()}", media_type=LAYER_TYPES[compression], size=pipe.size)

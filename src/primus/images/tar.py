@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
-__all__ = ["BLOCK", "MTIME", "Entry", "Sink", "Source", "in_order", "write_tar"]
+__all__ = ["BLOCK", "MTIME", "Entry", "Sink", "Source", "Watch", "in_order", "write_tar"]
 
 # The oldest time a zip file can hold (1980-01-01 UTC), so that files of an image can be zipped again.
 MTIME = 315532800
@@ -77,6 +77,19 @@ class Entry:
             raise OSError(f"{self.path} has {done} bytes where {self.size} were expected: it changed while being read")
 
 
+class Watch(Protocol):
+    """Who sees what a layer is made of while it is written, so that nobody need read it again."""
+
+    def begin(self, entry: Entry, /) -> object:
+        """The next entry; its bytes follow, if it has some."""
+
+    def feed(self, chunk: bytes, /) -> object:
+        """The entry's next bytes."""
+
+    def close(self) -> object:
+        """Nothing follows: all was seen, or the writing failed."""
+
+
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
     """The entries sorted by path parts, with missing parents (0755, root) added. A path given twice is a ValueError."""
     found: dict[str, Entry] = {}
@@ -93,16 +106,20 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(found.values(), key=lambda e: (e.kind == "hardlink", e.path.split("/")))
 
 
-def write_tar(entries: Iterable[Entry], sink: Sink) -> int:
+def write_tar(entries: Iterable[Entry], sink: Sink, watch: Watch | None = None) -> int:
     """Write the entries in the order given and the end mark; returns the bytes written."""
     total = 0
     for entry in entries:
         head = _header(entry)
         sink.write(head)
         total += len(head)
+        if watch:
+            watch.begin(entry)
         if entry.kind == "file" and entry.size:
             for chunk in entry.chunks():
                 sink.write(chunk)
+                if watch:
+                    watch.feed(chunk)
             padding = -entry.size % BLOCK
             if padding:
                 sink.write(b"\0" * padding)

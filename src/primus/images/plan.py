@@ -144,16 +144,18 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, 
         raise InputError(f"the lock of {name} has no packages for {root or base}", hint=f"primus lock {name}")
     where, about = project.base_place(base), project.versions.bases[base]
     kernels = {"kernels": dict(about.kernels)} if about.kernels else {}
-    way = {"over": about.image} if about.image else {"variant": VARIANT}
+    over = {"over": about.image} if about.image else {}
     return Action(
         name=f"base {root or base}",
         kind="debs",
         inputs=(
             Input(name="assembler", value=tool),
             Input(name="suite", value=about.suite, where=where),
+            # No part of the spec, which decides what is built in here, too: packages are the same by either way.
+            *([] if about.image else [Input(name="variant", value=VARIANT)]),
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
-        spec={"suite": about.suite, "trim": list(TRIM), **kernels, **way},
+        spec={"suite": about.suite, "trim": list(TRIM), **kernels, **over},
         files=debs,
     )
 

@@ -64,6 +64,9 @@ def plan(
     if level == "full":
         if _splits_in_two(whole):
             batch = {"local_batch": whole.global_batch, "global_batch": whole.global_batch, "steps": 2}
+            if whole.degree("ep") > 1:
+                # One rank has all experts; what two ranks share is then each layer, and nothing else differs.
+                batch["ep"] = 1
             one = job("one-rank", batch | {"ranks": 1, "checkpoint": 1})
             # From the same weights: what two ranks draw from a seed need not be the two halves of what one draws.
             split = replace(

@@ -25,6 +25,7 @@ from primus.recipes.size import size
 from primus.training import logs, metrics, start, suite
 from primus.training.flops import of_recipe_unit
 from primus.training.job import Job
+from primus.training.levels import LEVELS
 from primus.training.torchtitan import render
 
 
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--what", required=True)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--suite", choices=LEVELS, default="quick", help="how much of the suite each cell runs")
     parser.add_argument("--runs", type=Path, default=Path("/tmp/primus-gpu"))
     options = parser.parse_args()
     # A folder of its own: a machine may still hold another call's runs.
@@ -66,7 +68,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     settings = [f"ranks={options.ranks}", *words[4:]]
     if not any(word.startswith("training.steps=") for word in settings):
         settings.append(f"training.steps={options.steps}")
-    jobs = suite.plan(recipe, root, settings, asked, level="quick")
+    jobs = suite.plan(recipe, root, settings, asked, level=options.suite)
     job = jobs[0]
     unit = of_recipe_unit(job.recipe.architecture, job.recipe.seq_len)
     common = {
@@ -93,6 +95,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     linears.pop("plain", None)
     return common | {
         "passed": all(verdict.passed for verdict in verdicts),
+        "jobs": [job.name for job in jobs],
         "exit_code": left.exit_code,
         "seconds": left.seconds,
         "summary": asdict(metrics.summarize(left.series, job.recipe.get("validation.warmup_steps", int))),

@@ -89,11 +89,10 @@ def _splits_in_two(recipe: Recipe) -> bool:
 
 
 def _other_precisions(recipe: Recipe) -> list[str]:
-    from primus.recipes.choose import supported
+    from primus.recipes.choose import computes, supported
 
     offered = supported(read(recipe.path).settings)[recipe.backend, recipe.mode]
-    computed = recipe.knows.cpu if recipe.gpu == CPU else offered
-    return [word for word in offered if word != recipe.precision and word in computed]
+    return [word for word in offered if word != recipe.precision and computes(recipe.gpu, word, recipe.backend)]
 
 
 def recipe_of(jobs: Sequence[Job]) -> Recipe:

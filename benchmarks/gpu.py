@@ -83,7 +83,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     verdicts = suite.judge(jobs, outcomes)
     left = outcomes["base"]
     if left.exit_code:
-        print("".join((job.output / "log.txt").read_text().splitlines(keepends=True)[-40:]), flush=True)
+        print(_why(job.output / "log.txt"), flush=True)
     if mode == "lora":
         # What the run itself counted as trained; the others' gradients are not computed.
         unit = of_recipe_unit(
@@ -106,6 +106,12 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _why(log: Path) -> str:
+    """The log's errors and its end: torchrun's own report follows the cause by many lines."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([*[line for line in lines if "Error" in line][:10], *lines[-20:]])
+
+
 def bare(job: Job) -> dict[str, Any]:
     """torchtitan's own ``train.py`` on its own model of the same size."""
     job.output.mkdir(parents=True)
@@ -125,7 +131,7 @@ def bare(job: Job) -> dict[str, Any]:
         code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
     series = logs.parse_torchtitan(log.read_text(errors="replace"))
     if code:
-        print("".join(log.read_text().splitlines(keepends=True)[-40:]), flush=True)
+        print(_why(log), flush=True)
     summary = metrics.summarize(series, job.recipe.get("validation.warmup_steps", int))
     return {
         "passed": code == 0 and len(series.steps) == job.recipe.steps,

@@ -117,6 +117,10 @@ def test_what_megatron_does_not_compute_is_refused_before_it_starts(words: list[
         ranks.files(Job(name="train", recipe=proxy(*words), output=tmp_path))
 
 
+def test_the_recipe_s_own_size_is_meant_where_megatron_has_a_key_of_that_name() -> None:
+    assert proxy("model.hidden_size=64").architecture.hidden_size == 64
+
+
 def test_sizes_and_precision_are_set_in_one_place_only() -> None:
     for key in ("megatron.model.num_layers=2", "megatron.model.bf16=true", "megatron.optimizer.adam_beta1=0.5"):
         with pytest.raises(InputError, match="is set by primus"):

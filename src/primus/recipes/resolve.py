@@ -113,6 +113,9 @@ def _override(word: str, knows: Backend) -> tuple[str, Setting]:
         return key, setting
     rules, unjudged = schema.backend_rules(knows.name)
     neutral = key.startswith("model.") and key.removeprefix("model.") in schema.model_rules()
+    if neutral and key in knows.owned:
+        # The recipe's own size, which the backend's key of this name is made from.
+        return key, setting
     # What cannot be judged here is taken for the backend's own, unless it would stand among our own sections.
     ours = neutral or (section in _OWN_SECTIONS and section != "model")
     native = key in rules or key in knows.owned or (unjudged and key.startswith(unjudged) and not ours)

@@ -15,7 +15,7 @@ from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import choose
 from primus.recipes.model import CHOICES, Asked, Recipe, Setting, Value
-from primus.recipes.precision import derived_precision
+from primus.recipes.precision import derived_precision, unsharded
 
 __all__ = ["resolve"]
 
@@ -182,7 +182,9 @@ def _check_sense(recipe: Recipe) -> None:
         raise InputError(
             f"precision: {recipe.precision} is asked, but the {knows.name} settings give {given}",
             where=recipe.settings["precision"].origin,
-            hint=f"the recipe has no case that makes {knows.name} compute {recipe.precision}",
+            hint="it computes below float32 where FSDP shards the weights: leave ranks to data or context parallelism"
+            if knows.sharded_precision and unsharded(recipe)
+            else f"the recipe has no case that makes {knows.name} compute {recipe.precision}",
         )
 
 

@@ -148,6 +148,8 @@ _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
 # What a model computes in another precision by design is a sliver: torchtitan adds up the outputs of a token's experts
 # in float32, 0.02% of the FLOPs of those experts.
 _OTHERWISE = 0.01
+# Of the products of experts in groups, the profiler keeps not every dtype.
+_UNTOLD = 0.05
 _PROFILED = {"fp32": ("float",), "bf16": ("BFloat16",)}
 _PLAIN_LINEARS = {"Linear", "FSDPLinear", "ColumnParallelLinear", "RowParallelLinear"}
 # What stays as it is when linear layers compute in 8 bits: the head, and the router of a mixture of experts.
@@ -210,10 +212,11 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], asked:
 
 
 def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[str, int]) -> float:
-    """What share of all products ``some`` are: of their FLOPs, and of their number those of which no FLOPs are known."""
-    unknown = sum(count for name, count in some.items() if name not in flops)
-    known = sum(flops.get(name, 0) for name in some)
-    return unknown / sum(products.values()) + (known / sum(flops.values()) if flops else 0.0)
+    """What share of the FLOPs of all products ``some`` are; 1 where too many have no dtype or no shape to tell."""
+    untold = sum(count for name, count in products.items() if name not in flops)
+    if untold > _UNTOLD * sum(products.values()):
+        return 1.0
+    return sum(flops.get(name, 0) for name in some) / sum(flops.values())
 
 
 def _converted(linears: Mapping[str, Any]) -> Mapping[str, int]:

@@ -82,7 +82,9 @@ def plan(
 
 
 def _splits_in_two(recipe: Recipe) -> bool:
-    """Whether two ranks can share every layer: the backend has tensor parallelism, and the model's sizes are even."""
+    """Whether two ranks can share every layer in this precision, and the backend and the model's sizes let them."""
+    if recipe.knows.sharded_precision and recipe.precision != "fp32":
+        return False
     model = recipe.architecture
     sizes = (model.heads, model.kv_heads, model.vocab_size, model.ffn_size, model.hidden_size)
     return "tp" in recipe.knows.degrees and recipe.data_parallel == recipe.world_size and not any(s % 2 for s in sizes)

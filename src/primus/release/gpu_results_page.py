@@ -78,6 +78,11 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _way(cell: str) -> str:
+    """The cell without its settings."""
+    return ":".join(cell.split(":")[:4])
+
+
 def _short(cell: str) -> str:
     return cell.replace("bare:", "torchtitan alone, ")
 
@@ -103,7 +108,7 @@ def _ratios(runs: list[Mapping[str, Any]]) -> list[str]:
 def _comparisons(runs: list[Mapping[str, Any]]) -> list[str]:
     """What runs of one cell showed when compared with each other, where the suite ran more than one."""
     rows = [
-        (f"`{_short(run['cell'])}`", verdict["name"], str(verdict["measured"]), str(verdict["limit"]), _mark(verdict))
+        (f"`{_way(run['cell'])}`", verdict["name"], str(verdict["measured"]), str(verdict["limit"]), _mark(verdict))
         for run in runs
         if len(run.get("jobs", ())) > 1
         for verdict in run["verdicts"]

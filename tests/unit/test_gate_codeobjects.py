@@ -22,12 +22,12 @@ from gpu_files import (
     pack_host,
     pages,
 )
-from primus.gates.archs import in_entry_id, in_path, of_flags, runs_on
 from primus.gates.codeobjects import Code, bundle_targets, code_in
 from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.msgpack import unpack
 from primus.gates.prune import prunable, pruning
 from primus.gates.sonames import soname_of
+from primus.images.archs import in_entry_id, in_path, of_flags, runs_on
 
 GFX942, GFX950 = 0x4C, 0x4F
 

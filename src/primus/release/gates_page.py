@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from primus.gates.archs import runs_on
+from primus.images.archs import runs_on
+from primus.images.left_out import LeftOut
 from primus.images.outline import bytes_text
 from primus.images.sharing import Image, LayerOf, pairs, parts, share_text
 from primus.release.markdown import table
@@ -112,11 +113,12 @@ def _libraries(record: Record) -> list[str]:
 def _pruning(records: Sequence[Record]) -> list[str]:
     rows = []
     for record in records:
-        count = sum(layer["left_out"][0] for layer in record["layers"])
-        size = sum(layer["left_out"][1] for layer in record["layers"])
+        out = LeftOut.sum(LeftOut.of(layer["left_out"]) for layer in record["layers"])
         unpacked = sum(layer["unpacked"] for layer in record["layers"])
-        rows.append((f"`{record['target']}`", f"{count:,}", bytes_text(size), bytes_text(unpacked)))
-    return table(("target", "kernel files left out", "their bytes", "the image, unpacked"), rows)
+        files, code = (f"{out.files:,}", bytes_text(out.size)), (f"{out.objects:,}", bytes_text(out.freed))
+        rows.append((f"`{record['target']}`", *files, *code, bytes_text(unpacked)))
+    heads = ("kernel files left out", "their bytes", "code objects taken out of files", "their bytes")
+    return table(("target", *heads, "the image, unpacked"), rows)
 
 
 def _sharing(records: Iterable[Record]) -> list[str]:

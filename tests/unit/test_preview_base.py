@@ -108,7 +108,7 @@ def test_a_library_comes_with_the_code_of_one_gpu_and_the_links_to_it(tmp_path: 
 
 def test_what_cannot_be_taken_apart_is_said(tmp_path: Path) -> None:
     fat = bundle(["gfx942", "gfx950"])
-    package = deb(tmp_path, {"a.so": elf({".text": b"x"}), "b.so": elf({".hip_fatbin": fat[:-1]})})
+    package = deb(tmp_path, {"a.so": elf({".text": b"x"}), "b.so": elf({".hip_fatbin": fat[:-4096]})})
     (tmp_path / "tree/x_gfx942").hardlink_to(tmp_path / "tree/a.so")
     subprocess.run(["dpkg-deb", "--build", tmp_path / "tree", package], check=True, capture_output=True)
     with pytest.raises(CheckFailed, match="/x_gfx942 is neither a file nor a symbolic link"):
@@ -136,9 +136,7 @@ def test_kernel_files_of_a_package_that_is_not_named_are_not_lost() -> None:
     ]
     assert unlisted(entries, {"librocblas5": (PATTERN,)}) == ["librocblas6"]
     library = "/usr/lib/*/librocblas.so.*"
-    assert unlisted(entries[1:], {"librocblas5": ("/x", library)}) == ["librocblas6"], (
-        "a library has no gfx in its name"
-    )
+    assert unlisted(entries, {"librocblas5": ("/x", library)}) == ["librocblas6"], "a library has no gfx in its name"
 
 
 VERSIONS = """\
@@ -246,9 +244,9 @@ def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project) -> Non
         ("{librocblas5: [/usr/lib/*gfx*]}", "librocblas5 stands under `kernels` and not under `packages`"),
         (
             "{python3-torch: [usr/*gfx*]}",
-            "'usr/*gfx*' is no absolute pattern that ends with something of a file's name",
+            "'usr/*gfx*' is no absolute pattern with a file's name at its end",
         ),
-        ("{python3-torch: [/usr/*]}", "'/usr/*' is no absolute pattern that ends with something of a file's name"),
+        ("{python3-torch: [/usr/*]}", "'/usr/*' is no absolute pattern with a file's name at its end"),
     ],
 )
 def test_patterns_that_cannot_be_meant(project: Project, kernels: str, sentence: str) -> None:

@@ -9,10 +9,12 @@ comgr, which reads it as LLVM does.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import IO, Protocol
 
 from primus.images.archs import runs_on
@@ -39,7 +41,8 @@ class Removed:
 
 def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Removed | None:
     """Copy ``source``, an ELF file or a bundle of ``size`` bytes, to the empty file ``out`` without code that does not
-    run on ``arch``. None, and nothing copied, when the file has no offload bundles.
+    run on ``arch``. None, and nothing copied, when the file has no offload bundles. A compressed bundle that would need
+    more room than it had, which a few bytes of code in the best compression may, stays as it is.
 
     Raises ValueError when the file or a bundle of it is damaged.
     """
@@ -60,15 +63,15 @@ def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Remove
         if not any(p.size for p in idle):
             continue
         _copy(source, at, bundle.offset - at, out)
+        at = bundle.offset
         kept = tuple(p for p in bundle.parts if p not in idle)
         write = _write_compressed if bundle.version else _write_plain
-        length = write(source, bundle, kept, out)
-        if bundle.length < length:
-            raise ValueError("a compressed offload bundle with less in it would be longer")
+        if (length := write(source, bundle, kept, out)) is None:
+            continue
         removed.objects += sum(p.size > 0 for p in idle)
         removed.size += bundle.length - length if bundle.version else sum(p.size for p in idle)
         removed.targets += [str(p.target) for p in idle if p.size and p.target not in removed.targets]
-        at = bundle.offset + bundle.length
+        at += bundle.length
     _copy(source, at, size - at, out)
     out.truncate(size)
     return removed
@@ -112,21 +115,28 @@ class _Compressor(Protocol):
     def flush(self) -> bytes: ...
 
 
-def _write_compressed(source: IO[bytes], bundle: Bundle, kept: Sequence[Part], out: IO[bytes]) -> int:
-    """The parts that are kept, each moved up to the next page, compressed as the bundle was; returns its length."""
+def _write_compressed(source: IO[bytes], bundle: Bundle, kept: Sequence[Part], out: IO[bytes]) -> int | None:
+    """The parts that are kept, moved up as far as their alignment lets them, compressed as the bundle was; returns its
+    length, or None when it does not fit where it was.
+    """
     moved, end = [], len(_list_of(kept))
+    align = math.gcd(PAGE, *(p.offset for p in kept))
     for part in kept:
-        start = end + -end % PAGE
+        start = end + -end % align
         moved.append(Part(id=part.id, offset=start, size=part.size))
         end = start + part.size
     form = HEADS[bundle.version]
     compressor, digest = _compressor(bundle.method, end), hashlib.md5(usedforsecurity=False)
-    out.seek(bundle.offset + struct.calcsize(form))
-    for data in _laid_out(inflated(source, bundle), kept, moved):
-        digest.update(data)
-        out.write(compressor.compress(data))
-    out.write(compressor.flush())
-    length = out.tell() - bundle.offset
+    length = struct.calcsize(form)
+    for data in chain(_laid_out(inflated(source, bundle), kept, moved), (None,)):
+        if data is not None:
+            digest.update(data)
+        small = compressor.flush() if data is None else compressor.compress(data)
+        if length + len(small) > bundle.length:
+            return None
+        out.seek(bundle.offset + length)
+        out.write(small)
+        length += len(small)
     total = () if bundle.version == 1 else (length,)
     out.seek(bundle.offset)
     out.write(struct.pack(form, COMPRESSED, bundle.version, bundle.method, *total, end, digest.digest()[:8]))

@@ -223,8 +223,8 @@ class Base:
                 raise ValueError(f"{package} stands under `kernels` and not under `packages`")
             for pattern in patterns:
                 name = pattern.rpartition("/")[2]
-                if not pattern.startswith("/") or not ("gfx" in name or name.strip("*?")):
-                    raise ValueError(f"{pattern!r} is no absolute pattern that ends with something of a file's name")
+                if not pattern.startswith("/") or not name.strip("*?"):
+                    raise ValueError(f"{pattern!r} is no absolute pattern with a file's name at its end")
 
     @property
     def suites(self) -> tuple[str, ...]:

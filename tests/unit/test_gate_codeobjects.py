@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -22,6 +26,7 @@ from gpu_files import (
     pack_host,
     pages,
 )
+from primus import gates
 from primus.gates.codeobjects import Code, bundle_targets, code_in
 from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.msgpack import unpack
@@ -30,6 +35,7 @@ from primus.gates.sonames import soname_of
 from primus.images.archs import in_entry_id, in_path, of_flags, runs_on
 from primus.images.left_out import LeftOut
 
+SOURCE = Path(gates.__file__).parents[1]
 GFX942, GFX950 = 0x4C, 0x4F
 
 
@@ -355,3 +361,27 @@ def test_a_library_that_lost_all_its_code_fails_with_what_its_package_has() -> N
     )
     (bare,) = coverage([("kernels", [emptied])], "gfx950").findings
     assert bare.message == "no code for gfx950: it has no GPU code (fat binary)"
+
+
+def test_a_changed_reader_of_gpu_code_is_a_changed_rule(tmp_path: Path) -> None:
+    copy = tmp_path / "primus"
+    shutil.copytree(SOURCE / "gates", copy / "gates")
+    shutil.copytree(SOURCE / "images", copy / "images")
+
+    def found() -> str:
+        spec = importlib.util.spec_from_file_location("copied", copy / "gates/rules.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return str(module.rules())
+
+    readers, todo = set[str](), ["gates/codeobjects.py", "gates/sonames.py"]
+    while todo:
+        names = re.findall(r"^from primus\.images\.(\w+) import", (copy / todo.pop()).read_text(), re.MULTILINE)
+        todo += [f"images/{name}.py" for name in names if name not in readers]
+        readers |= set(names)
+    assert readers >= {"archs", "bundles", "elf"}
+    for name in readers:
+        before = found()
+        (copy / f"images/{name}.py").write_text("changed")
+        assert found() != before, name

@@ -16,6 +16,7 @@ import pytest
 from gpu_files import bundle, compressed, elf, pages
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.codeobjects import code_in
+from primus.images.fatbinary import FORMAT
 from primus.images.kernels import KernelFiles, is_for, unlisted
 from primus.images.left_out import LeftOut
 from primus.images.plan import plan_image
@@ -216,7 +217,7 @@ def test_bytecode_that_imports_leave_behind_stays_out(path: str, left_out: bool)
     assert any(fnmatch.fnmatchcase(path, pattern) for pattern in LEFT_OUT) is left_out
 
 
-def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project) -> None:
+def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (project.root / "versions.yaml").read_text()
     kernels = "    packages: [python3-torch, librocblas5]\n    kernels: {librocblas5: [/usr/lib/*gfx*]}\n"
     (project.root / "versions.yaml").write_text(text.replace("    packages: [python3-torch]\n", kernels))
@@ -236,6 +237,10 @@ def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project) -> Non
     assert mi300x["base debs"].key == mi355x["base debs"].key
     assert mi300x["kernels gfx942"].key == mi325x["kernels gfx942"].key != mi355x["kernels gfx950"].key
     assert [f.name for f in mi300x["kernels gfx942"].files] == ["librocblas5"]
+    monkeypatch.setattr("primus.images.fatbinary.FORMAT", FORMAT + 1)
+    (project.root / "images/one.yaml").write_text(image + "gpu: mi355x\n")
+    again = {a.name: a for a in plan_image(Project(project.root), "one", lock).layers}
+    assert again["kernels gfx950"].key != mi355x["kernels gfx950"].key, "how libraries are written decides bytes, too"
 
 
 @pytest.mark.parametrize(

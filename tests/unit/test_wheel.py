@@ -143,7 +143,11 @@ def test_a_folder_left_out_is_not_in_the_record_either(tmp_path: Path) -> None:
     (record,) = [b"".join(e.chunks()).decode() for e in entries if e.path.endswith("/RECORD")]
     assert "demo/__init__.py" not in record
     assert "pure.py" in record
-    inner = {e.path for e in wheel_entries(make_wheel(tmp_path), NAME, PREFIX, without=("demo/bin",))}
+    path = make_wheel(tmp_path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("demo/binary.py", "")
+    inner = {e.path for e in wheel_entries(path, NAME, PREFIX, without=("demo/bin",))}
+    assert inner - whole == {f"{PREFIX.site}/demo/binary.py"}
     assert whole - inner == {f"{PREFIX.site}/demo/bin/tool"}
 
 

@@ -9,7 +9,6 @@ comgr, which reads it as LLVM does.
 from __future__ import annotations
 
 import hashlib
-import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -116,13 +115,12 @@ class _Compressor(Protocol):
 
 
 def _write_compressed(source: IO[bytes], bundle: Bundle, kept: Sequence[Part], out: IO[bytes]) -> int | None:
-    """The parts that are kept, moved up as far as their alignment lets them, compressed as the bundle was; returns its
-    length, or None when it does not fit where it was.
+    """The parts that are kept, each moved up to the next page, compressed as the bundle was; returns its length, or
+    None when it does not fit where it was.
     """
     moved, end = [], len(_list_of(kept))
-    align = math.gcd(PAGE, *(p.offset for p in kept))
     for part in kept:
-        start = end + -end % align
+        start = end + -end % PAGE
         moved.append(Part(id=part.id, offset=start, size=part.size))
         end = start + part.size
     form = HEADS[bundle.version]

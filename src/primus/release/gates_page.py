@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 _RULES = (
     ("coherence", "one ROCm version; device packages of this GPU"),
     ("coverage", "every GPU library has code for the target's architecture"),
-    ("pruning", "kernel files for other architectures"),
+    ("pruning", "GPU code for other architectures"),
     ("versions", "versions inside the image are those of the lock"),
     ("overlap", "library names with two owners"),
     ("litter", "secrets, insecure apt settings, caches, build paths"),

@@ -8,12 +8,13 @@ then share every byte that is for neither.
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import shutil
 import subprocess
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, cast
 
@@ -52,6 +53,7 @@ class KernelFiles:
         file without GPU code and one that cannot be read.
         """
         folder.mkdir(parents=True)
+        whole: list[Entry] = []
         for member, stream in _members(deb):
             path = member.name.removeprefix("./").strip("/")
             if member.isdir() or not any(fnmatch.fnmatchcase("/" + path, pattern) for pattern in patterns):
@@ -63,12 +65,13 @@ class KernelFiles:
             elif stream is None:
                 raise CheckFailed(f"/{path} is neither a file nor a symbolic link", hint=_NARROW)
             else:
-                copy = folder / str(len(self.entries))
+                copy = folder / str(len(self.entries) + len(whole))
                 with copy.open("wb") as out:
                     shutil.copyfileobj(stream, out, 1 << 20)
-                if self.arch and "gfx" not in path:
-                    copy = self._pruned(path, copy)
-                self.entries.append(Entry(path=path, mode=member.mode, size=member.size, source=copy))
+                entry = Entry(path=path, mode=member.mode, size=member.size, source=copy)
+                (whole if self.arch and "gfx" not in path else self.entries).append(entry)
+        # Only now: dpkg-deb is gone, and its memory with it.
+        self.entries += [replace(entry, source=self._pruned(entry.path, cast("Path", entry.source))) for entry in whole]
 
     def _pruned(self, path: str, whole: Path) -> Path:
         """The file without other architectures' code, instead of ``whole``."""
@@ -87,7 +90,9 @@ class KernelFiles:
 
 def _members(deb: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
     command = ["dpkg-deb", "--fsys-tarfile", str(deb)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    # Each thread of dpkg-deb has a dictionary of its own.
+    env = {**os.environ, "DPKG_DEB_THREADS_MAX": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as process:
         try:
             with tarfile.open(fileobj=cast("IO[bytes]", process.stdout), mode="r|", bufsize=1 << 20) as archive:
                 for member in archive:

@@ -50,8 +50,9 @@ def gates_page(records: Mapping[str, Record], bench: Record) -> str:
         *(line for record in records.values() if record["arch"] for line in _libraries(record)),
         "## Pruning",
         "",
-        "Kernel files whose path names another architecture stay out of the image. Code inside a library's own file "
-        "stays: the library is its maker's.",
+        "Kernel files whose path names another architecture stay out of the image. Code for others is taken out of "
+        "libraries that their base names; the file keeps its length, with zeros where the code was, so that only its "
+        "layer gets smaller.",
         "",
         *_pruning([record for record in records.values() if record["arch"]]),
         "",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from primus.errors import CheckFailed
 from primus.images import canonical
 from primus.images.action import Action, ImagePlan
+from primus.images.left_out import NOTHING, LeftOut
 from primus.images.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ __all__ = ["Built", "Composed", "Gates", "LayerLine", "assemble", "compose", "cu
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLine:
-    """One row of the summary: sizes in bytes, seconds as this build spent them (0 when reused); ``left_out`` are number
-    and bytes of the kernel files for other GPUs that stayed out.
+    """One row of the summary: sizes in bytes, seconds as this build spent them (0 when reused); ``left_out`` is
+    what stayed out, since it is for other GPUs.
     """
 
     name: str
@@ -33,7 +34,7 @@ class LayerLine:
     unpacked: int
     built: bool
     seconds: float
-    left_out: tuple[int, int] = (0, 0)
+    left_out: LeftOut = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ def current(store: Store, plan: ImagePlan, judged: str | None = None) -> Built |
     if not all(store.has(blob) for blob in blobs) or store.images().get(plan.ref, {}).get("digest") != state["digest"]:
         return None
     lines = tuple(
-        LayerLine(**{**line, "built": False, "seconds": 0.0, "left_out": tuple(line.get("left_out", (0, 0)))})
+        LayerLine(**{**line, "built": False, "seconds": 0.0, "left_out": LeftOut.of(line.get("left_out", ()))})
         for line in state["layers"]
     )
     return Built(

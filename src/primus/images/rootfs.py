@@ -39,11 +39,11 @@ def root_entries(
     find: Callable[[LockedFile], Path],
     mmdebstrap: str,
     log: Path,
-    kernels: Mapping[str, str] = MappingProxyType({}),
+    kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[Entry]:
     """Build the root file system in ``scratch`` and return its entries; their bytes stay in a tar there.
 
-    ``find`` gives a locked file's path on disk; ``kernels`` are package and pattern of files that stay packed. Raises
+    ``find`` gives a locked file's path on disk; ``kernels`` are package and patterns of files that stay packed. Raises
     HostError when this user may not build one, CheckFailed with the log's tail when a package fails to install, and for
     kernel files of a package that ``kernels`` does not name.
     """
@@ -62,7 +62,7 @@ def root_entries(
             "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
             *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),
             *(f"--dpkgopt=path-include={path}" for path in UNPACKED_STILL),
-            *(f"--dpkgopt=path-exclude={path}" for path in kernels.values()),
+            *(f"--dpkgopt=path-exclude={path}" for patterns in kernels.values() for path in patterns),
             "--include=" + ",".join(sorted(d.name for d in debs)),
             suite,
             str(tar),
@@ -79,7 +79,7 @@ def root_entries(
     entries = list(tar_entries(tar, LEFT_OUT))
     if kernels and (packages := unlisted(entries, kernels)):
         raise CheckFailed(
-            f"{' and '.join(packages)} keeps kernel files where a pattern of `kernels` has them left out",
+            f"{' and '.join(packages)} has files where a pattern of `kernels` leaves them out",
             hint="name it under `kernels` of the base, too",
         )
     return entries

@@ -55,8 +55,9 @@ def root_entries(
         archive.mkdir()
         paragraphs = [_publish(deb, find(deb), archive) for deb in sorted(debs, key=lambda d: d.name)]
         (archive / "Packages").write_bytes(b"\n".join(paragraphs))
+        apart = _own_processes()
         command = [
-            *_own_processes(),
+            *apart,
             mmdebstrap,
             f"--mode={mode}",
             "--variant=custom",
@@ -76,9 +77,11 @@ def root_entries(
         # What packages compile on purpose comes out the same each time, what an import leaves behind does not.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
-        )
-        with tracked(process):
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env,
+            start_new_session=bool(apart),
+        )  # fmt: skip
+        # Without namespaces some of its processes may have ids that this user cannot signal, but the terminal can.
+        with tracked(process) if apart else process:
             code = process.wait()
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
@@ -94,7 +97,7 @@ def root_entries(
 def _own_processes() -> list[str]:
     """What root starts mmdebstrap with: in namespaces of its own, none of its processes and mounts outlives this one.
 
-    An ordinary user's it makes itself. Nothing where root may make none.
+    Nothing for an ordinary user, whose mmdebstrap makes its own, and where root may make none.
     """
     words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:

@@ -118,3 +118,11 @@ def bench_assembly(session: nox.Session) -> None:
     """Measure a whole image's assembly against `docker build`: gigabytes and many minutes (`-- cpu --repeats 1`)."""
     python(session, "benchmarks.assembly", *session.posargs)
     primus(session, "docs")
+
+
+@nox.session(name="bench-launcher")
+def bench_launcher(session: nox.Session) -> None:
+    """Measure how fast `primus train` starts against torchtitan alone, in the cpu image (`-- --repeats 1`: a look)."""
+    python(session, "benchmarks.launcher", *session.posargs)
+    if not session.posargs:
+        primus(session, "docs")

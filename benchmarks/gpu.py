@@ -129,7 +129,7 @@ def bare(job: Job) -> dict[str, Any]:
     log = job.output / "log.txt"
     with log.open("w") as file:
         code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    series = logs.parse_torchtitan(log.read_text(errors="replace"))
+    series = logs.read_steps(log.read_text(errors="replace"))
     if code:
         print(_why(log), flush=True)
     summary = metrics.summarize(series, job.recipe.get("validation.warmup_steps", int))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -136,6 +135,8 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
     """
     from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+    from primus.sandbox.running import stop_all
+
     waiting = {a.key: a for a in actions}
     done_here: set[str] = set()
     running: dict[Future[bool], str] = {}
@@ -157,16 +158,11 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
         except BaseException:
             for future in running:
                 future.cancel()
-            _stop_sandboxes()
+            # Ctrl-C reaches only the main thread, and the pool waits for its workers. One may just be starting another.
+            while wait(running, timeout=0.2).not_done:
+                stop_all()
             raise
     return done_here
-
-
-def _stop_sandboxes() -> None:
-    """End what still runs in sandboxes: Ctrl-C reaches only the main thread, and the pool waits for its workers."""
-    embedded = sys.modules.get("primus.sandbox.embedded")
-    if embedded is not None:
-        embedded.stop_all()
 
 
 def compose(store: Store, plan: ImagePlan) -> Composed | None:

@@ -26,6 +26,7 @@ from primus.images.tar import MTIME, Entry
 from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL
 from primus.sandbox import userns
 from primus.sandbox.build import log_tail
+from primus.sandbox.running import tracked
 from primus.versions.lock import LockedFile
 
 __all__ = ["root_entries", "tar_entries"]
@@ -54,7 +55,9 @@ def root_entries(
         archive.mkdir()
         paragraphs = [_publish(deb, find(deb), archive) for deb in sorted(debs, key=lambda d: d.name)]
         (archive / "Packages").write_bytes(b"\n".join(paragraphs))
+        apart = _own_processes()
         command = [
+            *apart,
             mmdebstrap,
             f"--mode={mode}",
             "--variant=custom",
@@ -73,7 +76,13 @@ def root_entries(
         env["DPKG_FORCE"] = "unsafe-io"
         # What packages compile on purpose comes out the same each time, what an import leaves behind does not.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
-        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False).returncode
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env,
+            start_new_session=bool(apart),
+        )  # fmt: skip
+        # Without namespaces some of its processes may have ids that this user cannot signal, but the terminal can.
+        with tracked(process) if apart else process:
+            code = process.wait()
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
     entries = list(tar_entries(tar, LEFT_OUT))
@@ -83,6 +92,17 @@ def root_entries(
             hint="name it under `kernels` of the base, too",
         )
     return entries
+
+
+def _own_processes() -> list[str]:
+    """What root starts mmdebstrap with: in namespaces of its own, none of its processes and mounts outlives this one.
+
+    Nothing for an ordinary user, whose mmdebstrap makes its own, and where root may make none.
+    """
+    words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        return []
+    return words if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0 else []
 
 
 @contextlib.contextmanager

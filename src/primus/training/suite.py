@@ -14,7 +14,6 @@ from pathlib import Path
 
 from primus.errors import InputError
 from primus.recipes.choose import CPU
-from primus.recipes.load import read
 from primus.recipes.model import Asked, Recipe
 from primus.recipes.resolve import resolve
 from primus.training import checks, metrics, outcome
@@ -50,9 +49,7 @@ def plan(
     knows = whole.knows
 
     def job(name: str, settings: Mapping[str, int], choices: Asked = whole.asked) -> Job:
-        keys = {"ranks": "ranks", **{what: knows.key(what) for what in knows.keys}}
-        keys |= {kind: f"{knows.name}.{key}" for kind, key in knows.degrees.items()}
-        words = [f"{keys[what]}={value}" for what, value in settings.items()]
+        words = [f"{what}={value}" for what, value in settings.items()]
         return Job(name=name, recipe=resolve(recipe, [*overrides, *words], choices), output=root / name)
 
     base = job("base", {"checkpoint": middle})
@@ -91,10 +88,9 @@ def _splits_in_two(recipe: Recipe) -> bool:
 
 
 def _other_precisions(recipe: Recipe) -> list[str]:
-    from primus.recipes.choose import computes, supported
+    from primus.recipes.choose import computes
 
-    offered = supported(read(recipe.path).settings)[recipe.backend, recipe.mode]
-    return [word for word in offered if word != recipe.precision and computes(recipe.gpu, word, recipe.backend)]
+    return [w for w in recipe.precisions if w != recipe.precision and computes(recipe.gpu, w, recipe.backend)]
 
 
 def recipe_of(jobs: Sequence[Job]) -> Recipe:

@@ -103,18 +103,26 @@ def bench(session: nox.Session) -> None:
     # A process of its own: the memory of a builder's parent shows up in the builder's own peak.
     python(session, "benchmarks.engine", *session.posargs)
     if not session.posargs:
-        primus(session, "docs")
+        python(session, "primus.cli.main", "docs")
 
 
 @nox.session(name="bench-generations")
 def bench_generations(session: nox.Session) -> None:
     """Measure what building the AMD generations costs and shares; their files must be fetched."""
     python(session, "benchmarks.generations", *session.posargs)
-    primus(session, "docs")
+    python(session, "primus.cli.main", "docs")
 
 
 @nox.session(name="bench-assembly")
 def bench_assembly(session: nox.Session) -> None:
     """Measure a whole image's assembly against `docker build`: gigabytes and many minutes (`-- cpu --repeats 1`)."""
     python(session, "benchmarks.assembly", *session.posargs)
-    primus(session, "docs")
+    python(session, "primus.cli.main", "docs")
+
+
+@nox.session(name="bench-launcher")
+def bench_launcher(session: nox.Session) -> None:
+    """Measure how fast `primus train` starts against torchtitan alone, in the cpu image (`-- --repeats 1`: a look)."""
+    python(session, "benchmarks.launcher", *session.posargs)
+    if not session.posargs:
+        python(session, "primus.cli.main", "docs")

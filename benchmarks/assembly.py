@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.buildkit import BuildKit, private_daemon
-from benchmarks.engine import OURS, RESULTS, THEIRS, Report, Theirs, result, tools_of
+from benchmarks.engine import OURS, RESULTS, THEIRS, Report, Theirs, tools_of
 from benchmarks.image import ImageProject, prepare
-from benchmarks.measure import peak_megabytes, peak_of_tree
+from benchmarks.measure import peak_megabytes, peak_of_tree, result
 from primus.errors import PrimusError
 
 __all__ = ["main"]
@@ -66,7 +66,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         _memory(report, ours, theirs, targets)
         about = {"target": args.target, "sizes": _sizes(ours, kit)}
         command = f"nox -s bench-assembly -- {args.target} --repeats {args.repeats}"
-        return result("bench-assembly", command, tools_of(kit), load, report) | about
+        return result("bench-assembly", command, tools_of(kit), load, report.rows) | about
 
 
 def _memory(report: Report, ours: ImageProject, theirs: Theirs, targets: Sequence[str]) -> None:

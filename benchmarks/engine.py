@@ -7,7 +7,6 @@ noisy neighbour on the machine hits both. What a run leaves behind is written to
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
@@ -23,11 +22,11 @@ from typing import Any, Protocol
 
 from benchmarks.buildkit import BuildKit, private_daemon
 from benchmarks.image import ImageProject, prepare
-from benchmarks.measure import PRIMUS, Finished, machine, peak_megabytes, run, summary
+from benchmarks.measure import PRIMUS, Finished, peak_megabytes, result, run, summary
 from benchmarks.synthetic import TARGETS, Graph, generate
 from primus.errors import CheckFailed, PrimusError
 
-__all__ = ["OURS", "RESULTS", "THEIRS", "Report", "Theirs", "main", "result", "tools_of"]
+__all__ = ["OURS", "RESULTS", "THEIRS", "Report", "Theirs", "main", "tools_of"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -245,27 +244,13 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "small_files_per_component": graph.small_files,
     }
     about = {"quick": bool(args.quick), "workload": workload, "memory_floor_megabytes": floor}
-    return result("bench", _command(args), tools, before, report) | about
-
-
-def result(
-    session: str, command: str, tools: Mapping[str, str], load: tuple[float, float, float], report: Report
-) -> dict[str, Any]:
-    """What every file of results says: when, by what, on what, with which load (``load`` is the one before)."""
-    return {
-        "generated": f"by `nox -s {session}`; do not edit",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": command,
-        "machine": machine(),
-        "versions": {name: metadata.version(name) for name in ("primus-images", "zstandard")} | dict(tools),
-        "load_average": {"before": [round(v, 2) for v in load], "after": [round(v, 2) for v in os.getloadavg()]},
-        "rows": report.rows,
-    }
+    return result("bench", _command(args), tools, before, report.rows) | about
 
 
 def tools_of(kit: BuildKit) -> dict[str, str]:
-    """The other side's versions."""
+    """Versions of what both sides stand on."""
     return {
+        "zstandard": metadata.version("zstandard"),
         "docker.io": kit.ask("version", "--format", "{{.Server.Version}}"),
         "docker storage driver": kit.ask("info", "--format", "{{.Driver}}"),
     }

@@ -25,6 +25,7 @@ from primus.recipes.size import size
 from primus.training import logs, metrics, start, suite
 from primus.training.flops import of_recipe_unit
 from primus.training.job import Job
+from primus.training.levels import LEVELS
 from primus.training.torchtitan import render
 
 
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--what", required=True)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--suite", choices=LEVELS, default="quick", help="how much of the suite each cell runs")
     parser.add_argument("--runs", type=Path, default=Path("/tmp/primus-gpu"))
     options = parser.parse_args()
     # A folder of its own: a machine may still hold another call's runs.
@@ -66,7 +68,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     settings = [f"ranks={options.ranks}", *words[4:]]
     if not any(word.startswith("training.steps=") for word in settings):
         settings.append(f"training.steps={options.steps}")
-    jobs = suite.plan(recipe, root, settings, asked, level="quick")
+    jobs = suite.plan(recipe, root, settings, asked, level=options.suite)
     job = jobs[0]
     unit = of_recipe_unit(job.recipe.architecture, job.recipe.seq_len)
     common = {
@@ -81,7 +83,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     verdicts = suite.judge(jobs, outcomes)
     left = outcomes["base"]
     if left.exit_code:
-        print("".join((job.output / "log.txt").read_text().splitlines(keepends=True)[-40:]), flush=True)
+        print(_why(job.output / "log.txt"), flush=True)
     if mode == "lora":
         # What the run itself counted as trained; the others' gradients are not computed.
         unit = of_recipe_unit(
@@ -93,6 +95,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     linears.pop("plain", None)
     return common | {
         "passed": all(verdict.passed for verdict in verdicts),
+        "jobs": [job.name for job in jobs],
         "exit_code": left.exit_code,
         "seconds": left.seconds,
         "summary": asdict(metrics.summarize(left.series, job.recipe.get("validation.warmup_steps", int))),
@@ -101,6 +104,12 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
         "series": [json.loads(line) for line in metrics.as_json_lines(left.series).splitlines()],
         "settings": {key: setting.value for key, setting in job.recipe.settings.items()},
     }
+
+
+def _why(log: Path) -> str:
+    """The log's errors and its end: torchrun's own report follows the cause by many lines."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([*[line for line in lines if "Error" in line][:10], *lines[-20:]])
 
 
 def bare(job: Job) -> dict[str, Any]:
@@ -120,9 +129,9 @@ def bare(job: Job) -> dict[str, Any]:
     log = job.output / "log.txt"
     with log.open("w") as file:
         code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-    series = logs.parse_torchtitan(log.read_text(errors="replace"))
+    series = logs.read_steps(log.read_text(errors="replace"))
     if code:
-        print("".join(log.read_text().splitlines(keepends=True)[-40:]), flush=True)
+        print(_why(log), flush=True)
     summary = metrics.summarize(series, job.recipe.get("validation.warmup_steps", int))
     return {
         "passed": code == 0 and len(series.steps) == job.recipe.steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import statistics
@@ -9,15 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError
 
-__all__ = ["PRIMUS", "Finished", "machine", "peak_megabytes", "peak_of_tree", "run", "summary"]
+__all__ = ["PRIMUS", "Finished", "machine", "peak_megabytes", "peak_of_tree", "result", "run", "summary"]
 
 # What the installed `primus` script does, for this interpreter and whatever it has installed.
 PRIMUS = (sys.executable, "-c", "import sys; from primus.cli.main import main; sys.exit(main())")
@@ -155,6 +157,25 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release().partition("-")[0],
         "system": system,
         "python": sys.version.split()[0],
+    }
+
+
+def result(
+    session: str,
+    command: str,
+    versions: Mapping[str, str],
+    load: tuple[float, float, float],
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What every file of results says: when, by what, on what, with which load (``load`` is the one before)."""
+    return {
+        "generated": f"by `nox -s {session}`; do not edit",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": command,
+        "machine": machine(),
+        "versions": {"primus-images": metadata.version("primus-images"), **versions},
+        "load_average": {"before": [round(v, 2) for v in load], "after": [round(v, 2) for v in os.getloadavg()]},
+        "rows": rows,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import struct
 import zlib
@@ -78,7 +79,7 @@ def compressed(plain: bytes, *, version: int = 2, method: int = 1) -> bytes:
         data = zstandard.ZstdCompressor().compress(plain)
     else:
         data = zlib.compress(plain)
-    digest = b"\x11" * 8
+    digest = hashlib.md5(plain).digest()[:8]
     if version == 1:
         return b"CCOB" + struct.pack("<HHI", 1, method, len(plain)) + digest + data
     form, size = ("<HHII", 24) if version == 2 else ("<HHQQ", 32)

@@ -6,7 +6,22 @@ Every error that reaches the command line is a :class:`PrimusError`; its class d
 
 from __future__ import annotations
 
-__all__ = ["CheckFailed", "HostError", "InputError", "PrimusError"]
+from collections.abc import Iterable
+
+__all__ = ["CheckFailed", "HostError", "InputError", "PrimusError", "did_you_mean", "nearest"]
+
+
+def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
+    """``did you mean 'x'?`` with the nearest of ``known`` (``most`` of them at most); empty when none is near."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, list(known), most)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The same as the end of a sentence that refuses ``word``: ``; did you mean 'x'?`` or nothing."""
+    return f"; {near}" if (near := did_you_mean(word, known)) else ""
 
 
 class PrimusError(Exception):

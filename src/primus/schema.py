@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, Union
 
-from primus.errors import InputError
+from primus.errors import InputError, did_you_mean
 from primus.yamlfile import Document, Key, Plain
 
 __all__ = ["build", "described", "json_schema"]
@@ -102,16 +102,11 @@ def _names(cls: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _unknown(word: str, known: list[str], doc: Document, key: Key) -> InputError:
-    from difflib import get_close_matches
-
-    near = get_close_matches(word, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else "known here: " + ", ".join(known)
+    hint = did_you_mean(word, known) or "known here: " + ", ".join(known)
     return InputError(f"unknown key {word!r}", where=doc.where(key), hint=hint)
 
 
 def _wrong(shape: str, data: Plain, doc: Document, key: Key, near: list[str] | None = None) -> InputError:
-    from difflib import get_close_matches
-
     seen = (
         "nothing"
         if data is None
@@ -120,8 +115,7 @@ def _wrong(shape: str, data: Plain, doc: Document, key: Key, near: list[str] | N
         else f"a {'list' if isinstance(data, list) else 'mapping'}"
     )
     name = next((str(part) for part in reversed(key) if isinstance(part, str)), "the file")
-    close = get_close_matches(data, near, 1) if near and isinstance(data, str) else []
-    hint = f"did you mean {close[0]!r}?" if close else None
+    hint = (did_you_mean(data, near) if near and isinstance(data, str) else "") or None
     return InputError(f"{name} must be {shape}, not {seen}", where=doc.where(key), hint=hint)
 
 

@@ -17,9 +17,11 @@ from primus.training.outcome import Outcome
 __all__ = ["BASES", "CASES", "Case", "base", "judged", "outcome_of"]
 
 STEPS = 10
+# The step after which torchtitan's base leaves the checkpoint that a resumed run starts from.
+KEPT = 8
 # Backend → recipe and words of the job that each fault breaks, small enough to end in seconds.
 BASES = {
-    "torchtitan": ("llama3.1-8b", ("torchtitan.training.steps=10",)),
+    "torchtitan": ("llama3.1-8b", ("steps=10",)),
     "fsdp": ("llama3.1-8b", ("fsdp.training.steps=10", "fsdp.training.lr=0.01")),
     "megatron": ("llama3.1-8b", ("megatron.training.steps=2", "model.layers=2")),
 }
@@ -42,16 +44,17 @@ class Case:
     precision: str = "fp32"
 
     @property
-    def split(self) -> bool:
-        """Whether the job cuts the base's batch into more micro-batches, and is compared with the base."""
-        return self.check == "accumulation"
+    def compared(self) -> bool:
+        """Whether its check compares the run with the base."""
+        return self.check in _COMPARING
 
-    def job(self, output: Path) -> Job:
-        """The job, as it is with and without the fault."""
+    def job(self, output: Path, base: Path | None = None) -> Job:
+        """The job, as it is with and without the fault; one that resumes begins with what ``base`` left."""
         recipe, words = BASES[self.backend]
         asked = Asked(backend=self.backend, gpu="cpu", proxy=True, precision=self.precision)
-        more = _SPLIT[self.backend] if self.split else self.words
-        return Job(name="fault", recipe=resolve(recipe, [*words, *more], asked), output=output)
+        more = _SPLIT[self.backend] if self.check == "accumulation" else self.words
+        kept = base / "checkpoint" / f"step-{KEPT}" if base is not None and self.check == "resume" else None
+        return Job(name="fault", recipe=resolve(recipe, [*words, *more], asked), output=output, resume_from=kept)
 
 
 def _cases(backend: str, prefix: str) -> tuple[Case, ...]:
@@ -72,6 +75,8 @@ def _cases(backend: str, prefix: str) -> tuple[Case, ...]:
 
 CASES = (
     *_cases("torchtitan", ""),
+    Case(fault="resume loses its place", backend="torchtitan", name="forgets_its_place", check="resume"),
+    Case(fault="another seed than asked", backend="torchtitan", name="other_seed", check="same result again"),
     *_cases("fsdp", "loop_"),
     # Its schedule and optimizer are its own; the rest is the loop's.
     Case(
@@ -85,6 +90,7 @@ def base(python: list[str], backend: str, output: Path) -> Outcome:
     """The healthy run that those of the backend are compared with."""
     recipe, words = BASES[backend]
     asked = Asked(backend=backend, gpu="cpu", proxy=True, precision="fp32")
+    words += (f"checkpoint={KEPT}",) if backend == "torchtitan" else ()
     return outcome_of(python, Job(name="base", recipe=resolve(recipe, words, asked), output=output))
 
 
@@ -93,12 +99,21 @@ def outcome_of(python: list[str], job: Job, fault: str = "") -> Outcome:
     return outcome.read(job, train(python, job, fault))
 
 
-def judged(left: Outcome, healthy: Outcome, *, split: bool = False) -> tuple[Verdict, ...]:
-    """The verdicts on a run: those of any run, and what its length or its split batch allow besides."""
+def judged(left: Outcome, healthy: Outcome, check: str = "") -> tuple[Verdict, ...]:
+    """The verdicts on a run: those of any run, what its length allows besides, and ``check`` if that compares runs."""
     recipe, verdicts = left.job.recipe, list(outcome.basic_verdicts(left))
-    if recipe.steps >= STEPS:
+    if len(range(left.job.first_step, recipe.steps + 1)) >= STEPS:
         verdicts.append(checks.loss_falls(left.series, recipe.get("validation.loss_drop", float)))
-    if split:
-        tolerance = recipe.get("validation.accumulation_tolerance", float)
-        verdicts.append(checks.accumulation(healthy.series, left.series, tolerance))
+    if check in _COMPARING:
+        key, compare = _COMPARING[check]
+        tolerance = recipe.get(f"validation.{key}_tolerance", float)
+        verdicts.append(compare(healthy.series, left.series, tolerance))
     return tuple(verdicts)
+
+
+# Check → the recipe's word for its tolerance, and how it compares.
+_COMPARING = {
+    "accumulation": ("accumulation", checks.accumulation),
+    "resume": ("resume", lambda base, other, tolerance: checks.resume(base, other, KEPT + 1, tolerance)),
+    "same result again": ("repeat", checks.reproducible),
+}

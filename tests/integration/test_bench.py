@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.release.docs import benchmark_page
+from primus.release.timing_pages import benchmark_page
 
 ROOT = Path(__file__).parents[2]
 

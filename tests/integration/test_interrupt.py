@@ -89,6 +89,40 @@ def test_ctrl_c_says_what_is_kept(kit: Kit) -> None:
     assert "what was finished is kept" in err
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's mmdebstrap makes its namespaces itself")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_builder_that_ends_leaves_no_mmdebstrap_behind(
+    cpu_image: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    # dpkg runs in a session of its own, below apt's terminal; so does this one's child.
+    seconds = f"{random.randrange(10**6, 10**7)}"
+    fake = tmp_path / "bin/mmdebstrap"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\ntrap '' INT TERM HUP\nsetsid sleep {seconds} &\nwait\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+
+    def sleeping() -> bool:
+        found = subprocess.run(["pgrep", "-fx", f"sleep {seconds}"], stdout=subprocess.DEVNULL, check=False)
+        return found.returncode == 0
+
+    words = ("build", "cpu", "--locked", "--offline", "--store", str(tmp_path / "store"))
+    process = subprocess.Popen(
+        cpu_image.command(*words), cwd=cpu_image.root, env=cpu_image.env, stderr=subprocess.PIPE, text=True
+    )
+    while not sleeping():
+        assert process.poll() is None, "it ended before mmdebstrap was there"
+        time.sleep(0.05)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=60)
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert "what was finished is kept" in err
+    else:
+        time.sleep(1)  # nobody waits for what the kernel ends then
+    assert not sleeping()
+
+
 def test_two_builders_share_the_work(kit: Kit) -> None:
     builders = [start(kit, "--json") for _ in range(3)]
     results = [json.loads(b.communicate(timeout=120)[0])["images"][0] for b in builders]

@@ -56,6 +56,7 @@ def three_steps(python: list[str], name: str, output: Path, *words: str) -> Outc
 
 TENSOR = "model.tensor_model_parallel_size=2"
 PIPELINE = "model.pipeline_model_parallel_size=2"
+FSDP2 = ["torch_fsdp2=true", "ddp.use_distributed_optimizer=false"]
 ALONE = "model.expert_model_parallel_size=1"
 
 
@@ -63,7 +64,7 @@ ALONE = "model.expert_model_parallel_size=1"
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        ("llama3.1-8b", [[], [TENSOR], [PIPELINE], ["ddp.use_distributed_optimizer=false"]]),
+        ("llama3.1-8b", [[], [TENSOR], [PIPELINE], ["ddp.use_distributed_optimizer=false"], FSDP2]),
         ("deepseek-v2-lite", [[], [ALONE], [ALONE, TENSOR], [ALONE, PIPELINE]]),
     ],
 )
@@ -85,8 +86,15 @@ def test_every_layout_trains_the_same_model(
 
 
 @SLOW
-@pytest.mark.parametrize(("name", "precision"), [("deepseek-v2-lite", "fp32"), ("llama3.1-8b", "bf16")])
-def test_the_suite_passes(python: list[str], tmp_path: Path, name: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision", "words"),
+    [
+        ("deepseek-v2-lite", "fp32", []),
+        ("llama3.1-8b", "bf16", []),
+        ("llama3.1-8b", "bf16", FSDP2),
+    ],
+)
+def test_the_suite_passes(python: list[str], tmp_path: Path, name: str, precision: str, words: list[str]) -> None:
     asked = Asked(backend="megatron", gpu="cpu", proxy=True, precision=precision)
-    jobs = suite.plan(name, tmp_path, (), asked)
+    jobs = suite.plan(name, tmp_path, words, asked)
     assert failing(suite.judge(jobs, suite.run(jobs, lambda job: train(python, job)))) == []

@@ -15,7 +15,7 @@ from sandbox_kit import Entry, image, needs_busybox, sha
 
 from primus.cli.main import main
 from primus.errors import HostError
-from primus.sandbox import cgroups, embedded
+from primus.sandbox import cgroups, running
 from primus.sandbox.build import log_tail, run_isolated
 from primus.sandbox.engines import choose
 from primus.sandbox.load import archive_chunks, image_id, load
@@ -104,7 +104,7 @@ def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
     threads = all_of("touch /out/started; sleep 100")
     while not all((tmp_path / str(n) / "started").exists() for n in range(4)):
         threads[0].join(0.05)
-    embedded.stop_all()
+    running.stop_all()
     for thread in threads:
         thread.join(20)
     assert codes == dict.fromkeys(range(4), 137)

@@ -35,7 +35,7 @@ RENAMED = [
 ]
 OWN = [case for case in CASES if case.backend == "fsdp"]
 # The other jobs are the base's, only shorter.
-COMPARED = [case for case in CASES if case.split or case.precision == "fp8"]
+COMPARED = [case for case in CASES if case.compared or case.precision == "fp8"]
 
 
 def marked(case: Case) -> ParameterSet:
@@ -86,8 +86,9 @@ def test_the_healthy_run_passes(healthy: Callable[[str], Outcome], backend: str)
 def test_a_fault_is_caught_by_the_check_meant_for_it(
     python: list[str], healthy: Callable[[str], Outcome], recorded: list[dict[str, Any]], tmp_path: Path, case: Case
 ) -> None:
-    left = outcome_of(python, case.job(tmp_path / "broken"), case.name)
-    verdicts = judged(left, healthy(case.backend), split=case.split)
+    base = healthy(case.backend)
+    left = outcome_of(python, case.job(tmp_path / "broken", base.job.output), case.name)
+    verdicts = judged(left, base, case.check)
     assert failing(verdicts) == [case.check], verdicts
     caught = next(verdict for verdict in verdicts if not verdict.passed)
     recorded.append({**_row(case.fault, case.backend, caught), "versions": left.facts.get("versions")})
@@ -100,8 +101,9 @@ def test_a_fault_is_caught_by_the_check_meant_for_it(
 def test_the_same_job_without_its_fault_passes(
     python: list[str], healthy: Callable[[str], Outcome], tmp_path: Path, case: Case
 ) -> None:
-    left = outcome_of(python, case.job(tmp_path / "whole"))
-    assert failing(judged(left, healthy(case.backend), split=case.split)) == []
+    base = healthy(case.backend)
+    left = outcome_of(python, case.job(tmp_path / "whole", base.job.output))
+    assert failing(judged(left, base, case.check)) == []
 
 
 @pytest.mark.parametrize(("backend", "renamed", "known"), RENAMED)

@@ -39,6 +39,16 @@ def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
         cells_of(["lama"], every=True)
 
 
+def test_every_cell_of_the_cpu_target_has_a_plan_of_the_full_suite(tmp_path: Path) -> None:
+    cells = cells_of(Project.find(ROOT).target("cpu").recipes, every=True)
+    plans = {str(cell): suite.plan(cell.recipe, tmp_path, (), cell.asked, "full") for cell in cells}
+    assert len(plans) == len(cells) > 30
+    assert all({"base", "repeat", "resume", "accumulation"} <= {j.name for j in jobs} for jobs in plans.values())
+    # One rank cannot share experts; the layout check of such a model compares without expert parallelism.
+    (one,) = (j for j in plans["deepseek-v2-lite megatron pretrain"] if j.name == "one-rank")
+    assert one.recipe.degree("ep") == 1
+
+
 @pytest.fixture
 def jobs(tmp_path: Path) -> tuple[Job, ...]:
     return suite.plan("llama3-proxy", tmp_path / "jobs", level="quick")

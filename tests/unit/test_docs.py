@@ -11,7 +11,7 @@ import pytest
 
 from primus.cli.main import main
 from primus.errors import InputError
-from primus.release import docs
+from primus.release import docs, timing_pages
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -138,7 +138,7 @@ def result(**changes: object) -> dict[str, object]:
 
 
 def test_benchmark_page_says_what_was_met_and_what_not() -> None:
-    page = docs.benchmark_page(result())
+    page = timing_pages.benchmark_page(result())
     assert "Generated from benchmarks/results/engine.json" in page
     short = "0.050 s (0.040–0.060, n=3)"
     assert f"| no-op | {short} | {short} | 1.00× | ≤ 0.5× BuildKit | **no** |" in page
@@ -147,18 +147,43 @@ def test_benchmark_page_says_what_was_met_and_what_not() -> None:
 
 
 def test_a_quick_run_is_no_result() -> None:
-    assert "no result" in docs.benchmark_page(result(quick=True)).split("\n")[1]
+    assert "no result" in timing_pages.benchmark_page(result(quick=True)).split("\n")[1]
 
 
 def test_an_assembly_page_says_what_each_side_leaves() -> None:
     sizes = {"wheels": 3, "wheel_bytes": 4 * 10**9, "layers": 2, "compressed_bytes": 3 * 10**9}
     sizes |= {"unpacked_bytes": 7 * 10**9, "docker_bytes": 8 * 10**9}
-    page = docs.assembly_page(result(target="h200", sizes=sizes))
+    page = timing_pages.assembly_page(result(target="h200", sizes=sizes))
     assert "Generated from benchmarks/results/h200-assembly.json" in page
     assert "the 3 wheels (4.00 GB)" in page
     assert "2 compressed layers, 3.00 GB (7.00 GB unpacked)" in page
     assert "leaves 8.00 GB unpacked" in page
     assert "| no-op | " in page
+
+
+def test_a_launcher_page_judges_the_difference() -> None:
+    seen = {"median": 4.1, "min": 4.0, "max": 4.25, "repeats": 3}
+    more = {"median": 0.234, "min": -0.1, "max": 1.5, "repeats": 3}
+    rows = [
+        {
+            "name": "start",
+            "unit": "s",
+            "ours": seen,
+            "bare": seen,
+            "overhead": more,
+            "bar": {"seconds": 1},
+            "met": True,
+        },
+        {"name": "show", "unit": "s", "ours": more, "bar": {"seconds": 0.15}, "met": False},
+        {"name": "plan", "unit": "s", "ours": more},
+    ]
+    page = timing_pages.launcher_page(result(rows=rows, commands={"ours": "primus train x", "bare": "torchrun"}))
+    long, short = "4.10 s (4.00–4.25, n=3)", "0.234 s (-0.100–1.500, n=3)"
+    assert "Generated from benchmarks/results/launcher.json" in page
+    assert "`primus train x` against `torchrun`" in page
+    assert f"| start | {long} | {long} | {short} | ≤ 1 s | yes |" in page
+    assert f"| show | {short} | – | – | ≤ 0.15 s | **no** |" in page
+    assert f"| plan | {short} | – | – | – | – |" in page
 
 
 def test_every_kind_of_result_has_its_page_and_others_none(tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
+import re
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -22,13 +26,16 @@ from gpu_files import (
     pack_host,
     pages,
 )
-from primus.gates.archs import in_entry_id, in_path, of_flags, runs_on
+from primus import gates
 from primus.gates.codeobjects import Code, bundle_targets, code_in
 from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.msgpack import unpack
 from primus.gates.prune import prunable, pruning
 from primus.gates.sonames import soname_of
+from primus.images.archs import in_entry_id, in_path, of_flags, runs_on
+from primus.images.left_out import LeftOut
 
+SOURCE = Path(gates.__file__).parents[1]
 GFX942, GFX950 = 0x4C, 0x4F
 
 
@@ -323,3 +330,58 @@ def test_kernel_files_of_others_are_counted_per_layer() -> None:
     assert report.passed
     assert pruning(layers, None).findings == ()
     assert pruning([("blas", [need("lib/x_gfx942.dat", b"")])], "gfx942").findings == ()
+
+
+def test_a_library_with_others_code_is_named_and_what_was_taken_out_is_counted() -> None:
+    mixed = need("lib/librccl.so.1", elf({".hip_fatbin": bundle(["gfx90a", "gfx942", "gfx942:xnack+"])}))
+    alone = need("lib/librocblas.so.5", elf({".hip_fatbin": bundle(["gfx942"])}))
+    cuda = need("lib/libcu.so", elf({".nv_fatbin": cuda_fatbin(("sm", 80), ("sm", 90))}))
+    report = pruning([("base", [mixed, alone])], "gfx942")
+    assert [(f.severity, f.path, f.message) for f in report.findings] == [
+        ("warning", "lib/librccl.so.1", "it also holds code for gfx90a, gfx942:xnack+")
+    ]
+    assert report.summary == "0 kernel files for other architectures, 0 B; code for them in 1 library"
+    assert pruning([("cuda", [cuda])], "sm_90").findings == ()
+    left = LeftOut(files=2, size=3000).and_code("lib/librccl.so.1", 8, 5_000_000, ["gfx90a"])
+    assert pruning([("base", [alone])], "gfx942", left).summary == (
+        "0 kernel files for other architectures, 0 B; "
+        "2 kernel files left out, 3.0 kB; 8 code objects taken out of 1 file, 5.0 MB"
+    )
+
+
+def test_a_library_that_lost_all_its_code_fails_with_what_its_package_has() -> None:
+    emptied = need("lib/librocblas.so.5", elf({".hip_fatbin": bundle([])}))
+    left = (
+        LeftOut().and_code("lib/librocblas.so.5", 2, 9, ["gfx90a", "gfx1100"]).and_code("lib/k/x.co", 1, 9, ["gfx803"])
+    )
+    (finding,) = coverage([("kernels", [emptied])], "gfx950", left_out=left).findings
+    assert finding.severity == "error"
+    assert finding.message == (
+        "no code for gfx950: its package has gfx1100, gfx90a, of which the image keeps none (fat binary)"
+    )
+    (bare,) = coverage([("kernels", [emptied])], "gfx950").findings
+    assert bare.message == "no code for gfx950: it has no GPU code (fat binary)"
+
+
+def test_a_changed_reader_of_gpu_code_is_a_changed_rule(tmp_path: Path) -> None:
+    copy = tmp_path / "primus"
+    shutil.copytree(SOURCE / "gates", copy / "gates")
+    shutil.copytree(SOURCE / "images", copy / "images")
+
+    def found() -> str:
+        spec = importlib.util.spec_from_file_location("copied", copy / "gates/rules.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return str(module.rules())
+
+    readers, todo = set[str](), ["gates/codeobjects.py", "gates/sonames.py"]
+    while todo:
+        names = re.findall(r"^from primus\.images\.(\w+) import", (copy / todo.pop()).read_text(), re.MULTILINE)
+        todo += [f"images/{name}.py" for name in names if name not in readers]
+        readers |= set(names)
+    assert readers >= {"archs", "bundles", "elf"}
+    for name in readers:
+        before = found()
+        (copy / f"images/{name}.py").write_text("changed")
+        assert found() != before, name

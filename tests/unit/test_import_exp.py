@@ -140,15 +140,15 @@ def test_the_environment_fills_in_what_the_file_leaves_open(
 
 def test_every_key_that_cannot_be_said_is_named_with_its_place(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "exp.yaml").write_text(
-        MEGATRON + "      micro_batchsize: 3\n      use_torch_fsdp2: true\n      fp8: e4m3\n"
+        MEGATRON + "      micro_batchsize: 3\n      enable_turbo_attention_float8: true\n      fp8: e4m3\n"
     )
     assert main(["import-exp", "exp.yaml"]) == 2
     said = capsys.readouterr().err
     assert "exp.yaml:29:7: micro_batchsize: no recipe has such a key; did you mean 'micro_batch_size'?" in said
-    assert "exp.yaml:30:7: use_torch_fsdp2: true has no counterpart" in said
+    assert "exp.yaml:30:7: enable_turbo_attention_float8: true has no counterpart" in said
     assert "exp.yaml:31:7: fp8: e4m3 has no counterpart (known: hybrid, false, none)" in said
     document = imported(capsys, "--allow-unmapped")
-    assert [one["key"] for one in document["unmapped"]] == ["micro_batchsize", "use_torch_fsdp2", "fp8"]
+    assert [one["key"] for one in document["unmapped"]] == ["micro_batchsize", "enable_turbo_attention_float8", "fp8"]
     assert "# cannot be said: micro_batchsize: 3" in document["text"]
 
 

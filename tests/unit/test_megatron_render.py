@@ -33,6 +33,9 @@ DEEPSEEK = Architecture(
 )  # fmt: skip
 
 
+FSDP2 = ["megatron.torch_fsdp2=true", "ddp.use_distributed_optimizer=false"]
+
+
 def made(model: Architecture, **training: Any) -> Mapping[str, Any]:
     return render.transformer(model, LoopConfig(**training))
 
@@ -110,11 +113,26 @@ def test_the_recipes_are_computable(name: str) -> None:
         (["model.context_parallel_size=2"], "megatron.model.context_parallel_size"),
         (["training.compile=true"], "megatron.training.compile"),
         (["training.master_dtype=bfloat16"], "float32 weights"),
+        (["megatron.torch_fsdp2=true"], r"use_distributed_optimizer: is about Megatron's own buffers"),
+        ([*FSDP2, "ddp.overlap_grad_reduce=true"], "overlap_grad_reduce: is about Megatron's own buffers"),
+        ([*FSDP2, "tp=2"], "tensor_model_parallel_size: torch_fsdp2 shares out the whole model"),
     ],
 )
 def test_what_megatron_does_not_compute_is_refused_before_it_starts(words: list[str], said: str, tmp_path: Any) -> None:
     with pytest.raises(InputError, match=said):
         ranks.files(Job(name="train", recipe=proxy(*words), output=tmp_path))
+
+
+def test_the_recipe_s_own_size_is_meant_where_megatron_has_a_key_of_that_name() -> None:
+    assert proxy("model.hidden_size=64").architecture.hidden_size == 64
+
+
+def test_fsdp2_keeps_gradients_in_float32_and_has_no_distributed_optimizer() -> None:
+    recipe = proxy(*FSDP2)
+    render.check(recipe)
+    assert render.ddp({"torch_fsdp2": True}) == {"grad_reduce_in_fp32": True, "use_distributed_optimizer": False}
+    assert render.ddp({})["use_distributed_optimizer"] is True
+    assert render.own(recipe.section("megatron"))["torch_fsdp2"] is True
 
 
 def test_sizes_and_precision_are_set_in_one_place_only() -> None:

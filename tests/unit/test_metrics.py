@@ -118,7 +118,7 @@ def test_lora_counts_what_the_run_trained_and_nothing_without_it() -> None:
 
 def test_images_are_read_from_the_line_the_slowest_rank_counts() -> None:
     line = "step:  1  loss:  1.0  grad_norm:  1.0  memory:  1.0GiB(1%)  tps: 96  tflops: 1.0  mfu: N/A  images/s: "
-    parsed = logs.parse_torchtitan(f"{line}4.125\n{line}3.5\n")
+    parsed = logs.read_steps(f"{line}4.125\n{line}3.5\n")
     assert [step.images_per_second for step in parsed.steps] == [3.5]
 
 

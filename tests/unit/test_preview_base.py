@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import io
 import re
 import subprocess
 from collections.abc import Mapping
@@ -12,8 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from gpu_files import bundle, compressed, elf, pages
 from primus.errors import CheckFailed, HostError, InputError
+from primus.gates.codeobjects import code_in
+from primus.images.fatbinary import FORMAT
 from primus.images.kernels import KernelFiles, is_for, unlisted
+from primus.images.left_out import LeftOut
 from primus.images.plan import plan_image
 from primus.images.project import Project
 from primus.images.tar import Entry
@@ -64,24 +69,59 @@ FILES = {
 def test_a_layer_holds_the_kernel_files_of_one_gpu(tmp_path: Path) -> None:
     package = deb(tmp_path, FILES)
     found = KernelFiles(arch="gfx942")
-    found.take(package, PATTERN, tmp_path / "out")
+    found.take(package, [PATTERN], tmp_path / "out")
     assert [(e.path, e.mode, b"".join(e.chunks())) for e in found.entries] == [
         (LIBRARY + "a_gfx942.hsaco", 0o644, b"this")
     ]
-    assert found.left_out == (2, 16)
+    assert found.left_out == LeftOut(files=2, size=16)
     none = KernelFiles(arch="gfx90a")
-    none.take(package, PATTERN, tmp_path / "none")
-    assert (none.entries, none.left_out) == ([], (3, 20))
+    none.take(package, [PATTERN], tmp_path / "none")
+    assert (none.entries, none.left_out) == ([], LeftOut(files=3, size=20))
+    every = KernelFiles(arch=None)
+    every.take(package, ["/usr/lib/*"], tmp_path / "every")
+    assert sorted(e.path for e in every.entries) == sorted(FILES)
+
+
+LIBRARIES = "usr/lib/x86_64-linux-gnu/"
+
+
+def test_a_library_comes_with_the_code_of_one_gpu_and_the_links_to_it(tmp_path: Path) -> None:
+    fat = elf({".text": b"host", ".hip_fatbin": pages(compressed(bundle(["gfx942", "gfx950", "gfx1100"])))})
+    alone = bundle(["gfx942", "gfx1100"])
+    files = {LIBRARIES + "librccl.so.1.0": fat, LIBRARIES + "other.so": b"", LIBRARIES + "transform.hsaco": alone}
+    package = deb(tmp_path, files, {LIBRARIES + "librccl.so.1": "librccl.so.1.0"})
+    found = KernelFiles(arch="gfx950")
+    found.take(package, ["/usr/lib/*/librccl.so.*", "/usr/lib/*.hsaco"], tmp_path / "out")
+    entries = {e.path.removeprefix(LIBRARIES): e for e in found.entries}
+    assert set(entries) == {"librccl.so.1", "librccl.so.1.0", "transform.hsaco"}
+    assert (entries["librccl.so.1"].kind, entries["librccl.so.1"].link) == ("symlink", "librccl.so.1.0")
+    for name, targets in (("librccl.so.1.0", ("gfx950",)), ("transform.hsaco", ())):
+        data = b"".join(entries[name].chunks())
+        code = code_in(name, io.BytesIO(data), len(data))
+        assert code is not None and code.targets == targets
+    left = found.left_out
+    assert (left.files, left.objects) == (0, 4)
+    assert left.inside(LIBRARIES + "librccl.so.1.0") == ["gfx1100", "gfx942"]
+    assert left.inside(LIBRARIES) == ["gfx1100", "gfx942"]
+    assert left.inside(LIBRARIES + "librccl.so") == []
+    assert re.fullmatch(r"4 code objects taken out of 2 files, [0-9.]+ \w?B", left.text())
 
 
 def test_what_cannot_be_taken_apart_is_said(tmp_path: Path) -> None:
-    package = deb(tmp_path, {}, {"x_gfx942": "y"})
-    with pytest.raises(CheckFailed, match="/x_gfx942 is a kernel file and no plain file"):
-        KernelFiles(arch="gfx942").take(package, "/*gfx*", tmp_path / "out")
+    fat = bundle(["gfx942", "gfx950"])
+    package = deb(tmp_path, {"a.so": elf({".text": b"x"}), "b.so": elf({".hip_fatbin": fat[:-4096]})})
+    (tmp_path / "tree/x_gfx942").hardlink_to(tmp_path / "tree/a.so")
+    subprocess.run(["dpkg-deb", "--build", tmp_path / "tree", package], check=True, capture_output=True)
+    with pytest.raises(CheckFailed, match="/x_gfx942 is neither a file nor a symbolic link"):
+        KernelFiles(arch="gfx942").take(package, ["/*gfx*"], tmp_path / "out")
+    with pytest.raises(CheckFailed, match=r"/a\.so holds no GPU code and names no architecture"):
+        KernelFiles(arch="gfx942").take(package, ["/a.so"], tmp_path / "a")
+    with pytest.raises(CheckFailed, match=r"/b\.so: an offload bundle reaches beyond its place"):
+        KernelFiles(arch="gfx942").take(package, ["/b.so"], tmp_path / "b")
     broken = tmp_path / "b.deb"
     broken.write_bytes(b"no package")
     with pytest.raises(HostError, match=r"b\.deb cannot be unpacked"):
-        KernelFiles(arch="gfx942").take(broken, PATTERN, tmp_path / "again")
+        KernelFiles(arch="gfx942").take(broken, [PATTERN], tmp_path / "again")
 
 
 def test_kernel_files_of_a_package_that_is_not_named_are_not_lost() -> None:
@@ -95,7 +135,9 @@ def test_kernel_files_of_a_package_that_is_not_named_are_not_lost() -> None:
         listing("other", LIBRARY + "a_fallback.dat", "usr/share/gfx942"),
         Entry(path="usr/bin/x", source=b""),
     ]
-    assert unlisted(entries, {"librocblas5": PATTERN}) == ["librocblas6"]
+    assert unlisted(entries, {"librocblas5": (PATTERN,)}) == ["librocblas6"]
+    library = "/usr/lib/*/librocblas.so.*"
+    assert unlisted(entries, {"librocblas5": ("/x", library)}) == ["librocblas6"], "a library has no gfx in its name"
 
 
 VERSIONS = """\
@@ -175,9 +217,9 @@ def test_bytecode_that_imports_leave_behind_stays_out(path: str, left_out: bool)
     assert any(fnmatch.fnmatchcase(path, pattern) for pattern in LEFT_OUT) is left_out
 
 
-def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project) -> None:
+def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (project.root / "versions.yaml").read_text()
-    kernels = "    packages: [python3-torch, librocblas5]\n    kernels: {librocblas5: /usr/lib/*gfx*}\n"
+    kernels = "    packages: [python3-torch, librocblas5]\n    kernels: {librocblas5: [/usr/lib/*gfx*]}\n"
     (project.root / "versions.yaml").write_text(text.replace("    packages: [python3-torch]\n", kernels))
     lock = _lock("2.14.1-1")
     rocblas = replace(lock.files[0], name="librocblas5", version="7.2.4-1")
@@ -195,14 +237,21 @@ def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project) -> Non
     assert mi300x["base debs"].key == mi355x["base debs"].key
     assert mi300x["kernels gfx942"].key == mi325x["kernels gfx942"].key != mi355x["kernels gfx950"].key
     assert [f.name for f in mi300x["kernels gfx942"].files] == ["librocblas5"]
+    monkeypatch.setattr("primus.images.fatbinary.FORMAT", FORMAT + 1)
+    (project.root / "images/one.yaml").write_text(image + "gpu: mi355x\n")
+    again = {a.name: a for a in plan_image(Project(project.root), "one", lock).layers}
+    assert again["kernels gfx950"].key != mi355x["kernels gfx950"].key, "how libraries are written decides bytes, too"
 
 
 @pytest.mark.parametrize(
     ("kernels", "sentence"),
     [
-        ("{librocblas5: /usr/lib/*gfx*}", "librocblas5 stands under `kernels` and not under `packages`"),
-        ("{python3-torch: usr/*gfx*}", "'usr/*gfx*' is no absolute pattern with gfx in it"),
-        ("{python3-torch: /usr/*}", "'/usr/*' is no absolute pattern with gfx in it"),
+        ("{librocblas5: [/usr/lib/*gfx*]}", "librocblas5 stands under `kernels` and not under `packages`"),
+        (
+            "{python3-torch: [usr/*gfx*]}",
+            "'usr/*gfx*' is no absolute pattern with a file's name at its end",
+        ),
+        ("{python3-torch: [/usr/*]}", "'/usr/*' is no absolute pattern with a file's name at its end"),
     ],
 )
 def test_patterns_that_cannot_be_meant(project: Project, kernels: str, sentence: str) -> None:

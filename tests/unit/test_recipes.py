@@ -190,6 +190,19 @@ def test_overrides_reach_the_backend_without_its_name() -> None:
         resolve.resolve("llama3-proxy", ["steps"])
 
 
+def test_what_every_backend_has_is_one_word() -> None:
+    for backend, steps, tp in (
+        ("torchtitan", "training.steps", "parallelism.tensor_parallel_degree"),
+        ("megatron", "training.steps", "model.tensor_model_parallel_size"),
+    ):
+        asked = Asked(backend=backend, proxy=True)
+        recipe = resolve.resolve("llama3-8b", ["steps=7", "tp=2", "ranks=2"], asked)
+        assert recipe.overrides == (f"{backend}.{steps}=7", f"{backend}.{tp}=2", "ranks=2")
+        assert (recipe.steps, recipe.degree("tp")) == (7, 2)
+    with pytest.raises(InputError, match=r"there is no key 'finetune\.tp'"):
+        resolve.resolve("llama3-8b", ["tp=2"], Asked(backend="finetune", mode="lora", proxy=True))
+
+
 def test_choices_are_options_or_words_and_cases_follow_them() -> None:
     recipe = resolve.resolve("llama3-proxy", ["precision=bf16"])
     assert derived_precision(recipe) == recipe.precision == "bf16"

@@ -44,7 +44,7 @@ def verdicts(passed: bool) -> tuple[Verdict, ...]:
 
 def series_of(speed: float, images: str = "") -> logs.Series:
     line = "step: {}  loss: {}  grad_norm: 1.0  memory: 47.5GiB(34%)  tps: {}  tflops: 500  mfu: N/A" + images
-    return logs.parse_torchtitan("\n".join(line.format(n, 20 - n, round(speed)) for n in range(1, 16)))
+    return logs.read_steps("\n".join(line.format(n, 20 - n, round(speed)) for n in range(1, 16)))
 
 
 @pytest.fixture

@@ -8,12 +8,14 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from primus.errors import HostError
 from primus.images.layer import read_paths, write_layer
+from primus.images.left_out import LeftOut
 from primus.images.store import Blob, Store, storage_error
 from primus.images.tar import Entry
 
@@ -172,3 +174,16 @@ def test_sweepers_never_take_what_was_just_made(store: Store) -> None:
 def test_blob_descriptor() -> None:
     blob = Blob(digest="sha256:ab", media_type="x/y", size=3)
     assert blob.descriptor == {"mediaType": "x/y", "digest": "sha256:ab", "size": 3}
+
+
+def test_what_was_left_out_is_read_back_and_older_records_say_less(store: Store) -> None:
+    left = LeftOut(files=2, size=9).and_code("lib/a.so", 3, 7, ["gfx90a", "gfx1100"])
+    layer = replace(write_layer(store, entries()), left_out=left)
+    store.save_layer("k" * 64, layer, {"name": "x"})
+    assert store.layer("k" * 64) == layer
+    record = store.record("actions", "k" * 64) or {}
+    record["layer"]["left_out"] = [2, 9]
+    store.save("actions", "k" * 64, record)
+    found = store.layer("k" * 64)
+    assert found is not None
+    assert found.left_out == LeftOut(files=2, size=9)

@@ -146,6 +146,31 @@ def test_layers_of_transformer_engine_count_by_what_they_computed_in() -> None:
     )
 
 
+def compiled(flops: dict[str, int] | None, **counts: int) -> dict[str, Any]:
+    """What a compiled model leaves: no layer was listened to, the profiler's products tell."""
+    linears = {"types": {"Linear": 22}, "listened": False, **{f"{s}_dtypes": {} for s in ("weight", "input", "output")}}
+    told = {f"aten::{name.replace('_', ' ')}": count for name, count in counts.items()}
+    more = {} if flops is None else {"matmul_flops": {f"aten::{k.replace('_', ' ')}": v for k, v in flops.items()}}
+    return facts(linears=linears, matmul_dtypes=told, **more)
+
+
+def test_a_sliver_of_the_products_may_be_computed_otherwise() -> None:
+    """torchtitan adds up the outputs of a token's experts in float32; DeepSeek 16B on one H200 left these counts."""
+    sliver = compiled({"mm_BFloat16": 1_000_000, "bmm_float": 200}, mm_BFloat16=1958, bmm_float=208)
+    verdict = checks.precision(sliver, "bf16")
+    assert verdict.passed
+    assert "208 aten::bmm float, 0.02% of all" in verdict.reason
+    much = compiled({"mm_BFloat16": 1_000_000, "bmm_float": 20_000}, mm_BFloat16=1958, bmm_float=208)
+    assert "bf16 asked, but: 208 aten::bmm float" in checks.precision(much, "bf16").reason
+    # An older run left no FLOPs; a few products without a dtype are told, many prove nothing.
+    assert not checks.precision(compiled(None, mm_BFloat16=1958, bmm_float=208), "bf16").passed
+    assert not checks.precision(compiled({"mm_BFloat16": 1000}, mm_BFloat16=94, grouped=6), "bf16").passed
+    assert (
+        "4 aten::grouped" in checks.precision(compiled({"mm_BFloat16": 1000}, mm_BFloat16=96, grouped=4), "bf16").reason
+    )
+    assert not checks.precision(compiled({"mm_float": 1000}, mm_float=98), "bf16").passed
+
+
 def test_ran_as_asked() -> None:
     assert checks.ran_as_asked(facts(), {"world_size": 2}).passed
     assert "world_size is 2, not 4" in checks.ran_as_asked(facts(), {"world_size": 4}).reason

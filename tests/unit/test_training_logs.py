@@ -41,12 +41,12 @@ def test_reads_through_colour() -> None:
 
 def test_leaves_validation_lines_and_chatter_out() -> None:
     text = f"{HEAD}validate step: 10  loss:  3.1060  memory:  0.59GiB(2.49%)  tps: 9,000\nstep by step\n"
-    assert logs.parse_torchtitan(text) == logs.Series()
+    assert logs.read_steps(text) == logs.Series()
 
 
 def test_ranks_are_merged_into_one_series_in_order() -> None:
     text = line(2, "6.9", "0.7", "900") + line(1, "7.3", "0.6", "100") + line(1, "7.3", "0.6", "90", "0.70")
-    series = logs.parse_torchtitan(text)
+    series = logs.read_steps(text)
     assert [step.step for step in series.steps] == [1, 2]
     assert series.steps[0].tokens_per_second == 90
     assert series.steps[0].memory_gib == 0.70
@@ -54,12 +54,12 @@ def test_ranks_are_merged_into_one_series_in_order() -> None:
 
 
 def test_a_step_logged_twice_with_other_values_is_a_problem() -> None:
-    series = logs.parse_torchtitan(line(1, "7.3", "0.6") + line(1, "7.2", "0.6"))
+    series = logs.read_steps(line(1, "7.3", "0.6") + line(1, "7.2", "0.6"))
     assert series.problems == ("step 1 is logged twice: loss 7.3 and 7.2, gradient norm 0.6 and 0.6",)
 
 
 def test_nan_and_unreadable_losses_are_read_as_nan_not_skipped() -> None:
-    series = logs.parse_torchtitan(line(1, "nan", "nan") * 2 + line(2, "inf", "0.1") + line(3, "--", "0.1"))
+    series = logs.read_steps(line(1, "nan", "nan") * 2 + line(2, "inf", "0.1") + line(3, "--", "0.1"))
     assert math.isnan(series.steps[0].loss)
     assert math.isinf(series.steps[1].loss)
     assert math.isnan(series.steps[2].loss)
@@ -68,7 +68,7 @@ def test_nan_and_unreadable_losses_are_read_as_nan_not_skipped() -> None:
 
 def test_exact_figures_replace_rounded_ones() -> None:
     series = logs.with_exact(
-        logs.parse_torchtitan(line(1, "7.37894", "0.6748")), {1: (7.378942489624023, 0.6747741103172302)}
+        logs.read_steps(line(1, "7.37894", "0.6748")), {1: (7.378942489624023, 0.6747741103172302)}
     )
     assert series.exact
     assert series.steps[0].loss == 7.378942489624023
@@ -76,13 +76,13 @@ def test_exact_figures_replace_rounded_ones() -> None:
 
 
 def test_exact_figures_that_contradict_the_log_are_a_problem() -> None:
-    series = logs.with_exact(logs.parse_torchtitan(line(1, "7.37894", "0.6748")), {1: (7.3, 0.6747741)})
+    series = logs.with_exact(logs.read_steps(line(1, "7.37894", "0.6748")), {1: (7.3, 0.6747741)})
     assert "the log says loss 7.37894" in series.problems[0]
 
 
 def test_a_series_with_some_steps_rounded_is_not_exact() -> None:
     text = line(1, "7.37894", "0.6748") + line(2, "7.0", "0.6")
-    assert not logs.with_exact(logs.parse_torchtitan(text), {1: (7.378942, 0.674774)}).exact
+    assert not logs.with_exact(logs.read_steps(text), {1: (7.378942, 0.674774)}).exact
     assert not logs.with_exact(logs.Series(), {}).exact
 
 
@@ -93,7 +93,7 @@ def test_a_half_written_exact_line_is_left_out() -> None:
 
 def test_summary_leaves_the_warm_up_out() -> None:
     text = "".join(line(n, "5.0", "0.5", tps) for n, tps in enumerate(["10", "20", "100", "110", "120"], 1))
-    summary = metrics.summarize(logs.parse_torchtitan(text), warmup_steps=2)
+    summary = metrics.summarize(logs.read_steps(text), warmup_steps=2)
     assert summary.tokens_per_second == 110
     assert summary.spread is not None and math.isclose(summary.spread, 20 / 110)
     assert (summary.steps, summary.memory_gib) == (5, 0.59)
@@ -101,11 +101,11 @@ def test_summary_leaves_the_warm_up_out() -> None:
 
 def test_summary_of_nothing_and_of_less_than_the_warm_up() -> None:
     assert metrics.summarize(logs.Series(), 2).tokens_per_second is None
-    assert metrics.summarize(logs.parse_torchtitan(line(1, "5.0", "0.5", "70")), 2).tokens_per_second == 70
+    assert metrics.summarize(logs.read_steps(line(1, "5.0", "0.5", "70")), 2).tokens_per_second == 70
 
 
 def test_json_lines_hold_no_nan() -> None:
-    text = metrics.as_json_lines(logs.parse_torchtitan(line(1, "nan", "inf")))
+    text = metrics.as_json_lines(logs.read_steps(line(1, "nan", "inf")))
     assert json.loads(text) == {
         "step": 1, "loss": None, "grad_norm": None, "tokens_per_second": 3986.0, "memory_gib": 0.59,
         "images_per_second": None, "joules": None, "tflops_causal": None, "tflops_non_causal": None,
@@ -123,7 +123,7 @@ def test_any_interleaving_of_any_number_of_ranks_is_one_series(
     rounded = [(f"{loss:8.5f}", f"{norm:7.4f}") for loss, norm in values]
     lines = [line(n, loss, norm) for n, (loss, norm) in enumerate(rounded, 1)] * ranks
     order.shuffle(lines)
-    series = logs.parse_torchtitan("noise\n".join(lines))
+    series = logs.read_steps("noise\n".join(lines))
     assert series.problems == ()
     assert [(step.step, step.loss, step.grad_norm) for step in series.steps] == [
         (n, float(loss), float(norm)) for n, (loss, norm) in enumerate(rounded, 1)

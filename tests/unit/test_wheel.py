@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import HostError
+from primus.errors import CheckFailed, HostError
 from primus.images.prefix import Prefix
 from primus.images.tar import Entry
 from primus.images.wheel import wheel_entries
@@ -143,3 +143,14 @@ def test_a_folder_left_out_is_not_in_the_record_either(tmp_path: Path) -> None:
     (record,) = [b"".join(e.chunks()).decode() for e in entries if e.path.endswith("/RECORD")]
     assert "demo/__init__.py" not in record
     assert "pure.py" in record
+    path = make_wheel(tmp_path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("demo/binary.py", "")
+    inner = {e.path for e in wheel_entries(path, NAME, PREFIX, without=("demo/bin",))}
+    assert inner - whole == {f"{PREFIX.site}/demo/binary.py"}
+    assert whole - inner == {f"{PREFIX.site}/demo/bin/tool"}
+
+
+def test_a_folder_to_leave_out_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match=f"{NAME} has no folder demo/b to leave out"):
+        list(wheel_entries(make_wheel(tmp_path), NAME, PREFIX, without=("demo", "demo/b")))

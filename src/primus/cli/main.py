@@ -70,10 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if nothing_to_do(args[1:]):
             return 0
     if verb not in VERBS or (VERBS[verb][0].startswith("host.") and not _host_side()):
-        from difflib import get_close_matches
+        from primus.errors import nearest
 
-        near = get_close_matches(verb, VERBS, 1)
-        print(f"primus: no verb {verb!r}" + (f"; did you mean {near[0]!r}?" if near else ""), file=sys.stderr)
+        print(f"primus: no verb {verb!r}" + nearest(verb, VERBS), file=sys.stderr)
         print("  → primus --help lists the verbs", file=sys.stderr)
         return 2
     return _run(verb, args[1:])

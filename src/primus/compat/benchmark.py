@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from primus.compat.request import Request
-from primus.compat.tables import commands, nearest
+from primus.compat.tables import commands
 from primus.compat.words import options
-from primus.errors import InputError
+from primus.errors import InputError, nearest
 from primus.recipes.model import Asked
 
 __all__ = ["fsdp", "program", "report", "tag"]
@@ -71,7 +71,7 @@ def fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     given = {}
     for one in options(words[2:]):
         if one.key not in (*_FSDP, "seed"):
-            raise InputError(f"there is no option --{one.key}" + nearest(one.key, list(_FSDP)), where="train_fsdp.py")
+            raise InputError(f"there is no option --{one.key}" + nearest(one.key, _FSDP), where="train_fsdp.py")
         given[one.key] = one
     count = {name: one.value for name, one in given.items() if name not in ("enable_fp8", "enable_compile")}
     for name, value in count.items():

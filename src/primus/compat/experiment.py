@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from primus.compat.tables import nearest, preset
+from primus.compat.tables import preset
 from primus.compat.translate import Translation, translate
 from primus.compat.words import Given, spelt, typed
-from primus.errors import InputError
+from primus.errors import InputError, nearest
 from primus.recipes.model import Scalar, Value
 from primus.yamlfile import Document, Plain, read
 
@@ -70,7 +70,7 @@ def experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
     framework = _text(document, (*place, "framework"), environment)
     if framework not in _FRAMEWORKS:
         raise InputError(
-            f"there is no framework {framework!r}" + nearest(framework, list(_FRAMEWORKS)),
+            f"there is no framework {framework!r}" + nearest(framework, _FRAMEWORKS),
             where=document.where((*place, "framework")), hint=f"there are: {', '.join(_FRAMEWORKS)}",
         )  # fmt: skip
     model = _text(document, (*place, "model"), environment)
@@ -201,6 +201,6 @@ def _text(document: Document, key: tuple[str | int, ...], environment: Mapping[s
 def _no_key(document: Document, key: tuple[str | int, ...], known: Sequence[str]) -> InputError:
     word = str(key[-1])
     return InputError(
-        f"there is no key {word!r} here" + nearest(word, list(known)), where=document.where(key),
+        f"there is no key {word!r} here" + nearest(word, known), where=document.where(key),
         hint=f"there are: {', '.join(known)}",
     )  # fmt: skip

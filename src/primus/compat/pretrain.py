@@ -8,10 +8,10 @@ from pathlib import Path
 
 from primus.compat.experiment import experiment, is_experiment
 from primus.compat.request import Request
-from primus.compat.tables import documented, ignored_variables, nearest
+from primus.compat.tables import documented, ignored_variables
 from primus.compat.translate import refuse, translate
 from primus.compat.words import options
-from primus.errors import HostError, InputError
+from primus.errors import HostError, InputError, nearest
 from primus.recipes.backends import backend as known_backend
 from primus.recipes.load import names
 from primus.recipes.model import Asked

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -13,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from primus.errors import InputError
+from primus.errors import InputError, nearest
 from primus.recipes.model import Scalar
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "entry",
     "ignored_variables",
     "keys",
-    "nearest",
     "preset",
 ]
 
@@ -146,12 +144,6 @@ def preset(backend: str, name: str, where: str) -> tuple[str, Mapping[str, Scala
     if plain not in stems:
         raise _unknown("model", stem, stems, where)
     return *_stem(backend, plain), None if plain == stem else "fp8"
-
-
-def nearest(word: str, known: Mapping[str, Any] | list[str]) -> str:
-    """``; did you mean …?`` or nothing."""
-    near = get_close_matches(word, list(known), 1, 0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _unknown(what: str, word: str, known: Mapping[str, Any], where: str) -> InputError:

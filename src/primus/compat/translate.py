@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from primus.compat.tables import Entry, entry, keys, nearest
+from primus.compat.tables import Entry, entry, keys
 from primus.compat.words import Given, spelt
-from primus.errors import InputError
+from primus.errors import InputError, nearest
 from primus.recipes.backends import backend as known_backend
 from primus.recipes.model import Value
 from primus.recipes.schema import backend_rules

@@ -20,6 +20,7 @@ from primus.gates.sonames import shared_names
 from primus.gates.turbo import ask_image, turbo
 from primus.gates.versions_inside import versions_inside
 from primus.images.build import compose, current
+from primus.images.left_out import LeftOut
 from primus.images.outline import bytes_text
 from primus.images.plan import plan_image
 from primus.sandbox.model import LayerRef, RootFs
@@ -134,14 +135,14 @@ def judge(project: Project, examined: Examined) -> Outcome:
     published = {a.name for a in actions if a.kind in ("image", "wheels", "kernels") and not a.needs}
     # The packages of a base's image are locked as its layers, not one by one.
     given = {a.name for a in actions if a.kind == "image"}
-    left_out = [layer.left_out for layer in image.layers]
+    left_out = LeftOut.sum(layer.left_out for layer in image.layers)
     facts = examined.facts.items()
     code = [(layer, f.code) for layer, f in facts]
     unreadable = [(layer, path, why) for layer, f in facts for path, why in f.unreadable.items()]
     reports = (
         coherence(pinned_packages(project, name), arch),
-        coverage(code, arch, unreadable),
-        pruning(code, arch, (sum(n for n, _ in left_out), sum(size for _, size in left_out))),
+        coverage(code, arch, unreadable, left_out),
+        pruning(code, arch, left_out),
         versions_inside(
             [(layer, [s for s in f.stated if layer not in given or s.kind != "deb"]) for layer, f in facts],
             wheels=wheels,

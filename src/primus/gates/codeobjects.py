@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import json
 import struct
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, Literal
 
-from primus.gates.archs import in_entry_id, in_path, of_flags
-from primus.gates.elf import AMDGPU, read_elf
 from primus.gates.msgpack import unpack
+from primus.images.archs import in_path, of_flags
+from primus.images.bundles import COMPRESSED, PLAIN, bundles_in, next_magic
+from primus.images.elf import AMDGPU, read_elf
 
 __all__ = ["Code", "Form", "bundle_targets", "code_in", "is_kernel_file", "is_triton_metadata", "section_of"]
 
@@ -30,8 +30,6 @@ Form = Literal[
     "fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack", "Triton cache", "CUDA"
 ]
 
-_BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
-_COMPRESSED = b"CCOB"
 _PACK = b"KPAK"
 _CUDA_FATBIN = struct.pack("<I", 0xBA55ED50)
 _KERNEL_ENDINGS = (
@@ -47,10 +45,6 @@ _KERNEL_ENDINGS = (
     ".tn.model",
     ".model",
 )
-# Bundles begin on pages of this size in a section.
-_PAGE = 4096
-# A bundle's list of entries; a library has a handful of them, each id well below 100 bytes.
-_ENTRIES_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +92,7 @@ def _code(path: str, stream: IO[bytes], size: int) -> Code | None:
     head = stream.read(64)
     if head.startswith(b"\x7fELF"):
         return _of_elf(path, stream, size)
-    if head.startswith((_BUNDLE, _COMPRESSED)):
+    if head.startswith((PLAIN, COMPRESSED)):
         targets = bundle_targets(stream, 0, size)
         return Code(path=path, form="bundle", targets=targets, size=size)
     if head.startswith(_PACK):
@@ -139,102 +133,8 @@ def bundle_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]
 
     Only headers are read, so the part may be large. Raises ValueError when a bundle is damaged.
     """
-    found: dict[str, None] = {}
-    at, end = offset, offset + size
-    while (at := _next_magic(stream, at, end, (_BUNDLE, _COMPRESSED))) >= 0:
-        stream.seek(at)
-        if stream.read(4) == _COMPRESSED:
-            entries, length = _compressed(stream, at, end)
-        else:
-            stream.seek(at)
-            entries, length = _entries(stream.read(min(_ENTRIES_SIZE, end - at)))
-        found |= dict.fromkeys(entries)
-        at += length
-    return tuple(found)
-
-
-def _next_magic(stream: IO[bytes], at: int, end: int, magics: Sequence[bytes]) -> int:
-    """Where the next of ``magics`` begins, or -1."""
-    overlap = max(map(len, magics)) - 1
-    while at < end:
-        stream.seek(at)
-        data = stream.read(min(1 << 20, end - at))
-        if not data:
-            return -1
-        hits = [hit for magic in magics if (hit := data.find(magic)) >= 0]
-        if hits:
-            return at + min(hits)
-        at += len(data) if at + len(data) >= end else max(1, len(data) - overlap)
-    return -1
-
-
-def _entries(data: bytes) -> tuple[list[str], int]:
-    """Target ids of a plain bundle, and its length."""
-    at = len(_BUNDLE)
-    targets, length = [], at + 8
-    try:
-        (count,) = struct.unpack_from("<Q", data, at)
-        at += 8
-        for _ in range(count):
-            start, amount, name = struct.unpack_from("<QQQ", data, at)
-            at += 24
-            if at + name > len(data):
-                raise ValueError("an offload bundle is cut short")
-            target = in_entry_id(data[at : at + name].decode("ascii", "replace"))
-            at += name
-            length = max(length, at, start + amount)
-            if target and amount:
-                targets.append(target)
-    except struct.error:
-        raise ValueError("an offload bundle is cut short") from None
-    return targets, length
-
-
-def _compressed(stream: IO[bytes], at: int, end: int) -> tuple[list[str], int]:
-    """Target ids of a compressed bundle, and its length; version 1 does not tell it, so up to the next page."""
-    stream.seek(at)
-    head = stream.read(32)
-    try:
-        version, method = struct.unpack_from("<HH", head, 4)
-        begin, length = {
-            1: (20, _PAGE),
-            2: (24, struct.unpack_from("<I", head, 8)[0]),
-            3: (32, struct.unpack_from("<Q", head, 8)[0]),
-        }[version]
-    except (struct.error, KeyError):
-        begin, length = 0, 0
-    if length <= begin:
-        # Four letters in the middle of code are no bundle.
-        return [], 4
-    stream.seek(at + begin)
-    limit = (end - at if version == 1 else length) - begin
-    plain = _inflate(stream, max(0, limit), method)
-    if not plain.startswith(_BUNDLE):
-        raise ValueError("a compressed offload bundle holds something else")
-    return _entries(plain)[0], length
-
-
-def _inflate(stream: IO[bytes], limit: int, method: int) -> bytes:
-    """The first bytes of compressed data (method 0: zlib, 1: zstd), enough for a bundle's list of entries."""
-    if method == 0:
-        decoder, parts, have = zlib.decompressobj(), [], 0
-        try:
-            while have < _ENTRIES_SIZE and limit > 0 and (data := stream.read(min(1 << 16, limit))):
-                limit -= len(data)
-                parts.append(decoder.decompress(data, _ENTRIES_SIZE))
-                have += len(parts[-1])
-        except zlib.error as error:
-            raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
-        return b"".join(parts)
-    if method != 1:
-        raise ValueError(f"an offload bundle is compressed by an unknown method {method}")
-    import zstandard
-
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(stream, closefd=False) as reader:
-            return reader.read(_ENTRIES_SIZE)
-    except zstandard.ZstdError as error:
-        raise ValueError(f"a compressed offload bundle is damaged: {error}") from None
+    parts = (part for bundle in bundles_in(stream, offset, size) for part in bundle.parts if part.size)
+    return tuple(dict.fromkeys(target for part in parts if (target := part.target)))
 
 
 # Kernel packs
@@ -278,7 +178,7 @@ def _cuda_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
     """``sm_NN`` for machine code, ``compute_NN`` for PTX."""
     found: dict[str, None] = {}
     at, end = offset, offset + size
-    while (at := _next_magic(stream, at, end, (_CUDA_FATBIN,))) >= 0 and at + 16 <= end:
+    while (at := next_magic(stream, at, end, (_CUDA_FATBIN,))) >= 0 and at + 16 <= end:
         stream.seek(at)
         _, _, header, length = struct.unpack("<4sHHQ", stream.read(16).ljust(16, b"\0"))
         if header < 16 or at + header + length > end:

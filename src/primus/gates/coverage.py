@@ -6,9 +6,10 @@ import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from primus.gates.archs import in_path, runs_on
 from primus.gates.codeobjects import Code
 from primus.gates.model import Finding, GateReport
+from primus.images.archs import in_path, runs_on
+from primus.images.left_out import NOTHING, LeftOut
 
 __all__ = ["GpuLibrary", "coverage", "gpu_libraries"]
 
@@ -90,18 +91,27 @@ def _follow(code: Code, packs: Mapping[str, Code], arch: str | None) -> tuple[tu
     return (), f"its kernel pack {listed} is not in the image" + (f", /{astray} is" if astray else "")
 
 
+def _has(library: GpuLibrary, left_out: LeftOut) -> str:
+    if taken := left_out.inside(library.path):
+        package = ", ".join(sorted({*taken, *library.targets}))
+        return f"its package has {package}, of which the image keeps {', '.join(library.targets) or 'none'}"
+    return "it has " + (", ".join(library.targets) or "no GPU code")
+
+
 def coverage(
     layers: Sequence[tuple[str, Iterable[Code]]],
     arch: str | None,
     unreadable: Iterable[tuple[str, str, str]] = (),
+    left_out: LeftOut = NOTHING,
 ) -> GateReport:
     """One error per GPU library without code for ``arch``; for CUDA a warning.
 
     CUDA libraries also carry code in forms that are not read here (compressed entries, link-time code), and PTX runs
     on what came later, so a missing cubin proves nothing. HIP has neither.
 
-    ``unreadable`` are (layer, path, reason) of files that could not be examined. For an image without GPU
-    architecture nothing has to be covered, and the report says so.
+    ``unreadable`` are (layer, path, reason) of files that could not be examined; ``left_out`` is what was taken out of
+    files, so that a finding says what their package has. For an image without GPU architecture nothing has to be
+    covered, and the report says so.
     """
     libraries = gpu_libraries(layers, arch)
     findings = [
@@ -113,8 +123,7 @@ def coverage(
         return GateReport(gate=_GATE, summary=f"no GPU architecture to cover{with_code}", findings=tuple(findings))
     for library in libraries:
         if not runs_on(library.targets, arch):
-            has = ", ".join(library.targets) or "no GPU code"
-            message = f"no code for {arch}: {library.problem or 'it has ' + has} ({library.form})"
+            message = f"no code for {arch}: {library.problem or _has(library, left_out)} ({library.form})"
             findings.append(
                 Finding(
                     gate=_GATE,

@@ -1,4 +1,4 @@
-"""Which kernel files an image of one GPU never opens."""
+"""Which GPU code an image of one GPU never loads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO, cast
 
-from primus.gates.archs import in_path, runs_on
 from primus.gates.codeobjects import Code, code_in, is_kernel_file
 from primus.gates.contents import Member
 from primus.gates.model import Finding, GateReport
+from primus.images.archs import in_path, runs_on
+from primus.images.left_out import NOTHING, LeftOut
 from primus.images.outline import bytes_text
 
 __all__ = ["Pruning", "prunable", "pruning"]
@@ -38,8 +39,8 @@ def prunable(files: Iterable[Member], arch: str) -> Pruning:
     """The kernel files among ``files`` of no use on ``arch``.
 
     The name decides where it names architectures, the content of code objects, bundles and packs where it names none.
-    A library is never among them, whatever its fat binary holds: its host code is needed. Nor is a file that cannot
-    be read, or one that says nothing.
+    A library is never among them, whatever its fat binary holds: its host code is needed, and what else it holds is
+    taken out where the image is built. Nor is a file that cannot be read, or one that says nothing.
     """
     paths: list[str] = []
     size = 0
@@ -50,16 +51,15 @@ def prunable(files: Iterable[Member], arch: str) -> Pruning:
     return Pruning(paths=tuple(sorted(paths)), size=size)
 
 
-def pruning(
-    layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None, left_out: tuple[int, int] = (0, 0)
-) -> GateReport:
-    """One warning per layer that carries kernel files of other architectures, with their number and bytes.
+def pruning(layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None, left_out: LeftOut = NOTHING) -> GateReport:
+    """One warning per layer that carries kernel files of other architectures, with their number and bytes, and one per
+    library whose fat binary holds code for them. CUDA's fat binaries count as they are: nothing here takes them apart.
 
-    ``left_out`` are number and bytes of those that stayed out of the image.
+    ``left_out`` is what stayed out of the image.
     """
     if arch is None:
         return GateReport(gate=_GATE, summary="no GPU architecture to prune for")
-    findings, total, size = [], 0, 0
+    findings, total, size, libraries = [], 0, 0, 0
     for layer, codes in layers:
         idle = [c for c in codes if _is_for_others(c, arch)]
         if idle:
@@ -68,9 +68,16 @@ def pruning(
             findings.append(
                 Finding(gate=_GATE, severity="warning", layer=layer, path=min(c.path for c in idle), message=message)
             )
+        for code in codes:
+            if code.form == "fat binary" and (others := [t for t in code.targets if not runs_on([t], arch)]):
+                libraries += 1
+                message = f"it also holds code for {', '.join(others)}"
+                findings.append(Finding(gate=_GATE, severity="warning", layer=layer, path=code.path, message=message))
     summary = f"{total} kernel files for other architectures, {bytes_text(size)}"
-    if left_out[0]:
-        summary += f"; {left_out[0]:,} left out, {bytes_text(left_out[1])}"
+    if libraries:
+        summary += f"; code for them in {libraries} {'library' if libraries == 1 else 'libraries'}"
+    if text := left_out.text():
+        summary += f"; {text}"
     return GateReport(gate=_GATE, summary=summary, findings=tuple(findings))
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO
 
-from primus.gates.elf import AMDGPU, DYN, read_elf, soname_in
 from primus.gates.model import Finding, GateReport
+from primus.images.elf import AMDGPU, DYN, read_elf, soname_in
 
 __all__ = ["Library", "owner_of", "shared_names", "soname_of"]
 

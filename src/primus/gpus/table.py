@@ -6,7 +6,7 @@ import math
 from functools import cache
 from pathlib import Path
 
-from primus.errors import InputError, PrimusError
+from primus.errors import InputError, PrimusError, did_you_mean
 from primus.gpus.model import Arch, Dtype, Generation, Peak, Table, Variable, plain_name
 from primus.schema import build
 from primus.yamlfile import read
@@ -45,10 +45,7 @@ def generation(name: str, table: Table | None = None) -> Generation:
     """The generation of target ``name``, such as ``mi300x``. Raises InputError for any other word."""
     known = {g.name: g for g in (table or load_table()).generations}
     if name not in known:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}?" if near else "known: " + ", ".join(known)
+        hint = did_you_mean(name, known) or "known: " + ", ".join(known)
         raise InputError(f"no GPU generation is called {name!r}", hint=hint)
     return known[name]
 

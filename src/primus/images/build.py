@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from primus.errors import CheckFailed
 from primus.images import canonical
 from primus.images.action import Action, ImagePlan
+from primus.images.left_out import NOTHING, LeftOut
 from primus.images.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ __all__ = ["Built", "Composed", "Gates", "LayerLine", "assemble", "compose", "cu
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLine:
-    """One row of the summary: sizes in bytes, seconds as this build spent them (0 when reused); ``left_out`` are number
-    and bytes of the kernel files for other GPUs that stayed out.
+    """One row of the summary: sizes in bytes, seconds as this build spent them (0 when reused); ``left_out`` is
+    what stayed out, since it is for other GPUs.
     """
 
     name: str
@@ -34,7 +35,7 @@ class LayerLine:
     unpacked: int
     built: bool
     seconds: float
-    left_out: tuple[int, int] = (0, 0)
+    left_out: LeftOut = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ def current(store: Store, plan: ImagePlan, judged: str | None = None) -> Built |
     if not all(store.has(blob) for blob in blobs) or store.images().get(plan.ref, {}).get("digest") != state["digest"]:
         return None
     lines = tuple(
-        LayerLine(**{**line, "built": False, "seconds": 0.0, "left_out": tuple(line.get("left_out", (0, 0)))})
+        LayerLine(**{**line, "built": False, "seconds": 0.0, "left_out": LeftOut.of(line.get("left_out", ()))})
         for line in state["layers"]
     )
     return Built(
@@ -139,8 +140,10 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
     """
     from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-    # Hashing and compressing wait for the interpreter a thousand times per gigabyte, behind gates that search text: the
-    # usual 5 ms at a time would let them stand still half of it.
+    from primus.sandbox.running import stop_all
+
+    # Hashing and compressing wait for the interpreter a thousand times per gigabyte, behind gates that search text: for
+    # up to 5 ms each time, if it were not told.
     sys.setswitchinterval(0.0005)
     waiting = {a.key: a for a in actions}
     done_here: set[str] = set()
@@ -164,7 +167,9 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
         except BaseException:
             for future in running:
                 future.cancel()
-            _stop_sandboxes()
+            # Ctrl-C reaches only the main thread, and the pool waits for its workers. One may just be starting another.
+            while wait(running, timeout=0.2).not_done:
+                stop_all()
             raise
     return done_here
 
@@ -177,13 +182,6 @@ def _give_back() -> None:
 
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's own
         trim(0)
-
-
-def _stop_sandboxes() -> None:
-    """End what still runs in sandboxes: Ctrl-C reaches only the main thread, and the pool waits for its workers."""
-    embedded = sys.modules.get("primus.sandbox.embedded")
-    if embedded is not None:
-        embedded.stop_all()
 
 
 def compose(store: Store, plan: ImagePlan) -> Composed | None:

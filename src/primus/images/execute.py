@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -13,6 +13,7 @@ from primus.errors import CheckFailed, HostError
 from primus.images.action import Action
 from primus.images.given import adopt_layer
 from primus.images.layer import compression_of, write_layer
+from primus.images.left_out import NOTHING
 from primus.images.skeleton import inline_entries
 from primus.images.store import Layer
 from primus.images.tar import BLOCK, Entry, Watch
@@ -62,7 +63,7 @@ class Workshop:
                 self.made(layer, None)
                 return True
             with store.folder("work") as scratch:
-                left_out = (0, 0)
+                left_out = NOTHING
                 if action.kind == "kernels":
                     kernels = self._kernels(action, scratch)
                     entries, left_out = kernels.entries, kernels.left_out
@@ -133,14 +134,14 @@ class Workshop:
             find=self._file,
             mmdebstrap=str(mmdebstrap),
             log=self._log(action),
-            kernels=cast("Mapping[str, str]", action.spec.get("kernels", {})),
+            kernels=cast("Mapping[str, Sequence[str]]", action.spec.get("kernels", {})),
         )
 
     def _kernels(self, action: Action, scratch: Path) -> KernelFiles:
         from primus.images.kernels import KernelFiles
 
         found = KernelFiles(arch=str(action.spec["arch"]))
-        patterns = cast("Mapping[str, str]", action.spec["kernels"])
+        patterns = cast("Mapping[str, Sequence[str]]", action.spec["kernels"])
         for deb in action.files:
             found.take(self._file(deb), patterns[deb.name], scratch / deb.name)
         return found

@@ -16,7 +16,7 @@ from primus.errors import HostError
 from primus.images.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.images.tar import Entry, Watch, in_order, write_tar
 
-__all__ = ["COMPRESSIONS", "assembler", "compression_of", "read_paths", "write_layer"]
+__all__ = ["COMPRESSIONS", "assembler", "compression_of", "read_paths", "rewriter", "write_layer"]
 
 # Part of every key: raise it whenever the same entries would give other bytes.
 _FORMAT = 1
@@ -32,6 +32,15 @@ def assembler(compression: str) -> str:
 
         return f"tar {_FORMAT}, gzip {_GZIP_LEVEL}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
     return f"tar {_FORMAT}, zstd {_ZSTD_LEVEL}, zstandard {_zstandard_version()}"
+
+
+def rewriter() -> str:
+    """What writes libraries with the code of one GPU architecture, for the keys: our format and the compressors."""
+    import zlib
+
+    from primus.images.fatbinary import FORMAT
+
+    return f"fat binary {FORMAT}, zstandard {_zstandard_version()}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
 
 
 def compression_of(tool: str) -> str:

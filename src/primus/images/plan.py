@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from primus.errors import InputError
 from primus.images.action import Action, ImagePlan, Input
 from primus.images.canonical import key_of
-from primus.images.layer import assembler
+from primus.images.layer import assembler, rewriter
 from primus.images.prefix import Prefix
 from primus.images.skeleton import console_script, distribution, environment, working_folders
 from primus.images.source import WHEEL_SCRIPT
@@ -18,7 +18,7 @@ from primus.images.target import build_root, normalised
 from primus.images.trim import TRIM, VARIANT
 from primus.images.turbo import turbo_action
 from primus.versions.lock import Lock, LockedFile
-from primus.versions.model import Build, Pin
+from primus.versions.model import Base, Build, Pin
 
 if TYPE_CHECKING:
     from primus.images.project import Project
@@ -143,7 +143,7 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, 
     if not debs:
         raise InputError(f"the lock of {name} has no packages for {root or base}", hint=f"primus lock {name}")
     where, about = project.base_place(base), project.versions.bases[base]
-    kernels = {"kernels": dict(about.kernels)} if about.kernels else {}
+    kernels = {"kernels": _patterns(about)} if about.kernels else {}
     over = {"over": about.image} if about.image else {}
     return Action(
         name=f"base {root or base}",
@@ -161,7 +161,7 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, 
 
 
 def _kernels(project: Project, base: str, lock: Lock | None, name: str, tool: str) -> Action:
-    """What the base's packages keep per architecture, for the target's one."""
+    """What the base's packages keep per architecture, and their libraries with several, for the target's one."""
     where, kernels, arch = project.base_place(base), project.versions.bases[base].kernels, project.arch(name)
     if arch is None:
         raise InputError(
@@ -175,11 +175,16 @@ def _kernels(project: Project, base: str, lock: Lock | None, name: str, tool: st
         kind="kernels",
         inputs=(
             Input(name="assembler", value=tool),
+            Input(name="fat binaries", value=rewriter()),
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
-        spec={"arch": arch, "kernels": dict(kernels)},
+        spec={"arch": arch, "kernels": _patterns(project.versions.bases[base])},
         files=debs,
     )
+
+
+def _patterns(base: Base) -> dict[str, list[str]]:
+    return {package: list(patterns) for package, patterns in base.kernels.items()}
 
 
 def _components(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cached_property, partial
 from pathlib import Path
 
-from primus.errors import InputError
+from primus.errors import InputError, did_you_mean
 from primus.gpus.model import Generation, Table
 from primus.gpus.table import TABLE_FILE, generation
 from primus.images.channel import Choice, choose
@@ -91,11 +91,8 @@ class Project:
         if name not in self._targets:
             path = self.root / "images" / f"{name}.yaml"
             if not path.is_file():
-                from difflib import get_close_matches
-
                 names = self.target_names()
-                near = get_close_matches(name, names, 1)
-                hint = f"did you mean {near[0]!r}?" if near else "targets: " + ", ".join(names)
+                hint = did_you_mean(name, names) or "targets: " + ", ".join(names)
                 raise InputError(f"no target is called {name!r}", hint=hint)
             document = self._document(path)
             self._targets[name] = (build(Target, document), document)

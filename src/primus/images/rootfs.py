@@ -26,6 +26,7 @@ from primus.images.tar import MTIME, Entry
 from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
 from primus.sandbox import userns
 from primus.sandbox.build import log_tail
+from primus.sandbox.running import tracked
 from primus.versions.lock import LockedFile
 
 __all__ = ["root_entries", "tar_entries"]
@@ -39,11 +40,11 @@ def root_entries(
     find: Callable[[LockedFile], Path],
     mmdebstrap: str,
     log: Path,
-    kernels: Mapping[str, str] = MappingProxyType({}),
+    kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[Entry]:
     """Build the root file system in ``scratch`` and return its entries; their bytes stay in a tar there.
 
-    ``find`` gives a locked file's path on disk; ``kernels`` are package and pattern of files that stay packed. Raises
+    ``find`` gives a locked file's path on disk; ``kernels`` are package and patterns of files that stay packed. Raises
     HostError when this user may not build one, CheckFailed with the log's tail when a package fails to install, and for
     kernel files of a package that ``kernels`` does not name.
     """
@@ -56,7 +57,9 @@ def root_entries(
         (archive / "Packages").write_bytes(b"\n".join(paragraphs))
         # By this name mmdebstrap finds the essential packages.
         (archive / "Release").write_text(f"Codename: {suite}\n", encoding="ascii")
+        apart = _own_processes()
         command = [
+            *apart,
             mmdebstrap,
             f"--mode={mode}",
             f"--variant={VARIANT}",
@@ -64,7 +67,7 @@ def root_entries(
             "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
             *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),
             *(f"--dpkgopt=path-include={path}" for path in UNPACKED_STILL),
-            *(f"--dpkgopt=path-exclude={path}" for path in kernels.values()),
+            *(f"--dpkgopt=path-exclude={path}" for patterns in kernels.values() for path in patterns),
             "--include=" + ",".join(sorted(d.name for d in debs)),
             suite,
             str(tar),
@@ -75,16 +78,33 @@ def root_entries(
         env["DPKG_FORCE"] = "unsafe-io"
         # What packages compile on purpose comes out the same each time, what an import leaves behind does not.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
-        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=env, check=False).returncode
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env,
+            start_new_session=bool(apart),
+        )  # fmt: skip
+        # Without namespaces some of its processes may have ids that this user cannot signal, but the terminal can.
+        with tracked(process) if apart else process:
+            code = process.wait()
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
     entries = list(tar_entries(tar, LEFT_OUT))
     if kernels and (packages := unlisted(entries, kernels)):
         raise CheckFailed(
-            f"{' and '.join(packages)} keeps kernel files where a pattern of `kernels` has them left out",
+            f"{' and '.join(packages)} has files where a pattern of `kernels` leaves them out",
             hint="name it under `kernels` of the base, too",
         )
     return entries
+
+
+def _own_processes() -> list[str]:
+    """What root starts mmdebstrap with: in namespaces of its own, none of its processes and mounts outlives this one.
+
+    Nothing for an ordinary user, whose mmdebstrap makes its own, and where root may make none.
+    """
+    words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        return []
+    return words if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0 else []
 
 
 @contextlib.contextmanager

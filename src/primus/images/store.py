@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from primus.errors import HostError
 from primus.images import canonical
+from primus.images.left_out import NOTHING, LeftOut
 
 __all__ = ["Blob", "Layer", "Store"]
 
@@ -52,7 +53,7 @@ class Blob:
 class Layer:
     """What an action made: the blob, the digest of the tar inside it, the tar's size, the paths, the seconds.
 
-    ``left_out`` are number and bytes of the files that stayed out of it, since they are for other GPUs.
+    ``left_out`` is what stayed out of it, since it is for other GPUs.
     """
 
     blob: Blob
@@ -60,7 +61,7 @@ class Layer:
     unpacked: int
     paths: str
     seconds: float
-    left_out: tuple[int, int] = (0, 0)
+    left_out: LeftOut = NOTHING
 
 
 class Store:
@@ -173,7 +174,7 @@ class Store:
         if record is None or "layer" not in record:
             return None
         fields = dict(record["layer"])
-        left_out = tuple(fields.get("left_out", (0, 0)))
+        left_out = LeftOut.of(fields.get("left_out", ()))
         layer = Layer(**{**fields, "blob": Blob(**fields["blob"]), "left_out": left_out})
         return layer if self.has(layer.blob) and self.blob_path(layer.paths).exists() else None
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from primus.errors import InputError
+from primus.errors import InputError, did_you_mean
 from primus.gpus.model import Table
 from primus.schema import described
 from primus.versions.lock import BaseRequest, Commit, Request
@@ -82,10 +82,7 @@ def pins_of(
     result: dict[str, Pin] = {}
     for component in where:
         if component not in versions.components:
-            from difflib import get_close_matches
-
-            near = get_close_matches(component, versions.components, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "pin it in versions.yaml"
+            hint = did_you_mean(component, versions.components) or "pin it in versions.yaml"
             raise InputError(f"no component is called {component!r}", where=where.get(component), hint=hint)
         pins = [p for p in versions.components[component].pins if not p.targets or name in p.targets]
         # A pin that names the target goes before one for all.

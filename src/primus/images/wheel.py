@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from primus.errors import HostError
+from primus.errors import CheckFailed, HostError
 from primus.images.prefix import Prefix
 from primus.images.tar import Entry
 from primus.images.target import normalised
@@ -37,17 +37,21 @@ if __name__ == "__main__":
 def wheel_entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str] = ()) -> Iterator[Entry]:
     """The wheel's files as entries, sources still in the archive; ``file_name`` is the wheel's real name.
 
-    Folders at its top that ``without`` names are left out, of its ``RECORD`` too.
-    Raises HostError when the archive is no wheel.
+    Its folders that ``without`` names are left out, of its ``RECORD`` too.
+    Raises HostError when the archive is no wheel, CheckFailed when it has no such folder.
     """
     try:
         archive = zipfile.ZipFile(path)
-        infos = [i for i in archive.infolist() if not i.is_dir() and i.filename.split("/")[0] not in without]
+        every = [i for i in archive.infolist() if not i.is_dir()]
+        infos = [i for i in every if not i.filename.startswith(tuple(f"{folder}/" for folder in without))]
         dist = next(i.filename.split("/")[0] for i in infos if re.fullmatch(r"[^/]+\.dist-info/WHEEL", i.filename))
     except (zipfile.BadZipFile, StopIteration, OSError):
         raise HostError(
             f"{file_name} is not a wheel", hint="remove it from the file cache and fetch it again"
         ) from None
+    for folder in without:
+        if not any(i.filename.startswith(f"{folder}/") for i in every):
+            raise CheckFailed(f"{file_name} has no folder {folder} to leave out", hint="correct `without` of its pin")
     if any(".." in i.filename.split("/") or i.filename.startswith("/") for i in infos):
         raise HostError(f"{file_name} holds a path that leaves its folder", hint="do not use this wheel")
     placed = {_place(i.filename, dist, prefix): i for i in infos}

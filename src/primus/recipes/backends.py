@@ -39,6 +39,7 @@ class Backend:
     schema: tuple[Declared, ...]
     owned: Mapping[str, str]
     resharding: bool = False
+    sharded_precision: bool = False
     needs: Mapping[str, str] = field(default_factory=dict)
 
     def key(self, what: str) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 
-from primus.errors import InputError
+from primus.errors import InputError, nearest
 from primus.recipes.backends import backends
 from primus.recipes.model import CHOICES, Asked, Setting
 
@@ -77,9 +76,8 @@ def _default(value: bool | int) -> Setting:
 def among(what: str, word: str, offered: list[str], where: str) -> None:
     """InputError unless ``word`` is one of ``offered``; it names the nearest."""
     if word not in offered:
-        near = get_close_matches(word, offered, 1)
         raise InputError(
-            f"there is no {what} {word!r} here" + (f"; did you mean {near[0]!r}?" if near else ""),
+            f"there is no {what} {word!r} here" + nearest(word, offered),
             where=where, hint=f"there are: {', '.join(offered)}",
         )  # fmt: skip
 
@@ -91,10 +89,8 @@ def _pick(
     if asked is not None:
         context = " with " + ", ".join(f"{name} {s.value}" for name, s in given.items()) if given else ""
         if asked not in offered:
-            near = get_close_matches(asked, offered, 1)
             raise InputError(
-                f"{what} {asked!r} is not supported by this recipe{context}"
-                + (f"; did you mean {near[0]!r}?" if near else ""),
+                f"{what} {asked!r} is not supported by this recipe{context}" + nearest(asked, offered),
                 where=f"--{what} {asked}", hint=f"there are: {', '.join(offered)}",
             )  # fmt: skip
         return Setting(value=asked, origin=f"--{what} {asked}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
-from primus.errors import InputError
+from primus.errors import InputError, nearest
 from primus.recipes.backends import backends
-from primus.recipes.choose import CPU, PRECISIONS
+from primus.recipes.choose import CPU, PRECISIONS, among
 from primus.recipes.model import CHOICES, Scalar, Setting
 
 __all__ = ["check_choice", "check_word"]
@@ -17,9 +15,8 @@ MULTI = "multi"
 def check_choice(choice: str, where: str) -> None:
     """InputError unless ``choice`` is one; it names the nearest."""
     if choice not in CHOICES:
-        near = get_close_matches(choice, CHOICES, 1)
         raise InputError(
-            f"there is no choice {choice!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            f"there is no choice {choice!r}" + nearest(choice, CHOICES),
             where=where, hint=f"choices: {', '.join(CHOICES)}",
         )  # fmt: skip
 
@@ -41,11 +38,7 @@ def _check(choice: str, word: Scalar, where: str, *, several: bool) -> None:
             words = f"a whole number of at least 1{f' or {MULTI}' if several else ''}"
             raise InputError(f"nodes must be {words}, not {word!r}", where=where)
     elif str(word) not in (known := _known(choice)):
-        near = get_close_matches(str(word), known, 1)
-        raise InputError(
-            f"there is no {choice} {word!r} here" + (f"; did you mean {near[0]!r}?" if near else ""),
-            where=where, hint=f"there are: {', '.join(known)}",
-        )  # fmt: skip
+        among(choice, str(word), known, where)
 
 
 def _known(choice: str) -> list[str]:

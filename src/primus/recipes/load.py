@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 from yaml.constructor import SafeConstructor
 
-from primus.errors import InputError
+from primus.errors import InputError, nearest
 from primus.recipes.backends import LOADER
 from primus.recipes.known import check_choice, check_word
 from primus.recipes.model import Scalar, Setting, Value
@@ -53,9 +52,8 @@ def find(name: str) -> Path:
     path = folder() / f"{name}.yaml"
     known = names()
     if name not in known:
-        near = get_close_matches(name, known, 1)
         there_are = f"recipes in {folder()}: {', '.join(known)}" if known else f"{folder()} holds no recipes"
-        raise InputError(f"no recipe {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), hint=there_are)
+        raise InputError(f"no recipe {name!r}" + nearest(name, known), hint=there_are)
     return path
 
 

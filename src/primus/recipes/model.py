@@ -72,7 +72,7 @@ class Recipe:
     """What to train. Keys of ``settings`` are dotted: ``torchtitan.training.steps``.
 
     ``overrides`` are the ``key=value`` words of the user and ``asked`` the options, so that the same recipe can be
-    asked for again.
+    asked for again. ``precisions`` are all that it has with this backend in this mode.
     """
 
     name: str
@@ -80,6 +80,7 @@ class Recipe:
     settings: Mapping[str, Setting]
     overrides: tuple[str, ...] = ()
     asked: Asked = Asked()
+    precisions: tuple[str, ...] = ()
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
         """The value of ``key`` as ``kind``.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from primus.recipes.model import Recipe
 
-__all__ = ["derived_precision"]
+__all__ = ["derived_precision", "unsharded"]
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -18,7 +18,8 @@ def derived_precision(recipe: Recipe) -> str:
 
 def _torchtitan(recipe: Recipe) -> str:
     """torchtitan 0.2.2: ``mixed_precision_param`` (default bfloat16) is the dtype FSDP2 gathers weights in, or
-    autocast's on one rank; converters replace linear layers on top of it.
+    autocast's where ranks share nothing; converters replace linear layers on top of it. Ranks that share layers and
+    no FSDP compute in ``training.dtype``, which it says in a warning (``maybe_enable_amp``).
     """
     converters = recipe.section("torchtitan").get("model.converters")
     names = [str(name) for name in converters] if isinstance(converters, list) else []
@@ -26,8 +27,15 @@ def _torchtitan(recipe: Recipe) -> str:
         return str(recipe.find("torchtitan.quantize.linear.mx.recipe_name", "mxfp8")).partition("_")[0]
     if any(name.endswith("linear.float8") for name in names):
         return "fp8"
-    dtype = recipe.find("torchtitan.training.mixed_precision_param", "bfloat16")
+    key, default = ("dtype", "float32") if unsharded(recipe) else ("mixed_precision_param", "bfloat16")
+    dtype = recipe.find(f"torchtitan.training.{key}", default)
     return _DTYPES.get(dtype, dtype)
+
+
+def unsharded(recipe: Recipe) -> bool:
+    """Whether ranks share layers (TP, PP) and no rank is left to shard weights with, data or context parallel."""
+    shards = recipe.data_parallel // recipe.degree("replicas") * recipe.degree("cp")
+    return shards == 1 and recipe.degree("tp") * recipe.degree("pp") > 1
 
 
 def _loop(recipe: Recipe) -> str:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
 
-from primus.errors import InputError
+from primus.errors import InputError, nearest
 from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
-from primus.recipes.choose import choose
+from primus.recipes.choose import choose, supported
 from primus.recipes.model import CHOICES, Asked, Recipe, Setting, Value
-from primus.recipes.precision import derived_precision
+from primus.recipes.precision import derived_precision, unsharded
 
 __all__ = ["resolve"]
 
@@ -27,9 +26,10 @@ _DECIDING = ("default.", "supports.")
 def resolve(name: str, overrides: Sequence[str] = (), asked: Asked | None = None) -> Recipe:
     """Load recipe ``name`` (or a path to one), choose, apply its cases, then ``key=value`` overrides in order.
 
-    Keys of the backend's section may be given without its name: ``training.steps=5``; ``precision=fp8`` and the
-    other choices are taken as options. Raises InputError with the place that set the offending value and, for a key,
-    the nearest valid one.
+    Keys of the backend's section may be given without its name: ``training.steps=5``. What every backend has, each
+    under a key of its own, may be given by one word: ``steps=5``, ``tp=2``. ``precision=fp8`` and the other choices
+    are taken as options. Raises InputError with the place that set the offending value and, for a key, the nearest
+    valid one.
     """
     path = load.find(name).absolute()
     source = load.read(path)
@@ -46,11 +46,15 @@ def resolve(name: str, overrides: Sequence[str] = (), asked: Asked | None = None
     knows = backend(facts["backend"])
     settings = {key: s for key, s in settings.items() if not _elsewhere(key, knows)}
     _scale_batch(settings, source, facts, knows)
+    words = [_spelled_out(word, knows) for word in words]
     for word in words:
         key, setting = _override(word, knows)
         settings[key] = setting
     _check_keys(settings, path, knows)
-    recipe = Recipe(name=name, path=path, settings=settings, overrides=tuple(words), asked=_as_asked(asked, chosen))
+    recipe = Recipe(
+        name=name, path=path, settings=settings, overrides=tuple(words), asked=_as_asked(asked, chosen),
+        precisions=supported(source.settings)[facts["backend"], facts["mode"]],
+    )  # fmt: skip
     _check_sense(recipe)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
@@ -97,6 +101,13 @@ def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mappi
     settings[key] = replace(batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes")
 
 
+def _spelled_out(word: str, knows: Backend) -> str:
+    """``steps=5`` with the backend's own key for it."""
+    what, equals, text = word.partition("=")
+    key = knows.keys.get(what) or knows.degrees.get(what)
+    return f"{knows.name}.{key}={text}" if key and equals else word
+
+
 def _override(word: str, knows: Backend) -> tuple[str, Setting]:
     key, separator, text = word.partition("=")
     if not separator or not key:
@@ -113,6 +124,9 @@ def _override(word: str, knows: Backend) -> tuple[str, Setting]:
         return key, setting
     rules, unjudged = schema.backend_rules(knows.name)
     neutral = key.startswith("model.") and key.removeprefix("model.") in schema.model_rules()
+    if neutral and key in knows.owned:
+        # The recipe's own size, which the backend's key of this name is made from.
+        return key, setting
     # What cannot be judged here is taken for the backend's own, unless it would stand among our own sections.
     ours = neutral or (section in _OWN_SECTIONS and section != "model")
     native = key in rules or key in knows.owned or (unjudged and key.startswith(unjudged) and not ours)
@@ -140,10 +154,7 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
         if rule is None:
             if open_ended and key.startswith(open_ended):
                 continue
-            near = get_close_matches(key, rules, 1, 0.5)
-            raise InputError(
-                f"there is no key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""), where=setting.origin
-            )
+            raise InputError(f"there is no key {key!r}" + nearest(key, rules), where=setting.origin)
         if (objection := rule.objection(setting.value)) is not None:
             raise InputError(f"{key} {objection}", where=setting.origin)
 
@@ -179,7 +190,9 @@ def _check_sense(recipe: Recipe) -> None:
         raise InputError(
             f"precision: {recipe.precision} is asked, but the {knows.name} settings give {given}",
             where=recipe.settings["precision"].origin,
-            hint=f"the recipe has no case that makes {knows.name} compute {recipe.precision}",
+            hint="it computes below float32 where FSDP shards the weights: leave ranks to data or context parallelism"
+            if knows.sharded_precision and unsharded(recipe)
+            else f"the recipe has no case that makes {knows.name} compute {recipe.precision}",
         )
 
 

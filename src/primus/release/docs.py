@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from primus.errors import InputError
 from primus.release.faults_page import faults_page
 from primus.release.gpu_results_page import gpu_results_page
+from primus.release.timing_pages import assembly_page, benchmark_page, launcher_page
 from primus.versions.lock import drift
 
 if TYPE_CHECKING:
     from primus.images.project import Project
 
-__all__ = ["assembly_page", "benchmark_page", "generated", "stale", "write"]
+__all__ = ["generated", "stale", "write"]
 
 _RESULTS = "benchmarks/results"
 _GENERATIONS = "benchmarks/results/generations.json"
@@ -138,103 +139,10 @@ def _json(data: object) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-def benchmark_page(result: Mapping[str, Any]) -> str:
-    """The page about one benchmark run; every figure in it stands in the result."""
-    work = result["workload"]
-    title = "Engine against BuildKit" + (" (quick run: no result)" if result["quick"] else "")
-    return "\n".join(
-        [
-            *_head(result, "engine", title),
-            f"- Synthetic graph: {work['components']} components, each one {work['blob_megabytes']} MB file of random "
-            f"bytes and {work['small_files_per_component']} small files; a folder of recipes; no base image",
-            f"- A child process starts with its parent's peak memory: figures below "
-            f"{result['memory_floor_megabytes']:g} MB would mean nothing",
-            *_table(result),
-        ]
-    )
-
-
-def assembly_page(result: Mapping[str, Any]) -> str:
-    """The page about one image's assembly; every figure in it stands in the result."""
-    sizes = {name: value / 1e9 for name, value in result["sizes"].items()}
-    return "\n".join(
-        [
-            *_head(result, f"{result['target']}-assembly", f"Assembly of {result['target']} against `docker build`"),
-            f"- Both start with every file on disk, the base imported and the {result['sizes']['wheels']} wheels "
-            f"({sizes['wheel_bytes']:.2f} GB) there, one built from source among them if the image has one. Both lay "
-            "out the same wheels and compile their bytecode. `docker build` sees the wheels through a bind mount and "
-            "runs one `pip install --no-index --no-deps`",
-            f"- Ours leaves {result['sizes']['layers']} compressed layers, {sizes['compressed_bytes']:.2f} GB "
-            f"({sizes['unpacked_bytes']:.2f} GB unpacked), ready to push; `docker build` leaves "
-            f"{sizes['docker_bytes']:.2f} GB unpacked and compresses when it pushes",
-            "- Peak memory is of one more run each: ours with all it started, theirs the daemon with all it started",
-            *_table(result),
-        ]
-    )
-
-
 _PAGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "engine": benchmark_page,
     "assembly": assembly_page,
     "faults": faults_page,
     "gpu": gpu_results_page,
+    "launcher": launcher_page,
 }
-
-
-def _head(result: Mapping[str, Any], source: str, title: str) -> list[str]:
-    machine, load = result["machine"], result["load_average"]
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return [
-        f"<!-- Generated from {_RESULTS}/{source}.json by `nox -s docs`; do not edit. -->",
-        f"# {title}",
-        "",
-        f"Measured on {result['date']} by `{result['command']}`: both builders in one run, turn by turn, on the "
-        "same files; medians, with the fastest and the slowest run in brackets.",
-        "",
-        f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
-        f"Linux {machine['kernel']}, Python {machine['python']}",
-        f"- Versions: {versions}",
-        f"- Load average before {_load(load['before'])}, after {_load(load['after'])}",
-    ]
-
-
-def _table(result: Mapping[str, Any]) -> list[str]:
-    return [
-        "",
-        "| what | ours | BuildKit | ours ÷ BuildKit | bar | met |",
-        "|---|---|---|---|---|---|",
-        *(_row(row) for row in result["rows"]),
-        "",
-    ]
-
-
-def _row(row: Mapping[str, Any]) -> str:
-    unit = row["unit"]
-    met = ("yes" if row["met"] else "**no**") if "met" in row else "–"
-    ratio = f"{row['ratio']:.2f}×" if "ratio" in row else "–"
-    cells = [row["name"], _figure(row.get("ours"), unit), _figure(row.get("buildkit"), unit), ratio]
-    return "| " + " | ".join([*cells, _bar(row), met]) + " |"
-
-
-def _figure(summary: Mapping[str, Any] | None, unit: str) -> str:
-    if summary is None:
-        return "–"
-    digits = 0 if unit == "MB" else 3 if summary["median"] < 1 else 2
-    low, high = f"{summary['min']:.{digits}f}", f"{summary['max']:.{digits}f}"
-    return f"{summary['median']:.{digits}f} {unit} ({low}–{high}, n={summary['repeats']})"
-
-
-def _bar(row: Mapping[str, Any]) -> str:
-    bar = row.get("bar")
-    if not bar:
-        return "–"
-    if "ratio" in bar:
-        return f"≤ {bar['ratio']:g}× BuildKit"
-    if "times" in bar:
-        seen = f" ({_figure(row[bar['of']], row['unit'])}; is {row['value']:.2f}×)" if "value" in row else ""
-        return f"≤ {bar['times']:g}× one target in the same turns{seen}"
-    return f"≤ {bar['seconds']:g} s" if "seconds" in bar else f"≤ {bar['megabytes']:g} MB"
-
-
-def _load(values: Sequence[float]) -> str:
-    return " / ".join(f"{v:.2f}" for v in values)

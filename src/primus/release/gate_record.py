@@ -55,7 +55,7 @@ def gate_record(project: Project, examined: Examined, outcome: Outcome) -> dict[
                 "digest": layer.blob.digest,
                 "bytes": layer.blob.size,
                 "unpacked": layer.unpacked,
-                "left_out": list(layer.left_out),
+                "left_out": layer.left_out,
             }
             for action, layer in rows
         ],

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from primus.gates.archs import runs_on
+from primus.images.archs import runs_on
+from primus.images.left_out import LeftOut
 from primus.images.outline import bytes_text
 from primus.images.sharing import Image, LayerOf, pairs, parts, share_text
 from primus.release.markdown import table
@@ -17,7 +18,7 @@ Record = Mapping[str, Any]
 _RULES = (
     ("coherence", "one ROCm version; device packages of this GPU"),
     ("coverage", "every GPU library has code for the target's architecture"),
-    ("pruning", "kernel files for other architectures"),
+    ("pruning", "GPU code for other architectures"),
     ("versions", "versions inside the image are those of the lock"),
     ("overlap", "library names with two owners"),
     ("litter", "secrets, insecure apt settings, caches, build paths"),
@@ -49,8 +50,9 @@ def gates_page(records: Mapping[str, Record], bench: Record) -> str:
         *(line for record in records.values() if record["arch"] for line in _libraries(record)),
         "## Pruning",
         "",
-        "Kernel files whose path names another architecture stay out of the image. Code inside a library's own file "
-        "stays: the library is its maker's.",
+        "Kernel files whose path names another architecture stay out of the image. Code for others is taken out of "
+        "libraries that their base names; the file keeps its length, with zeros where the code was, so that only its "
+        "layer gets smaller.",
         "",
         *_pruning([record for record in records.values() if record["arch"]]),
         "",
@@ -112,11 +114,12 @@ def _libraries(record: Record) -> list[str]:
 def _pruning(records: Sequence[Record]) -> list[str]:
     rows = []
     for record in records:
-        count = sum(layer["left_out"][0] for layer in record["layers"])
-        size = sum(layer["left_out"][1] for layer in record["layers"])
+        out = LeftOut.sum(LeftOut.of(layer["left_out"]) for layer in record["layers"])
         unpacked = sum(layer["unpacked"] for layer in record["layers"])
-        rows.append((f"`{record['target']}`", f"{count:,}", bytes_text(size), bytes_text(unpacked)))
-    return table(("target", "kernel files left out", "their bytes", "the image, unpacked"), rows)
+        files, code = (f"{out.files:,}", bytes_text(out.size)), (f"{out.objects:,}", bytes_text(out.freed))
+        rows.append((f"`{record['target']}`", *files, *code, bytes_text(unpacked)))
+    heads = ("kernel files left out", "their bytes", "code objects taken out of files", "their bytes")
+    return table(("target", *heads, "the image, unpacked"), rows)
 
 
 def _sharing(records: Iterable[Record]) -> list[str]:

@@ -37,6 +37,7 @@ def gpu_results_page(result: Mapping[str, Any]) -> str:
             "the model needs, never what is computed again, with attention counted causally and not. MFU is the "
             "non-causal figure over the GPU's dense BF16 peak, for FP8 too.",
             *_ratios(result["results"]),
+            *_comparisons(result["results"]),
             *_failures(result["results"]),
             "",
             "```sh",
@@ -77,6 +78,11 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _way(cell: str) -> str:
+    """The cell without its settings."""
+    return ":".join(cell.split(":")[:4])
+
+
 def _short(cell: str) -> str:
     return cell.replace("bare:", "torchtitan alone, ")
 
@@ -97,6 +103,23 @@ def _ratios(runs: list[Mapping[str, Any]]) -> list[str]:
         if base != cell and base in speed:
             lines.append(f"- `{cell}` runs at {value / speed[base]:.2f} times the speed of BF16.")
     return ["", *lines] if lines else []
+
+
+def _comparisons(runs: list[Mapping[str, Any]]) -> list[str]:
+    """What runs of one cell showed when compared with each other, where the suite ran more than one."""
+    rows = [
+        (f"`{_way(run['cell'])}`", verdict["name"], str(verdict["measured"]), str(verdict["limit"]), _mark(verdict))
+        for run in runs
+        if len(run.get("jobs", ())) > 1
+        for verdict in run["verdicts"]
+        if ": " not in verdict["name"]
+    ]
+    head = ("recipe : backend : mode : precision", "check over several runs", "measured", "limit", "")
+    return ["", *table(head, rows)] if rows else []
+
+
+def _mark(verdict: Mapping[str, Any]) -> str:
+    return "✓" if verdict["passed"] else "✗"
 
 
 def _failures(runs: list[Mapping[str, Any]]) -> list[str]:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from primus.errors import InputError
+from primus.errors import InputError, did_you_mean
 from primus.schema import build, described
 from primus.yamlfile import read
 
@@ -251,7 +251,7 @@ def of_image(history: History, image: str | None) -> tuple[Release, ...]:
     found = tuple(r for r in every if _same_image(r, image))
     if not found:
         images = sorted({r.image for r in every})
-        raise InputError(f"no release of an image called {image!r} is known", hint=_did_you_mean(image, images))
+        raise InputError(f"no release of an image called {image!r} is known", hint=_near(image, images))
     return found
 
 
@@ -276,7 +276,7 @@ def select(history: History, word: str, *, also: Sequence[str] = ()) -> tuple[Re
         told = "; ".join(f"{t.reference} is named by {t.named_by} ({t.status})" for t in doubtful)
         raise InputError(f"nothing was published for {word}: {told}", hint="primus releases lists what was")
     names = dict.fromkeys(n for r in every for n in (r.name, r.tag, r.reference, f"{_short(r)}:{r.tag}"))
-    raise InputError(f"no release is called {word!r}", hint=_did_you_mean(word, [*names, *also]))
+    raise InputError(f"no release is called {word!r}", hint=_near(word, [*names, *also]))
 
 
 def unconfirmed(history: History, word: str) -> tuple[UnconfirmedTag, ...]:
@@ -307,9 +307,5 @@ def _same_image(release: Release, image: str) -> bool:
     return image in (release.image, _short(release))
 
 
-def _did_you_mean(word: str, names: Sequence[str]) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(word, names, 3)
-    listed = " or ".join(repr(n) for n in near)
-    return f"did you mean {listed}?" if near else "primus releases lists what there is"
+def _near(word: str, names: Sequence[str]) -> str:
+    return did_you_mean(word, names, most=3) or "primus releases lists what there is"

@@ -71,9 +71,10 @@ def validate(
         "content": _content(root.config_bytes),
     }
     done: list[Validated] = []
-    for number, cell in enumerate(cells, 1):
+    # All of them before the first is trained: a recipe that cannot be planned must not end an hour's work.
+    planned = [suite.plan(cell.recipe, _INSIDE, (), cell.asked, level) for cell in cells]
+    for number, (cell, jobs) in enumerate(zip(cells, planned, strict=True), 1):
         folder = output / target / cell.folder
-        jobs = suite.plan(cell.recipe, _INSIDE, (), cell.asked, level)
         shown = f"[{number}/{len(cells)}] {cell}"
         if not again and (kept := _passed_before(folder, image, jobs)):
             done.append(Validated(record=kept, folder=folder, kept=True))

@@ -29,15 +29,7 @@ from primus.sandbox.model import (
 from primus.sandbox.scratch import scratch
 from primus.sandbox.unpack import is_unpacked, layer_dir
 
-__all__ = ["EmbeddedEngine", "stop_all", "unpacked_below"]
-
-_running: set[subprocess.Popen[bytes]] = set()
-
-
-def stop_all() -> None:
-    """Kill every embedded run of this process, whatever thread started it."""
-    for process in list(_running):
-        process.kill()
+__all__ = ["EmbeddedEngine", "unpacked_below"]
 
 
 def unpacked_below(cache: Path) -> Path:
@@ -150,20 +142,17 @@ def _start(job: dict[str, Any], stdin: Stream, stdout: Stream, stderr: Stream) -
     argv, env = userns.helper("primus.sandbox.inside", str(job_fd), str(report_write), str(os.getpid()))
     saved = relay.saved(0) if job["tty"] else None
     try:
-        # An own session: the terminal's Ctrl-C reaches the runner alone, which passes it on once.
         with userns.child(
             argv,
             pass_fds=(job_fd, report_write),
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            start_new_session=True,
             env=env,
             cwd="/",
         ) as process:
             os.close(report_write)
             report_write = -1
-            _running.add(process)
             with _forwarding(process):
                 code = process.wait()
         channel.raise_reported(report_read)
@@ -173,13 +162,12 @@ def _start(job: dict[str, Any], stdin: Stream, stdout: Stream, stderr: Stream) -
         for number in (job_fd, report_read, report_write):
             if number >= 0:
                 os.close(number)
-        _running.difference_update([p for p in _running if p.returncode is not None])
 
 
 @contextlib.contextmanager
 def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        # Only the main thread gets signals; it calls stop_all when it is interrupted.
+        # Only the main thread gets signals; it calls running.stop_all when it is interrupted.
         yield
         return
     before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in FORWARDED}
@@ -205,7 +193,6 @@ def _unpack(root: RootFs, cache: Path, layers: Mapping[str, LayerRef]) -> None:
             pass_fds=(job_fd, report_write),
             env=env,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,
             cwd="/",
         ) as process:
             os.close(report_write)

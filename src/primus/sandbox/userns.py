@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError
+from primus.sandbox.running import tracked
 
 __all__ = ["Namespace", "helper", "in_namespace", "missing", "needed", "remove"]
 
@@ -208,11 +209,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def child(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of :meth:`Namespace.start` that is killed should the block end before it does."""
-    process = Namespace().start(argv, **options)
-    try:
+    """A process of :meth:`Namespace.start` in a session of its own, see :func:`primus.sandbox.running.tracked`."""
+    # The terminal's Ctrl-C reaches the runner alone, which passes it on once.
+    with tracked(Namespace().start(argv, start_new_session=True, **options)) as process:
         yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()

@@ -145,6 +145,11 @@ def grad_norm_steady(series: Series, jump: float) -> Verdict:
 
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
+# What a model computes in another precision by design is a sliver: torchtitan adds up the outputs of a token's experts
+# in float32, 0.02% of the FLOPs of those experts.
+_OTHERWISE = 0.01
+# Of the products of experts in groups, the profiler keeps not every dtype.
+_UNTOLD = 0.05
 _PROFILED = {"fp32": ("float",), "bf16": ("BFloat16",)}
 _PLAIN_LINEARS = {"Linear", "FSDPLinear", "ColumnParallelLinear", "RowParallelLinear"}
 # What stays as it is when linear layers compute in 8 bits: the head, and the router of a mixture of experts.
@@ -188,17 +193,30 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], asked:
     complaints += [f"{count} {kind}" for kind, count in _converted(linears).items()]
     evidence = f"{calls} linear calls, weights, inputs and outputs"
     if not linears.get("listened", True):
-        products = facts.get("matmul_dtypes", {})
-        right = sum(count for name, count in products.items() if name.endswith(_PROFILED[asked]))
-        complaints += [
-            f"{count} {name}" for name, count in products.items() if asked == "bf16" and not name.endswith("BFloat16")
-        ]
-        calls, evidence = right, f"{right} matrix products that the profiler saw"
+        products: Mapping[str, int] = facts.get("matmul_dtypes", {})
+        other = {name: count for name, count in products.items() if not name.endswith(_PROFILED[asked])}
+        calls = sum(products.values()) - sum(other.values())
+        evidence = f"{calls} matrix products that the profiler saw"
+        if other and asked == "bf16":
+            share = _share(facts.get("matmul_flops", {}), other, products)
+            told = [f"{count} {name}" for name, count in other.items()]
+            if share > _OTHERWISE:
+                complaints += told
+            else:
+                evidence += f", and in other precisions or unknown {', '.join(told)}, {share:.2%} of all"
     if not calls:
         complaints.append("no linear layer was called")
     if asked == "fp32" and (setting := facts.get("float32_matmul_precision")) != "highest":
         complaints.append(f"float32 matmul precision is {setting!r}")
     return complaints, evidence
+
+
+def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[str, int]) -> float:
+    """What share of the FLOPs of all products ``some`` are; 1 where too many have no dtype or no shape to tell."""
+    untold = sum(count for name, count in products.items() if name not in flops)
+    if untold > _UNTOLD * sum(products.values()):
+        return 1.0
+    return sum(flops.get(name, 0) for name in some) / sum(flops.values())
 
 
 def _converted(linears: Mapping[str, Any]) -> Mapping[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -126,7 +127,7 @@ def watching(
     }
     seen["attention"] = sorted(name for name in called if "scaled_dot_product" in name or "flash" in name)
     seen["matmuls"] = {name: called[name] for name in sorted(called) if name in _MATMULS}
-    seen["matmul_dtypes"] = _matmul_dtypes(profile)
+    seen["matmul_dtypes"], seen["matmul_flops"] = _products(profile)
     seen["gpu_kernels"] = _gpu_kernels(profile)
 
 
@@ -142,16 +143,28 @@ _MATMULS = {
 }
 
 
-def _matmul_dtypes(profile: Any) -> dict[str, int]:
-    """ "aten::mm BFloat16" → how often: the dtype of the second factor, the weight or a gradient."""
+def _products(profile: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """ "aten::mm BFloat16" → how often, and → its FLOPs: the dtype of the second factor, the weight or a gradient.
+
+    A product whose dtype or shapes the profiler did not keep counts under its operator's name alone, without FLOPs.
+    """
     counts: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
     for event in profile.profiler.kineto_results.events():
-        if event.name() in _MATMULS:
-            place = 2 if event.name() == "aten::addmm" else 1
-            dtypes = event.dtypes()
-            if len(dtypes) > place:
-                counts[f"{event.name()} {dtypes[place].removeprefix('c10::')}"] += 1
-    return dict(sorted(counts.items()))
+        if event.name() not in _MATMULS:
+            continue
+        place = 2 if event.name() == "aten::addmm" else 1
+        dtypes, shapes = event.dtypes(), event.shapes()
+        if len(dtypes) <= place:
+            continue
+        dtype, factors = dtypes[place].removeprefix("c10::"), shapes[place - 1 : place + 1]
+        known = bool(dtype) and len(factors) == 2 and all(len(shape) > 1 for shape in factors)
+        counts[f"{event.name()} {dtype}" if known else event.name()] += 1
+        if known:
+            # Holds for products in batches and in groups, too. Linear layers on a CPU keep the weight transposed.
+            columns = factors[1][0 if event.name().startswith("mkldnn") else -1]
+            flops[f"{event.name()} {dtype}"] += 2 * math.prod(factors[0]) * columns
+    return dict(sorted(counts.items())), dict(sorted(flops.items()))
 
 
 _TELLING = ("gemm", "nvjet", "cutlass", "Cijk", "e4m3", "fp8", "flash", "fmha", "attn")

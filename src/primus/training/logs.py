@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["Series", "Step", "parse_torchtitan", "read_exact", "read_joules", "step_in", "with_exact", "with_joules"]
+__all__ = ["Series", "Step", "read_exact", "read_joules", "read_steps", "step_in", "with_exact", "with_joules"]
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# Loss and gradient norm are taken as any word: a NaN must be read, not skipped.
-_TORCHTITAN = re.compile(
+# torchtitan's line, which our own loop prints too. Loss and norm are taken as any word: a NaN is read, not skipped.
+_STEP = re.compile(
     r"(?<!validate )step:\s*(\d+)\s+loss:\s*(\S+)\s+grad_norm:\s*(\S+)\s+"
     r"memory:\s*(-?[\d.]+)\s*GiB\((-?[\d.]+)%\)\s+tps:\s*([\d,]+)\s+tflops:\s*([\d,.]+)\s+mfu:\s*([\d.]+%|N/A)"
     r"(?:\s+images/s:\s*([\d.]+))?"
@@ -58,8 +58,8 @@ class Series:
 
 
 def step_in(line: str) -> Step | None:
-    """The step a torchtitan log line reports, if it reports one. A word that is no number counts as NaN."""
-    match = _TORCHTITAN.search(_COLOUR.sub("", line))
+    """The step a log line reports, if it reports one. A word that is no number counts as NaN."""
+    match = _STEP.search(_COLOUR.sub("", line))
     if not match:
         return None
     return Step(
@@ -72,8 +72,8 @@ def step_in(line: str) -> Step | None:
     )
 
 
-def parse_torchtitan(text: str) -> Series:
-    """Read a torchtitan log of any number of ranks.
+def read_steps(text: str) -> Series:
+    """Read a run's log, of any number of ranks; every backend's lines have torchtitan's form.
 
     Every rank prints every step with the same global loss and gradient norm, so repeats are merged; a repeat
     with other values is a problem (two runs in one log, or ranks that drifted apart).
@@ -136,7 +136,7 @@ def with_exact(series: Series, exact: Mapping[int, tuple[float, float]]) -> Seri
             steps.append(step)
             continue
         loss, norm = exact[step.step]
-        # torchtitan prints the loss with 5 decimals and the gradient norm with 4.
+        # The log has the loss with 5 decimals and the gradient norm with 4.
         if not (_same(step.loss, loss, 1.1e-5) and _same(step.grad_norm, norm, 1.1e-4)):
             problems.append(
                 f"step {step.step}: the log says loss {step.loss}, gradient norm {step.grad_norm}; "

@@ -39,7 +39,7 @@ def read(job: Job, result: JobResult) -> Outcome:
     """Read the folder of a job that ended. Missing or broken files read as no evidence, never as an error."""
     folder = result.output
     left = _json(folder / "result.json")
-    series = logs.parse_torchtitan(_text(folder / "log.txt"))
+    series = logs.read_steps(_text(folder / "log.txt"))
     exact = logs.read_exact(_text(folder / "exact.jsonl").splitlines())
     joules = logs.read_joules(_text(folder / "energy.jsonl").splitlines())
     return Outcome(

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from primus.errors import InputError
 from primus.recipes.choose import CPU
-from primus.recipes.load import read
 from primus.recipes.model import Asked, Recipe
 from primus.recipes.resolve import resolve
 from primus.training import checks, metrics, outcome
@@ -50,9 +49,7 @@ def plan(
     knows = whole.knows
 
     def job(name: str, settings: Mapping[str, int], choices: Asked = whole.asked) -> Job:
-        keys = {"ranks": "ranks", **{what: knows.key(what) for what in knows.keys}}
-        keys |= {kind: f"{knows.name}.{key}" for kind, key in knows.degrees.items()}
-        words = [f"{keys[what]}={value}" for what, value in settings.items()]
+        words = [f"{what}={value}" for what, value in settings.items()]
         return Job(name=name, recipe=resolve(recipe, [*overrides, *words], choices), output=root / name)
 
     base = job("base", {"checkpoint": middle})
@@ -64,6 +61,9 @@ def plan(
     if level == "full":
         if _splits_in_two(whole):
             batch = {"local_batch": whole.global_batch, "global_batch": whole.global_batch, "steps": 2}
+            if whole.degree("ep") > 1:
+                # One rank has all experts; what two ranks share is then each layer, and nothing else differs.
+                batch["ep"] = 1
             one = job("one-rank", batch | {"ranks": 1, "checkpoint": 1})
             # From the same weights: what two ranks draw from a seed need not be the two halves of what one draws.
             split = replace(
@@ -79,18 +79,18 @@ def plan(
 
 
 def _splits_in_two(recipe: Recipe) -> bool:
-    """Whether two ranks can share every layer: the backend has tensor parallelism, and the model's sizes are even."""
+    """Whether two ranks can share every layer in this precision, and the backend and the model's sizes let them."""
+    if recipe.knows.sharded_precision and recipe.precision != "fp32":
+        return False
     model = recipe.architecture
     sizes = (model.heads, model.kv_heads, model.vocab_size, model.ffn_size, model.hidden_size)
     return "tp" in recipe.knows.degrees and recipe.data_parallel == recipe.world_size and not any(s % 2 for s in sizes)
 
 
 def _other_precisions(recipe: Recipe) -> list[str]:
-    from primus.recipes.choose import supported
+    from primus.recipes.choose import computes
 
-    offered = supported(read(recipe.path).settings)[recipe.backend, recipe.mode]
-    computed = recipe.knows.cpu if recipe.gpu == CPU else offered
-    return [word for word in offered if word != recipe.precision and word in computed]
+    return [w for w in recipe.precisions if w != recipe.precision and computes(recipe.gpu, w, recipe.backend)]
 
 
 def recipe_of(jobs: Sequence[Job]) -> Recipe:
@@ -138,7 +138,7 @@ def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[Verdic
     ]
     if vocabulary and _random_weights(recipe):
         verdicts.insert(0, checks.loss_plausible(base.series, vocabulary, _limit(recipe, "first_loss_tolerance")))
-    if recipe.gpu != CPU and "validation.throughput" in recipe.settings:
+    if recipe.gpu != CPU and "validation.throughput" in recipe.settings and not _resized(recipe):
         summary = metrics.summarize(base.series, recipe.get("validation.warmup_steps", int))
         verdicts.append(
             checks.throughput(
@@ -146,6 +146,11 @@ def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[Verdic
             )
         )
     return verdicts
+
+
+def _resized(recipe: Recipe) -> bool:
+    """Whether the caller changed the model's sizes: the reference throughput is then another model's."""
+    return any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
 
 
 def _random_weights(recipe: Recipe) -> bool:

@@ -96,9 +96,10 @@ class Pin:
         "Take the wheel for every platform, where one for this platform holds code of another GPU.", default=False
     )
     without: tuple[str, ...] = described(
-        "Folders at the top of the wheel to leave out, where another component's wheel brings the same files.",
-        pattern=r"[A-Za-z0-9_.-]+",
-        shape="the name of a folder",
+        "Folders of the wheel to leave out: another component's wheel brings the same files, or they are for another "
+        "maker's GPUs.",
+        pattern=r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*",
+        shape="a folder's path in the wheel",
         default=(),
     )
     place: int = field(default=-1, compare=False, metadata={"hidden": True})
@@ -196,9 +197,10 @@ class Base:
         shape="NAME@sha256:DIGEST (a tag can mean other bytes tomorrow)",
         default=None,
     )
-    kernels: Mapping[str, str] = described(
-        "Package → pattern of its files that are for one GPU architecture each, which their paths name. They stay out "
-        "of the base; those of a target's architecture are a layer of their own.",
+    kernels: Mapping[str, tuple[str, ...]] = described(
+        "Package → patterns of its files that are for one GPU architecture each, which their paths name, and of "
+        "libraries that hold code for several, with the links to them. They stay out of the base; those of a target's "
+        "architecture, and the libraries with its code alone, are a layer of their own.",
         default_factory=dict,
     )
 
@@ -216,11 +218,13 @@ class Base:
             raise ValueError(f"{twice[0]} is named twice under `packages`")
         if self.image and self.kernels:
             raise ValueError("`kernels` goes with a base of packages alone, not with `image`")
-        for package, pattern in self.kernels.items():
+        for package, patterns in self.kernels.items():
             if package not in names:
                 raise ValueError(f"{package} stands under `kernels` and not under `packages`")
-            if not pattern.startswith("/") or "gfx" not in pattern:
-                raise ValueError(f"{pattern!r} is no absolute pattern with gfx in it")
+            for pattern in patterns:
+                name = pattern.rpartition("/")[2]
+                if not pattern.startswith("/") or not name.strip("*?"):
+                    raise ValueError(f"{pattern!r} is no absolute pattern with a file's name at its end")
 
     @property
     def suites(self) -> tuple[str, ...]:

@@ -65,6 +65,24 @@ def short_sequences(datasets: Any) -> None:
     datasets.HuggingFaceTextDataset.__init__ = init
 
 
+def forgets_its_place(dataloader: Any) -> None:
+    """A resumed run begins with the first samples again."""
+    dataloader.ParallelAwareDataloader.load_state_dict = lambda self, state: None
+
+
+def other_seed(utils: Any) -> None:
+    """The configuration says one seed, the generators are started with the next."""
+    import torch
+
+    set_determinism = utils.set_determinism
+
+    def determined(*given: Any, **named: Any) -> None:
+        set_determinism(*given, **named)
+        torch.manual_seed(torch.initial_seed() + 1)
+
+    utils.set_determinism = determined
+
+
 def loop_short_sequences(data: Any) -> None:
     """The data come in pieces of half the length."""
     made = data._Tokens.__init__
@@ -185,6 +203,8 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "no_fp8": ("torchao.float8", no_fp8),
     "one_rank": ("primus.training.ranks", one_rank),
     "short_sequences": ("torchtitan.hf_datasets.text_datasets", short_sequences),
+    "forgets_its_place": ("torchtitan.components.dataloader", forgets_its_place),
+    "other_seed": ("torchtitan.distributed.utils", other_seed),
     "loop_short_sequences": ("primus.training.loop.data", loop_short_sequences),
     "loop_early_stop": ("primus.training.loop.train", loop_early_stop),
     "megatron_lost_micro_batch": ("primus.training.megatron.session", megatron_lost_micro_batch),

@@ -121,11 +121,8 @@ def _table(image: Built, choice: Choice) -> str:
         state, seconds = ("built", f"{line.seconds:.1f}") if line.built else ("cached", "")
         size = bytes_text(line.size)
         rows.append(f"  {line.name:<{width}}  {size:>9}  {state:<6}  {seconds:>7}  {line.digest[7:19]}")
-        if line.left_out[0]:
-            rows.append(
-                f"  {'':<{width}}  {line.left_out[0]:,} kernel files for other GPUs left out, "
-                f"{bytes_text(line.left_out[1])} unpacked"
-            )
+        if text := line.left_out.text():
+            rows.append(f"  {'':<{width}}  for other GPUs: {text} unpacked")
     rows.append(f"  {'':<{width}}  {bytes_text(image.size):>9}  {len(image.layers)} layers")
     rows += [f"  ✗ {sentence}" for sentence in image.failed]
     if image.failed:

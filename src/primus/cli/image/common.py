@@ -70,10 +70,5 @@ def resolved(options: argparse.Namespace) -> Recipe:
     """The recipe that the options ask for. Raises InputError."""
     names = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
     asked = Asked(**{name: getattr(options, name) for name in names})
-    flags = {what: value for what in ("ranks", "steps", "seed") if (value := getattr(options, what)) is not None}
-    if not flags:
-        return resolve(options.recipe, options.overrides, asked)
-    # Where a backend keeps its steps and its seed is known once the backend is.
-    knows = resolve(options.recipe, options.overrides, asked).knows
-    words = [f"{'ranks' if what == 'ranks' else knows.key(what)}={value}" for what, value in flags.items()]
+    words = [f"{what}={value}" for what in ("ranks", "steps", "seed") if (value := getattr(options, what)) is not None]
     return resolve(options.recipe, [*options.overrides, *words], asked)

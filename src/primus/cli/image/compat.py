@@ -18,8 +18,7 @@ from pathlib import Path
 from primus.cli.image import train
 from primus.compat import benchmark, pretrain
 from primus.compat.request import Request
-from primus.compat.tables import nearest
-from primus.errors import HostError, InputError
+from primus.errors import HostError, InputError, nearest
 
 __all__ = ["EXAMPLE", "add_arguments", "requested", "run"]
 
@@ -79,9 +78,7 @@ def requested(
         "madengine": lambda: benchmark.tag(words),
     }
     if name not in known:
-        raise InputError(
-            f"there is no command {name!r}" + nearest(name, list(known)), hint=f"there are: {', '.join(known)}"
-        )
+        raise InputError(f"there is no command {name!r}" + nearest(name, known), hint=f"there are: {', '.join(known)}")
     request = known[name]()
     return replace(request, asked=replace(request.asked, precision=precision)) if precision else request
 

@@ -1,8 +1,9 @@
 """Run a recipe on this machine: start its ranks, show the loss as it falls, judge the outcome.
 
 RECIPE is a recipe's name or the path of its file. key=value words override single settings; keys of the
-backend may be given without its name. Exit code 0: trained and every check passed; 1: the job or a check
-failed; 2: bad input; 3: torch or torchtitan is missing.
+backend may be given without its name, and what every backend has by one word, as in steps=5 or tp=2.
+Exit code 0: trained and every check passed; 1: the job or a check failed; 2: bad input; 3: torch or torchtitan
+is missing.
 """
 
 from __future__ import annotations

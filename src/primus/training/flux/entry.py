@@ -24,9 +24,9 @@ __all__ = ["draw", "flow_matching", "main", "rotary_axes", "transformer"]
 def main(given: Given, here: Process) -> None:
     """Train the transformer."""
     config = given.section(FluxConfig)
-    # cuDNN's backward pass may read beyond its gradient here; PyTorch prefers it on NVIDIA's GPUs of 2022 and later.
-    # It is prepared once for all calls whose query, key and value are laid out alike, with the gradient's layout of
-    # the first call. Both kinds of blocks lay out the former alike and the latter not. FlashAttention takes over.
+    # With it, on one H200 (torch 2.11, cuDNN 9), gradients were not finite, or the GPU reported an illegal address; the
+    # other three ways were right. It is prepared once for all calls whose query, key and value are laid out alike, with
+    # the gradient's layout of the first call, and both kinds of blocks lay out the former alike and the latter not.
     torch.backends.cuda.enable_cudnn_sdp(False)
     data = latents.images(given, config)
     model = transformer(given.model)

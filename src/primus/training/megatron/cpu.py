@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.distributed import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["apply", "apply_after_import"]
@@ -68,6 +69,7 @@ class _AsCuda(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
 
 def apply_after_import() -> None:
     """The rest, on Megatron's own names."""
+    from megatron.core.distributed import torch_fully_sharded_data_parallel
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -76,8 +78,16 @@ def apply_after_import() -> None:
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     random._get_cuda_rng_state = lambda *_, **__: None
     random._set_cuda_rng_state = lambda *_, **__: None
+    # Its mesh of ranks names the GPU.
+    torch_fully_sharded_data_parallel.DeviceMesh = _Mesh
     # The all-to-all takes its splits as numbers; they become such only on their way from a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+
+
+class _Mesh:
+    @staticmethod
+    def from_group(group: Any, _cuda: str) -> DeviceMesh:
+        return DeviceMesh.from_group(group, "cpu")
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, **_of_streams: Any) -> Any:

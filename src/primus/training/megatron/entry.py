@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
+from pathlib import Path
 
 __all__ = ["main"]
 
 
 def main(folder: str) -> None:
     """Train the job of the output folder ``folder``. Raises what Megatron raises."""
-    # Kernels then start in the order they are asked for in, which overlapping tensor-parallel communication relies on.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if not json.loads((Path(folder) / "job.json").read_text(encoding="utf-8"))["config"].get("torch_fsdp2"):
+        # Kernels then start in the order they are asked for in, which overlapping tensor-parallel communication relies
+        # on; FSDP2's would wait for the computation.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # What is not installed is a fact of the run; a dozen lines on standard error say it worse.
     warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex|Apex is not installed")
     import torch

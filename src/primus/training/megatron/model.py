@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import parallel_state
@@ -19,6 +19,9 @@ from primus.training.loop.config import LoopConfig
 from primus.training.megatron import render, weights, without_te
 from primus.training.megatron.attention import TorchAttention
 from primus.training.megatron.config import MegatronConfig
+
+if TYPE_CHECKING:
+    from primus.training.megatron.sharded import ShardedParallel
 
 __all__ = ["build", "configure", "layers_of"]
 
@@ -61,7 +64,7 @@ def configure(
 
 def build(
     model: Architecture, training: LoopConfig, config: dict[str, Any], asked: MegatronConfig, *, on_cpu: bool
-) -> list[DistributedDataParallel]:
+) -> list[DistributedDataParallel | ShardedParallel]:
     """This rank's parts of the model (several with interleaved pipelines), each reducing its gradients."""
     layers = layers_of(asked)
     if find_spec("transformer_engine") is None:
@@ -85,6 +88,10 @@ def build(
             part.cuda(torch.cuda.current_device())
         weights.initialize(part, methods, training.seed, tied=model.tied_embeddings)
         parts.append(_narrow(transformer, part) if transformer.bf16 else part)
+    if asked.torch_fsdp2:
+        from primus.training.megatron.sharded import ShardedParallel
+
+        return [ShardedParallel(transformer, ddp, part) for part in parts]
     return [
         DistributedDataParallel(transformer, ddp, part, disable_bucketing=number > 0)
         for number, part in enumerate(parts)

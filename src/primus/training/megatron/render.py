@@ -136,7 +136,8 @@ def optimizer(training: LoopConfig, sharded: bool) -> dict[str, Any]:
 
 def ddp(config: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of ``DistributedDataParallelConfig``: Megatron's usual ones, then those of the job."""
-    return {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, **section(config, "ddp")}
+    usual = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": not config.get("torch_fsdp2")}
+    return {**usual, **section(config, "ddp")}
 
 
 def check(recipe: Recipe) -> None:
@@ -170,5 +171,14 @@ def _refused(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
         yield "megatron.training.compile", "Megatron compiles its own small functions and nothing else", None
     if recipe.find("megatron.training.master_dtype", "float32") != "float32":
         yield "megatron.training.master_dtype", "Megatron's optimizer keeps float32 weights", None
+    if recipe.find("megatron.torch_fsdp2", False):
+        for kind in ("tp", "pp", "cp", "ep"):
+            if recipe.degree(kind) > 1:
+                key = f"megatron.{recipe.knows.degrees[kind]}"
+                yield key, "torch_fsdp2 shares out the whole model over all ranks", f"{kind}=1"
+        for key, value in recipe.section("megatron.ddp").items():
+            if value and key != "grad_reduce_in_fp32":
+                why = "is about Megatron's own buffers, and torch_fsdp2 has none"
+                yield f"megatron.ddp.{key}", why, f"ddp.{key}=false"
     if latent and recipe.find("megatron.attention", "torch") == "unfused":
         yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"

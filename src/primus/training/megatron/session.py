@@ -41,6 +41,7 @@ class MegatronSession:
         self._micro_batch = given.training.micro_batch_size
         self._layers = layers_of(asked)
         self._attention = asked.attention
+        self._torch_fsdp2 = asked.torch_fsdp2
         self.model_parts = build(given.model, given.training, config, asked, on_cpu=process.on_cpu)
         self._ddp = self.model_parts[0].ddp_config
         self._optimizer = get_megatron_optimizer(
@@ -151,6 +152,7 @@ class MegatronSession:
             "layers": self._layers,
             "core_attention": self._attention if self._layers == "local" else "transformer_engine",
             "distributed_optimizer": self._ddp.use_distributed_optimizer,
+            "torch_fsdp2": self._torch_fsdp2,
             "degrees": {
                 "tp": parallel_state.get_tensor_model_parallel_world_size(),
                 "pp": parallel_state.get_pipeline_model_parallel_world_size(),

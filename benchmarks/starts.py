@@ -1,0 +1,109 @@
+"""How long training takes to start, seen from inside an image: ``primus train`` and torchtitan's own command in turns.
+
+Both are timed to the same mark: the last rank's line ``Starting job``, torchtitan's first statement in
+``Trainer.__init__``, at the time that torchtitan itself writes before it. What comes after is not waited for.
+Prints one JSON document; ``benchmarks.launcher`` runs this in the sandbox.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.measure import run
+from primus.errors import CheckFailed
+
+__all__ = ["main"]
+
+_TRAIN = ("primus", "train", "llama3-proxy")
+_PLAN = (*_TRAIN, "--dry-run")
+_SHOW = ("primus", "show", "llama3.1-8b", "--gpu", "mi355x")
+# As torchtitan's own run_train.sh starts it. The mark comes before anything that a machine without GPU would refuse.
+_BARE = (
+    "python3", "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+)  # fmt: skip
+_TITAN = ("-m", "torchtitan.train", "--job.config_file")
+_MARK = re.compile(r"\[titan\] (\S+ \S+) - root - INFO - Starting job: ")
+_RANKS = (1, 2)
+# Cheap commands are run this often for each pair of starts.
+_PER_PAIR = 4
+_LONGEST = 120.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, required=True, help="pairs of starts per number of ranks")
+    repeats = parser.parse_args(argv).repeats
+    work = Path("starts").absolute()
+    work.mkdir()
+    pairs = {ranks: _pairs(ranks, repeats, work) for ranks in _RANKS}
+    plan, show = ([run(command).seconds for _ in range(_PER_PAIR * repeats + 1)][1:] for command in (_PLAN, _SHOW))
+    commands = {
+        "ours": " ".join(_TRAIN),
+        "bare": " ".join([*_BARE, *_TITAN, "FILE"]),
+        "plan": " ".join(_PLAN),
+        "show": " ".join(_SHOW),
+    }
+    versions = {"python": sys.version.split()[0], **{name: metadata.version(name) for name in ("torch", "torchtitan")}}
+    found = {"commands": commands, "versions": versions, "pairs": pairs, "plan": plan, "show": show}
+    print(json.dumps(found))
+    return 0
+
+
+def _pairs(ranks: int, repeats: int, work: Path) -> list[dict[str, float]]:
+    """Seconds of both, a pair per turn; who goes first alternates. The first turn warms caches and is dropped."""
+    config, found = work / f"torchtitan-{ranks}.toml", []
+    for turn in range(repeats + 1):
+        pair: dict[str, float] = {}
+        for side in ("ours", "bare") if turn % 2 == 0 else ("bare", "ours"):
+            log, job = work / "log.txt", work / "job"
+            if side == "bare":
+                command = [*_BARE, "--nproc-per-node", str(ranks), *_TITAN, str(config)]
+                pair[side] = _seconds(command, log, log, ranks)
+                continue
+            pair[side] = _seconds([*_TRAIN, "--ranks", str(ranks), "--output", str(job)], log, job / "log.txt", ranks)
+            # Both read one configuration: the one that ours wrote for itself.
+            shutil.copy(job / "torchtitan.toml", config)
+            shutil.rmtree(job)
+        seen = ", ".join(f"{side} {seconds:.2f} s" for side, seconds in pair.items())
+        print(f"  {ranks} rank(s), turn {turn} of {repeats}: {seen}", file=sys.stderr, flush=True)
+        found.append(pair)
+    return found[1:]
+
+
+def _seconds(command: Sequence[str], output: Path, marked: Path, ranks: int) -> float:
+    """Seconds from starting ``command`` to the mark of its last rank in the file ``marked``; then it is ended."""
+    with output.open("wb") as out:
+        started = time.time()
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        ended = False
+        while len(marks := _marks(marked)) < ranks:
+            if ended or time.time() - started > _LONGEST:
+                raise CheckFailed(f"{' '.join(command[:4])} … did not start training:\n{output.read_text()[-2000:]}")
+            # A rank may fail right after its mark: what is there once the command has ended is looked at, too.
+            ended = child.poll() is not None
+            time.sleep(0.05)
+    finally:
+        child.terminate()
+        child.wait()
+    return max(marks) - started
+
+
+def _marks(log: Path) -> list[float]:
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    return [datetime.strptime(when, "%Y-%m-%d %H:%M:%S,%f").timestamp() for when in _MARK.findall(text)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""What stayed out of an image, since it is for other GPUs than the image's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["NOTHING", "LeftOut"]
+
+
+class LeftOut(NamedTuple):
+    """Files and their bytes; code objects inside files that are there, and the bytes that they took up in them; path
+    and targets of each file that lost code. A row of JSON records.
+    """
+
+    files: int = 0
+    size: int = 0
+    objects: int = 0
+    freed: int = 0
+    targets: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, row: Sequence[Any]) -> LeftOut:
+        """From a row of a record, which may lack what is said last."""
+        targets = row[4] if len(row) > 4 else ()
+        return cls(*row[:4], targets=tuple((path, tuple(names)) for path, names in targets))  # type: ignore[misc]
+
+    @classmethod
+    def sum(cls, several: Iterable[LeftOut]) -> LeftOut:
+        """All of them together."""
+        rows = list(several)
+        return cls(
+            files=sum(row.files for row in rows),
+            size=sum(row.size for row in rows),
+            objects=sum(row.objects for row in rows),
+            freed=sum(row.freed for row in rows),
+            targets=tuple(one for row in rows for one in row.targets),
+        )
+
+    def and_file(self, size: int) -> LeftOut:
+        """With one file more."""
+        return self._replace(files=self.files + 1, size=self.size + size)
+
+    def and_code(self, path: str, objects: int, freed: int, targets: Sequence[str]) -> LeftOut:
+        """With the code objects of one file more."""
+        more = ((path, tuple(targets)),) if objects else ()
+        return self._replace(objects=self.objects + objects, freed=self.freed + freed, targets=self.targets + more)
+
+    def inside(self, path: str) -> list[str]:
+        """What the code was for that was taken out of ``path``, a file, or out of those in it, a folder with ``/``."""
+        named = (of for name, of in self.targets if name == path or (path.endswith("/") and name.startswith(path)))
+        return sorted({target for of in named for target in of})
+
+    def text(self) -> str:
+        """In words, empty when nothing stayed out."""
+        from primus.images.outline import bytes_text  # it imports the store, which keeps these
+
+        found = []
+        if self.files:
+            found.append(f"{self.files:,} kernel files left out, {bytes_text(self.size)}")
+        if self.objects:
+            where = f"{len(self.targets)} {'file' if len(self.targets) == 1 else 'files'}"
+            found.append(f"{self.objects:,} code objects taken out of {where}, {bytes_text(self.freed)}")
+        return "; ".join(found)
+
+
+NOTHING: LeftOut = LeftOut()

@@ -109,7 +109,7 @@ def prepare(repository: Path, root: Path, kit: BuildKit, target: str) -> ImagePr
     for name in ("versions.yaml", "images", "recipes", "src"):
         source, copy = repository / name, root / name
         if source.is_dir():
-            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.is_file():
             shutil.copy2(source, copy)
     print(f"fetching what the {target} image needs, building it once", file=sys.stderr, flush=True)

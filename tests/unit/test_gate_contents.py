@@ -14,7 +14,7 @@ from primus.errors import HostError
 from primus.gates import facts as facts_module
 from primus.gates.contents import walk
 from primus.gates.facts import LayerFacts, facts_of, observe
-from primus.gates.litter import litter, secrets_in
+from primus.gates.litter import Scanner, litter, secrets_in
 from primus.gates.size import size_text, size_tree
 from primus.gates.sonames import shared_names
 from primus.gates.versions_inside import Stated, stated_in, versions_inside
@@ -212,12 +212,35 @@ def test_build_paths_in_compiled_files() -> None:
     ]
 
 
-def test_a_secret_across_two_chunks_is_found_and_not_shown() -> None:
-    data = b"\n" * ((1 << 20) - 10) + TOKEN.encode() + b"\n" * 100
+@pytest.mark.parametrize("before", [(1 << 20) - 10, (1 << 20) - 36, 1 << 20, (2 << 20) - 1])
+def test_a_secret_across_two_chunks_is_found_and_not_shown(before: int) -> None:
+    data = b"\n" * before + TOKEN.encode() + b"\n" * 100
     ((rule, seen),) = traces("opt/large", data)
     assert rule == "secret"
     assert seen == "a Hugging Face token hf_aBcD…"
     assert TOKEN[8:] not in seen
+
+
+def test_a_secret_across_many_small_chunks_is_found() -> None:
+    scanner = Scanner("x")
+    for byte in b"\n" * 600 + TOKEN.encode() + b"\n":
+        scanner.feed(bytes([byte]))
+    assert [t.rule for t in scanner.traces()] == ["secret"]
+
+
+def test_of_two_paths_of_this_machine_the_longer_is_told() -> None:
+    found = observe([member("a", "/srv/build/tree/x and /opt/own")], [b"/srv/build", b"/srv/build/tree", b"/opt/own"])
+    assert sorted(t.seen for t in found.traces) == ["/opt/own", "/srv/build/tree"]
+
+
+def test_every_secret_holds_one_of_its_texts() -> None:
+    """A pattern whose texts are not in what it finds would never be asked."""
+    secrets = [TOKEN, KEY, "AKIA" + "Q3EGRUZ7TW5NLPXB", "glpat-" + "aB3dE5gH7jK9mN1pQ3sT"]
+    secrets += [f"gh{kind}_" + "0123456789abcdefghijABCDEFGHIJ012345" for kind in "pousr"]
+    secrets.append("github_pat_" + "0123456789abcdefghijAB" + "_" + ("0123456789abcdefghijABCDEFGHIJ" * 2)[:59])
+    for secret in secrets:
+        assert len(secrets_in(f"\n{secret}\n".encode())) == 1
+        assert [rule for rule, _ in traces("opt/x", f"\n{secret}\n")] == ["secret"], secret[:8]
 
 
 def test_secrets_in_settings() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import io
 import json
 import multiprocessing
 import os
 import signal
+import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from primus.errors import HostError
 from primus.images.layer import read_paths, write_layer
@@ -47,6 +51,19 @@ def test_same_entries_same_bytes_in_two_stores(tmp_path: Path, compression: str)
         assert store.check(layers[-1].blob.digest) is None
     assert layers[0].blob == layers[1].blob
     assert layers[0].diff_id == layers[1].diff_id
+
+
+def test_large_and_small_files_are_read_back_by_tarfile(store: Store) -> None:
+    """What is large goes past the place where headers are gathered, and must not overtake them."""
+    sizes = [1, 1 << 18, (1 << 18) - 1, 700, (1 << 20) + 5, 0, 3 << 20]
+    files = {f"opt/{i}": bytes([i + 1]) * size for i, size in enumerate(sizes)}
+    layer = write_layer(store, [Entry(path=p, size=len(d), source=d) for p, d in files.items()])
+    plain = zstandard.ZstdDecompressor().decompressobj().decompress(store.blob_path(layer.blob.digest).read_bytes())
+    assert layer.diff_id == f"sha256:{hashlib.sha256(plain).hexdigest()}"
+    with tarfile.open(fileobj=io.BytesIO(plain)) as archive:
+        found = {m.name: archive.extractfile(m) for m in archive if m.isreg()}
+        assert {name: stream.read() for name, stream in found.items() if stream} == files
+    assert plain.endswith(bytes(1024))
 
 
 def test_compression_does_not_change_the_content(store: Store) -> None:

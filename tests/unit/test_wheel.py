@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import marshal
+import random
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
 from pathlib import Path
 
 import pytest
 
 from primus.errors import CheckFailed, HostError
+from primus.images.bytecode import bytecode_entries
 from primus.images.prefix import Prefix
 from primus.images.tar import Entry
 from primus.images.wheel import wheel_entries
+from primus.images.zipped import open_member
 
 PREFIX = Prefix(python=f"{sys.version_info.major}.{sys.version_info.minor}")
 NAME = "Demo_Pkg-1.0-py3-none-any.whl"
@@ -154,3 +161,80 @@ def test_a_folder_left_out_is_not_in_the_record_either(tmp_path: Path) -> None:
 def test_a_folder_to_leave_out_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckFailed, match=f"{NAME} has no folder demo/b to leave out"):
         list(wheel_entries(make_wheel(tmp_path), NAME, PREFIX, without=("demo", "demo/b")))
+
+
+def packed(
+    folder: Path, data: bytes, compression: int = zipfile.ZIP_DEFLATED
+) -> tuple[zipfile.ZipFile, zipfile.ZipInfo]:
+    """An archive with a file before and after the one that is meant."""
+    path = folder / "archive.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in (("before", b"x" * 100), ("file", data), ("after", b"y" * 100)):
+            info = zipfile.ZipInfo(name)
+            # A further field, as archives with times in UTC have one.
+            info.compress_type, info.extra = compression, b"UT\5\0\1" + bytes(4)
+            archive.writestr(info, content)
+    archive = zipfile.ZipFile(path)
+    return archive, archive.getinfo("file")
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("data", [b"", b"short", bytes(5 << 20), random.Random(1).randbytes((2 << 20) + 7)])
+def test_a_file_of_an_archive_is_read_whole(tmp_path: Path, data: bytes, compression: int) -> None:
+    entry = Entry(path="file", size=len(data), source=partial(open_member, *packed(tmp_path, data, compression)))
+    chunks = list(entry.chunks())
+    assert b"".join(chunks) == data
+    assert max(map(len, chunks), default=0) <= 1 << 20
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+@pytest.mark.parametrize("damage", ["bytes", "end", "header"])
+def test_a_damaged_file_of_an_archive_is_an_error(tmp_path: Path, damage: str, compression: int) -> None:
+    data = random.Random(1).randbytes(100_000)
+    archive, info = packed(tmp_path, data, compression)
+    path = Path(str(archive.filename))
+    whole = bytearray(path.read_bytes())
+    if damage == "bytes":
+        whole[info.header_offset + 5000] ^= 1
+    elif damage == "header":
+        whole[info.header_offset] ^= 1
+    else:
+        del whole[info.header_offset + 5000 :]
+    path.write_bytes(whole)
+    entry = Entry(path="file", size=info.file_size, source=partial(open_member, archive, info))
+    with pytest.raises(OSError, match=r"file in .*archive.zip is damaged"):
+        list(entry.chunks())
+
+
+def test_bytecode_is_that_of_the_interpreter_and_tests_have_none(tmp_path: Path) -> None:
+    """Through the script as the sandbox runs it, with enough modules for several packs and processes."""
+    sources = {f"pkg/m{i}.py": f"x = {i}\n" + "y = 'some text'\n" * 8000 for i in range(12)}
+    sources |= {"pkg/bad.py": "def :\n", "pkg/tests/test_a.py": "z = 1\n", "pkg/testing/a.py": "z = 2\n"}
+    entries = [Entry(path=f"site/{p}", size=len(s), source=s.encode()) for p, s in sources.items()]
+    entries.append(Entry(path="bin/other.py", size=1, source=b"\n"))
+
+    def run(inputs: Mapping[str, Path], out: Path, place: str) -> None:
+        script = inputs["/compile.py"].read_text().replace('"/in/', f'"{inputs["/in"]}/').replace('"/out/', f'"{out}/')
+        (tmp_path / "compile.py").write_text(script)
+        subprocess.run([sys.executable, "-I", str(tmp_path / "compile.py"), place], check=True)
+
+    made = list(bytecode_entries(entries, "site", tmp_path, run))
+    lay_out(entries + made, tmp_path / "root")
+    compiled = {f"site/{p}" for p in sources} - {"site/pkg/bad.py", "site/pkg/tests/test_a.py"}
+    assert {e.path for e in made} == {cache_from_source(p) for p in compiled}
+    for path in compiled:
+        data = (tmp_path / "root" / cache_from_source(path)).read_bytes()
+        source = (tmp_path / "root" / path).read_bytes()
+        assert data[:16] == MAGIC_NUMBER + b"\3\0\0\0" + source_hash(source)
+        code = marshal.loads(data[16:])
+        assert code.co_filename == f"/{path}"
+        assert code == compile(source, f"/{path}", "exec", dont_inherit=True)
+
+
+def test_bytecode_that_was_cut_short_is_no_bytecode(tmp_path: Path) -> None:
+    def run(inputs: Mapping[str, Path], out: Path, place: str) -> None:
+        (out / "0").write_bytes(b"1234")
+        (out / "index.json").write_text('[["m.pyc", 0, 0, 5]]')
+
+    with pytest.raises(CheckFailed, match=r"bytecode of m.pyc was cut short"):
+        list(bytecode_entries([Entry(path="site/m.py", size=1, source=b"\n")], "site", tmp_path, run))

@@ -159,36 +159,25 @@ class Workshop:
 
     def _bytecode(self, action: Action, site: str, entries: list[Entry], scratch: Path) -> Iterator[Entry]:
         """Compile the modules among ``entries`` with the image's own interpreter."""
+        from primus.images.bytecode import bytecode_entries
         from primus.sandbox.build import run_isolated
         from primus.sandbox.engines import choose
 
-        source, out = scratch / "source", scratch / "out"
-        source.mkdir()
-        out.mkdir()
-        modules = [e for e in entries if e.path.startswith(site + "/") and e.path.endswith(".py")]
-        if not modules:
-            return
-        for entry in modules:
-            target = source / entry.path.removeprefix(site + "/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as stream:
-                for chunk in entry.chunks():
-                    stream.write(chunk)
-        log = self._log(action)
-        script = Path(__file__).with_name("compile_bytecode.py")
-        code = run_isolated(
-            self.root(*action.tools),
-            [f"/usr/bin/python{action.spec['python']}", "-I", "/compile.py", f"/{site}"],
-            inputs={"/in": source, "/compile.py": script},
-            outputs=out,
-            env={},
-            log=log,
-            engine=choose(self.engine),
-        )
-        if code != 0:
-            raise self._failed(f"compiling bytecode of {action.name}", code, log)
-        for path in sorted(out.rglob("*.pyc")):
-            yield Entry(path=f"{site}/{path.relative_to(out)}", size=path.stat().st_size, source=path)
+        def run(inputs: Mapping[str, Path], out: Path, place: str) -> None:
+            log = self._log(action)
+            code = run_isolated(
+                self.root(*action.tools),
+                [f"/usr/bin/python{action.spec['python']}", "-I", "/compile.py", place],
+                inputs=inputs,
+                outputs=out,
+                env={},
+                log=log,
+                engine=choose(self.engine),
+            )
+            if code != 0:
+                raise self._failed(f"compiling bytecode of {action.name}", code, log)
+
+        yield from bytecode_entries(entries, site, scratch, run)
 
     def _turbo(self, action: Action, scratch: Path) -> Iterator[Entry]:
         """Compile Triton kernels in the image's own root file system, where no GPU is needed."""

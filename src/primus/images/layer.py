@@ -22,6 +22,7 @@ __all__ = ["COMPRESSIONS", "assembler", "compression_of", "read_paths", "rewrite
 _FORMAT = 1
 _ZSTD_LEVEL = 3
 _GZIP_LEVEL = 6
+_LARGE = 1 << 18
 COMPRESSIONS = tuple(LAYER_TYPES)
 
 
@@ -83,13 +84,20 @@ class _Pipe:
 
     def write(self, data: bytes) -> None:
         # Headers are 512 bytes: gathered, so that hash and compressor see few large pieces.
+        if len(data) >= _LARGE:
+            self._gathered()
+            self._pass_on(data)
+            return
         self._buffer += data
-        if len(self._buffer) >= 1 << 20:
-            self._pass_on()
+        if len(self._buffer) >= _LARGE:
+            self._gathered()
 
-    def _pass_on(self) -> None:
+    def _gathered(self) -> None:
         data = bytes(self._buffer)
         self._buffer.clear()
+        self._pass_on(data)
+
+    def _pass_on(self, data: bytes) -> None:
         self.tar.update(data)
         self._emit(self._compressor.compress(data))
         self._advance(len(data))
@@ -101,7 +109,7 @@ class _Pipe:
             self.size += len(data)
 
     def close(self) -> None:
-        self._pass_on()
+        self._gathered()
         self._emit(self._compressor.flush())
 
 

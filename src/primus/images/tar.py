@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, Protocol
+from typing import IO, Literal, Protocol
 
 __all__ = ["BLOCK", "MTIME", "Entry", "Sink", "Source", "Watch", "in_order", "write_tar"]
 
@@ -23,7 +23,7 @@ _CHUNK = 1 << 20
 _TYPES = {"file": b"0", "hardlink": b"1", "symlink": b"2", "char": b"3", "block": b"4", "dir": b"5", "fifo": b"6"}
 
 Kind = Literal["file", "hardlink", "symlink", "char", "block", "dir", "fifo"]
-Source = bytes | Path | Callable[[], BinaryIO] | None
+Source = bytes | Path | Callable[[], IO[bytes]] | None
 
 
 class Sink(Protocol):

@@ -16,12 +16,12 @@ import re
 import zipfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
 
 from primus.errors import CheckFailed, HostError
 from primus.images.prefix import Prefix
 from primus.images.tar import Entry
 from primus.images.target import normalised
+from primus.images.zipped import open_member
 
 __all__ = ["wheel_entries"]
 
@@ -70,23 +70,13 @@ def wheel_entries(path: Path, file_name: str, prefix: Prefix, without: Collectio
             path=name,
             mode=0o755 if runs else 0o644,
             size=info.file_size,
-            source=functools.partial(_open, archive, info),
+            source=functools.partial(open_member, archive, info),
         )
     for name, data in made.items():
         mode = 0o755 if name.startswith(f"{prefix.root}/bin/") else 0o644
         yield Entry(path=name, mode=mode, size=len(data), source=data)
     rows = _record(archive, dist, placed, made, prefix)
     yield Entry(path=record, size=len(rows), source=rows)
-
-
-def _open(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> BinaryIO:
-    stream: IO[bytes] = archive.open(info)
-    if info.compress_type == zipfile.ZIP_DEFLATED:
-        from isal import isal_zlib
-
-        # The same bytes as zlib's, in half the time; zipfile still checks them against the archive's own sum.
-        stream._decompressor = isal_zlib.decompressobj(-15)  # type: ignore[attr-defined]
-    return stream  # type: ignore[return-value]
 
 
 def _place(name: str, dist: str, prefix: Prefix) -> str:

@@ -39,7 +39,6 @@ class Gatekeeper:
         # Starts no thread before there is something to look into.
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
         self._facts: dict[str, Future[LayerFacts]] = {}
-        self._watched: dict[int, Future[LayerFacts]] = {}
         self._stop = Event()
 
     def watch(self) -> Watching:
@@ -48,7 +47,7 @@ class Gatekeeper:
         from primus.gates.watch import Watch
 
         watch = Watch()
-        self._watched[id(watch)] = self._pool.submit(watch.observe, needles_of(self._project))
+        watch.facts = self._pool.submit(watch.observe, needles_of(self._project))
         return watch
 
     def look(self, layer: Layer, watch: Watching | None = None) -> None:
@@ -56,15 +55,15 @@ class Gatekeeper:
         image with it is judged.
         """
         from primus.gates.check import look_into
+        from primus.gates.watch import Watch
 
         if layer.blob.digest in self._facts:
             return
-        if watch is None:
-            self._facts[layer.blob.digest] = self._pool.submit(look_into, self._project, layer, self._stop)
+        if isinstance(watch, Watch) and watch.facts is not None:
+            watch.facts.add_done_callback(lambda done: self._keep(layer, done))
+            self._facts[layer.blob.digest] = watch.facts
         else:
-            seen = self._watched.pop(id(watch))
-            seen.add_done_callback(lambda done: self._keep(layer, done))
-            self._facts[layer.blob.digest] = seen
+            self._facts[layer.blob.digest] = self._pool.submit(look_into, self._project, layer, self._stop)
 
     def _keep(self, layer: Layer, seen: Future[LayerFacts]) -> None:
         from primus.gates.check import folder_of, needles_of

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from primus.gates.facts import Examiner, LayerFacts
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from primus.gates.contents import Kind
     from primus.images.tar import Entry
 
@@ -23,7 +25,11 @@ _BATCHES = 4
 
 
 class Watch:
-    """What the builder writes goes in; :meth:`observe`, in another thread, says what was seen once it is all."""
+    """What the builder writes goes in; :meth:`observe`, in another thread, says what was seen once it is all.
+    ``facts`` is what that thread will say, if one was started.
+    """
+
+    facts: Future[LayerFacts] | None = None
 
     def __init__(self) -> None:
         self._queue: Queue[list[Entry | bytes] | None] = Queue(_BATCHES)

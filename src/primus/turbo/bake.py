@@ -11,7 +11,6 @@ libraries need, takes as much memory as the compiler.
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -28,7 +27,7 @@ from primus.errors import CheckFailed, PrimusError
 from primus.turbo.asked import Asked, Noted, refused
 from primus.turbo.catalogue import Case, load_catalogue
 from primus.turbo.gpu import Gpu
-from primus.turbo.pages import forget_files
+from primus.turbo.pages import load
 
 __all__ = ["INDEX", "bake"]
 
@@ -109,10 +108,7 @@ def _elsewhere(work: Callable[[], T]) -> T:
 def _note(
     cases: Sequence[Case], gpu: Gpu, folder: Path, say: Callable[[str], None]
 ) -> tuple[tuple[Noted, ...], dict[str, str]]:
-    # Their start reads a hundred megabytes each of their own code, nearly all of it for the last time.
-    for library in ("triton", "torch"):
-        importlib.import_module(library)
-        forget_files()
+    load("triton", "torch")
     from primus.turbo.note import note
 
     return note(cases, gpu, folder, say=say)

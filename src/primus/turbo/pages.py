@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["forget_files"]
+__all__ = ["forget_files", "load"]
+
+
+def load(*libraries: str) -> None:
+    """Import modules whose start reads a hundred megabytes of their own code, nearly all of it for the last time."""
+    for name in libraries:
+        importlib.import_module(name)
+        forget_files()
 
 
 def forget_files() -> None:
-    """Let go of every page of a mapped file that this process did not change, as libraries' code that ran once.
+    """Let go of every page of a mapped file that this process did not change: code that ran once, constants.
 
     What is touched again comes back from the system's cache.
     """

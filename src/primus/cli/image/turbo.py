@@ -88,6 +88,9 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    from primus.turbo.pages import load
+
+    load("triton", "torch")
     import torch
 
     from primus.turbo.check import baked_index, check

@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+from triton.language import core
 
 from primus.errors import CheckFailed
 from primus.turbo.bake import bake
 from primus.turbo.catalogue import Case, Kernel, Shape
-from primus.turbo.pretend import Gpu
+from primus.turbo.gpu import Gpu
 from primus.turbo.workloads import WORKLOADS, Workload
 
 
@@ -38,10 +39,23 @@ def adds_one(x, n: tl.constexpr):
     tl.store(places, tl.load(places) + 1)
 
 
+@core.extern
+def root(value, _semantic=None):
+    types = {(core.dtype("fp32"),): ("__mine_root_f32", core.dtype("fp32"))}
+    return core.extern_elementwise("", "", [value], types, is_pure=True, _semantic=_semantic)
+
+
+@triton.jit
+def takes_a_root(x, n: tl.constexpr):
+    places = x + tl.arange(0, n)
+    tl.store(places, root(tl.load(places)))
+
+
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         adds_one[(1,)](x, 16)
+        takes_a_root[(1,)](x, 16, extern_libs={"mine": "/nowhere.bc"})
         return x.clone()
 
     @staticmethod
@@ -135,8 +149,32 @@ def test_a_kernel_that_does_not_compile_is_named_with_the_architecture(
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
     out = inside(cpu_image, "python3", "/broken.py", arch, options=("-v", f"{script}:/broken.py:ro"))
+    # One is refused when its source is read, the other when its code is made.
     assert out.startswith(f"my-kernel does not compile for {arch}: adds_apples_to_pears: CompilationError"), out
-    assert "adds_one" not in out.partition("(my-kernel")[0]
+    assert f"\nmy-kernel does not compile for {arch}: takes_a_root: ValueError: Failed to parse library" in out
+    assert out.count("does not compile") == 2
+
+
+ALONE = """\
+import sys
+from pathlib import Path
+
+from primus.turbo.bake import bake
+from primus.turbo.catalogue import load_catalogue
+from primus.turbo.gpu import Gpu
+
+catalogue = load_catalogue()
+(kernel,) = (k for k in catalogue.kernels if k.name == "liger-swiglu")
+print(len(bake([next(catalogue.cases([kernel]))], Gpu(arch="gfx950", units=256), Path("/tmp/out"), "/opt/x")))
+print("triton" in sys.modules, "torch" in sys.modules)
+"""
+
+
+def test_the_process_that_compiles_never_loads_pytorch(cpu_image: Kit, tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    out = inside(cpu_image, "python3", "/alone.py", options=("-v", f"{script}:/alone.py:ro"))
+    assert out == "2\nTrue False\n"
 
 
 def test_liger_computes_what_plain_pytorch_computes(cpu_image: Kit) -> None:

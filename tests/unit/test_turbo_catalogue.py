@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from primus.errors import InputError
+from primus.errors import CheckFailed, InputError
 from primus.gates.turbo import turbo
 from primus.images import turbo as plan
 from primus.images.project import Project
+from primus.turbo.bake import _elsewhere
 from primus.turbo.catalogue import CATALOGUE_FILE, load_catalogue
 
 ROOT = Path(__file__).parents[2]
@@ -110,3 +113,13 @@ def test_the_catalogue_is_listed_without_torch(
     assert kernel["entry"] == "liger_kernel.ops:LigerRopeFunction"
     assert main(["turbo", "list", "--kernel", "liger-rop"]) == 2
     assert main(["turbo", "check", "--gpu", "mi300x"]) == 3
+    assert main(["turbo", "compile", "--gpu", "mi300x"]) == 3
+
+
+def test_what_happens_in_the_other_process_is_told_in_this_one() -> None:
+    assert _elsewhere(lambda: ("kernels", 2)) == ("kernels", 2)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        _elsewhere(lambda: importlib.import_module("no_such_library"))
+    assert caught.value.name == "no_such_library"
+    with pytest.raises(CheckFailed, match="asking the libraries for their kernels ended with exit code 7"):
+        _elsewhere(lambda: os._exit(7))

@@ -140,6 +140,7 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
     """
     from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
+    from primus.images.heap import give_back
     from primus.sandbox.running import stop_all
 
     # Hashing and compressing wait for the interpreter a thousand times per gigabyte, behind gates that search text: for
@@ -163,7 +164,8 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
                     key = running.pop(future)
                     if future.result():
                         done_here.add(key)
-                _give_back()
+                # What runs in the sandbox next needs it.
+                give_back()
         except BaseException:
             for future in running:
                 future.cancel()
@@ -172,16 +174,6 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
                 stop_all()
             raise
     return done_here
-
-
-def _give_back() -> None:
-    """Return freed memory to the system: the C library keeps what each thread freed, which is the buffers of a layer
-    per thread, and what runs in the sandbox next needs it.
-    """
-    import ctypes
-
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's own
-        trim(0)
 
 
 def compose(store: Store, plan: ImagePlan) -> Composed | None:

@@ -107,6 +107,10 @@ def build_images(
             made=judge.look if judge else lambda *_: None,
         )
         todo = missing(plans, workshop.done)
+        if todo:
+            from primus.images import heap
+
+            heap.share()
         if any(not workshop.files.has(f.sha256, f.size) for action in todo for f in action.files):
             plans = _fetch(project, workshop, plans, may_relock=not (locked or offline), offline=offline)
             todo = missing(plans, workshop.done)

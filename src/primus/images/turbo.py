@@ -27,8 +27,8 @@ _SOURCES = (
     "errors.py",
     "schema.py",
     "yamlfile.py",
-    *(f"turbo/{name}" for name in ("__init__.py", "ask.py", "bake.py", "catalogue.py", "catalogue.yaml")),
-    *(f"turbo/{name}" for name in ("pretend.py", "workloads.py")),
+    *(f"turbo/{name}" for name in ("__init__.py", "ask.py", "asked.py", "bake.py", "catalogue.py")),
+    *(f"turbo/{name}" for name in ("catalogue.yaml", "gpu.py", "note.py", "pages.py", "pretend.py", "workloads.py")),
 )
 # Variables that Triton or the libraries read when they compile; where the cache lies is none of them.
 _DECIDE = ("AMDGCN_", "DISABLE_", "FLASH_ATTENTION_", "LIGER_", "LLVM_", "MLIR_", "TRITON_")

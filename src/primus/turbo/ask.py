@@ -2,89 +2,57 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from primus.turbo.asked import Answer, Asked, folder_of, refused
 from primus.turbo.catalogue import Case
-from primus.turbo.pretend import Gpu, KernelError, pretending
+from primus.turbo.gpu import Gpu
+from primus.turbo.pretend import KernelError, pretending
 from primus.turbo.workloads import WORKLOADS, Workload, call
 
-__all__ = ["Answer", "Asked", "ask", "ask_pretending", "forward_and_backward", "skip_dispatcher"]
+__all__ = ["ask", "ask_pretending", "call_all", "empty_cache", "forward_and_backward", "skip_dispatcher"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """One compiled kernel that a call asked for. ``key`` is its folder in Triton's cache."""
-
-    kernel: str
-    function: str
-    key: str
-    case: str
-    compiled: bool
-    warps: int
-    stages: int
-    shared_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """All kernels asked for, each once; what does not compile, one sentence each; files that a run had to make."""
-
-    asked: tuple[Asked, ...]
-    failures: tuple[str, ...] = ()
-    made: tuple[str, ...] = ()
-
-    @property
-    def compiled(self) -> tuple[Asked, ...]:
-        """Those that no cache held."""
-        return tuple(one for one in self.asked if one.compiled)
-
-
-def ask_pretending(
-    cases: Iterable[Case],
-    gpu: Gpu,
-    *,
-    say: Callable[[str], None] = lambda _: None,
-    keep: Callable[[Path, str], None] = lambda *_: None,
-) -> Answer:
+def ask_pretending(cases: Iterable[Case], gpu: Gpu, *, say: Callable[[str], None] = lambda _: None) -> Answer:
     """Ask for every case as if ``gpu`` were here; ``say`` hears of each case and each kernel before it is compiled.
 
-    A kernel that does not compile is noted and the next case asked: one run names them all. ``keep`` is given the
-    cache and each key that was compiled into it, before the cache goes.
+    A kernel that does not compile is noted and the next case asked: one run names them all.
     """
     current: list[Case] = []
+    with empty_cache() as cache, _noting(current, say) as asked:
+        failures = call_all(cases, gpu, current, say)
+        return Answer(asked=tuple(asked.values()), failures=tuple(failures.values()), made=_files(cache))
+
+
+def call_all(cases: Iterable[Case], gpu: Gpu, current: list[Case], say: Callable[[str], None]) -> dict[str, str]:
+    """Call every case as if ``gpu`` were here, with the case in ``current``; returns the functions that the compiler
+    refused, with a sentence.
+    """
     failures: dict[str, str] = {}
-    with _empty_cache() as cache, _noting(current, say) as asked:
-        with pretending(gpu, lambda: current[0].batch * current[0].sequence - current[0].ignored):
-            skip_dispatcher()
-            for case in cases:
-                current[:] = [case]
-                say(case.label)
-                try:
-                    forward_and_backward(case, "cuda")
-                except KernelError as error:
-                    failures.setdefault(
-                        error.function, f"{case.kernel.name} does not compile for {gpu.arch}: {error} ({case.label})"
-                    )
-        answer = Answer(asked=tuple(asked.values()), failures=tuple(failures.values()), made=_files(cache))
-        for one in answer.compiled:
-            keep(cache, one.key)
-        return answer
+    with pretending(gpu, lambda: current[0].batch * current[0].sequence - current[0].ignored):
+        skip_dispatcher()
+        for case in cases:
+            current[:] = [case]
+            say(case.label)
+            try:
+                forward_and_backward(case, "cuda")
+            except KernelError as error:
+                failures.setdefault(error.function, refused(case.kernel.name, gpu.arch, str(error), case.label))
+    return failures
 
 
 def ask(cases: Iterable[Case], *, compare: Callable[[Case], bool], say: Callable[[str], None]) -> Answer:
     """Run every case on the GPU that is here, and those that ``compare`` picks against plain PyTorch."""
     current: list[Case] = []
     failures: list[str] = []
-    with _empty_cache() as cache, _noting(current, say) as asked:
+    with empty_cache() as cache, _noting(current, say) as asked:
         for case in cases:
             current[:] = [case]
             say(case.label)
@@ -135,7 +103,7 @@ def skip_dispatcher() -> None:
 
 
 @contextlib.contextmanager
-def _empty_cache() -> Iterator[Path]:
+def empty_cache() -> Iterator[Path]:
     """A new folder for what is compiled, so that only a baked cache can spare it."""
     with tempfile.TemporaryDirectory(prefix="primus-triton-") as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
@@ -148,7 +116,7 @@ def _noting(current: list[Case], say: Callable[[str], None]) -> Iterator[dict[st
     asked: dict[str, Asked] = {}
 
     def loaded(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
-        key = _folder(metadata["hash"])
+        key = folder_of(metadata["hash"])
         if key not in asked:
             asked[key] = Asked(
                 kernel=current[0].kernel.name,
@@ -168,11 +136,6 @@ def _noting(current: list[Case], say: Callable[[str], None]) -> Iterator[dict[st
         triton.knobs.compilation.listener = loaded
         triton.knobs.runtime.jit_cache_hook = before
         yield asked
-
-
-def _folder(digest: str) -> str:
-    """The folder's name that Triton gives a key."""
-    return base64.b32encode(bytes.fromhex(digest)).decode().rstrip("=")
 
 
 def _files(folder: Path) -> tuple[str, ...]:

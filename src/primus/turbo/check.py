@@ -16,9 +16,10 @@ import torch
 import triton
 
 from primus.errors import CheckFailed
-from primus.turbo.ask import Answer, ask, ask_pretending
+from primus.turbo.ask import ask, ask_pretending
+from primus.turbo.asked import Answer
 from primus.turbo.catalogue import Case, Kernel
-from primus.turbo.pretend import Gpu
+from primus.turbo.gpu import Gpu
 
 __all__ = ["Verdict", "baked_index", "check"]
 

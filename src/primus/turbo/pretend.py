@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch.overrides import TorchFunctionMode
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Gpu", "KernelError", "pretending"]
+from primus.turbo.gpu import Gpu
+
+__all__ = ["KernelError", "pretending"]
 
 _DEVICE = torch.device("cuda", 0)
 # Allocators of GPU memory align to more than this.
@@ -34,54 +34,13 @@ class KernelError(Exception):
         self.function = function
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """What libraries ask of a GPU: ``arch`` as compilers name it, ``units`` its compute units or multiprocessors."""
-
-    arch: str
-    units: int
-
-    @property
-    def amd(self) -> bool:
-        """Whether it is programmed through HIP."""
-        return self.arch.startswith("gfx")
-
-    @property
-    def vendor(self) -> str:
-        """Who makes it, as the catalogue says it."""
-        return "amd" if self.amd else "nvidia"
-
-    @property
-    def target(self) -> GPUTarget:
-        """Triton's name for it."""
-        if self.amd:
-            return GPUTarget("hip", self.arch, 64)
-        return GPUTarget("cuda", int(self.arch.removeprefix("sm_")), 32)
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """As ``torch.cuda.get_device_capability`` says it; ROCm's PyTorch splits the architecture's digits."""
-        digits = self.arch.removeprefix("gfx") if self.amd else self.arch.removeprefix("sm_")
-        return int(digits[0]), int(digits[1])
-
-    @property
-    def gcnArchName(self) -> str:
-        """The name in PyTorch's device properties."""
-        return self.arch
-
-    @property
-    def multi_processor_count(self) -> int:
-        """The name in PyTorch's device properties."""
-        return self.units
-
-
 class _Driver:
     """All of a Triton driver that compiling needs."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._target = gpu.target
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self) -> Any:
         return self._target
 
     def get_current_device(self) -> int:

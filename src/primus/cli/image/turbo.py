@@ -21,7 +21,7 @@ from primus.gpus.table import generation, load_table
 from primus.turbo.catalogue import Kernel, load_catalogue
 
 if TYPE_CHECKING:
-    from primus.turbo.pretend import Gpu
+    from primus.turbo.gpu import Gpu
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -78,16 +78,19 @@ def _compile(options: argparse.Namespace) -> int:
     gpu = _gpu(options)
     out = options.out or _folder()
     cases = list(load_catalogue().cases(_kernels(options, gpu.vendor)))
-    answer = bake(cases, gpu, out, str(out.absolute()), say=_progress(options))
-    found = {"arch": gpu.arch, "kernels": len(answer.asked), "calls": len(cases), "folder": str(out)}
+    asked = bake(cases, gpu, out, str(out.absolute()), say=_progress(options))
+    found = {"arch": gpu.arch, "kernels": len(asked), "calls": len(cases), "folder": str(out)}
     if options.json:
         print(json.dumps(found))
     else:
-        print(f"{len(answer.asked)} kernels for {gpu.arch}, asked for by {len(cases)} calls, in {out}")
+        print(f"{len(asked)} kernels for {gpu.arch}, asked for by {len(cases)} calls, in {out}")
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
+    from primus.turbo.pages import load
+
+    load("triton", "torch")
     import torch
 
     from primus.turbo.check import baked_index, check
@@ -143,7 +146,7 @@ def _kernels(options: argparse.Namespace, vendor: str | None) -> Sequence[Kernel
 
 def _gpu(options: argparse.Namespace) -> Gpu:
     """The GPU that is named, or that the image was made for."""
-    from primus.turbo.pretend import Gpu
+    from primus.turbo.gpu import Gpu
 
     name = options.gpu
     if name is None and _IMAGE.is_file():

@@ -187,6 +187,13 @@ def test_reproducible_to_the_last_bit() -> None:
     assert checks.reproducible(base, series(*moved), 1e-6).passed
 
 
+def test_advice_is_given_where_the_second_run_differs() -> None:
+    base = series(*FALLING)
+    moved = (*FALLING[:7], math.nextafter(FALLING[7], 9), *FALLING[8:])
+    assert checks.reproducible(base, series(*moved), 0.0, "do this").reason.endswith("; do this")
+    assert "do this" not in checks.reproducible(base, series(*FALLING), 0.0, "do this").reason
+
+
 def test_reproducible_fails_on_missing_or_bad_steps() -> None:
     base = series(*FALLING)
     for other in (Series(), series(*FALLING[:19]), series(*FALLING[:19], NAN)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from primus.training.logs import Series
@@ -260,9 +260,12 @@ def ran_as_asked(facts: Mapping[str, Any], asked: Mapping[str, Any]) -> Verdict:
     )
 
 
-def reproducible(base: Series, repeat: Series, tolerance: float) -> Verdict:
-    """A second run with the same seed gives the same loss and gradient norm at every step."""
-    return _compare("same result again", base, repeat, tolerance, first=1)
+def reproducible(base: Series, repeat: Series, tolerance: float, advice: str = "") -> Verdict:
+    """A second run with the same seed gives the same loss and gradient norm at every step. ``advice`` is given where
+    it does not.
+    """
+    verdict = _compare("same result again", base, repeat, tolerance, first=1)
+    return verdict if verdict.passed or not advice else replace(verdict, reason=f"{verdict.reason}; {advice}")
 
 
 def resume(base: Series, resumed: Series, first: int, tolerance: float) -> Verdict:

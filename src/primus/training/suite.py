@@ -157,6 +157,11 @@ def _random_weights(recipe: Recipe) -> bool:
     return recipe.find(f"{recipe.backend}.weights", "random") == "random"
 
 
+def _advice(recipe: Recipe) -> str:
+    key = recipe.knows.keys["deterministic"]
+    return "" if recipe.deterministic else f"its kernels may add up in any order, {key}=true forbids it"
+
+
 def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[Verdict]:
     """What runs must show when compared with the base run, for the runs that were planned."""
     recipe, planned = recipe_of(jobs), {job.name for job in jobs}
@@ -165,7 +170,7 @@ def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[Ve
     if "repeat" in planned:
         repeat, tolerance = _left(outcomes, "repeat", jobs), _limit(recipe, "repeat_tolerance")
         verdicts += [
-            checks.reproducible(base.series, repeat.series, tolerance),
+            checks.reproducible(base.series, repeat.series, tolerance, _advice(recipe)),
             _same_weights(base, repeat, tolerance),
             checks.resume(
                 base.series,

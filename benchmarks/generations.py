@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
+import io
 import json
 import math
 import os
@@ -17,15 +19,19 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import zstandard
+
 from benchmarks.measure import PRIMUS, machine, peak_megabytes, run
 from primus.errors import CheckFailed, PrimusError
+from primus.gates.contents import walk
 from primus.images.action import ImagePlan
+from primus.images.elf import AMDGPU, read_elf
 from primus.images.filecache import FileCache
 from primus.images.kernels import KernelFiles
 from primus.images.layer import write_layer
@@ -34,6 +40,7 @@ from primus.images.prefix import Prefix
 from primus.images.project import Project
 from primus.images.store import Layer, Store
 from primus.images.wheel import wheel_entries
+from primus.sandbox.model import LayerRef
 
 TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
 ROOT = Path(__file__).parents[1]
@@ -55,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = Report(root=ROOT if args.skip_cold else _copy(Path(folder) / "project"))
             if not args.skip_cold:
                 _cold(report, args.once)
-            for measure in (_noop, _sharing, _pruning):
+            for measure in (_noop, _sharing, _host_code, _pruning):
                 measure(report)
     except PrimusError as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -158,6 +165,34 @@ def _sharing(report: Report) -> None:
     ):
         share = math.floor(10_000 * sharing[one]["with"][other]["share"]) / 100
         report.add(f"{one} ↔ {other}, shared bytes of the larger image", share, "%", bar)
+
+
+def _host_code(report: Report) -> None:
+    """What the device layers of both architectures hold alike: the host's part of libraries with GPU code inside."""
+    project, found = Project(report.root), []
+    for target in ("mi300x", "mi355x"):
+        plan = plan_image(project, target, project.lock(target))
+        kernels = [project.store.layer(action.key) for action in plan.layers if action.kind == "kernels"]
+        found.append(dict(part for layer in kernels if layer for part in _host_parts(project.store, layer)))
+    alike = found[0].keys() & found[1].keys()
+    size = sum(found[0][digest] for digest in alike)
+    report.add("mi300x ↔ mi355x, host code of libraries with GPU code, in both device layers", size / 1e6, "MB")
+
+
+def _host_parts(store: Store, layer: Layer) -> Iterator[tuple[str, int]]:
+    """Digest and compressed size of each host library's bytes but its GPU code."""
+    blob = layer.blob
+    ref = LayerRef(digest=blob.digest, diff_id=layer.diff_id, size=blob.size, media_type=blob.media_type)
+    for member in walk(ref, store.blob_path(blob.digest)):
+        if member.kind != "file":
+            continue
+        with member.open() as stream:
+            data = stream.read()
+        if not data.startswith(b"\x7fELF") or (elf := read_elf(io.BytesIO(data))).machine == AMDGPU:
+            continue
+        offset, size = elf.places().get(".hip_fatbin", (0, 0))
+        host = data[:offset] + data[offset + size :]
+        yield hashlib.sha256(host).hexdigest(), len(zstandard.compress(host, 3))
 
 
 def _pruning(report: Report) -> None:

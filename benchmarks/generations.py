@@ -38,9 +38,9 @@ from primus.images.layer import write_layer
 from primus.images.plan import plan_image
 from primus.images.prefix import Prefix
 from primus.images.project import Project
+from primus.images.roots import reference
 from primus.images.store import Layer, Store
 from primus.images.wheel import wheel_entries
-from primus.sandbox.model import LayerRef
 
 TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
 ROOT = Path(__file__).parents[1]
@@ -181,9 +181,7 @@ def _host_code(report: Report) -> None:
 
 def _host_parts(store: Store, layer: Layer) -> Iterator[tuple[str, int]]:
     """Digest and compressed size of each host library's bytes but its GPU code."""
-    blob = layer.blob
-    ref = LayerRef(digest=blob.digest, diff_id=layer.diff_id, size=blob.size, media_type=blob.media_type)
-    for member in walk(ref, store.blob_path(blob.digest)):
+    for member in walk(reference(layer), store.blob_path(layer.blob.digest)):
         if member.kind != "file":
             continue
         with member.open() as stream:

@@ -23,7 +23,8 @@ from primus.images.build import compose, current
 from primus.images.left_out import LeftOut
 from primus.images.outline import bytes_text
 from primus.images.plan import plan_image
-from primus.sandbox.model import LayerRef, RootFs
+from primus.images.roots import reference
+from primus.sandbox.model import RootFs
 
 if TYPE_CHECKING:
     from threading import Event
@@ -95,7 +96,7 @@ def look_into(project: Project, layer: Layer, stop: Event | None = None) -> Laye
     from primus.gates.facts import facts_of
 
     blob = project.store.blob_path(layer.blob.digest)
-    return facts_of(_ref(layer), blob, folder_of(project), needles_of(project), stop)
+    return facts_of(reference(layer), blob, folder_of(project), needles_of(project), stop)
 
 
 def examine(project: Project, name: str, progress: Progress) -> Examined:
@@ -165,7 +166,7 @@ def _turbo(project: Project, image: Composed) -> Sequence[GateReport]:
     if not project.target(image.plan.target).turbo:
         return ()
     root = RootFs(
-        layers=tuple(map(_ref, image.layers)),
+        layers=tuple(map(reference, image.layers)),
         config=json.loads(image.config),
         blob=project.store.blob_path,
         cache=project.work / "unpacked",
@@ -174,12 +175,6 @@ def _turbo(project: Project, image: Composed) -> Sequence[GateReport]:
         manifest=image.manifest,
     )
     return (turbo(ask_image(root, image.digest, folder_of(project))),)
-
-
-def _ref(layer: Layer) -> LayerRef:
-    return LayerRef(
-        digest=layer.blob.digest, diff_id=layer.diff_id, size=layer.blob.size, media_type=layer.blob.media_type
-    )
 
 
 def folder_of(project: Project) -> Path:

@@ -12,17 +12,18 @@ from primus.images import canonical
 from primus.images.store import Layer, Store
 from primus.sandbox.model import LayerRef, RootFs
 
-__all__ = ["root_of_image", "root_of_layers"]
+__all__ = ["reference", "root_of_image", "root_of_layers"]
+
+
+def reference(layer: Layer) -> LayerRef:
+    """The layer as the sandbox and the gates know it."""
+    blob = layer.blob
+    return LayerRef(digest=blob.digest, diff_id=layer.diff_id, size=blob.size, media_type=blob.media_type)
 
 
 def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:
     """A root file system of these layers, bottom first, with no settings of its own."""
-    refs = tuple(
-        LayerRef(
-            digest=layer.blob.digest, diff_id=layer.diff_id, size=layer.blob.size, media_type=layer.blob.media_type
-        )
-        for layer in layers
-    )
+    refs = tuple(map(reference, layers))
     config = {
         "architecture": "amd64",
         "os": "linux",

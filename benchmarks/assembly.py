@@ -1,7 +1,8 @@
 """A whole image from fetched files: our assembly against ``docker build`` of the same wheels on the same base.
 
 Both start with every file on disk, with the base and with the wheels that were built from source; both lay out the
-same wheels, compile their bytecode and end with an image. ``nox -s bench-assembly`` starts it.
+same wheels, compile their bytecode (ours but for tests that libraries bring) and end with an image.
+``nox -s bench-assembly`` starts it.
 """
 
 from __future__ import annotations

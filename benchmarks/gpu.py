@@ -49,15 +49,17 @@ def main() -> int:
         results.append(result)
         print(json.dumps({k: result[k] for k in ("cell", "passed", "summary", "wall_seconds")}), flush=True)
         document = {
-            "what": options.what, "date": time.strftime("%Y-%m-%d"), "command": "python -m " + command(),
+            "what": options.what, "date": time.strftime("%Y-%m-%d"), "command": "python -m " + command(options),
             "host": host(), "results": results,
         }  # fmt: skip
         options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0 if all(result["passed"] for result in results) else 1
 
 
-def command() -> str:
-    return " ".join(["benchmarks.gpu", *(word for word in sys.argv[1:] if "/" not in word)])
+def command(options: argparse.Namespace) -> str:
+    """What was called, with stand-ins for the file's name and the description."""
+    names = {str(options.out): "OUT.json", options.what: "WORDS"}
+    return " ".join(["benchmarks.gpu", *(names.get(word, word) for word in sys.argv[1:])])
 
 
 def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:

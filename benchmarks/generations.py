@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _copy(root: Path) -> Path:
     """The repository's inputs, with its fetched files and nothing that was ever built from them."""
     for name in ("images", "recipes", "src"):
-        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "versions.yaml", root)
     (root / ".primus").mkdir()
     (root / ".primus" / "files").symlink_to((ROOT / ".primus" / "files").resolve())

@@ -57,9 +57,10 @@ def main() -> int:
 
 
 def command(options: argparse.Namespace) -> str:
-    """What was called, with stand-ins for the file's name and the description."""
+    """What was called, with stand-ins for the file's name and the description, and no other path of this machine."""
     names = {str(options.out): "OUT.json", options.what: "WORDS"}
-    return " ".join(["benchmarks.gpu", *(names.get(word, word) for word in sys.argv[1:])])
+    words = (names.get(word, word) for word in sys.argv[1:])
+    return " ".join(["benchmarks.gpu", *(word for word in words if "/" not in word)])
 
 
 def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -221,6 +221,13 @@ def test_a_secret_across_two_chunks_is_found_and_not_shown(before: int) -> None:
     assert TOKEN[8:] not in seen
 
 
+def test_a_key_with_long_headers_across_two_chunks_is_found() -> None:
+    begin, newline, rest = KEY.partition("\n")
+    text = begin + newline + "Comment: " + "c" * 2000 + "\n" + rest
+    data = b"\n" * ((1 << 20) - 100) + text.encode()
+    assert [rule for rule, _ in traces("opt/key.pem", data)] == ["secret"]
+
+
 def test_a_secret_across_many_small_chunks_is_found() -> None:
     scanner = Scanner("x")
     for byte in b"\n" * 600 + TOKEN.encode() + b"\n":

@@ -56,6 +56,8 @@ _PATHS_IN_ELF = re.compile(
 )
 _TEXTS = (*(text for _, texts, _ in _SECRETS for text in texts), *_TEMPORARY, *_HOMES)
 _OVERLAP = 512
+# A private key may have header lines before its body.
+_AHEAD = 1 << 14
 _APT = (
     re.compile(r"^\s*[^#\n]*\[[^\]\n]*(?:trusted|allow-insecure|allow-weak)\s*=\s*yes[^\]\n]*\]", re.M | re.I),
     re.compile(r"^\s*(?:Trusted|Allow-Insecure|Allow-Weak):\s*yes", re.M | re.I),
@@ -110,8 +112,8 @@ class Scanner:
             self.elf = chunk.startswith(b"\x7fELF")
             self._first = False
         # What lies across two chunks is in neither. To put them together would copy every byte of the image.
-        across = self._tail + chunk[:_OVERLAP]
-        for data in (across, chunk) if len(chunk) > _OVERLAP else (across,):
+        across = self._tail + chunk[:_AHEAD]
+        for data in (across, chunk) if len(chunk) > _AHEAD else (across,):
             # A seventh of a second per gigabyte; each pattern takes three times as long, and other threads wait for it.
             if held := self._texts.found_in(data):
                 self._look(data, held)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from primus.errors import CheckFailed
 from primus.images.compile_bytecode import is_compiled
+from primus.images.part import open_part
 from primus.images.tar import Entry
 
 __all__ = ["SCRIPT", "bytecode_entries"]
@@ -45,9 +43,6 @@ def bytecode_entries(
     for path, pack, offset, size in rows:
         if offset + size > sizes[pack]:
             raise CheckFailed(f"the bytecode of {path} was cut short")
-        yield Entry(path=f"{site}/{path}", size=size, source=functools.partial(_part, out / str(pack), offset, size))
-
-
-def _part(pack: Path, offset: int, size: int) -> BinaryIO:
-    with pack.open("rb", buffering=0) as stream:
-        return io.BytesIO(os.pread(stream.fileno(), size, offset))
+        yield Entry(
+            path=f"{site}/{path}", size=size, source=functools.partial(open_part, out / str(pack), offset, size)
+        )

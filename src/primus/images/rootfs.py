@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
-import io
 import os
 import shutil
 import subprocess
@@ -18,10 +17,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO
 
 from primus.errors import CheckFailed, HostError
 from primus.images.kernels import unlisted
+from primus.images.part import open_part
 from primus.images.tar import MTIME, Entry
 from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
 from primus.sandbox import userns
@@ -165,7 +164,7 @@ def tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
                 size=member.size if member.type == tarfile.REGTYPE else 0,
                 link=member.linkname.removeprefix("./") if member.type == tarfile.LNKTYPE else member.linkname,
                 xattrs=_xattrs(member),
-                source=functools.partial(_slice, tar, member.offset_data, member.size) if member.isreg() else None,
+                source=functools.partial(open_part, tar, member.offset_data, member.size) if member.isreg() else None,
             )
 
 
@@ -176,25 +175,3 @@ def _xattrs(member: tarfile.TarInfo) -> dict[str, bytes]:
         for key, value in member.pax_headers.items()
         if key.startswith(prefix)
     }
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file, as a stream."""
-
-    def __init__(self, path: Path, offset: int, size: int) -> None:
-        self._file = path.open("rb")
-        self._file.seek(offset)
-        self._left = size
-
-    def read(self, amount: int = -1) -> bytes:
-        data = self._file.read(self._left if amount < 0 else min(amount, self._left))
-        self._left -= len(data)
-        return data
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _slice(path: Path, offset: int, size: int) -> BinaryIO:
-    return _Slice(path, offset, size)  # type: ignore[return-value]

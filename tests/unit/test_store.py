@@ -11,6 +11,7 @@ import os
 import signal
 import tarfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,6 +145,15 @@ def _tag(root: Path, number: int) -> None:
     store.tag(f"v1.0-t{number}", blob, {"os": "linux"})
 
 
+def _hang_before_rename(root: Path) -> None:
+    def hang(self: Path, target: Path) -> None:
+        (root / "ready").touch()
+        time.sleep(60)
+
+    Path.replace = hang  # type: ignore[assignment,method-assign]
+    Store(root).save("actions", "key", {})
+
+
 def _hang(root: Path) -> None:
     store = Store(root)
     with store.temporary() as out, store.folder("work") as folder:
@@ -154,13 +164,14 @@ def _hang(root: Path) -> None:
         time.sleep(60)
 
 
-def test_what_a_killed_builder_left_is_swept(store: Store) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_hang, args=(store.root,))
+@pytest.mark.parametrize(("at", "files"), [(_hang, 2), (_hang_before_rename, 1)])
+def test_what_a_killed_builder_left_is_swept(store: Store, at: Callable[[Path], None], files: int) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=at, args=(store.root,))
     process.start()
     while not (store.root / "ready").exists():
         time.sleep(0.02)
     store.prepare()
-    assert len(list((store.root / "tmp").iterdir())) == 2, "work under way must stay"
+    assert len(list((store.root / "tmp").iterdir())) == files, "work under way must stay"
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     store.prepare()
@@ -183,6 +194,8 @@ def test_sweepers_never_take_what_was_just_made(store: Store) -> None:
             assert store.has(layer.blob)
             with store.folder("work") as folder:
                 (folder / "x").write_text("y")
+            store.save("actions", "key", {"number": number})
+            assert store.record("actions", "key") == {"number": number}
     finally:
         (store.root / "done").touch()
         sweeper.join()

@@ -226,24 +226,20 @@ class Store:
         self._replace(self.root / "index.json", canonical.dumps(index))
 
     def _replace(self, path: Path, data: bytes) -> None:
-        import tempfile
-
         try:
-            with tempfile.NamedTemporaryFile(dir=self.root / "tmp", prefix="write-", delete=False) as stream:
+            with self.temporary() as stream:
                 stream.write(data)
-            Path(stream.name).chmod(0o644)
-            Path(stream.name).replace(path)
+                stream.flush()
+                Path(stream.name).replace(path)
         except OSError as error:
-            Path(stream.name).unlink(missing_ok=True)
             raise storage_error(error, path) from None
 
     def _sweep(self) -> None:
         """Remove what killed builders left in ``tmp/``: whatever nobody holds a lock on any more."""
         import shutil
-        import time
 
         with self.lock("tmp"):
-            left = [path for path in (self.root / "tmp").iterdir() if self._is_left(path, time.time())]
+            left = [path for path in (self.root / "tmp").iterdir() if self._is_left(path)]
         for path in left:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -251,12 +247,9 @@ class Store:
                 path.unlink(missing_ok=True)
 
     @staticmethod
-    def _is_left(path: Path, now: float) -> bool:
+    def _is_left(path: Path) -> bool:
         """Whether nobody holds the path any more; its owner took a lock as it made it."""
         try:
-            # A "write-" file is written and renamed in one breath, without a lock.
-            if path.name.startswith("write-"):
-                return now - path.stat().st_mtime > 3600
             handle = os.open(path, os.O_RDONLY)
         except OSError:
             return False

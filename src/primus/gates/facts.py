@@ -22,6 +22,7 @@ from primus.gates.litter import Scanner, Trace, path_traces, reads_text, text_tr
 from primus.gates.rules import rules
 from primus.gates.sonames import Library, soname_of
 from primus.gates.versions_inside import Stated, stated_in, states_versions
+from primus.images import wholefile
 from primus.images.archs import in_path
 from primus.sandbox.model import LayerRef
 
@@ -186,12 +187,9 @@ def keep(facts: LayerFacts, digest: str, folder: Path, needles: Sequence[bytes] 
     """Keep what was seen of the layer with this digest, for :func:`facts_of`."""
     kept = _kept(digest, folder, needles)
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob(kept.name.partition("-")[0] + "-*"):
             old.unlink(missing_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as stream:
-            json.dump(asdict(facts), stream)
-        Path(stream.name).replace(kept)
+        wholefile.write(kept, json.dumps(asdict(facts)))
 
 
 def _kept(digest: str, folder: Path, needles: Sequence[bytes]) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 from primus.errors import HostError
 from primus.gates.model import Finding, GateReport
+from primus.images import wholefile
 from primus.sandbox.engines import choose
 from primus.sandbox.model import Command, RootFs
 
@@ -64,8 +65,5 @@ def ask_image(root: RootFs, digest: str, cache: Path) -> dict[str, Any]:
             raise HostError(
                 f"primus turbo check ended with exit code {code} in {root.name}: {' / '.join(tail) or 'no word'}"
             ) from None
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=cache, delete=False) as stream:
-        json.dump(answer, stream)
-    Path(stream.name).replace(kept)
+    wholefile.write(kept, json.dumps(answer))
     return answer

@@ -12,6 +12,7 @@ from pathlib import Path
 from primus.errors import InputError, did_you_mean
 from primus.gpus.model import Generation, Table
 from primus.gpus.table import TABLE_FILE, generation
+from primus.images import wholefile
 from primus.images.channel import Choice, choose
 from primus.images.stats import StatIndex
 from primus.images.store import Store
@@ -171,14 +172,7 @@ class Project:
 
     def write_lock(self, name: str, lock: Lock) -> None:
         """Write the target's lock where it is committed, whole or not at all."""
-        import tempfile
-
-        path = self.lock_path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as stream:
-            stream.write(dumps(lock))
-        Path(stream.name).chmod(0o644)
-        Path(stream.name).replace(path)
+        wholefile.write(self.lock_path(name), dumps(lock))
 
     def _document(self, path: Path, name: str | None = None) -> Document:
         """The file's parsed text, from the cache when the very same text was parsed before (yaml costs 40 ms)."""
@@ -193,16 +187,11 @@ class Project:
             known = json.loads(cache.read_bytes())
             places = {tuple(key): (line, column) for key, line, column in known["places"]}
             return Document(name=name, data=known["data"], places=places)
-        import tempfile
-
         from primus.yamlfile import read
 
         document = read(path, name)
         with contextlib.suppress(OSError):
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=cache.parent, delete=False) as stream:
-                json.dump({"data": document.data, "places": list(_rows(document))}, stream)
-            Path(stream.name).replace(cache)
+            wholefile.write(cache, json.dumps({"data": document.data, "places": list(_rows(document))}))
         return document
 
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from primus.errors import InputError
+from primus.images import wholefile
 
 __all__ = ["StatIndex", "TreeFile"]
 
@@ -99,11 +100,6 @@ class StatIndex:
         """Keep the memory if it changed; a failure is silent, the next run just reads the files again."""
         if not self._changed:
             return
-        import tempfile
-
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as stream:
-                json.dump(self._known, stream)
-            os.replace(stream.name, self._path)
+            wholefile.write(self._path, json.dumps(self._known))
             self._changed = False

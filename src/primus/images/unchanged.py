@@ -90,6 +90,10 @@ def remember(project: Project, plan: ImagePlan, built: Built, table: str, began_
     """Leave the note for a build whose planning began at ``began_ns`` (wall clock), or none when a file it read
     was touched since, or too shortly before.
     """
+    from pathlib import Path
+
+    from primus.images import wholefile
+
     read = [list(_files(project, plan)), *_trees(plan), list(_engine())]
     path = _path(str(project.root), plan.target)
     try:
@@ -103,11 +107,7 @@ def remember(project: Project, plan: ImagePlan, built: Built, table: str, began_
         texts = ["\n".join(group) for group in (*read, made)]
         groups = [(text, _marks(text)) for text in texts]
         note = {"store": str(store.root), "groups": groups, "table": table, "digest": built.digest}
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        temporary = f"{path}.{os.getpid()}"
-        with open(temporary, "w", encoding="utf-8") as stream:
-            json.dump(note, stream)
-        os.replace(temporary, path)
+        wholefile.write(Path(path), json.dumps(note))
     except OSError:
         return
 

@@ -1,0 +1,21 @@
+"""Write a file whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+__all__ = ["write"]
+
+
+def write(path: Path, text: str) -> None:
+    """Write ``text`` so that ``path`` is either as before or complete; makes its folder. OSError as any write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    waiting = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        waiting.write_text(text, encoding="utf-8")
+        waiting.replace(path)
+    except BaseException:
+        waiting.unlink(missing_ok=True)
+        raise

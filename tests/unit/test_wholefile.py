@@ -1,0 +1,37 @@
+"""Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from primus.images import wholefile
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+    wholefile.write(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        wholefile.write(path, "half \ud800")
+    assert path.read_text() == "old"
+    assert [left.name for left in path.parent.iterdir()] == ["file"]
+
+
+def test_the_file_is_replaced_not_written_into(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    wholefile.write(path, "old")
+    with path.open() as reader:
+        wholefile.write(path, "new")
+        assert reader.read() == "old"
+    assert path.read_text() == "new"
+
+
+def test_the_umask_decides_who_may_read_it(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        wholefile.write(tmp_path / "file", "text")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644

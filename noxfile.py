@@ -56,6 +56,7 @@ def _table(verb: str, target: str, line: str) -> None:
 for _target in TARGETS:
     _table("build", _target, f"Build the {_target} image.")
     _table("validate", _target, f"Build the {_target} image, train in it and judge the outcome.")
+    _table("publish", _target, f"Push the {_target} image with its evidence (`-- --to HOST/PATH`).")
 
 
 @nox.session

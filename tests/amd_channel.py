@@ -280,8 +280,8 @@ def make_base(folder: Path) -> str:
 
 
 @contextmanager
-def registry(folder: Path) -> Iterator[int]:
-    """Debian's docker-registry on 127.0.0.1; yields its port."""
+def registry(folder: Path, logins: str = "") -> Iterator[int]:
+    """Debian's docker-registry on 127.0.0.1; yields its port. With ``logins`` (htpasswd's lines) it wants one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -291,6 +291,10 @@ def registry(folder: Path) -> Iterator[int]:
         f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}\n"
         f"http: {{addr: '127.0.0.1:{port}'}}\n"
     )
+    if logins:
+        (folder / "htpasswd").write_text(logins)
+        with config.open("a") as more:
+            more.write(f"auth: {{htpasswd: {{realm: tests, path: {folder / 'htpasswd'}}}}}\n")
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(["docker-registry", "serve", str(config)], stdout=log, stderr=log)
     try:

@@ -6,12 +6,16 @@ import json
 import re
 import shutil
 import subprocess
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
 
+from amd_channel import registry
 from primus.recipes.choose import supported
 from primus.recipes.load import read
+from primus.release.attach import Repository
+from primus.release.publish import GATES, IN_TOTO, LOCK, SPDX, VALIDATION
 from project_kit import Kit
 
 pytestmark = pytest.mark.integration
@@ -102,16 +106,131 @@ def test_skopeo_reads_the_store(cpu_image: Kit, tmp_path: Path) -> None:
     subprocess.run(copy, cwd=cpu_image.root, check=True)
 
 
-def test_validation_passes_and_leaves_its_evidence(cpu_image: Kit, tmp_path: Path) -> None:
-    result = cpu_image.primus("validate", "cpu", "--locked", "--output", str(tmp_path), timeout=900)
+@pytest.fixture(scope="module")
+def validated(cpu_image: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a validation of the cpu image."""
+    folder = tmp_path_factory.mktemp("validation")
+    result = cpu_image.primus("validate", "cpu", "--locked", "--output", str(folder), timeout=900)
     assert result.code == 0, result.out + result.err
-    folder = tmp_path / "cpu/llama3-proxy"
+    return folder
+
+
+def test_validation_passes_and_leaves_its_evidence(cpu_image: Kit, validated: Path) -> None:
+    folder = validated / "cpu/llama3-proxy"
     record = json.loads((folder / "record.json").read_text())
     assert record["passed"] is True
     assert record["image"]["manifest"] == cpu_image.build("cpu").digest
     assert record["versions"]["torch"] == "2.13.0+cpu"
     assert {v["name"] for v in record["verdicts"]} >= {"loss falls", "same result again", "resume", "accumulation"}
     assert "<svg" in (folder / "report.html").read_text()
+
+
+# htpasswd -B: the word is "word".
+LOGIN_OF_ME = "me:$2b$04$Xex9Ua1VK1ho5O/jNcv2EO6fi2m4Wgwt0dmw3UGppMUUUjAWbrt0K\n"
+
+
+def committed(cpu_image: Kit, folder: Path) -> Kit:
+    """The repository as a commit of its own, whose cpu target names one recipe."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=cpu_image.root, capture_output=True, text=True, check=True)
+    for name in filter(None, names.stdout.split("\0")):
+        if (cpu_image.root / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(cpu_image.root / name, folder / name, follow_symlinks=False)
+    kit = Kit(folder)
+    target = (folder / "images/cpu.yaml").read_text()
+    kit.write("images/cpu.yaml", re.sub(r"(?ms)^recipes:.*?^(?=\w)", "recipes: [llama3-proxy]\n", target))
+    me = ["-c", "user.name=Nobody", "-c", "user.email=nobody@example.com", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q"], ["add", "-A"], [*me, "commit", "-q", "-m", "Everything"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return kit
+
+
+@pytest.mark.skipif(shutil.which("docker-registry") is None, reason="docker-registry is not installed")
+def test_it_is_published_with_its_evidence_or_not_at_all(
+    cpu_image: Kit, validated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = committed(cpu_image, tmp_path / "project")
+    store = ("--store", str(cpu_image.root / ".primus/store"))
+    with registry(tmp_path / "registry", LOGIN_OF_ME) as port:
+        name = f"127.0.0.1:{port}/rocm/primus"
+        words = ("publish", "cpu", *store, "--to", name)
+
+        refused = kit.primus(*words)
+        assert refused.code == 1
+        assert "llama3-proxy did not pass a validation in this image" in refused.out
+        kit.write("stray", "x")
+        dirty = kit.primus(*words, "--records", str(validated))
+        assert (dirty.code, "files differ from commit" in dirty.out) == (1, True)
+        (kit.root / "stray").unlink()
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+        stranger = kit.primus(*words, "--records", str(validated))
+        assert (stranger.code, "wants other credentials" in stranger.err) == (3, True)
+        login = {"auths": {f"127.0.0.1:{port}": {"auth": b64encode(b"me:word").decode()}}}
+        Kit(tmp_path).write("docker/config.json", json.dumps(login))
+        there = Repository(name)
+        assert there.digest("v26.11-cpu") is None
+
+        done = kit.primus(*words, "--records", str(validated))
+        assert done.code == 0, done.out + done.err
+        digest = cpu_image.build("cpu").digest
+        assert done.out.splitlines()[-1] == f"{name}@{digest}"
+        assert there.digest("v26.11-cpu") == digest
+        documents = {m["artifactType"]: m["digest"] for m in there.referrers(digest)}
+        assert set(documents) == {VALIDATION, GATES, LOCK, SPDX, IN_TOTO}
+        lock = fetch(name, documents[LOCK], tmp_path / "lock")
+        assert lock == (kit.root / "images/locks/pypi/cpu.json").read_bytes()
+        record = json.loads(fetch(name, documents[VALIDATION], tmp_path / "validation"))
+        assert record == json.loads((validated / "cpu/llama3-proxy/record.json").read_text())
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=kit.root, capture_output=True, text=True, check=True)
+        said = json.loads(fetch(name, documents[IN_TOTO], tmp_path / "provenance"))
+        source = said["predicate"]["buildDefinition"]["resolvedDependencies"][0]
+        assert source["digest"]["gitCommit"] == head.stdout.strip()
+
+        again = json.loads(kit.primus(*words, "--records", str(validated), "--json").out)
+        assert (again["published"][0]["new"], again["published"][0]["bytes_sent"]) == (False, 0)
+        assert len(there.referrers(digest)) == len(documents)
+
+        other = there.referrers(digest)[0]["digest"]
+        copy = ["skopeo", "copy", "-q", "--src-tls-verify=false", "--dest-tls-verify=false"]
+        subprocess.run([*copy, f"docker://{name}@{other}", f"docker://{name}:v26.11-cpu"], check=True)
+        moved = kit.primus(*words, "--records", str(validated))
+        assert moved.code == 1
+        assert "a release is never replaced" in moved.err
+        assert there.digest("v26.11-cpu") == other
+
+    gone = kit.primus(*words, "--records", str(validated))
+    assert gone.code == 3
+    assert "does not answer" in gone.err
+
+
+@pytest.mark.skipif(shutil.which("cosign") is None, reason="cosign is not installed")
+def test_its_signature_is_one_that_cosign_knows(
+    cpu_image: Kit, validated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COSIGN_PASSWORD", "a word")
+    subprocess.run(["cosign", "generate-key-pair"], cwd=tmp_path, check=True, capture_output=True)
+    kit = committed(cpu_image, tmp_path / "project")
+    with registry(tmp_path / "registry") as port:
+        name = f"127.0.0.1:{port}/rocm/primus"
+        words = ("publish", "cpu", "--store", str(cpu_image.root / ".primus/store"), "--to", name)
+        evidence = ("--records", str(validated))
+        wrong = kit.primus(*words, *evidence, "--key", str(tmp_path / "nothing.key"))
+        assert (wrong.code, "cosign does not sign" in wrong.err) == (3, True)
+        assert Repository(name).digest("v26.11-cpu") is None
+        done = kit.primus(*words, *evidence, "--key", str(tmp_path / "cosign.key"))
+        assert done.code == 0, done.err
+        verify = ["cosign", "verify", "--insecure-ignore-tlog", "--key", "cosign.pub", f"{name}:v26.11-cpu"]
+        seen = subprocess.run(verify, cwd=tmp_path, capture_output=True, text=True, check=True)
+        (signed,) = json.loads(seen.stdout)
+        assert signed["critical"]["image"]["docker-manifest-digest"] == cpu_image.build("cpu").digest
+
+
+def fetch(repository: str, digest: str, folder: Path) -> bytes:
+    """The file in an artifact, by a tool that is not ours."""
+    copy = ["skopeo", "copy", "-q", "--src-tls-verify=false", f"docker://{repository}@{digest}", f"dir:{folder}"]
+    subprocess.run(copy, check=True)
+    (layer,) = json.loads((folder / "manifest.json").read_text())["layers"]
+    return (folder / layer["digest"].removeprefix("sha256:")).read_bytes()
 
 
 @pytest.mark.timeout(1800)

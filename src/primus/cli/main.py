@@ -22,6 +22,8 @@ VERBS = {
     "validate": ("host.validate", "train inside the image and judge the outcome"),
     "check": ("host.check", "examine what a built image holds: GPU code, versions, secrets, size"),
     "verify": ("host.verify", "rebuild into an empty store, compare, and check"),
+    "publish": ("host.publish", "push images with their evidence to a registry"),
+    "sbom": ("host.sbom", "print what an image is made of, as SPDX"),
     "why-size": ("host.why_size", "show which layers and folders make an image large"),
     "releases": ("host.releases", "list published images, or show all that is known of one"),
     "diff": ("host.diff", "compare two releases: components, sizes, GPUs"),

@@ -15,7 +15,7 @@ from typing import Any
 from primus.errors import HostError, InputError
 from primus.versions.lock import LockedFile
 
-__all__ = ["copy_image", "installed", "probe", "resolve_image"]
+__all__ = ["copy_image", "installed", "probe", "resolve_image", "skopeo"]
 
 _GZIP = {
     "application/vnd.oci.image.layer.v1.tar+gzip",
@@ -25,7 +25,7 @@ _GZIP = {
 
 def probe(image: str) -> None:
     """Raise HostError when the registry does not give the image's manifest."""
-    _skopeo("--command-timeout", "4s", "inspect", "--raw", f"docker://{image}")
+    skopeo("--command-timeout", "4s", "inspect", "--raw", f"docker://{image}")
 
 
 def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile, ...]:
@@ -65,7 +65,7 @@ def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile,
 def copy_image(image: str, architecture: str, folder: Path) -> None:
     """Bring the image into ``folder``: one file per layer, called by the 64 digits of its digest, bytes unchanged."""
     platform = ("--override-os", "linux", "--override-arch", architecture)
-    _skopeo(*platform, "copy", "--quiet", f"docker://{image}", f"dir:{folder}")
+    skopeo(*platform, "copy", "--quiet", f"docker://{image}", f"dir:{folder}")
 
 
 def installed(image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path) -> str:
@@ -81,16 +81,17 @@ def installed(image: str, architecture: str, layers: tuple[LockedFile, ...], fol
 
 
 def _manifest(name: str, digest: str) -> dict[str, Any]:
-    data = _skopeo("inspect", "--raw", f"docker://{name}@{digest}")
+    data = skopeo("inspect", "--raw", f"docker://{name}@{digest}")
     if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
         raise HostError(f"the registry of {name} sends other bytes for {digest}", hint="do not trust that registry")
     manifest: dict[str, Any] = json.loads(data)
     return manifest
 
 
-def _skopeo(*words: str) -> bytes:
+def skopeo(*words: str) -> bytes:
+    """What ``skopeo WORDS`` prints; the last word is the image. HostError says why the registry does not do it."""
     if shutil.which("skopeo") is None:
-        raise HostError("skopeo is missing, which fetches images", hint="apt-get install skopeo")
+        raise HostError("skopeo is missing, which moves images", hint="apt-get install skopeo")
     done = subprocess.run(["skopeo", *words], capture_output=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         raise HostError(

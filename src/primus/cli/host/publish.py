@@ -1,0 +1,97 @@
+"""Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations.
+
+Refused with every reason: an image that fails a gate, was not validated as it is, or whose commit is not clean. A
+release's tag is never moved. Exit code 1 when refused. The last line is the image's name by digest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
+from primus.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from primus.release.publish import Ready
+
+EXAMPLE = "primus publish cpu --to registry.example.com/rocm/primus --dry-run"
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+$")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``primus publish``."""
+    add_targets(parser)
+    parser.add_argument("--to", required=True, metavar="REPOSITORY", help="registry and path, without a tag")
+    parser.add_argument(
+        "--preview",
+        action="store_true",
+        help="publish as -preview: the GPU need not have been trained on, and the coverage gate may fail",
+    )
+    parser.add_argument("--records", type=Path, metavar="DIR", help="validations (default: out/validation)")
+    parser.add_argument(
+        "--key", metavar="KEY", help="sign with cosign: a key's file or service; its password in COSIGN_PASSWORD"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="judge and show, send nothing and ask no registry")
+    add_project_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Judge all, then publish all."""
+    import json
+
+    from primus.images.display import choose_progress
+    from primus.release.publish import prepare, publish
+
+    if not _NAME.match(args.to):
+        raise InputError(
+            f"--to {args.to!r} is no repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
+        )
+    project = open_project(args)
+    records = (args.records or project.root / "out" / "validation").absolute()
+    names = targets_of(project, args)
+    with choose_progress(args.json) as progress:
+        every = [prepare(project, name, records=records, preview=args.preview, progress=progress) for name in names]
+        refused = any(ready.objections for ready in every)
+        done = []
+        if not refused and not args.dry_run:
+            done = [publish(project, ready, args.to, progress, key=args.key) for ready in every]
+    if args.json:
+        print(json.dumps({"published": done, "judged": [_row(r) for r in every], "passed": not refused}))
+        return 1 if refused else 0
+    for line in _judgement(every, args.to) if refused or args.dry_run else ():
+        print(line)
+    for one in done:
+        what = (
+            f"sent {one['bytes_sent'] / 1e6:.1f} of {one['bytes'] / 1e6:.1f} MB" if one["new"] else "was there already"
+        )
+        print(f"{one['ref']}: {what}, {len(one['attached'])} documents beside it")
+        print(f"{args.to}@{one['digest']}")
+    return 1 if refused else 0
+
+
+def _row(ready: Ready) -> dict[str, object]:
+    return {
+        "tag": ready.tag,
+        "digest": ready.image.digest,
+        "documents": [document.name for document in ready.documents],
+        "objections": list(ready.objections),
+    }
+
+
+def _judgement(every: Sequence[Ready], repository: str) -> list[str]:
+    lines = []
+    for ready in every:
+        sign = "✗" if ready.objections else "✓"
+        lines.append(f"{sign} {repository}:{ready.tag}  {ready.image.digest}  {ready.image.size / 1e6:.1f} MB")
+        lines += [f"    ✗ {objection}" for objection in ready.objections]
+        lines += [f"    + {document.name}" for document in ready.documents]
+    return lines

@@ -1,0 +1,142 @@
+"""Questions to a registry, as the OCI distribution specification words them, under the logins of `docker login`.
+
+skopeo moves images; this is for what skopeo does not know of: artifacts and the list of them.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from primus.errors import HostError
+
+if TYPE_CHECKING:
+    from requests import PreparedRequest, Response, Session
+
+__all__ = ["Registry", "plain_http"]
+
+_WAIT_S = (5.0, 60.0)
+_WORD = re.compile(r'([a-z]+)="([^"]*)"')
+_HUB = {"docker.io": "registry-1.docker.io"}
+
+
+def plain_http(repository: str) -> bool:
+    """Whether the registry is on this machine and speaks HTTP, as Docker takes it."""
+    host = repository.partition("/")[0].partition(":")[0]
+    return host == "localhost" or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
+
+
+class Registry:
+    """One repository's ``/v2/`` interface. ``name`` is ``host[:port]/path``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._host, _, self._path = name.partition("/")
+        scheme = "http" if plain_http(name) else "https"
+        self._server = f"{scheme}://{_HUB.get(self._host, self._host)}/"
+        self._session = _session()
+        self._authorization = ""
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, str] | None = None,
+        data: bytes | None = None,
+        absent: bool = False,
+    ) -> Response:
+        """One request below the repository (``manifests/v1``), or to an address that the registry gave.
+
+        Raises HostError, a sentence, when the registry does not answer or refuses; with ``absent`` 404 is an answer.
+        """
+        from requests import RequestException
+
+        url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
+
+        def send() -> Response:
+            return self._session.request(
+                method, url, headers=headers, params=params, data=data, timeout=_WAIT_S, auth=self._signed
+            )
+
+        try:
+            answer = send()
+            if answer.status_code == 401 and answer.url.startswith(self._server) and self._log_in(answer):
+                answer = send()
+        except RequestException as error:
+            raise HostError(
+                f"the registry of {self.name} does not answer: {type(error).__name__}", hint="check name and network"
+            ) from None
+        if answer.status_code in (401, 403):
+            raise HostError(f"the registry of {self.name} wants other credentials", hint=f"docker login {self._host}")
+        if answer.status_code >= 400 and not (absent and answer.status_code == 404):
+            said = " ".join(answer.text.split())[:200]
+            raise HostError(f"the registry of {self.name} refuses {path}: status {answer.status_code}; {said}")
+        return answer
+
+    def _signed(self, request: PreparedRequest) -> PreparedRequest:
+        # An address that the registry gave may be another's, who must not see the login.
+        if self._authorization and (request.url or "").startswith(self._server):
+            request.headers["Authorization"] = self._authorization
+        return request
+
+    def _log_in(self, answer: Response) -> bool:
+        """Answer the registry's challenge; False when it wants what we do not know."""
+        kind, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
+        login = _login(self._host)
+        basic = _basic(login)
+        if kind.lower() == "basic":
+            self._authorization = basic
+            return bool(basic)
+        asked = dict(_WORD.findall(rest))
+        if kind.lower() != "bearer" or "realm" not in asked:
+            return False
+        wants = {"service": asked.get("service", ""), "scope": f"repository:{self._path}:pull,push"}
+        if refresh := login.get("identitytoken"):
+            form = {**wants, "grant_type": "refresh_token", "refresh_token": refresh, "client_id": "primus"}
+            given = self._session.post(asked["realm"], data=form, timeout=_WAIT_S, auth=_nobody)
+        else:
+            headers = {"Authorization": basic} if basic else {}
+            given = self._session.get(asked["realm"], params=wants, headers=headers, timeout=_WAIT_S, auth=_nobody)
+        if given.status_code != 200:
+            return False
+        token = given.json().get("token") or given.json().get("access_token")
+        self._authorization = f"Bearer {token}"
+        return bool(token)
+
+
+def _basic(login: Mapping[str, Any]) -> str:
+    words = f"{login['username']}:{login['password']}" if login.get("username") else ""
+    return f"Basic {b64encode(words.encode()).decode()}" if words else ""
+
+
+def _nobody(request: PreparedRequest) -> PreparedRequest:
+    """No login; without a word of us requests would take one from ~/.netrc."""
+    return request
+
+
+def _session() -> Session:
+    import requests
+    from requests.adapters import HTTPAdapter
+    from urllib3.util import Retry
+
+    session = requests.Session()
+    retry = Retry(total=2, backoff_factor=0.3, status_forcelist=(500, 502, 503, 504), raise_on_status=False)
+    for scheme in ("https://", "http://"):
+        session.mount(scheme, HTTPAdapter(max_retries=retry))
+    return session
+
+
+def _login(host: str) -> dict[str, Any]:
+    """What `docker login` keeps for the host, credential helpers included; empty when there is nothing."""
+    from docker.auth import load_config
+    from docker.errors import DockerException
+
+    try:
+        # A helper's answer has capitals where the file's has none.
+        return {key.lower(): value for key, value in (load_config().resolve_authconfig(host) or {}).items()}
+    except DockerException as error:
+        raise HostError(f"Docker's logins cannot be read: {error}", hint=f"docker login {host}") from None

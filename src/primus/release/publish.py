@@ -1,0 +1,237 @@
+"""Publish an image with its evidence: judge it, push it by digest, lay the documents beside it, sign it, name it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from primus.errors import CheckFailed, HostError, InputError
+from primus.images import canonical
+from primus.images.store import MANIFEST_TYPE
+from primus.release import fitness, provenance, sbom
+from primus.release.attach import Document, Repository
+from primus.release.distribution import plain_http
+
+if TYPE_CHECKING:
+    from primus.gates.check import Outcome
+    from primus.images.build import Composed
+    from primus.images.project import Project
+    from primus.progress import Progress
+
+__all__ = ["Ready", "bill", "prepare", "publish", "sign"]
+
+VALIDATION = "application/vnd.primus.validation.v1+json"
+GATES = "application/vnd.primus.gates.v1+json"
+LOCK = "application/vnd.primus.lock.v1+json"
+SPDX = "application/spdx+json"
+IN_TOTO = "application/vnd.in-toto+json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """An image that was judged, the tag it is to have, its documents, and why it may not be published."""
+
+    image: Composed
+    tag: str
+    documents: tuple[Document, ...]
+    objections: tuple[str, ...]
+
+    @property
+    def subject(self) -> dict[str, Any]:
+        """The image's descriptor."""
+        return {"mediaType": MANIFEST_TYPE, "digest": self.image.digest, "size": len(self.image.manifest)}
+
+
+def prepare(project: Project, name: str, *, records: Path, preview: bool, progress: Progress) -> Ready:
+    """Judge the built image of ``name`` anew, and write the documents that speak of it. Nothing leaves the machine.
+
+    ``records`` is the folder of validations. Raises InputError when the store does not hold the image that
+    versions.yaml and the lock describe.
+    """
+    from primus.gates.check import examine, judge
+
+    image = examine(project, name, progress)
+    outcome = judge(project, image)
+    found = _records(records / name)
+    commit, edited = _repository(project.root)
+    choice, ref = project.choice(name), project.ref(name)
+    content = canonical.digest_of(image.image.config)
+    gpu = project.gpu(name)
+    evidence = fitness.Evidence(
+        ref=ref,
+        content=content,
+        preview=choice.preview or "",
+        gpu=gpu.name if gpu else None,
+        recipes=project.target(name).recipes,
+        failed_gates=[report.gate for report in outcome.reports if not report.passed],
+        records=found,
+        commit=commit,
+        edited=edited,
+    )
+    mine = [record for record in found if record["image"]["content"] == content]
+    return Ready(
+        image=image.image,
+        tag=ref if choice.suffix or not preview else f"{ref}-preview",
+        documents=(*documents(project, image.image, outcome, commit), *map(_validation, mine)),
+        objections=fitness.objections(evidence, preview=preview),
+    )
+
+
+def documents(project: Project, image: Composed, outcome: Outcome, commit: str | None) -> tuple[Document, ...]:
+    """What the image is made of, how it came about, and what its gates say."""
+    name = image.plan.target
+    lock, choice, ref = project.lock(name), project.choice(name), image.plan.ref
+    made = [
+        Document(media_type=GATES, name="gates.json", data=canonical.dumps(outcome.as_json())),
+        Document(
+            media_type=IN_TOTO,
+            name="provenance.json",
+            data=canonical.dumps(
+                provenance.statement(
+                    lock,
+                    ref=ref,
+                    digest=image.digest,
+                    release=project.versions.release,
+                    target=name,
+                    channel=choice.channel,
+                    commit=commit,
+                    layers={action.name: action.key for action in image.plan.layers},
+                )
+            ),
+        ),
+    ]
+    if lock:
+        made += [
+            Document(media_type=LOCK, name="lock.json", data=project.lock_path(name).read_bytes()),
+            Document(media_type=SPDX, name="sbom.spdx.json", data=canonical.dumps(bill(project, image))),
+        ]
+    return tuple(made)
+
+
+def bill(project: Project, image: Composed) -> dict[str, Any]:
+    """The image's SPDX document. Raises InputError when its target has no lock."""
+    name = image.plan.target
+    commit, edited = _repository(project.root)
+    taken = (commit or "unknown") + ("+edited" if edited else "")
+    local = {component: taken for component, pin in project.pins(name).items() if pin.path}
+    lock = project.lock(name)
+    if lock is None:
+        raise InputError(f"{name} has no lock, so nothing says what it is made of", hint=f"primus lock {name}")
+    created = str(image.plan.config["created"])
+    base = project.choice(name).base
+    return sbom.spdx(lock, ref=image.plan.ref, digest=image.digest, base=base, local=local, created=created)
+
+
+def publish(
+    project: Project, ready: Ready, repository: str, progress: Progress, *, key: str | None = None
+) -> dict[str, Any]:
+    """Push the image and its documents, sign it with ``key``, tag it: a tag never names an image without evidence.
+
+    A tag of a release is never moved: CheckFailed when it names another image already. A preview's moves. Blobs are
+    read and hashed before they leave. Raises CheckFailed, too, for an image with objections.
+    """
+    digest = ready.image.digest
+    if ready.objections:
+        raise CheckFailed(f"{ready.tag} may not be published: {'; '.join(ready.objections)}")
+    there = Repository(repository)
+    before = there.digest(ready.tag)
+    if before not in (None, digest) and not ready.tag.endswith("-preview"):
+        raise CheckFailed(
+            f"{repository}:{ready.tag} is published already, as {before}; a release is never replaced",
+            hint="raise `release` in versions.yaml",
+        )
+    blobs = [canonical.digest_of(ready.image.config), *(layer.blob.digest for layer in ready.image.layers)]
+    missing = [blob for blob in blobs if not there.has_blob(blob)]
+    if missing or there.digest(digest) is None:
+        _push(project, ready, repository, missing, progress)
+    attached = [
+        {"type": document.media_type, "name": document.name, "digest": there.attach(document, ready.subject)}
+        for document in ready.documents
+    ]
+    if key and before != digest:
+        sign(f"{repository}@{digest}", key)
+    if before != digest:
+        there.tag(ready.tag, ready.image.manifest)
+    sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
+    return {
+        "ref": f"{repository}:{ready.tag}",
+        "digest": digest,
+        "new": before != digest,
+        "bytes_sent": sum(sizes.get(blob, 0) for blob in missing),
+        "bytes": ready.image.size,
+        "attached": attached,
+        "signed": key is not None,
+    }
+
+
+def sign(image: str, key: str) -> None:
+    """Sign ``host/path@digest`` with cosign: ``key`` is a file or the address of a key service. Nothing is sent to a
+    transparency log; a key's password comes from COSIGN_PASSWORD. HostError says why cosign does not do it.
+    """
+    if shutil.which("cosign") is None:
+        raise HostError("cosign is missing, which signs images", hint="install cosign, or publish without --key")
+    words = ["cosign", "sign", "--yes", "--tlog-upload=false", "--key", key, image]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        said = [line for line in done.stderr.splitlines() if line.startswith("Error")] or [f"code {done.returncode}"]
+        raise HostError(f"cosign does not sign: {said[-1].partition(': ')[2] or said[-1]}", hint="check the key")
+
+
+def _push(project: Project, ready: Ready, repository: str, missing: list[str], progress: Progress) -> None:
+    from primus.versions.registry import skopeo
+
+    digest = ready.image.digest
+    sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
+    total = sum(sizes.get(blob, 0) for blob in missing)
+    progress.start("hash", "read and hash", total)
+    for blob in (*missing, digest):
+        if wrong := project.store.check(blob):
+            raise HostError(wrong, hint="primus build --rehash makes it again")
+        progress.advance("hash", sizes.get(blob, 0))
+    progress.finish("hash")
+    progress.start("push", f"push {len(missing)} of {len(sizes) + 1} blobs, {total / 1e6:.1f} MB", None)
+    trust = "--dest-tls-verify=false" if plain_http(repository) else "--dest-tls-verify=true"
+    source = f"oci:{project.store.root.absolute()}:{ready.image.plan.ref}"
+    skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{digest}")
+    progress.finish("push")
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    """Every validation's record below ``folder``, in the order of their paths. InputError for a file that is none."""
+    found = []
+    for path in sorted(folder.glob("*/record.json")):
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            needed = (record["image"]["content"], record["recipe"]["name"], record["passed"], record["gpu"])
+            if not all(isinstance(value, str | bool) for value in needed):
+                raise TypeError
+            _ = {v["name"]: v["passed"] for v in record["verdicts"]}, {j["name"]: j["ran"] for j in record["jobs"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            raise InputError("this is no record of a validation", where=str(path), hint="remove it") from None
+        found.append(record)
+    return found
+
+
+def _validation(record: dict[str, Any]) -> Document:
+    recipe = record["recipe"]
+    name = "-".join(filter(None, map(recipe.get, ("name", "backend", "mode", "precision"))))
+    data = json.dumps(record, indent=1, ensure_ascii=False, sort_keys=True).encode()
+    return Document(media_type=VALIDATION, name=f"validation-{name}.json", data=data)
+
+
+def _repository(root: Path) -> tuple[str | None, list[str]]:
+    """The commit checked out at ``root``, None where there is none, and the files that differ from it."""
+    try:
+        commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
+        return commit, [line[3:] for line in _git(root, "status", "--porcelain").splitlines()]
+    except (OSError, subprocess.CalledProcessError):
+        return None, []
+
+
+def _git(root: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
+    return done.stdout

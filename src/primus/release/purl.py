@@ -1,0 +1,22 @@
+"""Package URLs (https://github.com/package-url/purl-spec) of what a lock names."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from primus.versions.lock import LockedFile
+
+__all__ = ["purl"]
+
+
+def purl(file: LockedFile, architecture: str = "amd64") -> str:
+    """The package URL of a locked file; no host is named in it, the bytes are by their checksum."""
+    name, version = quote(file.name, safe=""), quote(file.version, safe="")
+    if file.kind in ("wheel", "sdist"):
+        return f"pkg:pypi/{name}@{version}?file_name={quote(file.file, safe='')}"
+    if file.kind == "deb":
+        own = file.file.rpartition("_")[2].removesuffix(".deb")
+        return f"pkg:deb/debian/{name}@{version}?arch={own if own in ('all', architecture) else architecture}"
+    if file.kind == "layer":
+        return f"pkg:oci/{name}@sha256%3A{file.sha256}"
+    return f"pkg:generic/{name}@{version}?checksum=sha256%3A{file.sha256}"

@@ -1,0 +1,100 @@
+"""What an image is made of, as SPDX 2.3 (https://spdx.github.io/spdx-spec/v2.3/): every locked file with its checksum.
+
+Written from the lock and the pins alone, so the same image has the same document, byte for byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from primus import __version__
+from primus.release.purl import purl
+from primus.versions.lock import Lock, LockedFile
+
+__all__ = ["spdx"]
+
+_UNKNOWN = "NOASSERTION"
+_IMAGE = "SPDXRef-image"
+
+
+def spdx(
+    lock: Lock, *, ref: str, digest: str, base: str | None, local: Mapping[str, str], created: str
+) -> dict[str, Any]:
+    """The document of the image called ``ref`` with manifest ``digest``.
+
+    ``base`` is the root file system that the image stands on, ``local`` maps components taken from the repository to
+    the commit they were taken at, ``created`` is the release's time in ISO 8601. A file that only a build needed is
+    ``BUILD_TOOL_OF`` the image; a source that was built into a wheel is what the image was ``GENERATED_FROM``.
+    """
+    packages, relations = [_image(ref, digest)], []
+    for file in lock.files:
+        name = _name("-".join(filter(None, (file.kind, file.base, file.name, file.version))))
+        packages.append(_package(name, file))
+        relations.append(_relation(name, file, base))
+    for component, commit in sorted(local.items()):
+        name = _name(f"local-{component}")
+        packages.append({**_plain(name, component, commit), "filesAnalyzed": False})
+        relations.append(_say(_IMAGE, "CONTAINS", name))
+    return {
+        "spdxVersion": "SPDX-2.3",
+        "dataLicense": "CC0-1.0",
+        "SPDXID": "SPDXRef-DOCUMENT",
+        "name": ref,
+        "documentNamespace": f"https://spdx.org/spdxdocs/primus-{ref}-{digest.removeprefix('sha256:')}",
+        "creationInfo": {"created": created, "creators": [f"Tool: primus-images-{__version__}"]},
+        "documentDescribes": [_IMAGE],
+        "packages": packages,
+        "relationships": relations,
+    }
+
+
+def _image(ref: str, digest: str) -> dict[str, Any]:
+    return {
+        **_plain(_IMAGE, "primus", ref),
+        "filesAnalyzed": False,
+        "primaryPackagePurpose": "CONTAINER",
+        "checksums": [{"algorithm": "SHA256", "checksumValue": digest.removeprefix("sha256:")}],
+    }
+
+
+def _package(name: str, file: LockedFile) -> dict[str, Any]:
+    return {
+        **_plain(name, file.name, file.version),
+        "packageFileName": file.file,
+        "filesAnalyzed": False,
+        "checksums": [{"algorithm": "SHA256", "checksumValue": file.sha256}],
+        "externalRefs": [
+            {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": purl(file)}
+        ],
+    }
+
+
+def _plain(name: str, title: str, version: str) -> dict[str, Any]:
+    return {
+        "SPDXID": name,
+        "name": title,
+        "versionInfo": version,
+        "downloadLocation": _UNKNOWN,
+        "licenseConcluded": _UNKNOWN,
+        "licenseDeclared": _UNKNOWN,
+        "copyrightText": _UNKNOWN,
+    }
+
+
+def _relation(name: str, file: LockedFile, base: str | None) -> dict[str, str]:
+    if file.kind in ("sdist", "git"):
+        return _say(_IMAGE, "GENERATED_FROM", name)
+    if file.base == base or (file.kind == "wheel" and file.base is None):
+        return _say(_IMAGE, "CONTAINS", name)
+    return _say(name, "BUILD_TOOL_OF", _IMAGE)
+
+
+def _say(one: str, kind: str, other: str) -> dict[str, str]:
+    return {"spdxElementId": one, "relationshipType": kind, "relatedSpdxElement": other}
+
+
+def _name(text: str) -> str:
+    """An SPDX identifier: letters, digits, dots and hyphens."""
+    return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.-]", lambda found: f"-{ord(found[0]):x}-", text)

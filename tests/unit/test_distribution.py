@@ -1,0 +1,123 @@
+"""Logging in to a registry: what is asked, what is shown to whom."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from primus.errors import HostError
+from primus.release.distribution import Registry
+
+
+class Server(ThreadingHTTPServer):
+    """A registry that wants a token, and the service that gives one: to ``me``, to who refreshes, or to anybody."""
+
+    anybody = False
+    status = 200
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.seen: list[tuple[str, str, str | None]] = []
+        self.name = f"127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        url, login = urlsplit(self.path), self.headers["Authorization"]
+        self.server.seen.append((self.command, url.path, login))
+        if url.path == "/token":
+            known = login == "Basic " + b64encode(b"me:word").decode() or self.server.anybody
+            if self.command == "POST":
+                form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+                known = form["refresh_token"] == ["again"] and form["scope"] == ["repository:a/b:pull,push"]
+            self._say(200 if known else 401, {"token": "yes"} if known else {})
+        elif login == "Bearer yes":
+            self._say(self.server.status, {"fine": True})
+        else:
+            self._say(401, {})
+
+    do_POST = do_GET
+
+    def _say(self, status: int, content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        if status == 401:
+            realm = f"http://{self.server.name}/token"
+            self.send_header("WWW-Authenticate", f'Bearer realm="{realm}",service="s",scope="x:y"')
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    with Server() as server:
+        thread = Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def know(folder: Path, server: Server, **login: str) -> None:
+    (folder / "config.json").write_text(json.dumps({"auths": {server.name: login}}))
+
+
+def test_a_login_becomes_a_token_once(server: Server, tmp_path: Path) -> None:
+    know(tmp_path, server, auth=b64encode(b"me:word").decode())
+    registry = Registry(f"{server.name}/a/b")
+    for _ in range(2):
+        assert registry.ask("GET", "manifests/x").json() == {"fine": True}
+    assert [path for _, path, _ in server.seen] == ["/v2/a/b/manifests/x", "/token", *["/v2/a/b/manifests/x"] * 2]
+
+
+def test_an_identity_token_is_refreshed(server: Server, tmp_path: Path) -> None:
+    know(tmp_path, server, auth="", identitytoken="again")
+    assert Registry(f"{server.name}/a/b").ask("GET", "manifests/x").json() == {"fine": True}
+
+
+def test_nobody_gets_what_anybody_may_have(server: Server) -> None:
+    server.anybody = True
+    assert Registry(f"{server.name}/a/b").ask("GET", "manifests/x").json() == {"fine": True}
+
+
+def test_a_wrong_word_is_a_sentence(server: Server, tmp_path: Path) -> None:
+    know(tmp_path, server, auth=b64encode(b"me:other").decode())
+    with pytest.raises(HostError, match="wants other credentials") as refused:
+        Registry(f"{server.name}/a/b").ask("GET", "manifests/x")
+    assert refused.value.hint == f"docker login {server.name}"
+
+
+def test_another_host_does_not_see_the_login(server: Server, tmp_path: Path) -> None:
+    know(tmp_path, server, auth=b64encode(b"me:word").decode())
+    registry = Registry(f"{server.name}/a/b")
+    registry.ask("GET", "manifests/x")
+    with pytest.raises(HostError):
+        registry.ask("GET", f"http://localhost:{server.server_port}/elsewhere")
+    assert [login for _, path, login in server.seen if path == "/elsewhere"] == [None]
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 500])
+def test_a_refusal_is_a_sentence(server: Server, status: int) -> None:
+    server.anybody, server.status = True, status
+    with pytest.raises(HostError):
+        Registry(f"{server.name}/a/b").ask("GET", "manifests/x")
+
+
+def test_absence_is_an_answer_where_it_is_asked_for(server: Server) -> None:
+    server.anybody, server.status = True, 404
+    assert Registry(f"{server.name}/a/b").ask("GET", "manifests/x", absent=True).status_code == 404

@@ -1,0 +1,101 @@
+"""What may be published: each missing piece of evidence is an objection of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from primus.release.fitness import Evidence, objections
+
+RUNS = ("base", "repeat", "resume", "accumulation")
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    """A validation that passed."""
+    content = {
+        "passed": True,
+        "gpu": "none",
+        "image": {"content": "sha256:a"},
+        "recipe": {"name": "one"},
+        "verdicts": [{"name": "loss falls", "passed": True}],
+        "jobs": [{"name": name, "ran": True} for name in RUNS],
+    }
+    return {**content, **changes}
+
+
+GOOD = Evidence(
+    ref="v26.11-cpu",
+    content="sha256:a",
+    preview="",
+    gpu=None,
+    recipes=("one",),
+    failed_gates=(),
+    records=(record(),),
+    commit="c" * 40,
+    edited=(),
+)
+QUICK = [{"name": "base", "ran": True}]
+NOT_RUN = [{"name": name, "ran": name != "resume"} for name in RUNS]
+COVERAGE = {"passed": False, "verdicts": [{"name": "gate coverage", "passed": False}]}
+DIVERGED = {"passed": False, "verdicts": [{"name": "loss falls", "passed": False}]}
+
+
+def test_a_whole_release_may_be_published() -> None:
+    assert objections(GOOD, preview=False) == ()
+    assert objections(replace(GOOD, gpu="mi355x", records=(record(gpu="mi355x"),)), preview=False) == ()
+    shared = (record(jobs=QUICK), record(recipe={"name": "two"}))
+    assert objections(replace(GOOD, recipes=("one", "two"), records=shared), preview=False) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"preview": "no code for gfx950"}, "it is a preview: no code for gfx950"),
+        ({"failed_gates": ("litter",)}, "gate litter fails"),
+        ({"failed_gates": ("coverage",)}, "gate coverage fails"),
+        ({"recipes": ()}, "names no recipe"),
+        ({"records": ()}, "one did not pass a validation in this image"),
+        ({"records": (record(image={"content": "sha256:b"}),)}, "one did not pass a validation in this image"),
+        ({"recipes": ("one", "two")}, "two did not pass a validation in this image"),
+        ({"records": (record(passed=False),)}, "one did not pass a validation in this image"),
+        ({"records": (record(jobs=QUICK),)}, "ran again, resumed and split its batch"),
+        ({"records": (record(jobs=NOT_RUN),)}, "ran again, resumed and split its batch"),
+        ({"gpu": "mi355x"}, "nothing was trained in this image on mi355x"),
+        ({"gpu": "mi355x", "records": (record(gpu="mi300x"),)}, "nothing was trained in this image on mi355x"),
+        ({"commit": None}, "the commit it was built from is not known"),
+        ({"edited": tuple("vwxyz")}, "files differ from commit cccccccccccc: v, w, x and 2 more"),
+    ],
+)
+def test_each_lack_is_named(changes: dict[str, Any], words: str) -> None:
+    found = objections(replace(GOOD, **changes), preview=False)
+    assert any(words in objection for objection in found), found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preview": "no code for gfx950", "failed_gates": ("coverage",), "records": (record(**COVERAGE),)},
+        {"gpu": "mi355x"},
+        {"commit": None},
+        {"edited": ("versions.yaml",)},
+    ],
+)
+def test_a_preview_may_lack_what_makes_it_one(changes: dict[str, Any]) -> None:
+    assert objections(replace(GOOD, **changes), preview=True) == ()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"failed_gates": ("litter",)},
+        {"records": ()},
+        {"records": (record(**DIVERGED),)},
+        {"records": (record(verdicts=[]),)},
+        {"records": (record(jobs=NOT_RUN),)},
+        {"recipes": ()},
+    ],
+)
+def test_a_preview_may_lack_nothing_else(changes: dict[str, Any]) -> None:
+    assert objections(replace(GOOD, **changes), preview=True)

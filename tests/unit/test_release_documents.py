@@ -14,7 +14,7 @@ from primus.release.attach import Document, artifact, listed
 from primus.release.distribution import plain_http
 from primus.release.provenance import statement
 from primus.release.purl import purl
-from primus.release.sbom import spdx
+from primus.release.sbom import listing, spdx
 from primus.versions.lock import Lock, LockedFile, load
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +60,11 @@ def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     }
     assert kinds["GENERATED_FROM"] == {"transformer_engine_torch-2.20.2.tar.gz"}
     assert any(name.startswith("g++") for name in kinds["BUILD_TOOL_OF"])
+    lines = listing(bill).splitlines()
+    assert len(lines) == len(lock.files)
+    assert [line.split()[1:] for line in lines if line.startswith("transformer-engine-torch ")] == [
+        ["2.20.2", "built", "from"]
+    ]
 
 
 @pytest.mark.parametrize(

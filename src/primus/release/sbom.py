@@ -13,10 +13,11 @@ from primus import __version__
 from primus.release.purl import purl
 from primus.versions.lock import Lock, LockedFile
 
-__all__ = ["spdx"]
+__all__ = ["listing", "spdx"]
 
 _UNKNOWN = "NOASSERTION"
 _IMAGE = "SPDXRef-image"
+_WORDS = {"CONTAINS": "inside", "GENERATED_FROM": "built from", "BUILD_TOOL_OF": "needed by a build"}
 
 
 def spdx(
@@ -48,6 +49,18 @@ def spdx(
         "packages": packages,
         "relationships": relations,
     }
+
+
+def listing(document: Mapping[str, Any]) -> str:
+    """The document of :func:`spdx` as lines: package, version, and what the image has to do with it."""
+    packages = {package["SPDXID"]: package for package in document["packages"]}
+    rows = []
+    for relation in document["relationships"]:
+        other = {relation["spdxElementId"], relation["relatedSpdxElement"]} - {_IMAGE}
+        package = packages[other.pop()]
+        rows.append((package["name"], package["versionInfo"], _WORDS[relation["relationshipType"]]))
+    wide = max((len(name) for name, _, _ in rows), default=0), max((len(version) for _, version, _ in rows), default=0)
+    return "\n".join(f"{name:<{wide[0]}}  {version:<{wide[1]}}  {how}" for name, version, how in rows)
 
 
 def _image(ref: str, digest: str) -> dict[str, Any]:

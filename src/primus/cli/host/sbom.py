@@ -1,4 +1,6 @@
-"""Print what a built image is made of, as SPDX 2.3: every file of its lock with its checksum and package URL."""
+"""Print what a built image is made of: every file of its lock. --json is the SPDX 2.3 document, with checksums and
+package URLs, that `primus publish` lays beside the image.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import argparse
 from primus.cli.host.common import add_project_options, add_target, open_project
 from primus.errors import InputError
 
-EXAMPLE = "primus sbom cpu > cpu.spdx.json"
+EXAMPLE = "primus sbom cpu --json > cpu.spdx.json"
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -15,21 +17,23 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus sbom``."""
     add_target(parser)
-    add_project_options(parser, json=False)
+    add_project_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the document; it is the one that `primus publish` lays beside the image."""
+    """Print the list or the document."""
     import json
 
     from primus.images.build import compose
     from primus.images.plan import plan_image
     from primus.release.publish import bill
+    from primus.release.sbom import listing
 
     project = open_project(args)
     name = args.target
     image = compose(project.store, plan_image(project, name, project.lock(name)))
     if image is None:
         raise InputError(f"{project.ref(name)} is not built as versions.yaml has it now", hint=f"primus build {name}")
-    print(json.dumps(bill(project, image), indent=1))
+    document = bill(project, image)
+    print(json.dumps(document, indent=1) if args.json else listing(document))
     return 0

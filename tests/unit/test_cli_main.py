@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from primus import __version__
-from primus.cli import main as module
-from primus.cli.main import VERBS, main
+from primus.cli.host import VERBS
+from primus.cli.main import main, verbs
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
 
 ROOT = Path(__file__).parents[2]
-HERE = [verb for verb, (name, _) in VERBS.items() if find_spec(f"primus.cli.{name}")]
+HERE = [verb for verb, (name, _) in verbs().items() if find_spec(f"primus.cli.{name}")]
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def raiser(error: BaseException) -> object:
 def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert all(f"  {verb} " in out for verb in VERBS)
+    assert all(f"  {verb} " in out for verb in verbs())
 
 
 def test_no_verb_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +67,7 @@ def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> N
 def test_inside_the_image_host_verbs_do_not_exist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "_host_side", lambda: False)
+    monkeypatch.setitem(sys.modules, "primus.cli.host", None)
     assert main(["build"]) == 2
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
@@ -128,6 +128,7 @@ def test_usage_imports_nothing_heavy() -> None:
     assert not loaded & {"yaml", "docker", "requests", "rich", "jsonschema", "zstandard", "torch", "nox"}
     assert not {name for name in done.stderr.split() if name.startswith("primus.")} - {
         "primus.cli",
+        "primus.cli.host",
         "primus.cli.main",
         "primus.errors",
     }

@@ -9,25 +9,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["main", "verbs"]
 
 # verb → (module, one line). Modules are imported only when their verb is asked for: start-up is a feature.
-VERBS = {
-    "plan": ("host.plan", "show what a build would do, layer by layer"),
-    "build": ("host.build", "build images; the last line is the manifest digest"),
-    "explain": ("host.explain", "name the input that changed since the last build, old → new"),
-    "lock": ("host.lock", "resolve versions.yaml into exact files"),
-    "run": ("host.run", "run a command inside an image"),
-    "load": ("host.load", "put an image into a Docker engine"),
-    "validate": ("host.validate", "train inside the image and judge the outcome"),
-    "check": ("host.check", "examine what a built image holds: GPU code, versions, secrets, size"),
-    "verify": ("host.verify", "rebuild into an empty store, compare, and check"),
-    "publish": ("host.publish", "push images with their evidence to a registry"),
-    "sbom": ("host.sbom", "print what an image is made of, as SPDX"),
-    "why-size": ("host.why_size", "show which layers and folders make an image large"),
-    "releases": ("host.releases", "list published images, or show all that is known of one"),
-    "diff": ("host.diff", "compare two releases: components, sizes, GPUs"),
-    "docs": ("host.docs", "write every generated file again, or check them"),
+IMAGE_VERBS = {
     "list": ("image.list_recipes", "list the recipes: model, backend, mode, precisions, GPUs"),
     "show": ("image.show_recipe", "show a resolved recipe: every value, its origin, its reason"),
     "train": ("image.train", "run a recipe on this machine"),
@@ -38,15 +23,20 @@ VERBS = {
 }
 
 
-def _host_side() -> bool:
-    # Not importlib.util.find_spec: importing it costs a no-op build 2 ms.
-    return os.path.isdir(os.path.join(os.path.dirname(__file__), "host"))  # noqa: PTH112, PTH118, PTH120
+def verbs() -> dict[str, tuple[str, str]]:
+    """verb → (module, one line) of all verbs that are here."""
+    # The host's verbs are not in the image, whose bytes shall not change with them.
+    try:
+        from primus.cli.host import VERBS
+    except ModuleNotFoundError:
+        return IMAGE_VERBS
+    return {**VERBS, **IMAGE_VERBS}
 
 
 def _usage() -> str:
-    width = max(map(len, VERBS))
-    shown = {v: t for v, t in VERBS.items() if _host_side() or t[0].startswith("image.")}
-    lines = [f"  {verb:<{width}}  {line}" for verb, (_, line) in shown.items()]
+    here = verbs()
+    width = max(map(len, here))
+    lines = [f"  {verb:<{width}}  {line}" for verb, (_, line) in here.items()]
     return "\n".join(
         ["usage: primus VERB [options]", "", *lines, "", "primus VERB --help shows options and an example."]
     )
@@ -66,18 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     verb = args[0]
-    if verb == "build" and _host_side():
+    here = verbs()
+    if verb == "build" and verb in here:
         from primus.images.unchanged import nothing_to_do
 
         if nothing_to_do(args[1:]):
             return 0
-    if verb not in VERBS or (VERBS[verb][0].startswith("host.") and not _host_side()):
+    if verb not in here:
         from primus.errors import nearest
 
-        print(f"primus: no verb {verb!r}" + nearest(verb, VERBS), file=sys.stderr)
+        print(f"primus: no verb {verb!r}" + nearest(verb, here), file=sys.stderr)
         print("  → primus --help lists the verbs", file=sys.stderr)
         return 2
-    return _run(verb, args[1:])
+    return _run(verb, here[verb][0], args[1:])
 
 
 def _complete() -> None:
@@ -88,19 +79,19 @@ def _complete() -> None:
     import argcomplete
 
     parser = argparse.ArgumentParser(prog="primus")
-    verbs = parser.add_subparsers()
-    for verb, (module, line) in VERBS.items():
-        importlib.import_module(f"primus.cli.{module}").add_arguments(verbs.add_parser(verb, help=line))
+    parsers = parser.add_subparsers()
+    for verb, (module, line) in verbs().items():
+        importlib.import_module(f"primus.cli.{module}").add_arguments(parsers.add_parser(verb, help=line))
     argcomplete.autocomplete(parser)
 
 
-def _run(verb: str, words: Sequence[str]) -> int:
+def _run(verb: str, name: str, words: Sequence[str]) -> int:
     import argparse
     import importlib
 
     from primus.errors import PrimusError
 
-    module = importlib.import_module(f"primus.cli.{VERBS[verb][0]}")
+    module = importlib.import_module(f"primus.cli.{name}")
     parser = argparse.ArgumentParser(
         prog=f"primus {verb}",
         description=module.__doc__,

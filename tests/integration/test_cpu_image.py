@@ -217,8 +217,10 @@ def test_its_signature_is_one_that_cosign_knows(
         wrong = kit.primus(*words, *evidence, "--key", str(tmp_path / "nothing.key"))
         assert (wrong.code, "cosign does not sign" in wrong.err) == (3, True)
         assert Repository(name).digest("v26.11-cpu") is None
-        done = kit.primus(*words, *evidence, "--key", str(tmp_path / "cosign.key"))
-        assert done.code == 0, done.err
+        assert kit.primus(*words, *evidence).code == 0
+        for _ in range(2):
+            done = kit.primus(*words, *evidence, "--key", str(tmp_path / "cosign.key"))
+            assert done.code == 0, done.err
         verify = ["cosign", "verify", "--insecure-ignore-tlog", "--key", "cosign.pub", f"{name}:v26.11-cpu"]
         seen = subprocess.run(verify, cwd=tmp_path, capture_output=True, text=True, check=True)
         (signed,) = json.loads(seen.stdout)

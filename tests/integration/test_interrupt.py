@@ -56,7 +56,10 @@ def test_killed_at_any_moment(kit: Kit, how: signal.Signals) -> None:
     whole = time.monotonic() - begin
     moments = random.Random(how)
     ended_early = 0
-    for _ in range(8):
+    for number in range(24):
+        if number >= 8 and ended_early >= 3:
+            break
+        begin = time.monotonic()
         process = start(kit)
         time.sleep(moments.uniform(0.1, 0.8) * whole)
         process.send_signal(how)
@@ -64,6 +67,8 @@ def test_killed_at_any_moment(kit: Kit, how: signal.Signals) -> None:
         assert "Traceback" not in err
         if process.returncode == 0:
             assert out.splitlines()[-1] == want
+            # The first build may have had to share the processor with another test.
+            whole = min(whole, time.monotonic() - begin)
         else:
             ended_early += 1
         if (kit.root / ".primus/store/index.json").exists():
@@ -118,8 +123,10 @@ def test_a_builder_that_ends_leaves_no_mmdebstrap_behind(
     if how == signal.SIGINT:
         assert process.returncode == 130
         assert "what was finished is kept" in err
-    else:
-        time.sleep(1)  # nobody waits for what the kernel ends then
+    # After SIGKILL nobody waits for what the kernel ends then.
+    limit = time.monotonic() + 20
+    while sleeping() and time.monotonic() < limit:
+        time.sleep(0.05)
     assert not sleeping()
 
 

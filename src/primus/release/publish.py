@@ -152,7 +152,8 @@ def publish(
         {"type": document.media_type, "name": document.name, "digest": there.attach(document, ready.subject)}
         for document in ready.documents
     ]
-    if key and before != digest:
+    # cosign keeps signatures under this tag; another one of the same key would only make the list longer.
+    if key and there.digest(f"{digest.replace(':', '-')}.sig") is None:
         sign(f"{repository}@{digest}", key)
     if before != digest:
         there.tag(ready.tag, ready.image.manifest)
@@ -218,7 +219,8 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 def _validation(record: dict[str, Any]) -> Document:
     recipe = record["recipe"]
-    name = "-".join(filter(None, map(recipe.get, ("name", "backend", "mode", "precision"))))
+    words = [*map(recipe.get, ("name", "backend", "mode", "precision")), f"{len(record['jobs'])}-runs"]
+    name = "-".join(filter(None, words))
     data = json.dumps(record, indent=1, ensure_ascii=False, sort_keys=True).encode()
     return Document(media_type=VALIDATION, name=f"validation-{name}.json", data=data)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -114,4 +115,5 @@ def _reason(text: str) -> str:
         "x509": "its certificate is not trusted",
         "HTTP response to HTTPS client": "it speaks no TLS",
     }
-    return next((words for mark, words in known.items() if mark in text), "skopeo failed")
+    last = (re.findall(r'msg="(.*)"', text) or ["skopeo failed"])[-1].replace('\\"', '"')
+    return next((words for mark, words in known.items() if mark in text), last[:300])

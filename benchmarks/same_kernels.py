@@ -1,8 +1,8 @@
 """Whether two folders of kernels compiled ahead of time hold the same machine code for one NVIDIA architecture.
 
-``python -m benchmarks.same_kernels ONE OTHER ARCH``: folders as `primus turbo compile --out` writes them. Keys and debug
-lines may differ, since they name the Triton that compiled and the folder of the sources; instructions, constants and
-shared memory may not. Exit code 1 when they do.
+``python -m benchmarks.same_kernels ONE OTHER ARCH``: folders as `primus turbo compile --out` writes them. Keys and
+debug lines may differ, since they name the Triton that compiled and the folder of the sources; instructions, constants
+and shared memory may not. Exit code 1 when they do.
 """
 
 from __future__ import annotations

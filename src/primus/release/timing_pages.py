@@ -37,7 +37,8 @@ def assembly_page(result: Mapping[str, Any]) -> str:
             *_head(result, f"{result['target']}-assembly", f"Assembly of {result['target']} against `docker build`"),
             f"- Both start with every file on disk, the base imported and the {result['sizes']['wheels']} wheels "
             f"({sizes['wheel_bytes']:.2f} GB) there, one built from source among them if the image has one. Both lay "
-            "out the same wheels and compile their bytecode, ours but for tests that libraries bring; neither compiles kernels. `docker build` "
+            "out the same wheels and compile their bytecode, ours but for tests that libraries bring; "
+            "neither compiles kernels. `docker build` "
             "sees the wheels through a bind mount and "
             "runs one `pip install --no-index --no-deps`",
             f"- Ours leaves {result['sizes']['layers']} compressed layers, {sizes['compressed_bytes']:.2f} GB "

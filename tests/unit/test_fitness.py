@@ -94,6 +94,7 @@ def test_a_preview_may_lack_what_makes_it_one(changes: dict[str, Any]) -> None:
         {"records": (record(**DIVERGED),)},
         {"records": (record(verdicts=[]),)},
         {"records": (record(jobs=NOT_RUN),)},
+        {"recipes": ("one", "two"), "records": (record(), record(recipe={"name": "two"}, jobs=NOT_RUN))},
         {"recipes": ()},
     ],
 )

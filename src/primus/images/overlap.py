@@ -15,28 +15,41 @@ def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
     A folder may stand in several layers if kind, mode and owner agree. A file may stand in one only, and no layer
     may put a path below another layer's symbolic link: unpacking would replace the link (``/lib`` on a merged /usr).
     """
-    owner: dict[str, tuple[str, str]] = {}
-    links: dict[str, str] = {}
+    seen: list[tuple[str, Mapping[str, str]]] = []
+    merged: dict[str, str] = {}
+    links: set[str] = set()
     found: list[str] = []
+
+    def owner(path: str) -> str:
+        return next(name for name, paths in seen if path in paths)
+
     for name, paths in layers:
-        for path, meta in paths.items():
-            if path not in owner:
-                owner[path] = (name, meta)
-                if meta.startswith("symlink "):
-                    links[path] = name
-                continue
-            other, known = owner[path]
+        first = {path: merged[path] for path in sorted(merged.keys() & paths.keys())}
+        for path, known in first.items():
+            meta = paths[path]
             if not (meta == known and meta.startswith("dir ")):
-                found.append(f"/{path} is in both {other} ({known}) and {name} ({meta})")
-    if links:
-        for path, (name, _) in owner.items():
-            parent = path.rpartition("/")[0]
-            while parent:
-                if parent in links:
-                    found.append(f"/{path} of {name} lies below the symbolic link /{parent} of {links[parent]}")
-                    break
-                parent = parent.rpartition("/")[0]
+                found.append(f"/{path} is in both {owner(path)} ({known}) and {name} ({meta})")
+        links.update(path for path, meta in paths.items() if meta.startswith("symlink ") and path not in first)
+        merged.update(paths)
+        merged.update(first)
+        seen.append((name, paths))
+    # Folders are few against files, so each is climbed from once.
+    bad = {folder: link for folder in {path.rpartition("/")[0] for path in merged} if (link := _link_at(folder, links))}
+    if bad:
+        below = ((path, bad.get(path.rpartition("/")[0])) for path in merged)
+        found += [
+            f"/{path} of {owner(path)} lies below the symbolic link /{link} of {owner(link)}"
+            for path, link in below
+            if link
+        ]
     return found
+
+
+def _link_at(folder: str, links: set[str]) -> str:
+    """The nearest of ``links`` at the folder or above it; empty when there is none."""
+    while folder and folder not in links:
+        folder = folder.rpartition("/")[0]
+    return folder
 
 
 def check_overlap(layers: Iterable[tuple[str, Mapping[str, str]]]) -> None:

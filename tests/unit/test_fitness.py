@@ -26,7 +26,6 @@ def record(**changes: Any) -> dict[str, Any]:
 
 
 GOOD = Evidence(
-    ref="v26.11-cpu",
     content="sha256:a",
     preview="",
     gpu=None,

@@ -15,9 +15,11 @@ from primus.images.store import MANIFEST_TYPE
 from primus.release.distribution import Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from requests import Response
 
-__all__ = ["Document", "Repository", "artifact", "listed"]
+__all__ = ["Document", "Repository", "artifact", "digest_tag", "listed"]
 
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
@@ -91,25 +93,32 @@ class Repository:
         """Let ``tag`` name the manifest, whose blobs are there."""
         self._put(tag, manifest, MANIFEST_TYPE)
 
-    def attach(self, document: Document, subject: dict[str, Any]) -> str:
-        """Lay ``document`` beside the image ``subject``; the artifact's digest. Nothing is sent when it is there."""
-        manifest = artifact(document, subject)
-        digest = canonical.digest_of(manifest)
-        if any(one["digest"] == digest for one in self.referrers(str(subject["digest"]))):
-            return digest
-        self._blob(_EMPTY)
-        self._blob(document.data)
-        if "OCI-Subject" not in self._put(digest, manifest, MANIFEST_TYPE).headers:
+    def attach(self, documents: Sequence[Document], subject: dict[str, Any]) -> list[str]:
+        """Lay ``documents`` beside the image ``subject``; the artifacts' digests. What is there is not sent again."""
+        about = str(subject["digest"])
+        there = {one["digest"] for one in self.referrers(about)}
+        made = [(document, artifact(document, subject)) for document in documents]
+        unlisted = []
+        for document, manifest in made:
+            digest = canonical.digest_of(manifest)
+            if digest not in there:
+                self._blob(_EMPTY)
+                self._blob(document.data)
+                if "OCI-Subject" not in self._put(digest, manifest, MANIFEST_TYPE).headers:
+                    unlisted.append(manifest)
+        if unlisted:
             # This registry keeps no list of referrers, so the one who pushes does.
-            tag = _list_tag(str(subject["digest"]))
-            self._put(tag, canonical.dumps(listed(self._index(f"manifests/{tag}"), manifest)), INDEX_TYPE)
-        return digest
+            index = self._index(f"manifests/{digest_tag(about)}")
+            for manifest in unlisted:
+                index = listed(index, manifest)
+            self._put(digest_tag(about), canonical.dumps(index), INDEX_TYPE)
+        return [canonical.digest_of(manifest) for _, manifest in made]
 
     def referrers(self, digest: str) -> list[dict[str, Any]]:
         """Descriptors of the artifacts that speak of the image ``digest``."""
         index = self._index(f"referrers/{digest}")
         if index is None:
-            index = self._index(f"manifests/{_list_tag(digest)}")
+            index = self._index(f"manifests/{digest_tag(digest)}")
         return list((index or {}).get("manifests", ()))
 
     def _index(self, path: str) -> dict[str, Any] | None:
@@ -134,5 +143,6 @@ class Repository:
         return self._registry.ask("PUT", f"manifests/{reference}", data=data, headers={"Content-Type": media_type})
 
 
-def _list_tag(digest: str) -> str:
+def digest_tag(digest: str) -> str:
+    """The tag under which what belongs to the image ``digest`` is kept, where only tags can say so."""
     return digest.replace(":", "-")

@@ -23,7 +23,6 @@ class Evidence:
     validations, of whatever image. ``commit`` is the repository's; ``edited`` are files that differ from it.
     """
 
-    ref: str
     content: str
     preview: str
     gpu: str | None

@@ -13,16 +13,18 @@ from primus.errors import CheckFailed, HostError, InputError
 from primus.images import canonical
 from primus.images.store import MANIFEST_TYPE
 from primus.release import fitness, provenance, sbom
-from primus.release.attach import Document, Repository
+from primus.release.attach import Document, Repository, digest_tag
 from primus.release.distribution import plain_http
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from primus.gates.check import Outcome
     from primus.images.build import Composed
     from primus.images.project import Project
     from primus.progress import Progress
 
-__all__ = ["Ready", "bill", "prepare", "publish", "sign"]
+__all__ = ["Ready", "bill", "checkout", "prepare", "publish", "sign"]
 
 VALIDATION = "application/vnd.primus.validation.v1+json"
 GATES = "application/vnd.primus.gates.v1+json"
@@ -57,12 +59,11 @@ def prepare(project: Project, name: str, *, records: Path, preview: bool, progre
     image = examine(project, name, progress)
     outcome = judge(project, image)
     found = _records(records / name)
-    commit, edited = _repository(project.root)
+    commit, edited = checkout(project.root)
     choice, ref = project.choice(name), project.ref(name)
     content = canonical.digest_of(image.image.config)
     gpu = project.gpu(name)
     evidence = fitness.Evidence(
-        ref=ref,
         content=content,
         preview=choice.preview or "",
         gpu=gpu.name if gpu else None,
@@ -76,13 +77,15 @@ def prepare(project: Project, name: str, *, records: Path, preview: bool, progre
     return Ready(
         image=image.image,
         tag=ref if choice.suffix or not preview else f"{ref}-preview",
-        documents=(*documents(project, image.image, outcome, commit), *map(_validation, mine)),
+        documents=(*documents(project, image.image, outcome, commit, edited), *map(_validation, mine)),
         objections=fitness.objections(evidence, preview=preview),
     )
 
 
-def documents(project: Project, image: Composed, outcome: Outcome, commit: str | None) -> tuple[Document, ...]:
-    """What the image is made of, how it came about, and what its gates say."""
+def documents(
+    project: Project, image: Composed, outcome: Outcome, commit: str | None, edited: Sequence[str]
+) -> tuple[Document, ...]:
+    """What the image is made of, how it came about, and what its gates say. ``edited`` files are not of ``commit``."""
     name = image.plan.target
     lock, choice, ref = project.lock(name), project.choice(name), image.plan.ref
     made = [
@@ -98,7 +101,7 @@ def documents(project: Project, image: Composed, outcome: Outcome, commit: str |
                     release=project.versions.release,
                     target=name,
                     channel=choice.channel,
-                    commit=commit,
+                    commit=None if edited else commit,
                     layers={action.name: action.key for action in image.plan.layers},
                 )
             ),
@@ -107,15 +110,16 @@ def documents(project: Project, image: Composed, outcome: Outcome, commit: str |
     if lock:
         made += [
             Document(media_type=LOCK, name="lock.json", data=project.lock_path(name).read_bytes()),
-            Document(media_type=SPDX, name="sbom.spdx.json", data=canonical.dumps(bill(project, image))),
+            Document(
+                media_type=SPDX, name="sbom.spdx.json", data=canonical.dumps(bill(project, image, commit, edited))
+            ),
         ]
     return tuple(made)
 
 
-def bill(project: Project, image: Composed) -> dict[str, Any]:
+def bill(project: Project, image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str, Any]:
     """The image's SPDX document. Raises InputError when its target has no lock."""
     name = image.plan.target
-    commit, edited = _repository(project.root)
     taken = (commit or "unknown") + ("+edited" if edited else "")
     local = {component: taken for component, pin in project.pins(name).items() if pin.path}
     lock = project.lock(name)
@@ -148,12 +152,10 @@ def publish(
     missing = [blob for blob in blobs if not there.has_blob(blob)]
     if missing or there.digest(digest) is None:
         _push(project, ready, repository, missing, progress)
-    attached = [
-        {"type": document.media_type, "name": document.name, "digest": there.attach(document, ready.subject)}
-        for document in ready.documents
-    ]
+    laid = zip(ready.documents, there.attach(ready.documents, ready.subject), strict=True)
+    attached = [{"type": one.media_type, "name": one.name, "digest": where} for one, where in laid]
     # cosign keeps signatures under this tag; another one of the same key would only make the list longer.
-    if key and there.digest(f"{digest.replace(':', '-')}.sig") is None:
+    if key and there.digest(f"{digest_tag(digest)}.sig") is None:
         sign(f"{repository}@{digest}", key)
     if before != digest:
         there.tag(ready.tag, ready.image.manifest)
@@ -225,7 +227,7 @@ def _validation(record: dict[str, Any]) -> Document:
     return Document(media_type=VALIDATION, name=f"validation-{name}.json", data=data)
 
 
-def _repository(root: Path) -> tuple[str | None, list[str]]:
+def checkout(root: Path) -> tuple[str | None, list[str]]:
     """The commit checked out at ``root``, None where there is none, and the files that differ from it."""
     try:
         commit = _git(root, "rev-parse", "--verify", "HEAD").strip()

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
     from primus.images.build import compose
     from primus.images.plan import plan_image
-    from primus.release.publish import bill
+    from primus.release.publish import bill, checkout
     from primus.release.sbom import listing
 
     project = open_project(args)
@@ -34,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
     image = compose(project.store, plan_image(project, name, project.lock(name)))
     if image is None:
         raise InputError(f"{project.ref(name)} is not built as versions.yaml has it now", hint=f"primus build {name}")
-    document = bill(project, image)
+    document = bill(project, image, *checkout(project.root))
     print(json.dumps(document, indent=1) if args.json else listing(document))
     return 0

@@ -8,25 +8,27 @@ unknown key, a missing one or a value of another type is an :class:`~primus.erro
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar, Union
+from typing import Any, TypeVar, Union, cast
 
 from primus.errors import InputError, did_you_mean
-from primus.yamlfile import Document, Key, Plain
+from primus.yamlfile import Document, Key, Plain, scalar
 
 __all__ = ["build", "described", "json_schema"]
 
 T = TypeVar("T")
 
-_SCALARS: dict[type, tuple[str, str, Callable[[str], object]]] = {
-    str: (r"(?s).*", "text", str),
-    int: (r"[+-]?[0-9][0-9_]*", "a whole number", int),
-    float: (r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?", "a number", float),
-    bool: (r"true|false", "true or false", lambda text: text == "true"),
+# What each type is called, and the scalars of YAML that it takes; bool is no number here.
+_SCALARS: dict[type, tuple[str, Callable[[object], bool]]] = {
+    str: ("text", lambda _: True),
+    int: ("a whole number", lambda value: type(value) is int),
+    float: ("a number", lambda value: type(value) in (int, float) and math.isfinite(cast(float, value))),
+    bool: ("true or false", lambda value: type(value) is bool),
 }
 
 
@@ -38,7 +40,7 @@ def described(doc: str, *, pattern: str | None = None, shape: str | None = None,
 
 def build(cls: type[T], document: Document, data: Plain | None = None, key: Key = ()) -> T:
     """An instance of ``cls`` from the document (or from ``data`` at ``key`` in it); strict, see the module."""
-    return typing.cast(T, _value(cls, document.data if not key else data, document, key, {}))
+    return cast(T, _value(cls, document.data if not key else data, document, key, {}))
 
 
 @cache
@@ -54,7 +56,7 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping
         (inner,) = (a for a in args if a is not type(None))
         return _value(inner, data, doc, key, meta)
     if dataclasses.is_dataclass(hint):
-        return _dataclass(typing.cast(type, hint), data, doc, key)
+        return _dataclass(cast(type, hint), data, doc, key)
     if origin is tuple:
         if not isinstance(data, list):
             raise _wrong("a list", data, doc, key)
@@ -67,12 +69,16 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping
         if data not in args:
             raise _wrong("one of " + ", ".join(map(str, args)), data, doc, key, near=[str(a) for a in args])
         return data
-    pattern, shape, convert = _SCALARS[hint]
-    if not isinstance(data, str) or not re.fullmatch(pattern, data):
+    shape, fits = _SCALARS[hint]
+    try:
+        meaning = data if hint is str or not isinstance(data, str) else scalar(data)
+    except ValueError as error:
+        raise InputError(str(error), where=doc.where(key)) from None
+    if not isinstance(data, str) or not fits(meaning):
         raise _wrong(shape, data, doc, key)
     if meta.get("pattern") and not re.fullmatch(meta["pattern"], data):
         raise _wrong(meta.get("shape") or f"text like {meta['pattern']}", data, doc, key)
-    return convert(data)
+    return hint(meaning)
 
 
 def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
@@ -138,7 +144,7 @@ def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> 
         (inner,) = (a for a in args if a is not type(None))
         return _or_null(_schema(inner, defs, meta))
     if dataclasses.is_dataclass(hint):
-        cls = typing.cast(type, hint)
+        cls = cast(type, hint)
         if cls.__name__ not in defs:
             defs[cls.__name__] = {}
             hints, required, properties = _hints(cls), [], {}

@@ -1,25 +1,50 @@
-"""Read a YAML file into plain data that still knows where each value stands.
+"""Read YAML into plain data that keeps the place of each value. This is the only module that parses YAML.
 
-YAML 1.1 reads ``yes``, ``3.10`` and ``2026-11-20`` as something other than what was typed; here every plain
-scalar stays text, and the schema (:mod:`primus.schema`) decides what it means. Duplicate keys and anchors that
-merge are refused: a file of pins must say each thing once, where it is read.
+Plain scalars follow the core schema of YAML 1.2: ``1e-6`` is a number, ``yes`` and ``2026-11-20`` are text, ``010`` is
+ten. :func:`read` leaves scalars as text for the strict schemas of :mod:`primus.schema`, so that a version such as
+``3.10`` keeps its zero; :func:`read_values` types them. Duplicate keys, tags and merge keys are errors. The size, the
+depth and the number of values of a file are limited, so a hostile file ends in a message and not in a crash.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 from primus.errors import InputError
 
-if TYPE_CHECKING:
-    import yaml
+__all__ = ["Document", "Key", "Plain", "Scalar", "Tree", "Values", "parse", "parse_values", "read", "read_values"]
+__all__ += ["scalar", "spell", "value"]
 
-__all__ = ["Document", "Key", "Plain", "parse", "read"]
-
+Scalar: TypeAlias = str | int | float | bool | None
 Plain: TypeAlias = "str | list[Plain] | dict[str, Plain] | None"
+Tree: TypeAlias = "Scalar | list[Tree] | dict[str, Tree]"
 Key: TypeAlias = "tuple[str | int, ...]"
+
+_MOST_CHARACTERS = 2_000_000
+# A few aliases of aliases can stand for more values than any memory holds.
+_MOST_VALUES = 20_000
+_DEEPEST = 64
+# Longer ones fit no field, and Python refuses to convert some of them.
+_MOST_DIGITS = 64
+
+_NULL = frozenset(("", "~", "null", "Null", "NULL"))
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_NUMBER = re.compile(
+    r"(?P<int>[-+]?[0-9]+)|0o(?P<oct>[0-7]+)|0x(?P<hex>[0-9a-fA-F]+)"
+    r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
+    r"|(?P<inf>[-+]?\.(?:inf|Inf|INF))|(?P<nan>\.(?:nan|NaN|NAN))"
+)
+_UNREADABLE = re.compile(r"[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# Text that is one plain scalar whatever stands around it.
+_ONE_WORD = re.compile(r"[+-]?\w[\w./+-]*|[+-]?\.\w+")
+# Text that needs no quotes, unless it reads as a number or another special value.
+_PLAIN = re.compile(r"[\w/](?:[\w/.+:-]*[\w/])?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,67 +56,265 @@ class Document:
     places: dict[Key, tuple[int, int]] = field(repr=False)
 
     def where(self, key: Key = ()) -> str:
-        """``file:line:col`` of the value at ``key``, or of its nearest parent that the file has."""
-        while key and key not in self.places:
-            key = key[:-1]
-        line, column = self.places.get(key, (1, 1))
-        return f"{self.name}:{line}:{column}"
+        """``file:line:col`` of the key ``key``, or of its nearest parent in the file."""
+        return _nearest(self.name, self.places, key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values:
+    """The file's data with typed scalars; ``places`` are of keys, ``origins`` of values."""
+
+    name: str
+    data: Tree
+    places: dict[Key, tuple[int, int]] = field(repr=False)
+    origins: dict[Key, tuple[int, int]] = field(repr=False)
+
+    def where(self, key: Key = ()) -> str:
+        """``file:line:col`` of the key ``key``, or of its nearest parent in the file."""
+        return _nearest(self.name, self.places, key)
+
+    def origin(self, key: Key = ()) -> str:
+        """``file:line:col`` of the value at ``key``, or of its nearest parent in the file."""
+        return _nearest(self.name, self.origins, key)
+
+
+def _nearest(name: str, places: dict[Key, tuple[int, int]], key: Key) -> str:
+    while key and key not in places:
+        key = key[:-1]
+    line, column = places.get(key, (1, 1))
+    return f"{name}:{line}:{column}"
 
 
 def read(path: Path, name: str | None = None) -> Document:
-    """Read ``path``; ``name`` is how messages call it. Raises InputError when it is missing or not YAML."""
-    shown = name or str(path)
+    """Read ``path`` with scalars left as text; ``name`` is its name in messages. Raises InputError with the place."""
+    return parse(_text(path, name or str(path)), name or str(path))
+
+
+def read_values(path: Path, name: str | None = None) -> Values:
+    """Read ``path`` with typed scalars; ``name`` is its name in messages. Raises InputError with the place."""
+    return parse_values(_text(path, name or str(path)), name or str(path))
+
+
+def _text(path: Path, shown: str) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError("there is no such file", where=shown) from None
     except IsADirectoryError:
         raise InputError("this is a directory, not a file", where=shown) from None
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8 text (byte {error.start})", where=shown) from None
-    return parse(text, shown)
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=shown) from None
 
 
 def parse(text: str, name: str) -> Document:
-    """Parse ``text``; raises InputError with the place of the first mistake."""
-    import yaml
+    """Parse ``text`` with scalars left as text; raises InputError with the place of the first mistake."""
+    found = _Builder(name, typed=False)
+    data: Any = found.build(text)
+    return Document(name=name, data=data, places=found.places)
 
-    places: dict[Key, tuple[int, int]] = {}
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+def parse_values(text: str, name: str) -> Values:
+    """Parse ``text`` with typed scalars; raises InputError with the place of the first mistake."""
+    found = _Builder(name, typed=True)
+    data: Any = found.build(text)
+    return Values(name=name, data=data, places=found.places, origins=found.origins)
+
+
+def value(text: str, where: str) -> Scalar | list[Scalar]:
+    """The scalar, or list of scalars, that ``text`` of a command line means. InputError for anything else."""
+    if _ONE_WORD.fullmatch(text):
+        try:
+            return scalar(text)
+        except ValueError as error:
+            raise InputError(str(error), where=where) from None
+    shown = _printable(text if len(text) <= 60 else f"{text[:60]}…")
     try:
-        node = yaml.compose(text, Loader=loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
-        raise InputError(f"not YAML: {error.problem or error.context}", where=where) from None
-    except yaml.YAMLError as error:
-        raise InputError(f"not YAML: {str(error).splitlines()[0]}", where=name) from None
-    try:
-        data = _plain(node, (), places, name) if node is not None else None
-    except RecursionError:
-        raise InputError("nested too deeply, or an anchor that holds itself", where=name) from None
-    return Document(name=name, data=data, places=places)
+        found = parse_values(text, "value").data
+    except InputError as error:
+        reason = error.message.removeprefix("this is not YAML: ")
+        raise InputError(f"{shown!r} is not a plain value: {reason}", where=_printable(where)) from None
+    if isinstance(found, list):
+        items = [item for item in found if not isinstance(item, list | dict)]
+        if len(items) == len(found):
+            return items
+    elif not isinstance(found, dict):
+        return found
+    raise InputError(f"{shown!r} is not a plain value", where=where, hint="give a scalar or a list of scalars")
 
 
-def _plain(node: yaml.Node, key: Key, places: dict[Key, tuple[int, int]], name: str) -> Plain:
-    import yaml
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
 
-    places.setdefault(key, (node.start_mark.line + 1, node.start_mark.column + 1))
-    if isinstance(node, yaml.ScalarNode):
-        # A plain scalar's style is None to the parser written in Python and "" to the one in C.
-        if not node.style and node.value in ("", "~", "null"):
-            return None
-        return str(node.value)
-    if isinstance(node, yaml.SequenceNode):
-        return [_plain(child, (*key, index), places, name) for index, child in enumerate(node.value)]
-    result: dict[str, Plain] = {}
-    for key_node, value_node in node.value:
-        where = f"{name}:{key_node.start_mark.line + 1}:{key_node.start_mark.column + 1}"
-        if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
-            raise InputError("a key must be plain text", where=where)
-        word = str(key_node.value)
-        if word in result:
-            raise InputError(f"{word!r} stands here twice", where=where, hint="keep one of the two")
-        places[(*key, word)] = (key_node.start_mark.line + 1, key_node.start_mark.column + 1)
-        result[word] = _plain(value_node, (*key, word), places, name)
-    return result
+
+def scalar(text: str) -> Scalar:
+    """What the plain scalar ``text`` means in YAML 1.2's core schema. ValueError for a number of too many digits."""
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    found = _NUMBER.fullmatch(text)
+    if found is None:
+        return text
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} characters is too long")
+    match found.lastgroup:
+        case "int":
+            return int(text)
+        case "oct":
+            return int(found["oct"], 8)
+        case "hex":
+            return int(found["hex"], 16)
+        case "float":
+            return float(text)
+        case "inf":
+            return float("-inf" if text.startswith("-") else "inf")
+        case _:
+            return float("nan")
+
+
+def spell(given: Scalar | list[Scalar]) -> str:
+    """``given`` as YAML that this module reads back as the same value."""
+    if isinstance(given, list):
+        return f"[{', '.join(spell(item) for item in given)}]"
+    if given is None or isinstance(given, bool):
+        return {None: "null", True: "true", False: "false"}[given]
+    if isinstance(given, str):
+        special = given in _NULL or given in _BOOL or _NUMBER.fullmatch(given)
+        if _PLAIN.fullmatch(given) and not special:
+            return given
+        # JSON escapes what it must; YAML folds these line breaks, and refuses DEL.
+        return re.sub("[\x7f\x85\u2028\u2029]", lambda c: f"\\u{ord(c[0]):04x}", json.dumps(given, ensure_ascii=False))
+    if isinstance(given, float) and not math.isfinite(given):
+        return ".nan" if math.isnan(given) else ".inf" if given > 0 else "-.inf"
+    # A point in the mantissa, so that readers of YAML 1.1 see a number, too.
+    return re.sub(r"^(-?\d+)e", r"\1.0e", repr(given))
+
+
+@dataclass(slots=True)
+class _Node:
+    """A scalar's text and whether it is plain, a sequence, or a mapping's keys with their places and values."""
+
+    place: tuple[int, int]
+    scalar: str | None = None
+    plain: bool = False
+    items: list[_Node] | None = None
+    pairs: dict[str, tuple[tuple[int, int], _Node]] = field(default_factory=dict)
+
+
+class _Builder:
+    """Builds one document from the parser's events, which come one by one, so that a limit stops the parser as well."""
+
+    def __init__(self, name: str, *, typed: bool) -> None:
+        self.name, self.typed = name, typed
+        self.places: dict[Key, tuple[int, int]] = {}
+        self.origins: dict[Key, tuple[int, int]] = {}
+        self._anchors: dict[str, _Node | None] = {}  # None: still open
+        self._count = 0
+
+    def build(self, text: str) -> Tree:
+        import yaml
+
+        if len(text) > _MOST_CHARACTERS:
+            raise InputError(f"the text is longer than {_MOST_CHARACTERS:,} characters", where=self.name)
+        if bad := _UNREADABLE.search(text):
+            place = (text.count("\n", 0, bad.start()) + 1, bad.start() - text.rfind("\n", 0, bad.start()))
+            raise self._error(f"this is not YAML: the character U+{ord(bad[0]):04X} is not allowed", place)
+        try:
+            node = self._document(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            where = f"{self.name}:{mark.line + 1}:{mark.column + 1}" if mark else self.name
+            raise InputError(f"this is not YAML: {error.problem or error.context}", where=where) from None
+        except yaml.YAMLError as error:
+            raise InputError(f"this is not YAML: {' '.join(str(error).split())}", where=self.name) from None
+        self._count = 0
+        return self._expand(node, (), 0) if node is not None else None
+
+    def _error(self, message: str, place: tuple[int, int], hint: str | None = None) -> InputError:
+        return InputError(message, where=f"{self.name}:{place[0]}:{place[1]}", hint=hint)
+
+    def _within(self, place: tuple[int, int], depth: int) -> None:
+        self._count += 1
+        if self._count > _MOST_VALUES:
+            raise self._error(f"there are too many values: more than {_MOST_VALUES:,}, aliases included", place)
+        if depth > _DEEPEST:
+            raise self._error(f"nested too deeply: more than {_DEEPEST} levels", place)
+
+    def _document(self, events: Iterator[Any]) -> _Node | None:
+        import yaml
+
+        root = None
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                if root is not None:
+                    raise self._error("this is not YAML: a second document starts here", _mark(event))
+                root = self._node(events, next(events), 0)
+        return root
+
+    def _node(self, events: Iterator[Any], event: Any, depth: int) -> _Node:
+        import yaml
+
+        place = _mark(event)
+        self._within(place, depth)
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self._anchors:
+                raise self._error(f"there is no anchor &{event.anchor} above this alias", place)
+            if (known := self._anchors[event.anchor]) is None:
+                raise self._error(f"the anchor &{event.anchor} contains itself", place)
+            return known
+        if event.tag is not None:
+            raise self._error(f"the tag {event.tag:.40} is not supported", place, "write the plain value")
+        if event.anchor is not None:
+            self._anchors[event.anchor] = None
+        node = _Node(place)
+        if isinstance(event, yaml.ScalarEvent):
+            # A plain scalar's style is None to the parser written in Python and "" to the one in C.
+            node.scalar, node.plain = str(event.value), not event.style
+        elif isinstance(event, yaml.SequenceStartEvent):
+            node.items = []
+            while not isinstance(event_inside := next(events), yaml.SequenceEndEvent):
+                node.items.append(self._node(events, event_inside, depth + 1))
+        else:
+            while not isinstance(event_inside := next(events), yaml.MappingEndEvent):
+                word = self._word(event_inside)
+                if word in node.pairs:
+                    raise self._error(f"duplicate key {word!r}", _mark(event_inside), "keep one of the two")
+                node.pairs[word] = (_mark(event_inside), self._node(events, next(events), depth + 1))
+        if event.anchor is not None:
+            self._anchors[event.anchor] = node
+        return node
+
+    def _word(self, event: Any) -> str:
+        import yaml
+
+        if not isinstance(event, yaml.ScalarEvent) or event.tag is not None or event.value == "<<":
+            raise self._error("a key must be plain text", _mark(event))
+        return str(event.value)
+
+    def _expand(self, node: _Node, key: Key, depth: int) -> Tree:
+        self._within(node.place, depth)
+        self.places.setdefault(key, node.place)
+        if self.typed:
+            self.origins[key] = node.place
+        if node.items is not None:
+            return [self._expand(item, (*key, index), depth + 1) for index, item in enumerate(node.items)]
+        if node.scalar is None:
+            result: dict[str, Tree] = {}
+            for word, (place, inner) in node.pairs.items():
+                self.places[(*key, word)] = place
+                result[word] = self._expand(inner, (*key, word), depth + 1)
+            return result
+        if not node.plain:
+            return node.scalar
+        if not self.typed:
+            return None if node.scalar in _NULL else node.scalar
+        try:
+            return scalar(node.scalar)
+        except ValueError as error:
+            raise self._error(str(error), node.place) from None
+
+
+def _mark(event: Any) -> tuple[int, int]:
+    return event.start_mark.line + 1, event.start_mark.column + 1

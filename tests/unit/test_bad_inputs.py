@@ -18,6 +18,11 @@ INPUTS: list[dict[str, Any]] = yaml.safe_load(
 # Texts that are too long to write down. Each alias of the bomb doubles what the one before holds.
 LONG = {
     "{long}": "a" * 300,
+    "{digits}": "ranks: " + "9" * 5000,
+    "ranks={many digits}": "ranks=" + "9" * 5000,
+    "{brackets}": "[" * 1_000_000,
+    "{keys}": "".join(f"k{n}: 1\n" for n in range(100_000)),
+    "{huge}": "# " + "x" * 3_000_000,
     "{deep}": "name: " + "{a: " * 5000 + "1" + "}" * 5000,
     "{bomb}": "a0: &a0 {k: 1, l: 2}\n" + "".join(f"a{n}: &a{n} {{k: *a{n - 1}, l: *a{n - 1}}}\n" for n in range(1, 40)),
 }

@@ -41,7 +41,7 @@ class Outer:
 
 
 GOOD = (
-    "name: x\nkind: warm\non: true\nitems: [{size: 1_000, rate: 2e-3}]\ntable: {k: {size: -1}}\ntags: [a, b]\nfor: us\n"
+    "name: x\nkind: warm\non: true\nitems: [{size: 1000, rate: 2e-3}]\ntable: {k: {size: -1}}\ntags: [a, b]\nfor: us\n"
 )
 
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
-
-import yaml
+from typing import Any, cast
 
 from primus.errors import InputError, nearest
 from primus.recipes.model import Scalar
+from primus.yamlfile import read_values
 
 __all__ = [
     "Documented",
@@ -57,8 +56,8 @@ class Documented:
 
 @cache
 def _table(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((_HERE / f"{name}.yaml").read_text(encoding="utf-8"))
-    return found
+    found: Any = read_values(_HERE / f"{name}.yaml").data
+    return cast(dict[str, Any], found)
 
 
 def ignored_variables() -> Mapping[str, str]:

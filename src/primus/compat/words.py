@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import yaml
-
 from primus.errors import InputError
-from primus.recipes.model import Scalar, Value
+from primus.recipes.model import Value
+from primus.yamlfile import spell, value
 
 __all__ = ["Given", "options", "spelt", "typed"]
 
@@ -45,32 +44,13 @@ def options(words: Sequence[str]) -> list[Given]:
 
 
 def typed(text: str) -> Value:
-    """The value that ``text`` stands for: YAML's, and ``1e-5`` is a number as it is for Python."""
-    if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text):
-        return float(text)
+    """The value of ``text`` in YAML; text that is no scalar and no list of scalars stays text."""
     try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
+        return value(text, "") if text else text
+    except InputError:
         return text
-    if isinstance(value, list) and all(isinstance(item, str | int | float | bool | None) for item in value):
-        return value
-    return value if isinstance(value, str | int | float | bool) or (value is None and text) else text
 
 
-def spelt(value: Value) -> str:
-    """``value`` as YAML reads it back: the inverse of :func:`typed` for what a recipe holds."""
-    if isinstance(value, list):
-        return f"[{', '.join(spelt(item) for item in value)}]"
-    return _spelt(value)
-
-
-def _spelt(value: Scalar) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, float):
-        # YAML 1.1 wants a point in the mantissa: 1e-05 alone would be text.
-        mantissa, separator, exponent = repr(value).partition("e")
-        return f"{mantissa if '.' in mantissa or not separator else mantissa + '.0'}{separator}{exponent}"
-    if isinstance(value, str) and (typed(value) != value or re.search(r"[\s,:#\[\]{}&*!|>'\"%@`]", value)):
-        return yaml.safe_dump(value, default_style='"', width=10**6).strip()
-    return str(value)
+def spelt(given: Value) -> str:
+    """``given`` as YAML reads it back: the inverse of :func:`typed` for what a recipe holds."""
+    return spell(given)

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import cast
 
-import yaml
+from primus.yamlfile import read_values
 
-__all__ = ["LOADER", "Backend", "Declared", "backend", "backends"]
+__all__ = ["Backend", "Declared", "backend", "backends"]
 
-# libyaml's where PyYAML has it: ten times as fast.
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FILE = Path(__file__).with_name("backends.yaml")
 
 
@@ -50,7 +49,7 @@ class Backend:
 @cache
 def backends() -> Mapping[str, Backend]:
     """All of them, by name."""
-    content = yaml.load(_FILE.read_text(encoding="utf-8"), Loader=LOADER)
+    content = cast(Mapping[str, Mapping[str, object]], read_values(_FILE).data)
     return {name: _backend(name, entry) for name, entry in content.items()}
 
 

@@ -7,22 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-import yaml
-from yaml.constructor import SafeConstructor
 
 from primus.errors import InputError, nearest
-from primus.recipes.backends import LOADER
 from primus.recipes.known import check_choice, check_word
 from primus.recipes.model import Scalar, Setting, Value
+from primus.yamlfile import Key, Tree, Values, parse_values
 
 __all__ = ["Case", "Source", "beside", "find", "folder", "names", "parse", "read"]
 
 _IN_IMAGE = Path("/opt/primus/recipes")
-_TOO_DEEP = "nested too deeply, or an anchor that holds itself"
-# A few aliases of aliases can stand for more than any memory holds.
-_MOST_VALUES = 10_000
 
 
 def folder() -> Path:
@@ -97,7 +90,7 @@ def beside(path: Path, name: str) -> Path:
 def _collect(
     path: Path, settings: dict[str, Setting], cases: list[Case], seen: set[Path], above: tuple[Path, ...]
 ) -> None:
-    source, uses = parse(_text(path), str(path))
+    source, uses = _parsed(path)
     here = path.resolve()
     seen.add(here)
     for name in uses:
@@ -113,86 +106,71 @@ def _collect(
     cases += source.cases
 
 
-def _text(path: Path) -> str:
+def _parsed(path: Path) -> tuple[Source, list[Setting]]:
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8 text (byte {error.start})", where=str(path)) from error
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    return parse(text, str(path))
 
 
 @lru_cache(maxsize=256)  # a list of all recipes meets the same shared files again and again
 def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
-    """Read recipe text into dotted keys, and the files it uses. ``file`` is the name used in origins.
+    """Read recipe text into dotted keys, and the files it uses. ``file`` is its name in origins.
 
-    InputError for anything that is not a mapping of mappings and plain values, and for a key given twice
-    (YAML itself would silently keep the last).
+    InputError for anything that is not a mapping of mappings and plain values, and for duplicate keys.
     """
-    try:
-        root = yaml.compose(text, Loader=LOADER)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
-        raise InputError(f"this is not YAML: {error.problem}", where=where) from error
-    except yaml.YAMLError as error:
-        raise InputError(f"this is not YAML: {' '.join(str(error).split())}", where=file) from error
-    except RecursionError:
-        raise InputError(_TOO_DEEP, where=file) from None
-    if not isinstance(root, yaml.MappingNode):
-        raise InputError("a recipe is a mapping of keys to values", where=f"{file}:1:1")
+    document = parse_values(text, file)
+    if not isinstance(document.data, dict):
+        raise InputError("a recipe is a mapping of keys to values", where=document.origin())
     settings: dict[str, Setting] = {}
-    cases: list[Case] = []
-    uses: list[Setting] = []
-    _once(root.value, file)
-    for key, value in root.value:
-        if key.value == "cases":
-            cases = [_case(node, file) for node in _items(value, "cases", file)]
-        elif key.value == "uses":
-            uses = [
-                Setting(value=_scalar(n, "uses", file), origin=_where(n, file)) for n in _items(value, "uses", file)
-            ]
-    plain = [(key, value) for key, value in root.value if key.value not in ("cases", "uses")]
-    try:
-        _flatten(plain, "", file, settings)
-    except RecursionError:
-        raise InputError(_TOO_DEEP, where=file) from None
+    for key, value in document.data.items():
+        if key not in ("cases", "uses"):
+            _flatten(document, (key,), key, value, settings)
+    uses: dict[str, Setting] = {}
+    for index, item in enumerate(_items(document, "uses")):
+        _flatten(document, ("uses", index), str(index), item, uses)
+        if not isinstance(item, str):
+            raise InputError(f"uses must name files, not {item!r}", where=document.origin(("uses", index)))
+    cases = [_case(document, index, item) for index, item in enumerate(_items(document, "cases"))]
     for key, setting in settings.items():
         if key.startswith("default."):
             choice = key.removeprefix("default.")
             check_choice(choice, setting.origin)
             check_word(choice, setting, several=False)
-    return Source(settings=settings, cases=tuple(cases)), uses
+    return Source(settings=settings, cases=tuple(cases)), list(uses.values())
 
 
-def _items(node: Any, key: str, file: str) -> list[Any]:
-    if not isinstance(node, yaml.SequenceNode):
-        raise InputError(f"{key} must be a list", where=_where(node, file))
-    return list(node.value)
+def _items(document: Values, key: str) -> list[Tree]:
+    value = document.data.get(key, []) if isinstance(document.data, dict) else []
+    if not isinstance(value, list):
+        raise InputError(f"{key} must be a list", where=document.origin((key,)))
+    return value
 
 
-def _case(node: Any, file: str) -> Case:
+def _case(document: Values, index: int, data: Tree) -> Case:
     """One case: ``when``, an optional ``because``, and settings."""
-    if not isinstance(node, yaml.MappingNode):
-        raise InputError("a case is a mapping with 'when' and settings", where=_where(node, file))
+    place: Key = ("cases", index)
+    if not isinstance(data, dict):
+        raise InputError("a case is a mapping with 'when' and settings", where=document.origin(place))
+    conditions = data.get("when")
+    if not isinstance(conditions, dict) or not conditions:
+        raise InputError("a case needs 'when': the choices it holds for", where=document.origin((*place, "when")))
+    because = data.get("because", "")
+    if not isinstance(because, str):
+        raise InputError(f"because must be text, not {because!r}", where=document.origin((*place, "because")))
     when: dict[str, Setting] = {}
-    because = ""
-    rest = []
-    _once(node.value, file)
-    for key, value in node.value:
-        if key.value == "when" and isinstance(value, yaml.MappingNode):
-            _flatten(value.value, "", file, when)
-        elif key.value == "because":
-            because = str(_scalar(value, "because", file))
-        else:
-            rest.append((key, value))
-    if not when:
-        raise InputError("a case needs 'when': the choices it holds for", where=_where(node, file))
+    for choice, words in conditions.items():
+        _flatten(document, (*place, "when", choice), choice, words, when)
     for choice, setting in when.items():
         check_choice(choice, setting.origin)
         check_word(choice, setting, several=True)
     settings: dict[str, Setting] = {}
-    _flatten(rest, "", file, settings)
+    for key, value in data.items():
+        if key not in ("when", "because"):
+            _flatten(document, (*place, key), key, value, settings)
     return Case(
         when={choice: _words(setting.value) for choice, setting in when.items()},
         settings={key: replace(setting, because=because) for key, setting in settings.items()},
@@ -204,50 +182,19 @@ def _words(value: Value) -> tuple[str, ...]:
     return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
 
 
-def _once(pairs: list[Any], file: str, prefix: str = "") -> None:
-    """InputError for a key that is no word, or given twice."""
-    seen: set[str] = set()
-    for key_node, _ in pairs:
-        where = _where(key_node, file)
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise InputError("a key must be a word", where=where)
-        if key_node.value in seen:
-            raise InputError(f"{prefix}{key_node.value} is given twice", where=where)
-        seen.add(key_node.value)
-
-
-def _flatten(pairs: list[Any], prefix: str, file: str, into: dict[str, Setting]) -> None:
-    _once(pairs, file, prefix)
-    for key_node, value_node in pairs:
-        key = f"{prefix}{key_node.value}"
-        if isinstance(value_node, yaml.MappingNode):
-            _flatten(value_node.value, f"{key}.", file, into)
-            continue
-        if len(into) >= _MOST_VALUES:
-            raise InputError("too many values for a recipe", where=_where(key_node, file))
-        into[key] = Setting(value=_value(value_node, key, file), origin=_where(value_node, file))
-
-
-def _value(node: Any, key: str, file: str) -> Value:
-    if isinstance(node, yaml.ScalarNode):
-        return _scalar(node, key, file)
-    items: list[Scalar] = []
-    for item in node.value:
-        if not isinstance(item, yaml.ScalarNode):
-            raise InputError(f"{key} must hold plain values only", where=_where(item, file))
-        items.append(_scalar(item, key, file))
-    return items
-
-
-def _scalar(node: yaml.ScalarNode, key: str, file: str) -> Scalar:
-    try:
-        value: object = SafeConstructor().construct_object(node)
-    except yaml.YAMLError as error:
-        raise InputError(f"{key}: {node.value!r} is not a plain value", where=_where(node, file)) from error
-    if value is not None and not isinstance(value, (str, int, float, bool)):
-        raise InputError(f"{key}: {node.value!r} reads as a {type(value).__name__}; quote it", where=_where(node, file))
-    return value
-
-
-def _where(node: Any, file: str) -> str:
-    return f"{file}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+def _flatten(document: Values, place: Key, key: str, value: Tree, into: dict[str, Setting]) -> None:
+    """Put ``value`` into ``into`` by its dotted name; ``a.b: 1`` and ``a: {b: 1}`` are the same key."""
+    if isinstance(value, dict):
+        for word, inner in value.items():
+            _flatten(document, (*place, word), f"{key}.{word}", inner, into)
+        return
+    if key in into:
+        raise InputError(
+            f"duplicate key {key!r}", where=document.where(place), hint=f"it is set at {into[key].origin}, too"
+        )
+    plain: list[Scalar] = []
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(item, list | dict):
+            raise InputError(f"{key} must hold plain values only", where=document.origin((*place, index)))
+        plain.append(item)
+    into[key] = Setting(value=plain if isinstance(value, list) else value, origin=document.origin(place))

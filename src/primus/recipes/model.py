@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from primus.errors import InputError
+from primus.yamlfile import Scalar
 
 if TYPE_CHECKING:
     from primus.recipes.architecture import Architecture
@@ -33,7 +34,6 @@ CHOICES = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
 # An asset of this name is no file: tokens made from the seed.
 MOCK = "mock"
 
-Scalar = str | int | float | bool | None
 Value = Scalar | list[Scalar]
 Kind = TypeVar("Kind", str, int, float, bool)
 

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import yaml
-
 from primus.errors import InputError, nearest
 from primus.recipes import load, schema
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import choose, supported
 from primus.recipes.model import CHOICES, Asked, Recipe, Setting, Value
 from primus.recipes.precision import derived_precision, unsharded
+from primus.yamlfile import value as typed_value
 
 __all__ = ["resolve"]
 
@@ -112,12 +111,7 @@ def _override(word: str, knows: Backend) -> tuple[str, Setting]:
     key, separator, text = word.partition("=")
     if not separator or not key:
         raise InputError(f"{word!r} is not key=value", where="command line", hint="example: training.steps=5")
-    try:
-        value: Value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError as error:
-        raise InputError(f"{text!r} is not a plain value", where=f"command line: {key}") from error
-    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, list | dict) for item in value)):
-        raise InputError(f"{text!r} is not a plain value", where=f"command line: {key}")
+    value: Value = typed_value(text, f"command line: {key}") if text else ""
     setting = Setting(value=value, origin=f"command line: {word}")
     section = key.partition(".")[0]
     if section == knows.name or key in schema.RECIPE:

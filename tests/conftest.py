@@ -1,5 +1,6 @@
 """Puts tests/ on the path, so that helpers such as loopback are imported by name."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# A width that the shell exports would wrap what tests compare.
+os.environ.pop("COLUMNS", None)
 
 # A shell that starts a job in the background lets it ignore Ctrl-C, and its children would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -42,7 +42,7 @@ def test_the_table_marks_what_is_shared() -> None:
     rows = {line.split("  ")[0]: line.split()[-3:] for line in lines[1:]}
     assert rows["base"] == ["=", "=", "="]
     assert lines[1].split() == ["kernels", "y", "1.1", "kB", "+"]
-    assert next(line for line in lines if line.startswith("own")).split() == ["own", "10", "B", "10", "B", "1.1", "kB"]
+    assert next(line for line in lines if line.startswith("c ")).split() == ["c", "2.0", "kB", "900", "B", "1.1", "kB"]
     assert lines[-3].split() == ["a", "↔", "b", "990", "B", "99.00", "%"]
 
 

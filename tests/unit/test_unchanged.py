@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +83,17 @@ def test_it_says_what_the_long_way_says(kit: Kit, capfd: pytest.CaptureFixture[s
     short = capfd.readouterr()
     long = kit.build("other", "demo", "--engine", "auto")
     assert short.out == long.out
-    assert short.err.splitlines()[:-1] == long.err.splitlines()[:-1]
+    bare = [re.sub(r"[0-9.]+ s$", "", text, flags=re.M) for text in (short.err, long.err)]
+    assert bare == ["v26.11-other: nothing to do, \nv26.11-demo: nothing to do, \n"] * 2
+
+
+def test_it_is_one_line_where_both_streams_are_one(kit: Kit) -> None:
+    for words in (("demo",), ("demo", "--engine", "auto")):
+        done = subprocess.run(
+            kit.command("build", *words), cwd=kit.root, env=kit.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, check=True,
+        )  # fmt: skip
+        assert re.fullmatch(r"v26\.11-demo: nothing to do, [0-9.]+ s  sha256:[0-9a-f]{64}\n", done.stdout)
 
 
 @pytest.mark.parametrize("words", [[], ["demo", "--json"], ["absent"], ["demo", "absent"], ["../demo"]])

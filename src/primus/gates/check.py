@@ -25,6 +25,7 @@ from primus.images.outline import bytes_text
 from primus.images.plan import plan_image
 from primus.images.roots import reference
 from primus.sandbox.model import RootFs
+from primus.terminal import PLAIN, Screen, Styled
 
 if TYPE_CHECKING:
     from threading import Event
@@ -212,17 +213,19 @@ def _budget(project: Project, image: Composed) -> GateReport:
     return GateReport(gate="budget", summary=summary, findings=findings)
 
 
-_SIGNS = {"error": "✗", "warning": "!", "note": "·"}
+_SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note": Styled("·", "dim")}
 
 
-def outcome_text(outcome: Outcome) -> str:
+def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
     """One line per gate, and below it its findings: ✗ error, ! warning, · note."""
     width = max(len(report.gate) for report in outcome.reports)
     lines = [f"{outcome.ref} {outcome.digest}"]
     for report in outcome.reports:
-        lines.append(f"  {'✓' if report.passed else '✗'} {report.gate:<{width}}  {report.summary}")
+        head = f"  {screen.verdict(report.passed)} {report.gate:<{width}}  "
+        lines += screen.wrap(report.summary, head, " " * (width + 6))
         for finding in report.findings:
             inside = finding.layer and finding.path
             place = " ".join(filter(None, (finding.layer, ("/" if inside else "") + finding.path)))
-            lines.append(f"      {_SIGNS[finding.severity]} {place + ': ' if place else ''}{finding.message}")
+            sign = screen.paint(_SIGNS[finding.severity])
+            lines += screen.wrap(f"{place + ': ' if place else ''}{finding.message}", f"      {sign} ", " " * 8)
     return "\n".join(lines)

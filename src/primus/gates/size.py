@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from primus.images.outline import bytes_text
+from primus.terminal import PLAIN, Screen
 
 __all__ = ["Branch", "size_text", "size_tree"]
 
@@ -85,14 +86,15 @@ def _ordered(branches: Iterable[Branch]) -> tuple[Branch, ...]:
     return tuple(sorted(branches, key=lambda b: (-b.size, b.path)))
 
 
-def size_text(tree: Branch) -> str:
+def size_text(tree: Branch, screen: Screen = PLAIN) -> str:
     """The tree as text; folders below half a percent of the image are summed up."""
     lines: list[str] = []
     least = tree.size * _SHARE
 
     def draw(branch: Branch, indent: int) -> None:
         share = f"{100 * branch.size / tree.size:5.1f} %" if tree.size else ""
-        lines.append(f"{bytes_text(branch.size):>9} {share}  {'  ' * indent}{branch.path}".rstrip())
+        head = f"{bytes_text(branch.size):>9} {share}  {'  ' * indent}"
+        lines.extend(screen.wrap(branch.path, head, " " * (len(head) + 2)))
         shown = [b for b in branch.branches if b.size >= least and b.size]
         for below in shown:
             draw(below, indent + 1)

@@ -9,6 +9,7 @@ from typing import Any
 from primus.images.action import ImagePlan
 from primus.images.build import tree_record
 from primus.images.store import Store
+from primus.terminal import PLAIN, Screen
 
 __all__ = ["Change", "changes", "explain_text", "short"]
 
@@ -24,10 +25,14 @@ class Change:
     where: str = ""
 
     def __str__(self) -> str:
+        return f"{self.action}: {self.text()}"
+
+    def text(self) -> str:
+        """The change without the action's name."""
         place = f"  ({self.where})" if self.where else ""
         old = short(self.old) if self.old is not None else "nothing"
         new = short(self.new) if self.new is not None else "removed"
-        return f"{self.action}: {self.input}: {old} → {new}{place}"
+        return f"{self.input}: {old} → {new}{place}"
 
 
 def short(value: str) -> str:
@@ -125,11 +130,13 @@ def _values(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[C
     return found
 
 
-def explain_text(plan: ImagePlan, found: Sequence[Change], store: Store) -> str:
+def explain_text(plan: ImagePlan, found: Sequence[Change], store: Store, screen: Screen = PLAIN) -> str:
     """The changes as text, then the layers that a build would make."""
     if not found:
         return f"{plan.ref}: nothing to do"
     build = [a.name for a in plan.layers if store.layer(a.key) is None]
-    lines = [f"{plan.ref}:", *(f"  {change}" for change in found)]
-    lines.append("  to build: " + (", ".join(build) if build else "no layer, only config and manifest"))
-    return "\n".join(lines)
+    lines = [f"{screen.paint(plan.ref, 'bold')}:"]
+    for change in found:
+        lines += screen.wrap(str(change), "  ", "      ")
+    what = ", ".join(build) if build else "no layer, only config and manifest"
+    return "\n".join([*lines, *screen.wrap(f"to build: {what}", "  ", "      ")])

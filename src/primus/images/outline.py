@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from primus.images.action import Action, ImagePlan
 from primus.images.store import Store
+from primus.terminal import PLAIN, Screen, Styled
+
+if TYPE_CHECKING:
+    from primus.images.explain import Change
 
 __all__ = ["bytes_text", "outline", "outline_text"]
+
+_REASONS = 2  # so many reasons stand beside a layer; `primus explain` lists all
 
 
 def outline(store: Store, plan: ImagePlan) -> list[dict[str, Any]]:
@@ -38,25 +45,59 @@ def _source_bytes(action: Action) -> int:
     return sum(f.size for f in action.files) + sum(path.stat().st_size for path in tree)
 
 
-def outline_text(plan: ImagePlan, rows: list[dict[str, Any]]) -> str:
-    """The rows as text, with a last line that counts them."""
-    width = max((len(r["name"]) for r in rows), default=0)
-    lines = [f"{plan.ref}"]
-    for row in rows:
-        sign = "=" if row["do"] == "reuse" else "+"
-        size = bytes_text(row["bytes"]) if row["bytes"] else ""
-        note = row["digest"][7:19] if row["digest"] else f"from {row['inputs']} files" if row["inputs"] else ""
-        lines.append(f"  {sign} {row['name']:<{width}}  {row['kind']:<6} {size:>9}  {note}".rstrip())
+def outline_text(
+    plan: ImagePlan,
+    rows: Sequence[Mapping[str, Any]],
+    found: Sequence[Change] | None,
+    screen: Screen = PLAIN,
+    *,
+    full: bool = True,
+) -> str:
+    """The layers as text: ``+`` to build, with the reason, ``=`` to reuse; then their number and bytes.
+
+    ``found`` is what changed since the last build, None when there was none. Without ``full`` the layers to reuse are
+    only counted, and so are all layers of an image that was never built.
+    """
     build = [r for r in rows if r["do"] == "build"]
     reuse = [r for r in rows if r["do"] == "reuse"]
-    if build:
-        lines.append(
-            f"  {len(build)} to build from {bytes_text(sum(r['bytes'] for r in build))}, "
-            f"{len(reuse)} to reuse ({bytes_text(sum(r['bytes'] for r in reuse))})"
-        )
-    else:
-        lines.append(f"  nothing to build, {len(reuse)} to reuse ({bytes_text(sum(r['bytes'] for r in reuse))})")
-    return "\n".join(lines)
+    shown = rows if full else build if found is not None else []
+    lines = screen.table(
+        [
+            (
+                Styled("+", "green") if row in build else Styled("=", "dim"),
+                row["name"],
+                row["kind"],
+                bytes_text(row["bytes"]) if row["bytes"] else "",
+                _origin(row, found),
+            )
+            for row in shown
+        ],
+        right=(3,),
+        indent="  ",
+    )
+    for change in found or ():
+        if change.action == "image":
+            lines += screen.wrap(change.text(), f"  {screen.paint('~', 'yellow')} ", "    ")
+    what = f"{len(build)} to build from {bytes_text(sum(r['bytes'] for r in build))}" if build else "nothing to build"
+    count = f"{what}, {len(reuse)} to reuse ({bytes_text(sum(r['bytes'] for r in reuse))})"
+    if found is None:
+        count = f"not built yet: {count}"
+    ref = screen.paint(plan.ref, "bold")
+    if full:
+        return "\n".join([ref, *lines, *screen.wrap(count, "  ")])
+    return "\n".join([*screen.wrap(count, f"{ref}: ", "    "), *lines])
+
+
+def _origin(row: Mapping[str, Any], found: Sequence[Change] | None) -> str:
+    """A layer's digest, or what it is made from and why."""
+    if row["digest"]:
+        return str(row["digest"])[7:19]
+    words = [f"from {row['inputs']} file{'s' if row['inputs'] > 1 else ''}"] if row["inputs"] else []
+    if found is not None:
+        own = [change.text() for change in found if change.action == row["name"]]
+        words += own[:_REASONS] or ["its layer is not in the store, or a layer that it needs changes"]
+        words += [f"and {len(own) - _REASONS} more changes: primus explain"] if len(own) > _REASONS else []
+    return "; ".join(words)
 
 
 def bytes_text(amount: int) -> str:

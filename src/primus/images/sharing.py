@@ -13,6 +13,7 @@ from typing import Any
 from primus.images.action import ImagePlan
 from primus.images.outline import bytes_text
 from primus.images.store import Store
+from primus.terminal import PLAIN, Screen
 
 __all__ = [
     "Image",
@@ -131,8 +132,27 @@ def sharing_json(images: Sequence[Image]) -> dict[str, dict[str, Any]]:
     return {target: {"sharing": row} for target, row in result.items()}
 
 
-def sharing_text(images: Sequence[Image]) -> str:
-    """Three tables: layers × targets (= shared, + own), bytes per target, share per pair."""
+def sharing_text(images: Sequence[Image], screen: Screen = PLAIN, *, full: bool = True) -> str:
+    """Tables: layers × targets (= shared, + own; with ``full`` alone), bytes per target, share per pair.
+
+    Without ``full``, images that are not built are named in one line in place of rows that say "unknown".
+    """
+    lines = [*_layers(images, screen), ""] if full else []
+    shown = [part for part in parts(images) if full or part.size is not None]
+    if shown:
+        rows = [(part.target, _text(part.size), _text(part.shared), _text(part.own)) for part in shown]
+        lines += [*screen.table(rows, head=("image", "size", "shared", "own"), right=(1, 2, 3)), ""]
+    known = [pair for pair in pairs(images) if full or pair.shared is not None]
+    if known:
+        both = [(" ↔ ".join(pair.targets), _text(pair.shared), share_text(pair.share)) for pair in known]
+        lines += [*screen.table(both, head=("pair", "shared", "of the larger"), right=(1, 2)), ""]
+    unbuilt = [image.target for image in images if image.size is None]
+    if unbuilt and not full:
+        lines += screen.wrap(f"What these share is known once they are built: {', '.join(unbuilt)}")
+    return "\n".join(lines).rstrip("\n")
+
+
+def _layers(images: Sequence[Image], screen: Screen) -> list[str]:
     targets = [image.target for image in images]
     owners: dict[str, set[str]] = {}
     layers: dict[str, LayerOf] = {}
@@ -140,20 +160,11 @@ def sharing_text(images: Sequence[Image]) -> str:
         for layer in image.layers:
             owners.setdefault(layer.identity, set()).add(image.target)
             layers.setdefault(layer.identity, layer)
-    rows = [["layer", "bytes", *targets]]
+    rows = []
     for identity, layer in sorted(layers.items(), key=lambda item: -(item[1].size or 0)):
         sign = "=" if len(owners[identity]) > 1 else "+"
         rows.append([layer.name, _text(layer.size), *(sign if t in owners[identity] else "" for t in targets)])
-    found = parts(images)
-    for name, values in (
-        ("shared", [part.shared for part in found]),
-        ("own", [part.own for part in found]),
-        ("all", [part.size for part in found]),
-    ):
-        rows.append([name, "", *map(_text, values)])
-    table = [["pair", "shared", "of the larger"]]
-    table += [[" ↔ ".join(pair.targets), _text(pair.shared), share_text(pair.share)] for pair in pairs(images)]
-    return "\n".join([*_aligned(rows), "", *_aligned(table)])
+    return screen.table(rows, head=("layer", "bytes", *targets), right=range(1, len(targets) + 2))
 
 
 def share_text(share: float | None) -> str:
@@ -163,14 +174,3 @@ def share_text(share: float | None) -> str:
 
 def _text(size: int | None) -> str:
     return "unknown" if size is None else bytes_text(size)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -2,7 +2,7 @@
 
 A no-op build is mostly start-up, and most of that is imports. So a build that ends leaves a note: the size, times,
 inode and mode of every file and folder it read (pins, target, lock, local trees, the engine's own code) and of every
-blob it made, and the text it would print again. While all of them are as noted, planning anew would give the same
+blob it made, and the image's name and digest. While all of them are as noted, planning anew would give the same
 plan; any difference only leads to the plan. The note trusts what git's index trusts, and like it refuses files
 touched after the build began. Imports stay at the bare minimum on purpose.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from primus.images.build import Built
     from primus.images.project import Project
 
-__all__ = ["nothing_to_do", "remember"]
+__all__ = ["nothing_to_do", "remember", "say_unchanged"]
 
 _MARGIN_NS = 50_000_000
 
@@ -52,11 +52,30 @@ def nothing_to_do(words: Sequence[str]) -> bool:
         except (OSError, ValueError, KeyError, TypeError):
             return False
         notes.append(note)
-    seconds = time.monotonic() - begin
-    sys.stderr.write("".join(note["table"] + "\n" for note in notes) + f"nothing to do, {seconds:.2f} s\n")
-    sys.stdout.write("".join(note["digest"] + "\n" for note in notes))
-    sys.stdout.flush()
+    say_unchanged([(note["name"], note["digest"]) for note in notes], time.monotonic() - begin)
     return True
+
+
+def say_unchanged(images: Sequence[tuple[str, str]], seconds: float) -> None:
+    """Say of each image (its name, its digest) that there is nothing to do: one line, which ends in the digest.
+
+    The digest alone goes to standard output. Where that leads elsewhere than standard error, each gets a line.
+    """
+    end = "  " if _one_stream() else "\n"
+    for name, digest in images:
+        sys.stderr.write(f"{name}: nothing to do, {seconds:.2f} s{end}")
+        sys.stderr.flush()
+        sys.stdout.write(f"{digest}\n")
+        sys.stdout.flush()
+
+
+def _one_stream() -> bool:
+    """Whether standard output and standard error are one terminal, file or pipe."""
+    try:
+        out, err = os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError, AttributeError):
+        return False
+    return (out.st_dev, out.st_ino) == (err.st_dev, err.st_ino)
 
 
 def _parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -86,9 +105,9 @@ def _absolute(path: str) -> str:
     return path if path.startswith("/") else f"{os.getcwd()}/{path}".rstrip("/")
 
 
-def remember(project: Project, plan: ImagePlan, built: Built, table: str, began_ns: int) -> None:
+def remember(project: Project, plan: ImagePlan, built: Built, name: str, began_ns: int) -> None:
     """Leave the note for a build whose planning began at ``began_ns`` (wall clock), or none when a file it read
-    was touched since, or too shortly before.
+    was touched since, or too shortly before. ``name`` is what the image is called in the answer.
     """
     from pathlib import Path
 
@@ -106,7 +125,7 @@ def remember(project: Project, plan: ImagePlan, built: Built, table: str, began_
         made += [str(store.root / "index.json"), str(store.root / "targets" / f"{plan.state}.json")]
         texts = ["\n".join(group) for group in (*read, made)]
         groups = [(text, _marks(text)) for text in texts]
-        note = {"store": str(store.root), "groups": groups, "table": table, "digest": built.digest}
+        note = {"store": str(store.root), "groups": groups, "name": name, "digest": built.digest}
         wholefile.write(Path(path), json.dumps(note))
     except OSError:
         return

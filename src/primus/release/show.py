@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from primus.release.compare import ROWS, Change, Contradiction, Diff, component_order, contradictions
 from primus.release.history import DocumentationError, History, Release, UnconfirmedTag, errors_about, newest_first
 from primus.release.inputs import Stack
+from primus.terminal import PLAIN, Screen, Styled
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,9 @@ _CONFIDENCE = {
     "image": "image: read by AMD from inside the image",
     None: "not published",
 }
-_MARK = {"added": "+", "removed": "-", "changed": "~"}
+_MARK = {"added": Styled("+", "green"), "removed": Styled("-", "red"), "changed": Styled("~", "yellow")}
+# Prose beyond this width is hard to read, however wide the screen is.
+_PROSE = 116
 
 
 def plain(release: Release) -> dict[str, Any]:
@@ -45,10 +48,10 @@ def plain(release: Release) -> dict[str, Any]:
     return asdict(release)
 
 
-def list_text(releases: Sequence[Release]) -> str:
-    """One line per release, newest first."""
-    lines = _aligned([_HEAD, *(_row(r) for r in newest_first(releases))])
-    lines += _legend(releases)
+def list_text(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
+    """One row per release, newest first."""
+    lines = screen.table([_row(r) for r in newest_first(releases)], head=_HEAD)
+    lines += [part for line in _legend(releases) for part in screen.wrap(line)]
     return "\n".join(lines)
 
 
@@ -78,19 +81,19 @@ def _legend(releases: Sequence[Release]) -> list[str]:
     return lines
 
 
-def one_text(history: History, release: Release, stack: Stack | None) -> str:
+def one_text(history: History, release: Release, stack: Stack | None, screen: Screen = PLAIN) -> str:
     """Everything that is known of one release."""
-    lines = [release.reference]
-    lines += _indented(_aligned(_facts(release)))
-    lines += ["", "components"]
-    lines += _indented(_aligned(_components(release)))
+    lines = [screen.paint(release.reference, "bold")]
+    lines += screen.table(_facts(release), indent="  ")
+    lines += ["", screen.paint("components", "bold")]
+    lines += screen.table(_components(release), indent="  ")
     for title, several in _sections(history, release, stack).items():
         if several:
-            lines += ["", title, *_listed(several)]
+            lines += ["", screen.paint(title, "bold"), *_listed(several, screen)]
     return "\n".join(lines)
 
 
-def one_markdown(history: History, release: Release, stack: Stack | None) -> str:
+def one_markdown(history: History, release: Release, stack: Stack | None, _: Screen = PLAIN) -> str:
     """The same in Markdown."""
     lines = [f"## {release.reference}", "", *_table([("", ""), *_facts(release)])]
     lines += ["", *_table([("component", "version"), *_components(release)])]
@@ -169,26 +172,28 @@ def _stack(stack: Stack) -> list[str]:
     return lines
 
 
-def diff_text(found: Diff) -> str:
+def diff_text(found: Diff, screen: Screen = PLAIN) -> str:
     """The differences, aligned."""
-    lines = [_title(found), ""]
-    rows = [(f"  {_MARK[c.kind]}", c.what, _arrow(c, found, facts=True)) for c in found.facts]
-    lines += _aligned([*rows, *(("  =", what, value) for what, value in found.same_facts.items())])
-    lines += ["", "components: " + _counts(found)]
-    lines += _aligned([(f"  {_MARK[c.kind]}", c.what, _arrow(c, found)) for c in found.components])
+    lines = [*screen.wrap(_title(found)), ""]
+    rows: list[tuple[str, str, str]] = [(_MARK[c.kind], c.what, _arrow(c, found, facts=True)) for c in found.facts]
+    rows += [("=", what, value) for what, value in found.same_facts.items()]
+    lines += screen.table(rows, indent="  ")
+    lines += ["", *screen.wrap("components: " + _counts(found))]
+    lines += screen.table([(_MARK[c.kind], c.what, _arrow(c, found)) for c in found.components], indent="  ")
     if found.same_components:
-        lines += ["", "the same on both sides", *_listed(f"{n} {v}" for n, v in found.same_components.items())]
+        same = (f"{name} {version}" for name, version in found.same_components.items())
+        lines += ["", "the same on both sides", *_listed(same, screen)]
     if found.unknown:
-        lines += ["", "on neither side", *_listed([", ".join(found.unknown)])]
+        lines += ["", "on neither side", *_listed([", ".join(found.unknown)], screen)]
     if found.contradictions:
         lines += ["", "other sources on these tags"]
-        lines += _listed(f"{tag}, {line}" for tag, line in _by_source(found.contradictions))
+        lines += _listed((f"{tag}, {line}" for tag, line in _by_source(found.contradictions)), screen)
     for reference, notes in found.notes.items():
-        lines += ["", f"notes on {reference}", *_listed(notes)]
+        lines += ["", f"notes on {reference}", *_listed(notes, screen)]
     return "\n".join(lines)
 
 
-def diff_markdown(found: Diff) -> str:
+def diff_markdown(found: Diff, _: Screen = PLAIN) -> str:
     """The same in Markdown."""
     head = ("", found.old, found.new, "")
     lines = [f"## {_cell(_title(found))}", ""]
@@ -318,41 +323,19 @@ def page(history: History) -> str:
     )
 
 
-def doubts_text(tags: Sequence[UnconfirmedTag]) -> str:
+def doubts_text(tags: Sequence[UnconfirmedTag], screen: Screen = PLAIN) -> str:
     """Unconfirmed tags, one line each."""
-    return "\n".join(["unconfirmed tags", *_listed(map(_doubt, tags))])
+    return "\n".join(["unconfirmed tags", *_listed(map(_doubt, tags), screen)])
 
 
-def doubts_markdown(tags: Sequence[UnconfirmedTag]) -> str:
+def doubts_markdown(tags: Sequence[UnconfirmedTag], _: Screen = PLAIN) -> str:
     """The same in Markdown."""
     return "\n".join(["## Unconfirmed tags", "", *(f"- {_cell(_doubt(t))}" for t in tags)])
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _indented(lines: Iterable[str]) -> list[str]:
-    return ["  " + line for line in lines]
-
-
-def _listed(lines: Iterable[str]) -> list[str]:
-    # Not broken inside words: versions and paths are there to be copied.
-    wrapped = (
-        textwrap.wrap(
-            line,
-            width=116,
-            initial_indent="  - ",
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for line in lines
-    )
-    return [part for several in wrapped for part in several]
+def _listed(lines: Iterable[str], screen: Screen) -> list[str]:
+    narrow = replace(screen, width=min(screen.width or _PROSE, _PROSE))
+    return [part for line in lines for part in narrow.wrap(line, "  - ", "    ")]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

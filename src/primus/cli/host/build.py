@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from primus.images.build import Built
     from primus.images.channel import Choice
     from primus.images.project import Project
+    from primus.terminal import Screen
 
 EXAMPLE = "primus build cpu"
 
@@ -42,14 +43,12 @@ def run(args: argparse.Namespace) -> int:
 
         return plan.run(args)
     from primus.images.build import current
+    from primus.images.unchanged import say_unchanged
+    from primus.terminal import Screen
 
     begin, began_ns = time.monotonic(), time.time_ns()
     project = open_project(args)
     names = targets_of(project, args)
-    for name in names:
-        if len(project.target(name).channels) > 1:
-            print(f"{name}: channel {project.choice(name).channel}, {project.choice(name).reason}", file=sys.stderr)
-
     from primus.gates.rules import rules
     from primus.images.builder import build_images, plan_images
 
@@ -60,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
         from primus.gates.admit import Gatekeeper
         from primus.gates.pins import check_pins
 
+        for name in names:
+            if len(project.target(name).channels) > 1:
+                print(f"{name}: channel {project.choice(name).channel}, {project.choice(name).reason}", file=sys.stderr)
         # Before gigabytes are fetched for an image that could not pass.
         for name in names:
             if not project.choice(name).preview:
@@ -82,49 +84,56 @@ def run(args: argparse.Namespace) -> int:
 
         print(json.dumps({"images": [asdict(b) for b in built], "seconds": round(seconds, 3)}))
     else:
-        for image in built:
-            print(_table(image, project.choice(image.target)), file=sys.stderr)
         _remember(project, plans, built, began_ns)
-        print(f"{_outcome(built)}, {seconds:.2f} s", file=sys.stderr)
-        for image in built:
-            print(image.digest)
+        if any(image.changed for image in built):
+            screen = Screen.of(sys.stderr)
+            for image in built:
+                print(_table(image, project.choice(image.target), screen), file=sys.stderr)
+            print(f"{_outcome(built)}, {seconds:.2f} s", file=sys.stderr)
+            for image in built:
+                print(image.digest)
+        else:
+            say_unchanged([(_name(image), image.digest) for image in built], seconds)
     return 0
+
+
+def _name(image: Built) -> str:
+    """The image's name in a line; a preview that failed gates says so each time."""
+    gates = ", ".join(sentence.partition(":")[0] for sentence in image.failed)
+    return image.ref + (f" (fails {gates}; see primus check {image.target})" if gates else "")
 
 
 def _remember(project: Project, plans: Sequence[ImagePlan], built: Sequence[Built], began_ns: int) -> None:
     """Let the next build answer from a note as long as nothing is touched."""
-    from dataclasses import replace
-
     from primus.images.unchanged import remember
 
     for plan, image in zip(plans, built, strict=True):
-        cached = tuple(replace(line, built=False, seconds=0.0) for line in image.layers)
-        remember(project, plan, image, _table(replace(image, layers=cached), project.choice(image.target)), began_ns)
+        remember(project, plan, image, _name(image), began_ns)
 
 
 def _outcome(built: Sequence[Built]) -> str:
     made = sum(line.built for image in built for line in image.layers)
-    if not any(image.changed for image in built):
-        return "nothing to do"
     return f"{made} layers built, {sum(len(image.layers) for image in built) - made} reused"
 
 
-def _table(image: Built, choice: Choice) -> str:
+def _table(image: Built, choice: Choice, screen: Screen) -> str:
     from primus.images.outline import bytes_text
+    from primus.terminal import Styled
 
-    width = max((len(line.name) for line in image.layers), default=5)
-    head = f"{image.ref}  (channel {choice.channel}: {choice.reason})"
+    lines = screen.wrap(f"{image.ref}  (channel {choice.channel}: {choice.reason})", hanging="  ")
     if choice.preview:
-        head += f"\n  PREVIEW, no release: {choice.preview}"
-    rows = [head, f"  {'layer':<{width}}  {'size':>9}  {'state':<6}  {'seconds':>7}  digest"]
+        lines += screen.wrap(Styled(f"PREVIEW, no release: {choice.preview}", "yellow"), "  ", "    ")
+    rows = []
     for line in image.layers:
-        state, seconds = ("built", f"{line.seconds:.1f}") if line.built else ("cached", "")
-        size = bytes_text(line.size)
-        rows.append(f"  {line.name:<{width}}  {size:>9}  {state:<6}  {seconds:>7}  {line.digest[7:19]}")
+        state, seconds = (Styled("built", "green"), f"{line.seconds:.1f}") if line.built else ("cached", "")
+        rows.append((line.name, bytes_text(line.size), state, seconds, line.digest[7:19]))
+    rows.append(("", bytes_text(image.size), f"{len(image.layers)} layers", "", ""))
+    lines += screen.table(rows, head=("layer", "size", "state", "seconds", "digest"), right=(1, 3), indent="  ")
+    for line in image.layers:
         if text := line.left_out.text():
-            rows.append(f"  {'':<{width}}  for other GPUs: {text} unpacked")
-    rows.append(f"  {'':<{width}}  {bytes_text(image.size):>9}  {len(image.layers)} layers")
-    rows += [f"  ✗ {sentence}" for sentence in image.failed]
+            lines += screen.wrap(Styled(f"{line.name}, for other GPUs: {text} unpacked", "dim"), "  ", "    ")
+    for sentence in image.failed:
+        lines += screen.wrap(sentence, f"  {screen.paint('✗', 'red')} ", "    ")
     if image.failed:
-        rows.append("  checks failed; primus check and primus validate say no to this image")
-    return "\n".join(rows)
+        lines += screen.wrap("checks failed; primus check and primus validate say no to this image", "  ")
+    return "\n".join(lines)

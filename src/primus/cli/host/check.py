@@ -43,5 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"images": [outcome.as_json() for outcome in outcomes], "passed": passed}))
     else:
-        print("\n\n".join(map(outcome_text, outcomes)))
+        from primus.terminal import Screen
+
+        screen = Screen.of()
+        print("\n\n".join(outcome_text(outcome, screen) for outcome in outcomes))
     return 0 if passed else 1

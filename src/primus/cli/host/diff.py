@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(asdict(found), ensure_ascii=False))
     else:
         from primus.release import show
+        from primus.terminal import Screen
 
-        print(show.diff_markdown(found) if args.markdown else show.diff_text(found))
+        print(show.diff_markdown(found) if args.markdown else show.diff_text(found, Screen.of()))
     return 0

@@ -35,5 +35,8 @@ def run(args: argparse.Namespace) -> int:
 
         print(json.dumps({target: [asdict(c) for c in several] for target, several in found.items()}))
     else:
-        print("\n".join(explain_text(plan, found[plan.target], project.store) for plan in plans))
+        from primus.terminal import Screen
+
+        screen = Screen.of()
+        print("\n".join(explain_text(plan, found[plan.target], project.store, screen) for plan in plans))
     return 1 if any(found.values()) else 0

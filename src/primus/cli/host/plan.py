@@ -1,7 +1,8 @@
 """Show what a build would do, layer by layer: + build, = reuse.
 
-For several targets also which layers they share: = shared, + of one image alone, with the bytes of both per target and
-the share of every two images. What is not built has unknown bytes.
+Each layer to build has its reason: what changed since the last build. For several targets the layers to reuse are
+only counted, and tables say how many bytes each image shares with the others; --full lists every layer, and which
+images hold it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus plan``."""
     add_planning_options(parser)
+    parser.add_argument("--full", action="store_true", help="for several targets, too: list every layer")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; nothing is fetched or built."""
     from primus.images.builder import plan_images
+    from primus.images.explain import changes
     from primus.images.outline import outline, outline_text
     from primus.images.sharing import sharing_json, sharing_of, sharing_text
+    from primus.terminal import Screen
 
     project = open_project(args)
     plans = plan_images(project, targets_of(project, args), locked=args.locked, offline=args.offline, quiet=args.json)
@@ -44,6 +48,13 @@ def run(args: argparse.Namespace) -> int:
             )
         )
     else:
-        texts = [outline_text(plan, rows) for plan, rows in lines]
-        print("\n\n".join([*texts, *([sharing_text(images)] if images else [])]))
+        screen = Screen.of()
+        full = len(plans) == 1 or getattr(args, "full", False)
+        texts = []
+        for plan, rows in lines:
+            state = project.store.record("targets", plan.state)
+            texts.append(outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full))
+        print(("\n\n" if full else "\n").join(texts))
+        if images:
+            print("\n" + sharing_text(images, screen, full=full))
     return 0

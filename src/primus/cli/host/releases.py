@@ -72,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     from primus.release import show
     from primus.release.history import errors_about, load_history, of_image, unconfirmed
     from primus.release.inputs import load_inputs, stack_of
+    from primus.terminal import Screen
 
+    screen = Screen.of()
     history = load_history()
     project = open_pins(args)
     listed = of_image(history, args.image)
@@ -103,14 +105,15 @@ def run(args: argparse.Namespace) -> int:
     elif args.name:
         inputs = load_inputs()
         shape = show.one_markdown if args.markdown else show.one_text
-        parts = [shape(history, r, stack_of(inputs, r.reference)) for r in found]
+        parts = [shape(history, r, stack_of(inputs, r.reference), screen) for r in found]
         told = show.doubts_markdown if args.markdown else show.doubts_text
-        print("\n\n".join([*parts, *([told(doubts)] if doubts else [])]))
+        print("\n\n".join([*parts, *([told(doubts, screen)] if doubts else [])]))
     else:
-        print(show.list_markdown(found) if args.markdown else show.list_text(found))
+        print(show.list_markdown(found) if args.markdown else show.list_text(found, screen))
         if args.image is None and not args.markdown:
             images = sorted({r.image for r in history.related_images})
-            print("Related images: " + ", ".join(f"primus releases --image {image}" for image in images))
+            related = "Related images: " + ", ".join(f"primus releases --image {image}" for image in images)
+            print("\n".join(screen.wrap(related)))
     return 0
 
 

@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from primus.images.compare import first_difference
     from primus.images.display import choose_progress
     from primus.images.project import Project
+    from primus.terminal import Screen
 
     project = open_project(args)
     names = targets_of(project, args)
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         for image in first:
             verdict = f"differs: {failed[image.target]}" if image.target in failed else "same bytes twice"
             print(f"{image.ref} {image.digest}: {verdict}")
-            print(outcome_text(outcomes[image.target]).partition("\n")[2])
+            print(outcome_text(outcomes[image.target], Screen.of()).partition("\n")[2])
         if failed and args.keep:
             print(f"the second store is {scratch}", file=sys.stderr)
     return 0 if passed else 1

@@ -27,11 +27,12 @@ def run(args: argparse.Namespace) -> int:
     from primus.gates.check import examine
     from primus.gates.size import size_text, size_tree
     from primus.images.display import choose_progress
+    from primus.terminal import Screen
 
     project = open_project(args)
     with choose_progress(args.json) as progress:
         examined = examine(project, args.target, progress)
     layers = [(layer, facts.folders) for layer, facts in examined.facts.items()]
     tree = size_tree(examined.image.plan.ref, layers, max(0, args.depth))
-    print(json.dumps(tree.as_json()) if args.json else size_text(tree))
+    print(json.dumps(tree.as_json()) if args.json else size_text(tree, Screen.of()))
     return 0

@@ -15,6 +15,7 @@ from primus.errors import InputError
 from primus.recipes.catalogue import Entry, entries
 from primus.recipes.choose import among
 from primus.recipes.size import readable
+from primus.terminal import Screen
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -42,10 +43,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([_document(entry) for entry in shown], indent=2))
         return 0
-    rows = [("RECIPE", "PARAMETERS", "BACKEND", "MODE", "PRECISIONS", "GPUS"), *map(_row, shown)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    head = ("RECIPE", "PARAMETERS", "BACKEND", "MODE", "PRECISIONS", "GPUS")
+    print("\n".join(Screen.of().table([_row(entry) for entry in shown], head=head)))
     return 0
 
 

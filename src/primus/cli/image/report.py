@@ -13,6 +13,7 @@ from pathlib import Path
 from primus.errors import HostError, InputError
 from primus.report import compare, sheets
 from primus.report.run import Run, read_all
+from primus.terminal import Screen, Styled
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -46,10 +47,8 @@ def run(options: argparse.Namespace) -> int:
         ]
         print(json.dumps({"files": paths, "runs": shown}, ensure_ascii=False, indent=2))
         return 0
-    rows = [("", *(("✓ " if one.passed else "✗ ") + one.label for one in runs)), *compare.figures(runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    verdicts = [Styled(f"✓ {one.label}", "green") if one.passed else Styled(f"✗ {one.label}", "red") for one in runs]
+    print("\n".join(Screen.of().table([("", *verdicts), *compare.figures(runs)])))
     print("\n".join(f"  → {path}" for path in paths))
     return 0
 

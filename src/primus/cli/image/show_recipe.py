@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
 from primus.recipes.model import CHOICES, Recipe, Setting
 from primus.recipes.size import readable, size
+from primus.terminal import Screen, Styled
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_document(recipe), indent=2, ensure_ascii=False))
     else:
-        print("\n".join(_lines(recipe)))
+        print("\n".join(_lines(recipe, Screen.of())))
     return 0
 
 
@@ -76,7 +76,7 @@ def _because(setting: Setting) -> dict[str, str]:
     return {"because": setting.because} if setting.because else {}
 
 
-def _lines(recipe: Recipe) -> Iterator[str]:
+def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     count, (amount, what) = size(recipe.architecture), _per_step(recipe)
     nodes = recipe.get("nodes", int)
     active = "" if count.active == count.total else f", {readable(count.active)} active per token"
@@ -93,21 +93,24 @@ def _lines(recipe: Recipe) -> Iterator[str]:
     )
     reasons: dict[str, list[str]] = {}
     for section, keys in _sections(recipe).items():
-        yield f"\n{section}"
-        widths = [
-            max(map(len, words)) for words in ([_rest(k) for k in keys], [_plain(recipe.settings[k]) for k in keys])
-        ]
-        for key in keys:
-            setting = recipe.settings[key]
-            name, value = _rest(key).ljust(widths[0]), _plain(setting).ljust(widths[1])
-            yield f"  {name}  {value}  {short_origin(setting.origin, recipe)}"
+        yield f"\n{screen.paint(section, 'bold')}"
+        settings = {key: recipe.settings[key] for key in keys}
+        yield from screen.table(
+            [
+                (_rest(key), _plain(setting), Styled(short_origin(setting.origin, recipe), "dim"))
+                for key, setting in settings.items()
+            ],
+            indent="  ",
+        )
+        for key, setting in settings.items():
             if setting.because:
                 reasons.setdefault(setting.because, []).append(f"{key} = {_plain(setting)}")
     if reasons:
-        yield "\nwhere sources disagree, or say nothing"
+        yield screen.paint("\nwhere sources disagree, or say nothing", "bold")
+    narrow = replace(screen, width=min(screen.width or _WIDTH, _WIDTH))
     for because, keys in reasons.items():
-        yield f"  {', '.join(keys)}"
-        yield from textwrap.wrap(because, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+        yield from screen.wrap(", ".join(keys), "  ", "    ")
+        yield from narrow.wrap(because, "    ")
     yield f"\n{_command(recipe)}"
 
 

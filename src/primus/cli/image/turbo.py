@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from primus.errors import HostError, InputError
 from primus.gpus.table import generation, load_table
+from primus.terminal import Screen
 from primus.turbo.catalogue import Kernel, load_catalogue
 
 if TYPE_CHECKING:
@@ -60,9 +61,12 @@ def _list(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"kernels": [_described(k) for k in kernels]}, ensure_ascii=False))
         return 0
+    screen = Screen.of()
     for kernel in kernels:
-        print(f"{kernel.name}  ({kernel.component}: {kernel.entry})\n    {kernel.title}")
-        print(f"    needs: {kernel.needs}\n    excludes: {kernel.excludes}")
+        lines = screen.wrap(f"{kernel.name}  ({kernel.component}: {kernel.entry})", hanging="    ")
+        for text in (kernel.title, f"needs: {kernel.needs}", f"excludes: {kernel.excludes}"):
+            lines += screen.wrap(text, "    ")
+        print("\n".join(lines))
     return 0
 
 

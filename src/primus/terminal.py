@@ -1,0 +1,207 @@
+"""Text for a terminal: tables and sentences that fit its width, and colour where the terminal shows it.
+
+The image's verbs use it too, and start-up counts there: importing rich takes 0.07 s, half of what ``primus show`` may
+take in all. So tables are laid out here with the standard library alone, and rich draws live progress only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+__all__ = ["PLAIN", "Screen", "Styled"]
+
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_GAP = "  "
+# Where a word that is too long for its column may be broken: behind one of these.
+_PARTS = re.compile(r"[^/+:@,=]*[/+:@,=]|[^/+:@,=]+")
+
+
+class Styled(str):
+    """Text with a style ("bold", "dim", "red", "green", "yellow", "cyan"). Layout treats it as plain text; a screen
+    without colour prints it so.
+    """
+
+    __slots__ = ("style",)
+    style: str
+
+    def __new__(cls, text: str, style: str) -> Styled:
+        """``text`` in ``style``."""
+        self = super().__new__(cls, text)
+        self.style = style
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screen:
+    """What text is laid out for: a width in columns (None: unlimited, as in a pipe) and whether colour is shown."""
+
+    width: int | None = None
+    colour: bool = False
+
+    @classmethod
+    def of(cls, stream: TextIO | None = None) -> Screen:
+        """The screen behind ``stream`` (default: standard output).
+
+        A pipe has no width, so each row stays on one line for grep; ``COLUMNS`` sets a width for pipes too. Colour
+        needs a terminal other than ``TERM=dumb``, and no ``NO_COLOR``.
+        """
+        stream = stream or sys.stdout
+        terminal = stream.isatty()
+        width: int | None = None
+        if (columns := os.environ.get("COLUMNS", "")).isdigit():
+            width = int(columns)
+        elif terminal:
+            try:
+                width = os.get_terminal_size(stream.fileno()).columns
+            except (OSError, ValueError):
+                width = None
+        colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+        return cls(width=max(width, 20) if width else None, colour=colour)
+
+    def paint(self, text: str, style: str = "") -> str:
+        """``text`` in ``style``, or in its own style when it is :class:`Styled`."""
+        style = style or getattr(text, "style", "")
+        return f"\033[{_CODES[style]}m{text}\033[0m" if self.colour and style and text else str(text)
+
+    def verdict(self, passed: bool) -> str:
+        """A green check mark or a red cross."""
+        return self.paint("✓", "green") if passed else self.paint("✗", "red")
+
+    def wrap(self, text: str, indent: str = "", hanging: str | None = None) -> list[str]:
+        """One paragraph as lines; the first begins with ``indent``, the others with ``hanging`` (default: the same).
+
+        ``indent`` may be painted. Without a width the paragraph is one line.
+        """
+        hanging = indent if hanging is None else hanging
+        if self.width is None:
+            return [indent + self.paint(text)]
+        lines = _broken(text, self.width - max(_columns(_bare(indent)), _columns(_bare(hanging))))
+        style = getattr(text, "style", "")
+        return [(hanging if number else indent) + self.paint(line, style) for number, line in enumerate(lines)]
+
+    def table(
+        self,
+        rows: Sequence[Sequence[str]],
+        *,
+        head: Sequence[str] = (),
+        right: Collection[int] = (),
+        indent: str = "",
+    ) -> list[str]:
+        """Aligned columns as lines no wider than the screen; ``right`` are the numbers of right-aligned columns.
+
+        Too wide a table wraps inside its cells, the widest column first. One that cannot fit becomes a block per row,
+        with ``head`` as labels.
+        """
+        lines = [*([[Styled(cell, "bold") for cell in head]] if head else []), *rows]
+        if not lines:
+            return []
+        cells = [[_one_line(cell) for cell in line] for line in lines]
+        natural = [max(_columns(line[column]) for line in cells) for column in range(len(cells[0]))]
+        widths: list[int] | None = natural
+        if self.width is not None:
+            room = self.width - len(indent) - len(_GAP) * (len(natural) - 1)
+            widths = _fitting(cells, natural, room)
+            if widths is None and head:
+                return self._blocks(head, rows, indent)
+            if widths is None:
+                # A key and its text: the key stays whole as long as half of the screen is left for the text.
+                widths = _shrunk(natural, [min(n, max(1, room // len(natural))) for n in natural], room)
+        return [line for row in cells for line in self._row(row, widths or natural, right, indent)]
+
+    def _row(self, cells: Sequence[str], widths: Sequence[int], right: Collection[int], indent: str) -> list[str]:
+        columns = [_broken(cell, width) for cell, width in zip(cells, widths, strict=True)]
+        lines = []
+        for number in range(max(map(len, columns))):
+            words = []
+            for column, (parts, width) in enumerate(zip(columns, widths, strict=True)):
+                text = parts[number] if number < len(parts) else ""
+                space = " " * (width - _columns(text))
+                text = self.paint(text, getattr(cells[column], "style", ""))
+                words.append(space + text if column in right else text + space)
+            lines.append((indent + _GAP.join(words)).rstrip())
+        return lines
+
+    def _blocks(self, head: Sequence[str], rows: Sequence[Sequence[str]], indent: str) -> list[str]:
+        width, lines = max(map(_columns, head[1:]), default=0), []
+        for row in rows:
+            lines += self.wrap(Styled(_one_line(row[0]), getattr(row[0], "style", "bold")), indent)
+            for name, cell in zip(head[1:], row[1:], strict=True):
+                if cell:
+                    label = indent + _GAP + name + " " * (width - _columns(name)) + _GAP
+                    lines += self.wrap(_one_line(cell), label, " " * _columns(label))
+        return lines
+
+
+PLAIN = Screen()
+
+
+def _one_line(text: str) -> str:
+    if text.isprintable():
+        return text
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    return Styled(plain, text.style) if isinstance(text, Styled) else plain
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"\033\[[0-9;]*m", "", text)
+
+
+def _columns(text: str) -> int:
+    """How many columns a terminal needs for the text."""
+    if text.isascii():
+        return len(text)
+    from unicodedata import combining, east_asian_width
+
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def _fitting(cells: Sequence[Sequence[str]], natural: Sequence[int], room: int) -> list[int] | None:
+    """Column widths that fit ``room`` with words whole, or with words broken behind punctuation; None without any."""
+    if sum(natural) <= room:
+        return list(natural)
+    for split in (str.split, lambda text: [part for word in text.split() for part in _PARTS.findall(word)]):
+        least = [max(max(map(_columns, split(line[n])), default=0) for line in cells) for n in range(len(natural))]
+        if sum(least) <= room:
+            return _shrunk(natural, least, room)
+    return None
+
+
+def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """``natural`` with the widest columns narrowed until the sum fits ``room``, none below its ``least``."""
+    widths = list(natural)
+    while sum(widths) > room:
+        wide = [column for column, width in enumerate(widths) if width > max(1, least[column])]
+        if not wide:
+            break
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _broken(text: str, width: int) -> list[str]:
+    """The text in lines of at most ``width`` columns: between words, else behind punctuation, else anywhere."""
+    width = max(1, width)
+    if _columns(text) <= width:
+        return [text]
+    lines, line = [], ""
+    for word in text.split():
+        if line and _columns(line) + 1 + _columns(word) <= width:
+            line = f"{line} {word}"
+            continue
+        if line:
+            lines.append(line)
+        line = ""
+        for part in [word] if _columns(word) <= width else _PARTS.findall(word):
+            if line and _columns(line) + _columns(part) > width:
+                lines.append(line)
+                line = ""
+            line += part
+            while _columns(line) > width:
+                cut = next(n for n in range(len(line), 0, -1) if n == 1 or _columns(line[:n]) <= width)
+                lines.append(line[:cut])
+                line = line[cut:]
+    return [*lines, line] if line else lines or [""]

@@ -1,0 +1,144 @@
+"""Tables and paragraphs fit the width they are given, lose no text, and carry colour only where it is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primus.terminal import PLAIN, Screen, Styled, _columns
+from project_kit import SOURCE, Kit, make_project
+
+ROOT = Path(__file__).parents[2]
+CELLS = st.text(st.characters(categories=("L", "N", "P", "Zs")), max_size=60)
+TABLES = st.integers(1, 6).flatmap(
+    lambda columns: st.lists(st.lists(CELLS, min_size=columns, max_size=columns), min_size=1, max_size=6)
+)
+
+
+def letters(text: str) -> list[str]:
+    return sorted(re.sub(r"\s", "", text))
+
+
+@given(TABLES, st.integers(40, 200))
+def test_no_line_is_wider_than_the_screen_and_no_text_is_lost(rows: list[list[str]], width: int) -> None:
+    lines = Screen(width=width).table(rows, indent="  ")
+    assert max(map(_columns, lines)) <= width
+    assert letters("".join(lines)) == letters("".join(cell for row in rows for cell in row))
+    head = [f"h{number}" for number in range(len(rows[0]))]
+    lines = Screen(width=width).table(rows, head=head)
+    assert max(map(_columns, lines)) <= width
+    for cell in (cell for row in rows for cell in row):
+        assert not [*letters(cell)] or set(letters(cell)) <= set("".join(lines))
+
+
+@given(CELLS, st.integers(30, 120))
+def test_a_paragraph_fits_too(text: str, width: int) -> None:
+    lines = Screen(width=width).wrap(text, "  - ", "    ")
+    assert max(map(_columns, lines)) <= width
+    assert letters("".join(lines)) == letters("-" + text)
+
+
+def test_words_stay_whole_then_break_behind_punctuation_then_rows_become_blocks() -> None:
+    rows = [("rocm/primus:v26.8", "2.12.0+rocm7.15.0a20260727", "mi300x, mi325x")]
+    head = ("tag", "PyTorch", "GPUs")
+    assert len(Screen(width=80).table(rows, head=head)) == 2
+    assert Screen(width=58).table(rows, head=head)[1:] == [
+        "rocm/primus:v26.8  2.12.0+rocm7.15.0a20260727  mi300x,",
+        "                                               mi325x",
+    ]
+    assert "rocm7.15.0a20260727" in Screen(width=48).table(rows, head=head)[2]
+    assert Screen(width=30).table(rows, head=head) == [
+        "rocm/primus:v26.8",
+        "  PyTorch  2.12.0+",
+        "           rocm7.15.0a20260727",
+        "  GPUs     mi300x, mi325x",
+    ]
+
+
+def test_a_pipe_gets_one_line_per_row_and_control_characters_do_no_harm() -> None:
+    assert PLAIN.table([("a" * 300, Styled("b\x1b[2J\nc", "red"))]) == ["a" * 300 + "  b [2J c"]
+
+
+def test_colour_does_not_count_as_width() -> None:
+    cells = [(Styled("✓ pass", "green"), "x"), ("plain", "y")]
+    assert Screen(colour=True).table(cells) == ["\033[32m✓ pass\033[0m  x", "plain   y"]
+
+
+def on_a_terminal(words: list[str], columns: int, cwd: Path, **env: str) -> list[str]:
+    """The lines that a command prints on a terminal of that width, as they are sent to it."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "primus.cli.main", *words], stdout=follower, stderr=follower, stdin=subprocess.DEVNULL,
+        cwd=cwd, env={**kept, "TERM": "xterm", "PYTHONPATH": str(SOURCE), **env},
+    ) as process:  # fmt: skip
+        os.close(follower)
+        text = b""
+        with contextlib.suppress(OSError):  # the follower is closed: the command has ended
+            while block := os.read(leader, 1 << 16):
+                text += block
+        os.close(leader)
+    assert process.returncode in (0, 1), text.decode()
+    return text.decode().replace("\r", "").splitlines()
+
+
+def bare(line: str) -> str:
+    return re.sub(r"\033\[[0-9;]*m", "", line)
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
+    kit = make_project(tmp_path_factory.mktemp("terminal") / "project")
+    kit.write("parts/beta/a-file-whose-name-is-long-enough-to-need-more-than-one-line-of-sixty-columns", b"x")
+    kit.build()
+    kit.write("parts/beta/a-file-whose-name-is-long-enough-to-need-more-than-one-line-of-sixty-columns", b"y")
+    return kit
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["list"],
+        ["show", "llama3.1-8b", "--gpu", "mi355x", "--precision", "fp8"],
+        ["releases"],
+        ["releases", "v25.10"],
+        ["diff", "v25.10", "v26.8"],
+        ["plan", "--all"],
+        ["plan", "--all", "--full"],
+        ["turbo", "list"],
+    ],
+    ids=" ".join,
+)
+def test_every_table_fits_the_terminal(words: list[str], columns: int) -> None:
+    lines = on_a_terminal(words, columns, ROOT)
+    wide = [line for line in lines if _columns(bare(line)) > columns]
+    assert not wide, wide[0]
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+@pytest.mark.parametrize("words", [["plan", "demo"], ["plan", "--all"], ["explain", "demo"]], ids=" ".join)
+def test_changes_fit_the_terminal(words: list[str], columns: int, kit: Kit) -> None:
+    lines = on_a_terminal(words, columns, kit.root)
+    assert max(_columns(bare(line)) for line in lines) <= columns
+
+
+def test_colour_on_a_terminal_only(kit: Kit) -> None:
+    words = ["plan", "demo"]
+    assert "\033[32m+" in "\n".join(on_a_terminal(words, 100, kit.root))
+    for env in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
+        assert "\033" not in "\n".join(on_a_terminal(words, 100, kit.root, **env))
+    assert "\033" not in kit.primus(*words).out

@@ -49,7 +49,7 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
     if gpu.value == CPU and proxy.value is not True:
         raise InputError(
             f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
-            hint="--proxy trains its proxy here; --gpu NAME resolves it for a GPU",
+            hint="--proxy trains its small form here; --gpu NAME with --dry-run shows the job for a GPU",
         )  # fmt: skip
     backend = _pick("backend", asked.backend, settings, list(dict.fromkeys(b for b, _ in cells)), {})
     modes = [mode for b, mode in cells if b == backend.value]

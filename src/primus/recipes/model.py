@@ -105,11 +105,18 @@ class Recipe:
         return {key.removeprefix(head): setting.value for key, setting in self.settings.items() if key.startswith(head)}
 
     def asset(self, key: str) -> Path | None:
-        """Where the file or folder named by ``assets.KEY`` is; None when it is no file (``mock``, ``hf:…``)."""
+        """Where the file or folder named by ``assets.KEY`` is; None when it is no file (``mock``, ``hf:…``).
+
+        A path of the command line is looked for in the current folder first, then as one of the recipe's: beside it.
+        """
         name = self.get(f"assets.{key}", str)
+        if name == MOCK or name.startswith("hf:"):
+            return None
         from primus.recipes.load import beside
 
-        return None if name == MOCK or name.startswith("hf:") else beside(self.path, name)
+        here = Path.cwd() / name
+        typed = self.settings[f"assets.{key}"].origin.startswith("command line")
+        return here if typed and here.exists() else beside(self.path, name)
 
     @property
     def backend(self) -> str:

@@ -54,6 +54,7 @@ RECIPE: Mapping[str, Rule] = {
     "ranks": _rule("int"),
     "assets.tokenizer": _rule("str"),
     "assets.corpus": _rule("str"),
+    "data.column": _rule("str"),
     "validation.resume_at": _rule("int"),
     "validation.accumulation": _rule("int"),
     "validation.warmup_steps": _rule("int"),

@@ -28,6 +28,9 @@ __all__ = ["Validated", "outcome_text", "table", "validate"]
 _INSIDE = Path("/out")
 # A proxy trains in well under a minute; what takes longer than this hangs, and hangs must fail (exit code 124).
 _JOB_SECONDS = 900
+_TIMED_OUT = 124
+# 128 + SIGINT or SIGTERM: a person ended the job, which proves nothing about the image.
+_INTERRUPTED = (130, 143)
 _NO_GPU = "none"
 
 
@@ -55,6 +58,7 @@ def validate(
 
     A recipe is resolved here and again in the image; a difference between the two fails the record. A cell whose
     record already passed for the same image content, recipe, suite and GPU is not run again, unless ``again``.
+    KeyboardInterrupt when a job was interrupted: its cell gets no record, those before it keep theirs.
     """
     from primus.gates.check import check_image
     from primus.images.display import choose_progress
@@ -108,11 +112,25 @@ def _runner(runner: Engine, root: RootFs, folder: Path, *, quiet: bool) -> Calla
             mounts=(Mount(source=folder, target=str(_INSIDE), read_only=False),),
             tty=False,
         )
-        with (folder / f"{job.name}.console.txt").open("wb") as log:
+        console = folder / f"{job.name}.console.txt"
+        with console.open("wb") as log:
             code = runner.run(root, command, stdout=log, stderr=log if quiet else None)
-        return JobResult(exit_code=code, output=here)
+        if code in _INTERRUPTED:
+            raise KeyboardInterrupt
+        return JobResult(exit_code=code, output=here, said=_said(code, here, console))
 
     return run_job
+
+
+def _said(code: int, output: Path, console: Path) -> str:
+    """Why a job has no log of its own to tell by: it hung, or was refused before its ranks started."""
+    if code == _TIMED_OUT:
+        return f"the job did not end within {_JOB_SECONDS} s"
+    if code == 0 or (output / "log.txt").exists():
+        return ""
+    lines = console.read_text(encoding="utf-8", errors="replace").splitlines()
+    told = [line.removeprefix("primus train: ") for line in lines if line.startswith("primus train: ")]
+    return told[-1] if told else f"the job did not start (exit code {code})"
 
 
 def _passed_before(folder: Path, image: Mapping[str, Any], jobs: Sequence[Job]) -> dict[str, Any] | None:
@@ -208,8 +226,9 @@ def table(validated: Sequence[Validated]) -> str:
         record = one.record
         losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
         curve = f"loss {losses[0]:.3f} → {losses[-1]:.3f}" if losses and None not in losses else "no loss"
-        failed = [v["name"] for v in record["verdicts"] if not v["passed"]]
-        said = f"✗ {', '.join(failed)}" if failed else f"{len(record['verdicts'])} checks"
+        failed = [v["name"] for v in record["verdicts"] if not v["passed"] and not v.get("skipped")]
+        cause = next((f": {job['cause']}" for job in record["jobs"] if job.get("cause")), "")
+        said = f"✗ {', '.join(failed)}{cause}" if failed else f"{len(record['verdicts'])} checks"
         lines.append(
             f"{'✓' if record['passed'] else '✗'} {one.folder.name:<{width}}  {record['recipe']['precision']:<5}  "
             f"{len(record['jobs'])} runs  {curve}  {said}{'  (kept)' if one.kept else ''}"
@@ -223,21 +242,31 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
     """Verdicts and the loss in a few lines."""
     lines = []
     jobs: dict[str, list[str]] = {job["name"]: [] for job in record["jobs"]}
+    skipped: dict[str, list[str]] = {}
+    causes = []
     for verdict in record["verdicts"]:
         job, colon, name = verdict["name"].partition(": ")
-        if verdict["passed"] and colon and job in jobs:
+        if verdict.get("skipped"):
+            skipped.setdefault(verdict["reason"], []).append(verdict["name"])
+        elif verdict["passed"] and colon and job in jobs:
             jobs[job].append(name)
+        elif name == "exit code" and not verdict["passed"]:
+            causes.append(f"  ✗ {job} failed: {verdict['reason']}")
         else:
             lines.append(f"  {'✓' if verdict['passed'] else '✗'} {verdict['name']}: {verdict['reason']}")
-    lines = [*(f"  ✓ {job}: {', '.join(names)}" for job, names in jobs.items() if names), *lines]
+    # The cause first: all that is skipped follows from it.
+    lines = [*causes, *(f"  ✓ {job}: {', '.join(names)}" for job, names in jobs.items() if names), *lines]
+    lines += [f"  – {reason}: {', '.join(names)}" for reason, names in skipped.items()]
     lines += [f"  – not run: {sentence}" for sentence in record.get("not_run", ())]
     losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
     if losses:
         lines.append(f"  loss {losses[0]:.4f} → {losses[-1]:.4f} over {len(losses)} steps  {_spark(losses)}")
-    failed = sum(not v["passed"] for v in record["verdicts"])
+    left_out = sum(map(len, skipped.values()))
+    failed = sum(not v["passed"] for v in record["verdicts"]) - left_out
     lines.append(
-        f"{'FAILED' if not record['passed'] else 'passed'}: {len(record['verdicts']) - failed} checks passed, "
-        f"{failed} failed"
+        f"{'FAILED' if not record['passed'] else 'passed'}: "
+        f"{len(record['verdicts']) - failed - left_out} checks passed, {failed} failed"
+        + (f", {left_out} skipped" if left_out else "")
     )
     lines.append(f"  → {os.path.relpath(folder / 'report.html')}")
     return "\n".join(lines)

@@ -95,13 +95,14 @@ def document(title: str, body: str) -> str:
 
 def _outcome(record: Mapping[str, Any]) -> str:
     verdicts = record["verdicts"]
-    failed = [verdict for verdict in verdicts if not verdict["passed"]]
+    failed = [verdict for verdict in verdicts if not verdict["passed"] and not verdict.get("skipped")]
+    skipped = sum(bool(verdict.get("skipped")) for verdict in verdicts)
     if record["passed"]:
         return f'<div class="outcome pass"><strong>✓ Passed.</strong> All {len(verdicts)} checks hold.</div>'
     items = "".join(f"<li>{escape(item['name'])}: {escape(item['reason'])}</li>" for item in failed)
     return (
         f'<div class="outcome fail"><strong>✗ Failed.</strong> {len(failed)} of {len(verdicts)} checks '
-        f"do not hold.<ul>{items}</ul></div>"
+        f"do not hold{f', {skipped} were skipped' if skipped else ''}.<ul>{items}</ul></div>"
     )
 
 
@@ -167,10 +168,17 @@ def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="wide"><table>{head}{rows}</table></div>' + grid(cells, "Check of each job")
 
 
+def _mark(verdict: Mapping[str, Any]) -> tuple[str, str, str]:
+    """A verdict's class, sign and word."""
+    if verdict["passed"]:
+        return "pass-mark", "✓", "pass"
+    return ("sub", "–", "skipped") if verdict.get("skipped") else ("fail-mark", "✗", "fail")
+
+
 def _row(verdict: Mapping[str, Any]) -> str:
-    mark = ("pass-mark", "✓ pass") if verdict["passed"] else ("fail-mark", "✗ fail")
+    mark, sign, word = _mark(verdict)
     return (
-        f'<tr class="{"" if verdict["passed"] else "fail"}"><td class="{mark[0]}">{mark[1]}</td>'
+        f'<tr class="{"fail" if word == "fail" else ""}"><td class="{mark}">{sign} {word}</td>'
         f'<td class="name">{escape(verdict["name"])}</td><td class="num">{escape(verdict["measured"])}</td>'
         f'<td class="num">{escape(verdict["limit"])}</td><td>{escape(verdict["reason"])}</td></tr>'
     )
@@ -188,9 +196,8 @@ def grid(cells: Mapping[tuple[str, str], Mapping[str, Any]], title: str) -> str:
             if verdict is None:
                 row.append('<td class="sub">—</td>')
                 continue
-            mark = ("pass-mark", "✓") if verdict["passed"] else ("fail-mark", "✗")
-            measured = escape(verdict["measured"])
-            shown = f'<span class="{mark[0]}">{mark[1]}</span> {measured}'
+            mark, sign, _ = _mark(verdict)
+            shown = f'<span class="{mark}">{sign}</span> {escape(verdict["measured"])}'
             row.append(f'<td title="{escape(verdict["reason"])}">{shown}</td>')
         rows.append(f"<tr>{''.join(row)}</tr>")
     head = "".join(f"<th>{escape(job)}</th>" for job in jobs)

@@ -15,24 +15,38 @@ from primus.training.logs import Series
 
 __all__ = [
     "Verdict", "accumulation", "exit_code", "finite", "grad_norm_steady", "layout", "loss_falls", "loss_plausible",
-    "precision", "ran_as_asked", "reproducible", "resume", "same_loss", "steps_logged", "throughput",
+    "precision", "ran_as_asked", "reproducible", "resume", "same_loss", "skipped", "steps_logged", "throughput",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One rule applied once. ``measured`` and ``limit`` are for people: short, with their units."""
+    """One rule applied once. ``measured`` and ``limit`` are for people: short, with their units.
+
+    ``skipped``: what it judges is not there because a job failed or did not run; ``reason`` names that job. A skipped
+    rule has not passed.
+    """
 
     name: str
     passed: bool
     reason: str
     measured: str = ""
     limit: str = ""
+    skipped: bool = False
 
 
-def exit_code(code: int) -> Verdict:
-    """The launcher's exit code; torchrun is non-zero when any rank was. Negative: a signal."""
-    if code == 0:
+def skipped(verdict: Verdict, why: str) -> Verdict:
+    """``verdict`` as one that nothing could be judged by, unless it passed."""
+    return verdict if verdict.passed else replace(verdict, reason=f"skipped: {why}", measured="", skipped=True)
+
+
+def exit_code(code: int, cause: str = "") -> Verdict:
+    """The launcher's exit code; torchrun's is non-zero when any rank's is. Negative: a signal. ``cause`` is the reason
+    that the job itself gave.
+    """
+    if code != 0 and cause:
+        reason = cause
+    elif code == 0:
         reason = "all ranks ended with 0"
     elif code < 0:
         reason = f"killed by signal {-code}"

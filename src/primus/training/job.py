@@ -42,10 +42,14 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """A run that ended: the exit code of ``primus train``, and where this process sees the job's folder."""
+    """A run that ended: the exit code of ``primus train``, and where this process sees the job's folder.
+
+    ``said`` is what the command gave as its reason, where it was heard and the job's folder may not tell.
+    """
 
     exit_code: int
     output: Path
+    said: str = ""
 
 
 def step_of(checkpoint: Path) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from primus.training import checks, logs
+from primus.training import checks, failure, logs
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
@@ -23,7 +23,7 @@ class Outcome:
 
     ``exit_code`` is the launcher's or, when that was 0, what else went wrong around it; ``facts`` is empty
     when no rank lived long enough to write them; ``seconds`` is wall time of the launcher; ``recipe_sha256``
-    is what the run itself resolved.
+    is what the run itself resolved; ``cause`` is the first cause of a failure.
     """
 
     job: Job
@@ -33,6 +33,7 @@ class Outcome:
     argv: tuple[str, ...] = ()
     seconds: float = 0.0
     recipe_sha256: str | None = None
+    cause: str = ""
 
 
 def read(job: Job, result: JobResult) -> Outcome:
@@ -42,14 +43,16 @@ def read(job: Job, result: JobResult) -> Outcome:
     series = logs.read_steps(_text(folder / "log.txt"))
     exact = logs.read_exact(_text(folder / "exact.jsonl").splitlines())
     joules = logs.read_joules(_text(folder / "energy.jsonl").splitlines())
+    exit_code = _exit_code(left, result.exit_code)
     return Outcome(
         job=job,
-        exit_code=_exit_code(left, result.exit_code),
+        exit_code=exit_code,
         series=logs.with_joules(logs.with_exact(series, exact), joules),
         facts=_json(folder / "facts.json"),
         argv=tuple(left.get("argv", ())),
         seconds=float(left.get("seconds", 0.0)),
         recipe_sha256=_json(folder / "job.json").get("recipe", {}).get("sha256"),
+        cause=result.said or str(failure.cause(folder, exit_code) or ""),
     )
 
 
@@ -62,15 +65,28 @@ def _exit_code(left: Mapping[str, Any], command: int) -> int:
 
 
 def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
-    """The rules that any run must pass, however short and from whatever weights."""
-    job = outcome.job
-    return (
-        checks.exit_code(outcome.exit_code),
+    """The rules that any run must pass, however short and from whatever weights.
+
+    Of a job that failed, what it never came to is skipped: its cause is told once, by the exit code.
+    """
+    job, steps = outcome.job, outcome.series.steps
+    verdicts = (
+        checks.exit_code(outcome.exit_code, outcome.cause),
         checks.steps_logged(outcome.series, job.first_step, job.last_step),
         checks.finite(outcome.series),
         checks.precision(outcome.facts, job.recipe.get("precision", str)),
         checks.ran_as_asked(outcome.facts, expected_facts(job)),
     )
+    if outcome.exit_code == 0:
+        return verdicts
+    lacking = {
+        "steps logged": not outcome.series.problems and all(s.step <= job.last_step for s in steps),
+        "finite": not steps,
+        "precision": not outcome.facts,
+        "configuration": not outcome.facts,
+    }
+    why = f"the job failed after step {steps[-1].step}" if steps else "the job failed before its first step"
+    return tuple(checks.skipped(verdict, why) if lacking.get(verdict.name) else verdict for verdict in verdicts)
 
 
 def _text(path: Path) -> str:

@@ -86,6 +86,7 @@ def _job(job: Job, left: Outcome | None) -> dict[str, Any]:
         **content,
         "argv": list(left.argv),
         "exit_code": left.exit_code,
+        **({"cause": left.cause} if left.cause else {}),
         "seconds": left.seconds,
         "exact": left.series.exact,
         "series": [json.loads(line) for line in lines],

@@ -12,13 +12,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from primus.errors import HostError, InputError
-from primus.training import energy, launch, metrics, outcome, ranks, utilization
+from primus.recipes.model import MOCK
+from primus.training import corpus, energy, launch, metrics, outcome, ranks, utilization
 from primus.training.checks import Verdict
+from primus.training.flux import cache as latents
 from primus.training.job import Job, JobResult
 from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
 
-__all__ = ["check_backend", "prepare", "run_directly", "start", "write_atomically"]
+__all__ = ["check_backend", "check_data", "prepare", "run_directly", "start", "write_atomically"]
 
 
 def check_backend(job: Job) -> None:
@@ -31,6 +33,25 @@ def check_backend(job: Job) -> None:
             f"{' and '.join(missing)} cannot be imported by {sys.executable}",
             hint="run this inside a primus image, or install them beside primus",
         )
+
+
+def check_data(job: Job) -> None:
+    """Read a sample of the job's corpus. InputError for one that its ranks could not read, with file and line."""
+    recipe = job.recipe
+    path, tokenizer = recipe.asset("corpus"), recipe.asset("tokenizer")
+    if recipe.architecture.family == "flux":
+        if path is not None:
+            latents.check(path, recipe.architecture.dit)
+        return
+    if recipe.get("assets.tokenizer", str) == MOCK and recipe.get("assets.corpus", str) != MOCK:
+        raise InputError(
+            "assets.tokenizer is mock, but the corpus is text",
+            where=recipe.settings["assets.tokenizer"].origin,
+            hint="assets.tokenizer=FOLDER names a tokenizer, assets.corpus=mock makes tokens up",
+        )
+    if path is not None:
+        column = recipe.find("data.column", "") or None
+        corpus.check(corpus.Corpus(path=path, column=column, tokenizer=tokenizer))
 
 
 def _importable(name: str) -> bool:
@@ -76,6 +97,7 @@ def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verd
     write_atomically(job.output / "metrics.jsonl", metrics.as_json_lines(result.series, done))
     left |= {
         "passed": all(verdict.passed for verdict in verdicts),
+        **({"cause": result.cause} if result.cause else {}),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "summary": asdict(summary),
     }

@@ -102,7 +102,7 @@ def recipe_of(jobs: Sequence[Job]) -> Recipe:
 def run(jobs: Sequence[Job], run_job: Callable[[Job], JobResult]) -> dict[str, Outcome]:
     """Run the jobs in order through ``run_job`` and read what each left.
 
-    When the first job fails the others are not run: they compare with it. Their absence fails their rules.
+    When the first job fails the others are not run: they compare with it. Their rules are then skipped.
     """
     outcomes: dict[str, Outcome] = {}
     for job in jobs:
@@ -116,16 +116,31 @@ def run(jobs: Sequence[Job], run_job: Callable[[Job], JobResult]) -> dict[str, O
 def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict, ...]:
     """Every verdict of the suite; the names of those on one job begin with the job's name.
 
-    A job that was not run fails the rules it was planned for.
+    A rule that lacks a job, or compares with one that failed, is skipped and says which.
     """
     verdicts: list[Verdict] = []
     for job in jobs:
         left = outcomes.get(job.name)
         if left is None:
-            verdicts.append(Verdict(name=f"{job.name}: exit code", passed=False, reason="was not run"))
+            absent = Verdict(name=f"{job.name}: exit code", passed=False, reason="")
+            verdicts.append(checks.skipped(absent, f"was not run, because {jobs[0].name} failed"))
             continue
         verdicts += [replace(verdict, name=f"{job.name}: {verdict.name}") for verdict in outcome.basic_verdicts(left)]
-    return (*verdicts, *_of_one(jobs, outcomes), *_of_several(jobs, outcomes), _same_recipe(jobs, outcomes))
+    together = [
+        *((("base",), verdict) for verdict in _of_one(jobs, outcomes)),
+        *_of_several(jobs, outcomes),
+    ]
+    verdicts += [_unless_absent(verdict, names, outcomes) for names, verdict in together]
+    return (*verdicts, _same_recipe(jobs, outcomes))
+
+
+def _unless_absent(verdict: Verdict, names: Sequence[str], outcomes: Mapping[str, Outcome]) -> Verdict:
+    """``verdict`` over the jobs ``names``, skipped where it did not pass and one of them failed or was not run."""
+    for name in names:
+        left = outcomes.get(name)
+        if left is None or left.exit_code != 0:
+            return checks.skipped(verdict, f"{name} {'was not run' if left is None else 'failed'}")
+    return verdict
 
 
 def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[Verdict]:
@@ -162,36 +177,37 @@ def _advice(recipe: Recipe) -> str:
     return "" if recipe.deterministic else f"its kernels may add up in any order, {key}=true forbids it"
 
 
-def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[Verdict]:
-    """What runs must show when compared with the base run, for the runs that were planned."""
+def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[tuple[tuple[str, ...], Verdict]]:
+    """What runs must show when compared with one another, for the runs that were planned: their names, the verdict."""
     recipe, planned = recipe_of(jobs), {job.name for job in jobs}
     base = _left(outcomes, "base", jobs)
-    verdicts: list[Verdict] = []
+    found: list[tuple[tuple[str, ...], Verdict]] = []
     if "repeat" in planned:
         repeat, tolerance = _left(outcomes, "repeat", jobs), _limit(recipe, "repeat_tolerance")
-        verdicts += [
-            checks.reproducible(base.series, repeat.series, tolerance, _advice(recipe)),
-            _same_weights(base, repeat, tolerance),
-            checks.resume(
-                base.series,
-                _left(outcomes, "resume", jobs).series,
-                _resumed_at(jobs),
-                _limit(recipe, "resume_tolerance"),
-            ),
-            checks.accumulation(
-                base.series, _left(outcomes, "accumulation", jobs).series, _limit(recipe, "accumulation_tolerance")
+        resumed, split = (_left(outcomes, name, jobs).series for name in ("resume", "accumulation"))
+        again = checks.reproducible(base.series, repeat.series, tolerance, _advice(recipe))
+        went_on = checks.resume(base.series, resumed, _resumed_at(jobs), _limit(recipe, "resume_tolerance"))
+        found += [
+            (("base", "repeat"), again),
+            (("base", "repeat"), _same_weights(base, repeat, tolerance)),
+            (("base", "resume"), went_on),
+            (
+                ("base", "accumulation"),
+                checks.accumulation(base.series, split, _limit(recipe, "accumulation_tolerance")),
             ),
         ]
     if "tensor-parallel" in planned:
-        one, split = (_left(outcomes, name, jobs).series for name in ("one-rank", "tensor-parallel"))
+        names = ("one-rank", "tensor-parallel")
+        one, split = (_left(outcomes, name, jobs).series for name in names)
         at = next(job.first_step for job in jobs if job.name == "tensor-parallel")
-        verdicts.append(checks.layout(one, split, at, _limit(recipe, "layout_tolerance")))
+        found.append((names, checks.layout(one, split, at, _limit(recipe, "layout_tolerance"))))
     for name in sorted(planned):
         if name.startswith(_PRECISION_JOB):
             other = _left(outcomes, name, jobs).series
             words = (recipe.precision, name.removeprefix(_PRECISION_JOB))
-            verdicts.append(checks.same_loss(words, base.series, other, _limit(recipe, "precision_tolerance")))
-    return verdicts
+            verdict = checks.same_loss(words, base.series, other, _limit(recipe, "precision_tolerance"))
+            found.append((("base", name), verdict))
+    return found
 
 
 def _left(outcomes: Mapping[str, Outcome], name: str, jobs: Sequence[Job]) -> Outcome:
@@ -223,16 +239,18 @@ def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
 
 def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdict:
     """The recipe the runs resolved (inside the image) is the one planned here, byte for byte."""
-    wrong = [
-        job.name for job in jobs if job.name not in outcomes or outcomes[job.name].recipe_sha256 != job.recipe.digest
-    ]
-    return Verdict(
+    found = {job.name: outcomes[job.name].recipe_sha256 if job.name in outcomes else None for job in jobs}
+    wrong = [job.name for job in jobs if found[job.name] != job.recipe.digest]
+    verdict = Verdict(
         name="recipe",
         passed=not wrong,
         reason=f"another recipe was run in: {', '.join(wrong)}" if wrong else "the runs resolved the planned recipe",
         measured=f"{len(jobs) - len(wrong)} of {len(jobs)}",
         limit="all",
     )
+    if any(found[name] is not None for name in wrong):
+        return verdict
+    return checks.skipped(verdict, f"nothing was run in: {', '.join(wrong)}")
 
 
 def digest(recipe: Recipe, jobs: Sequence[Job]) -> str:

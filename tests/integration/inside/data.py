@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from primus.errors import InputError
 from primus.recipes.architecture import Architecture, DiffusionTransformer
+from primus.training.corpus import Corpus, check, documents
 from primus.training.flux.config import FluxConfig
 from primus.training.flux.latents import cached, packed
 from primus.training.loop.config import LoopConfig
@@ -68,7 +71,47 @@ def check_cached_latents_are_read_with_their_own_noise() -> None:
     assert len({tuple(noise.tolist()) for noise in noises}) == 6, "noise is used twice"
 
 
+def check_chat_messages_and_parquet_are_read() -> None:
+    import pyarrow as pa
+    from pyarrow.parquet import write_table
+
+    chat = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ eos_token }}"
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (folder / "chat.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+        write_table(pa.table({"messages": [chat, chat]}), folder / "chat.parquet")
+        write_table(pa.table({"text": ["a", "", "b"], "n": [1, 2, 3]}), folder / "plain.parquet")
+        write_table(pa.table({"body": ["a", None]}), folder / "null.parquet")
+        (folder / "cut.parquet").write_bytes((folder / "plain.parquet").read_bytes()[:-20])
+
+        def read(file: str, column: str | None = None) -> list[str]:
+            corpus = Corpus(path=folder / file, column=column, tokenizer=folder)
+            check(corpus)
+            return list(documents(corpus))
+
+        said = "[user] How many?\n[assistant] Two.\n"
+        assert read("chat.jsonl") == [said]
+        assert read("chat.parquet") == [said, said]
+        assert read("plain.parquet") == ["a", "b"]
+        for file, column, words in (
+            ("null.parquet", None, "row 1: expected the column 'text', found body"),
+            ("null.parquet", "body", "row 2: expected text or chat messages"),
+            ("plain.parquet", "n", "row 1: expected text or chat messages"),
+            ("cut.parquet", None, "cannot be read as Parquet"),
+        ):
+            try:
+                read(file, column)
+            except InputError as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(f"{file} was read")
+
+
 check_a_pass_sees_every_sample_once()
+check_chat_messages_and_parquet_are_read()
 check_cached_latents_are_read_with_their_own_noise()
 check_made_up_tokens_can_be_learned()
 check_latents_are_packed_as_flux_packs_them()

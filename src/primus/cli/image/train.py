@@ -18,7 +18,7 @@ from pathlib import Path
 
 from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
 from primus.errors import InputError
-from primus.training import logs, metrics, ranks, start
+from primus.training import logs, machine, metrics, ranks, start
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of
 from primus.training.metrics import Summary
@@ -57,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         _show_plan(job, as_json=options.json)
         return 0
+    start.check_data(job)
+    machine.check(recipe)
     start.check_backend(job)
     start.prepare(job)
     if not options.json:
@@ -71,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
             "output": str(job.output),
             "exit_code": outcome.exit_code,
             "seconds": outcome.seconds,
+            **({"cause": outcome.cause} if outcome.cause else {}),
             "recipe_sha256": recipe.digest,
             "summary": asdict(summary),
             "verdicts": [asdict(verdict) for verdict in verdicts],
@@ -158,11 +161,17 @@ class _Progress:
 
 
 def _show_end(job: Job, verdicts: tuple[Verdict, ...], figures: str, summary: Summary, seconds: float) -> None:
+    # The exit code comes first: its reason is the cause of whatever else is missing.
     for verdict in verdicts:
-        if not verdict.passed:
+        if verdict.name == "exit code" and not verdict.passed:
+            print(f"✗ the job failed: {verdict.reason}")
+        elif not verdict.passed and not verdict.skipped:
             limits = f"measured {verdict.measured or 'nothing'}, limit {verdict.limit}"
             print(f"✗ {verdict.name}: {verdict.reason} ({limits})")
     if any(not verdict.passed for verdict in verdicts):
+        left_out = [verdict.name for verdict in verdicts if verdict.skipped]
+        if left_out:
+            print(f"– skipped: {', '.join(left_out)}")
         print(f"failed after {seconds:.0f} s\n  → the log is {job.output / 'log.txt'}")
         return
     print(

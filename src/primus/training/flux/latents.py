@@ -1,8 +1,4 @@
-"""Images as samples found by number: cached latents and text embeddings, or made-up ones, with their noise.
-
-A folder of safetensors files is a cache. Each file holds, for any number of images, ``latents`` [images, channels,
-height, width] as the VAE made and scaled them, ``text`` [images, tokens, width] and ``pooled`` [images, width].
-"""
+"""Images as samples found by number: cached latents and text embeddings, or made-up ones, with their noise."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from typing_extensions import override
 
 from primus.recipes.architecture import DiffusionTransformer
 from primus.recipes.model import MOCK
+from primus.training.flux.cache import KEYS
 from primus.training.flux.config import FluxConfig
 from primus.training.loop.data import generator_of, shuffled
 from primus.training.loop.given import Given
@@ -23,7 +20,6 @@ __all__ = ["Images", "cached", "image_tokens", "images", "packed"]
 # The VAE makes one latent of 8 × 8 pixels, the transformer one token of 2 × 2 latents.
 _PIXELS_PER_TOKEN = 16
 _MOCK_PROMPTS = 16
-_KEYS = ("latents", "text", "pooled")
 
 
 def image_tokens(model: DiffusionTransformer) -> int:
@@ -112,7 +108,7 @@ class _Cached(Images):
         self._places = []
         for file in sorted(folder.glob("*.safetensors")):
             handle = safe_open(file, framework="pt")
-            slices = [handle.get_slice(key) for key in _KEYS]
+            slices = [handle.get_slice(key) for key in KEYS]
             self._places += [(slices, row) for row in range(slices[0].get_shape()[0])]
         if not self._places:
             raise SystemExit(f"{folder} holds no cached latents")

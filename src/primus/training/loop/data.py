@@ -13,6 +13,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from primus.recipes.model import MOCK
+from primus.training.corpus import HUB, Corpus, documents, row_reader
 from primus.training.loop.given import Given
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch, Data
@@ -23,7 +24,6 @@ __all__ = ["Packed", "mock", "shuffled", "text", "tokens_of"]
 _MOCK_SYMBOLS = 256
 _MOCK_STEPS = (1, 3, 7, 19)
 _IGNORED = -100
-_HUB = "hf:"
 
 
 def text(given: Given, process: Process) -> Data:
@@ -127,25 +127,29 @@ def _tokenized(given: Given, process: Process) -> np.ndarray:
     if process.local_rank == 0:
         waiting = path.with_suffix(f".{process.rank}.npy")
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(waiting, tokens_of(given.assets["corpus"], given.assets["tokenizer"]))
+        np.save(waiting, tokens_of(given.assets["corpus"], given.assets["tokenizer"], given.column))
         os.replace(waiting, path)  # noqa: PTH105
     dist.barrier()
     tokens: np.ndarray = np.load(path, mmap_mode="r")
     return tokens
 
 
-def tokens_of(corpus: str, tokenizer: str) -> np.ndarray:
-    """All documents of ``corpus`` in order, each between the tokenizer's begin and end marks where it has them."""
+def tokens_of(corpus: str, tokenizer: str, column: str | None = None) -> np.ndarray:
+    """All documents of ``corpus`` in order, each between the tokenizer's begin and end marks where it has them.
+
+    ``column``: see :class:`primus.training.corpus.Corpus`. InputError at a document that cannot be read.
+    """
     from tokenizers import Tokenizer
 
-    if tokenizer.startswith(_HUB):
-        encoder = Tokenizer.from_pretrained(tokenizer.removeprefix(_HUB))
+    if tokenizer.startswith(HUB):
+        encoder = Tokenizer.from_pretrained(tokenizer.removeprefix(HUB))
         begin = end = None
     else:
         encoder = Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json"))
         begin, end = (encoder.token_to_id(mark) if mark else None for mark in _marks(Path(tokenizer)))
     pieces = []
-    for document in _documents(corpus):
+    folder = None if tokenizer.startswith(HUB) else Path(tokenizer)
+    for document in _documents(Corpus(path=Path(corpus), column=column, tokenizer=folder), corpus):
         ids = encoder.encode(document, add_special_tokens=False).ids
         marked = ([] if begin is None else [begin]) + ids + ([] if end is None else [end])
         pieces.append(np.asarray(marked, dtype=np.uint32))
@@ -164,14 +168,12 @@ def _marks(folder: Path) -> tuple[str | None, str | None]:
     return mark("bos_token"), mark("eos_token")
 
 
-def _documents(corpus: str) -> Iterator[str]:
-    if corpus.startswith(_HUB):
-        from datasets import load_dataset
-
-        for row in load_dataset(corpus.removeprefix(_HUB), split="train"):
-            yield row["text"]
+def _documents(corpus: Corpus, name: str) -> Iterator[str]:
+    if not name.startswith(HUB):
+        yield from documents(corpus)
         return
-    with Path(corpus).open(encoding="utf-8") as file:
-        for line in file:
-            if line.strip():
-                yield json.loads(line)["text"]
+    from datasets import load_dataset
+
+    read = row_reader(corpus)
+    for number, row in enumerate(load_dataset(name.removeprefix(HUB), split="train"), 1):
+        yield read(row, f"{name}: row {number}")

@@ -31,6 +31,7 @@ class Given:
     precision: str
     model: Architecture
     assets: Mapping[str, str]
+    column: str | None
     config: Mapping[str, Value]
     training: LoopConfig
     first_step: int
@@ -66,7 +67,7 @@ def read(folder: Path) -> Given:
         **{
             key: job[key]
             for key in (
-                "backend", "mode", "precision", "assets", "config", "first_step", "last_step", "world_size",
+                "backend", "mode", "precision", "assets", "column", "config", "first_step", "last_step", "world_size",
                 "data_parallel", "accumulation", "threads",
             )
         },

@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from primus.training.failure import noting
 from primus.training.loop.given import Given, read
 from primus.training.store import choose_store
 
@@ -40,11 +41,12 @@ class Process:
 
 def main(folder: str, train: Callable[[Given, Process], None]) -> None:
     """Be one rank of the job in the output folder ``folder``: set up, ``train``, end."""
-    given = read(Path(folder))
-    process = start(given)
-    train(given, process)
-    dist.barrier()
-    dist.destroy_process_group()
+    with noting(Path(folder)):
+        given = read(Path(folder))
+        process = start(given)
+        train(given, process)
+        dist.barrier()
+        dist.destroy_process_group()
     if process.on_cpu:
         leave()
 

@@ -8,6 +8,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from primus.training.failure import noting
+
 __all__ = ["main"]
 
 
@@ -37,4 +39,5 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with noting(Path(sys.argv[1])):
+        main(sys.argv[1])

@@ -14,6 +14,8 @@ from typing import Any
 
 from primus.recipes.architecture import rebuilt
 from primus.recipes.model import MOCK
+from primus.training.corpus import HUB, Corpus, documents, row_reader
+from primus.training.failure import noting
 from primus.training.mock import texts
 from primus.training.store import choose_store
 from primus.training.torchtitan import cpu
@@ -36,7 +38,7 @@ def main(argv: list[str]) -> None:
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         cpu.apply(int(job["threads"]))
-    _register_corpus(int(job["config"].get("debug.seed") or 0))
+    _register_corpus(int(job["config"].get("debug.seed") or 0), job)
     exact = Path(job["output"]) / "exact.jsonl"
     _register_model(job, exact)
 
@@ -45,8 +47,8 @@ def main(argv: list[str]) -> None:
     from primus.training.loop.process import leave
     from primus.training.torchtitan.observe import observed_trainer
 
-    if (tokenizer := str(job["assets"]["tokenizer"])).startswith("hf:"):
-        sys.argv += ["--model.hf_assets_path", _tokenizer_of(tokenizer.removeprefix("hf:"))]
+    if (tokenizer := str(job["assets"]["tokenizer"])).startswith(HUB):
+        sys.argv += ["--model.hf_assets_path", _tokenizer_of(tokenizer.removeprefix(HUB))]
     train(observed_trainer(Path(job["output"]) / "facts.json"))
     if on_cpu:
         leave()
@@ -67,23 +69,30 @@ def _tokenizer_of(repository: str) -> str:
     return folder
 
 
-def _register_corpus(seed: int) -> None:
+def _register_corpus(seed: int, job: Mapping[str, Any]) -> None:
     from datasets import Dataset
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
+    given, tokenizer = job["assets"]["corpus"], job["assets"]["tokenizer"]
+    folder = None if tokenizer.startswith(HUB) else Path(tokenizer)
+    corpus = Corpus(path=Path(given), column=job["column"], tokenizer=folder)
+    read = row_reader(corpus)
+
     def load(path: str) -> Any:
         if path == MOCK:
             return Dataset.from_list([{"text": text} for text in texts(seed, MOCK_TEXTS)])
-        if path.startswith("hf:"):
+        if path.startswith(HUB):
             from datasets import load_dataset
 
-            return load_dataset(path.removeprefix("hf:"), split="train", streaming=True)
+            return load_dataset(path.removeprefix(HUB), split="train", streaming=True)
         # Read here, not by datasets.load_dataset: that writes a cache and may ask the hub.
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        return Dataset.from_list([json.loads(line) for line in lines])
+        return Dataset.from_list([{"text": text} for text in documents(corpus)])
 
-    DATASETS[DATASET] = DatasetConfig(path="", loader=load, sample_processor=lambda sample: sample["text"])
+    def text_of(sample: Mapping[str, Any]) -> str:
+        return read(sample, given) if given.startswith(HUB) else sample["text"]
+
+    DATASETS[DATASET] = DatasetConfig(path="", loader=load, sample_processor=text_of)
 
 
 def _register_model(job: dict[str, Any], exact: Path) -> None:
@@ -136,4 +145,5 @@ def _arguments(cls: type[Any], given: Mapping[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with noting(_job_file(sys.argv[1:]).parent):
+        main(sys.argv[1:])

@@ -1,0 +1,165 @@
+"""Why a job failed: the first rank's own exception, and not what other ranks, torchrun and the checks said after it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Failure", "cause", "noting", "text_of"]
+
+_FOLDER = "failures"
+_LONGEST = 600
+_TRACEBACK = "Traceback (most recent call last)"
+# What the other ranks say when one is gone.
+_DERIVED = re.compile(
+    r"DistBackendError|DistNetworkError|DistStoreError|ChildFailedError|SignalException|RendezvousConnectionError"
+    r"|[Cc]onnection (closed|reset|refused|was likely closed)|closed by peer|Broken pipe|remote process exited"
+    r"|Watchdog caught|failed to recv|Socket Timeout|wait timeout after|Timed out waiting"
+)
+_EXCEPTION = re.compile(
+    r"^(?:\[rank\d+\]: ?)?(?P<text>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$"
+)
+# torchrun's report of a rank that a signal ended.
+_SIGNALLED = re.compile(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\) received by PID")
+_RANK = re.compile(r"^\s*rank\s*:\s*(?P<rank>\d+)")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_HINTS = {
+    "SIGKILL": "the kernel does this when memory runs out: dmesg tells; a smaller batch or fewer ranks need less",
+    "SIGBUS": "often shared memory that is too small: --shm-size of the container",
+}
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator: can't allocate")
+_OUT_OF_MEMORY_HINT = "a smaller batch per rank, full recomputation or more ranks need less memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """``text`` is the exception's last line; ``rank`` is None where nothing tells; ``hint`` says what to try."""
+
+    text: str
+    rank: int | None = None
+    hint: str = ""
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}: " if self.rank is not None else ""
+        return f"{who}{self.text}" + (f" ({self.hint})" if self.hint else "")
+
+
+@contextmanager
+def noting(output: Path) -> Iterator[None]:
+    """Inside a rank: when the block ends by an exception, leave its text and time in the job's folder."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _note(output, error)
+        raise
+    except BaseException as error:
+        _note(output, error)
+        raise
+
+
+def _note(output: Path, error: BaseException) -> None:
+    rank = os.environ.get("RANK", "0")
+    note = {"time": time.time(), "rank": int(rank), "text": text_of(error)}
+    with suppress(OSError):
+        folder = output / "cache" / _FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        waiting = folder / f".{rank}"
+        waiting.write_text(json.dumps(note), encoding="utf-8")
+        waiting.replace(folder / f"{rank}.json")
+
+
+def text_of(error: BaseException) -> str:
+    """What the last line of ``error``'s traceback says, with the error that it was raised from."""
+    from primus.errors import PrimusError
+
+    if isinstance(error, PrimusError):
+        return " ".join(str(error).split())
+    if isinstance(error, SystemExit):
+        return str(error.code)
+    own = _last_line("".join(traceback.format_exception_only(error)))
+    first: BaseException = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    if first is error:
+        return own
+    return f"{own}; raised from {_last_line(''.join(traceback.format_exception_only(first)))}"
+
+
+def _last_line(text: str) -> str:
+    """The line that names the error: the first one, or the last where the message holds a whole traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if any(_TRACEBACK in line for line in lines[1:]) or any(line.startswith("Original Traceback") for line in lines):
+        found = [line for line in lines if _EXCEPTION.match(line)]
+        return (found[-1] if found else lines[-1])[:_LONGEST]
+    # Some messages begin with a line that only announces the rest.
+    told = lines[0] if not lines[0].endswith(":") else " ".join(lines[:2])
+    return told[:_LONGEST] if lines else ""
+
+
+def cause(output: Path, exit_code: int) -> Failure | None:
+    """The first cause of a job that ended with ``exit_code`` (negative: a signal), from its folder; None if it is 0.
+
+    Of what the ranks noted the earliest counts, unless it only says that another rank is gone; then a rank that a
+    signal ended; then the log's first exception; then its last line.
+    """
+    if exit_code == 0:
+        return None
+    lines = [_COLOUR.sub("", line) for line in _read(output / "log.txt").splitlines()]
+    notes = _notes(output)
+    own = [note for note in notes if not _DERIVED.search(note.text)]
+    raised = [Failure(text=match["text"]) for line in lines if (match := _EXCEPTION.match(line.strip()))]
+    first = [failure for failure in raised if not _DERIVED.search(failure.text)]
+    found = next(iter([*own, *_signalled(lines), *first, *notes, *raised]), None)
+    if found is None:
+        found = _by_code(exit_code, lines)
+    if _OUT_OF_MEMORY.search(found.text):
+        return Failure(text=found.text, rank=found.rank, hint=_OUT_OF_MEMORY_HINT)
+    return found
+
+
+def _by_code(exit_code: int, lines: list[str]) -> Failure:
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    with suppress(ValueError):
+        name = signal.Signals(number).name
+        return Failure(text=f"ended by signal {number} ({name})", hint=_HINTS.get(name, ""))
+    said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    text = f"exit code {exit_code}" + (f"; the log ends with: {said}" if said else "")
+    return Failure(text=text[:_LONGEST])
+
+
+def _notes(output: Path) -> list[Failure]:
+    found = []
+    for file in (output / "cache" / _FOLDER).glob("*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            note = json.loads(file.read_text(encoding="utf-8"))
+            found.append((float(note["time"]), Failure(text=str(note["text"]), rank=int(note["rank"]))))
+    return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+
+
+def _signalled(lines: list[str]) -> Iterator[Failure]:
+    """Ranks in torchrun's report that a signal ended; its own SIGTERM to those that were left is none of them."""
+    rank: int | None = None
+    for line in lines:
+        if match := _RANK.match(line):
+            rank = int(match["rank"])
+        elif (match := _SIGNALLED.search(line)) and match["name"] != "SIGTERM":
+            yield Failure(
+                text=f"ended by signal {match['number']} ({match['name']})", rank=rank,
+                hint=_HINTS.get(match["name"], ""),
+            )  # fmt: skip
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

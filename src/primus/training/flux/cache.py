@@ -1,0 +1,53 @@
+"""A cache of latents and text embeddings: what its files hold, checked before any rank starts. Needs no torch.
+
+Each safetensors file of the folder holds, for any number of images, ``latents`` [images, channels, height, width] as
+the VAE made and scaled them, ``text`` [images, tokens, width] and ``pooled`` [images, width].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from primus.errors import InputError
+from primus.recipes.architecture import DiffusionTransformer
+from primus.training import tensors
+
+__all__ = ["KEYS", "check"]
+
+KEYS = ("latents", "text", "pooled")
+_EXPECTED = "expected a folder of safetensors files with the tensors latents, text and pooled"
+# The VAE makes one latent of 8 × 8 pixels; the transformer's tokens are 2 × 2 of them.
+_PIXELS = 8
+_PER_TOKEN = 4
+
+
+def check(folder: Path, model: DiffusionTransformer) -> None:
+    """InputError, with the file, for a cache that ``model`` cannot be trained on."""
+    found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not found:
+        raise InputError(f"{_EXPECTED}, found none", where=str(folder))
+    side = model.image_size // _PIXELS
+    wanted = {
+        "latents": (model.in_channels // _PER_TOKEN, side, side),
+        "text": (model.text_tokens, model.text_dim),
+        "pooled": (model.pooled_dim,),
+    }
+    images = 0
+    for file in found:
+        shapes = tensors.header(file).shapes
+        if missing := [key for key in KEYS if key not in shapes]:
+            raise InputError(f"{_EXPECTED}; {', '.join(missing)} is missing", where=str(file))
+        for key, shape in wanted.items():
+            if shapes[key][1:] != shape:
+                raise InputError(
+                    f"{key} is {_shown(shapes[key])}, and the model takes {_shown(('images', *shape))}", where=str(file)
+                )
+        if len({shapes[key][0] for key in KEYS}) > 1:
+            raise InputError("latents, text and pooled are of different numbers of images", where=str(file))
+        images += shapes["latents"][0]
+    if not images:
+        raise InputError("the cache holds no image", where=str(folder))
+
+
+def _shown(shape: tuple[object, ...]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

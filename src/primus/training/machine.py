@@ -1,0 +1,137 @@
+"""Whether a job can run on this machine at all: its GPUs, and memory for the least that training holds."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from primus.errors import HostError
+from primus.gpus.detect import Found, detect
+from primus.gpus.table import generation, load_table
+from primus.recipes.choose import CPU
+from primus.recipes.model import Recipe
+from primus.recipes.size import readable, size
+
+__all__ = ["check", "host_bytes", "least_bytes"]
+
+_SHOW = "--dry-run shows the job"
+_SMALL = f"--proxy trains its small form here, {_SHOW}"
+# FP8 is emulated on a CPU, by other settings than those for a GPU.
+_ON_CPU = ("fp32", "bf16")
+_FLOAT32, _BFLOAT16 = 4, 2
+
+
+def check(recipe: Recipe, root: Path = Path("/")) -> None:
+    """HostError when this machine (its files below ``root``) lacks the recipe's GPUs, or memory for it.
+
+    A proxy made for a GPU may run without one, on the CPU, in a precision that a CPU computes. GPUs that no table knows
+    are taken for what the recipe says: nothing can be told from them.
+    """
+    found = detect(root)
+    on_cpu = recipe.gpu == CPU or not found.names
+    if recipe.gpu != CPU:
+        _check_gpus(recipe, found)
+    _check_memory(recipe, None if on_cpu else generation(recipe.gpu).memory.gb * 2**30, root)
+
+
+def _check_gpus(recipe: Recipe, found: Found) -> None:
+    asked = generation(recipe.gpu)
+    if not found.names:
+        if not recipe.get("proxy", bool):
+            raise HostError(f"there is no GPU on this machine, and the job is for {asked.title}", hint=_SMALL)
+        if recipe.precision not in _ON_CPU:
+            raise HostError(
+                f"there is no GPU on this machine, and a CPU does not compute {recipe.precision} as {asked.title} does",
+                hint="--gpu cpu resolves the proxy for the CPU",
+            )
+        return
+    vendor = next(arch.vendor for arch in load_table().archs if arch.arch == asked.arch)
+    if found.vendor != vendor or (found.generation and found.generation != asked.name):
+        raise HostError(
+            f"the job is for {asked.title}, and this machine has {found.sentence()}",
+            hint=f"--gpu {found.generation} resolves the recipe for it" if found.generation else _SHOW,
+        )
+    if not found.usable:
+        raise HostError(f"the GPUs of this machine cannot be used: {found.obstacle}")
+    ranks = recipe.get("ranks", int)
+    if found.generation and ranks > len(found.names):
+        raise HostError(
+            f"the job starts {ranks} ranks on each machine, and this one has {found.sentence()}: a rank needs one GPU",
+            hint=f"ranks={len(found.names)}, or a machine with {ranks} GPUs",
+        )
+
+
+def _check_memory(recipe: Recipe, gpu_bytes: float | None, root: Path) -> None:
+    per_rank = least_bytes(recipe, offload=gpu_bytes is not None)
+    if gpu_bytes is None:
+        needed, there, what = per_rank * recipe.get("ranks", int), host_bytes(root), "this machine"
+    else:
+        needed, there, what = per_rank, gpu_bytes, generation(recipe.gpu).title
+    if there and needed > there:
+        count = readable(size(recipe.architecture).total)
+        raise HostError(
+            f"weights, gradients and optimizer states of {count} parameters need at least {needed / 2**30:,.0f} GiB "
+            f"{'per rank' if gpu_bytes is not None else 'on all ranks here'}, and {what} has {there / 2**30:,.0f} GiB",
+            hint=f"fewer model.layers, or more nodes; {_SHOW}"
+            if recipe.get("proxy", bool)
+            else f"more ranks or nodes share them; {_SMALL}",
+        )
+
+
+def least_bytes(recipe: Recipe, *, offload: bool = False) -> float:
+    """Bytes that one rank holds at the least: weights, gradients and optimizer states. No activation is counted.
+
+    Where a setting may make them smaller in a way that is not counted here, they are left out: never more than what is
+    needed. ``offload``: states that a setting moves to the host do not count.
+    """
+    total = size(recipe.architecture).total
+    if recipe.backend == "torchtitan":
+        return _torchtitan(recipe, total, offload=offload)
+    if recipe.backend == "megatron":
+        return _megatron(recipe, total)
+    width = _width(recipe.find(f"{recipe.backend}.training.master_dtype", "float32"))
+    # Adapters train alone: the weights beside them have neither gradients nor states.
+    values = 1 if recipe.mode == "lora" else 4
+    return total * width * values * recipe.degree("replicas") / recipe.world_size
+
+
+def _torchtitan(recipe: Recipe, total: int, *, offload: bool) -> float:
+    if offload and recipe.find("torchtitan.training.enable_cpu_offload", False):
+        return 0.0
+    width = _width(recipe.find("torchtitan.training.dtype", "float32"))
+    gradients = 0 if recipe.find("torchtitan.optimizer.early_step_in_backward", False) else 1
+    return total * width * (3 + gradients) * recipe.degree("replicas") / recipe.world_size
+
+
+def _megatron(recipe: Recipe, total: int) -> float:
+    """Its weights and gradients are whole on each data-parallel rank, unless FSDP2 shares them out."""
+    width = _width(recipe.find("megatron.training.dtype", "bfloat16"))
+    if any(value for key, value in recipe.section("megatron.optimizer").items() if "offload" in key or "aware" in key):
+        states = 0
+    else:
+        states = 2 * _FLOAT32 + (_FLOAT32 if width == _BFLOAT16 else 0)
+    parts = recipe.degree("tp") * recipe.degree("pp") * recipe.degree("ep")
+    if recipe.find("megatron.torch_fsdp2", False):
+        return total * (2 * width + states) / recipe.world_size
+    sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
+    return total * (2 * width / parts + states / (recipe.world_size if sharded else parts))
+
+
+def _width(dtype: str) -> int:
+    return _FLOAT32 if dtype in ("float32", "fp32") else _BFLOAT16
+
+
+def host_bytes(root: Path = Path("/")) -> float:
+    """Memory of this machine, or less where a control group limits this process; 0 where nothing tells."""
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        line = next(line for line in (root / "proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+        found.append(float(line.split()[1]) * 1024)
+    for group in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
+            found.append(float((root / group).read_text()))
+    if not found:
+        with suppress(OSError, ValueError):
+            found.append(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
+    return min(found, default=0.0)

@@ -1,0 +1,115 @@
+"""A job that cannot run on this machine is refused before anything starts, and what can is not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.errors import HostError
+from primus.gpus.table import generation
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+from primus.training import machine
+
+GIB = 2**30
+
+
+def machine_of(root: Path, gpu: str = "", count: int = 8, gib: float = 1000, limit: str = "max") -> Path:
+    """The files of a machine with ``count`` AMD GPUs, or H200s, and so much memory."""
+    (root / "proc").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal:  {int(gib * GIB / 1024)} kB\nMemFree: 1 kB\n")
+    (root / "sys/fs/cgroup").mkdir(parents=True)
+    (root / "sys/fs/cgroup/memory.max").write_text(limit)
+    (root / "dev").mkdir()
+    for number in range(count if gpu else 0):
+        if gpu == "h200":
+            (node := root / f"proc/driver/nvidia/gpus/{number}").mkdir(parents=True)
+            (node / "information").write_text("Model: \t NVIDIA H200\n")
+            (root / f"dev/nvidia{number}").touch()
+            continue
+        known = generation(gpu)
+        (node := root / f"sys/class/kfd/kfd/topology/nodes/{number}").mkdir(parents=True)
+        major, minor = known.arch[3:-2], int(known.arch[-2:], 16)
+        version = int(major) * 10000 + minor // 16 * 100 + minor % 16
+        device = int(known.device_ids[0], 16)
+        simds = known.compute_units * 4
+        (node / "properties").write_text(f"simd_count {simds}\ngfx_target_version {version}\ndevice_id {device}\n")
+        (root / "dev/kfd").touch()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked", "words", "here", "said"),
+    [
+        ("llama3.1-8b", Asked(gpu="mi355x"), [], {}, "there is no GPU on this machine, and the job is for AMD Inst"),
+        ("llama3.1-8b", Asked(gpu="mi355x"), [], {"gpu": "h200"}, "this machine has 8 × NVIDIA H200"),
+        ("llama3.1-8b", Asked(gpu="mi355x"), [], {"gpu": "mi300x"}, "this machine has 8 × AMD Instinct MI300X"),
+        ("llama3.1-8b", Asked(gpu="mi300x"), [], {"gpu": "mi300x", "count": 4}, "starts 8 ranks"),
+        ("llama3.1-8b", Asked(gpu="mi355x", proxy=True, precision="fp8"), [], {}, "a CPU does not compute fp8"),
+        ("llama3.1-70b", Asked(gpu="h200"), ["ranks=1"], {"gpu": "h200"}, "70.6 B parameters need at least 1,051 GiB"),
+        ("deepseek-v3", Asked(gpu="mi300x", nodes=1), ["ep=8"], {"gpu": "mi300x"}, "and AMD Instinct MI300X has 192"),
+        ("llama3.1-8b", Asked(gpu="cpu", proxy=True), [], {"gib": 0.001}, "this machine has 0 GiB"),
+        ("llama3.1-8b", Asked(gpu="cpu", proxy=True), [], {"limit": "1000000"}, "this machine has 0 GiB"),
+        ("llama3.1-8b", Asked(gpu="cpu", proxy=True), ["model.layers=90000"], {"gib": 24}, "has 24 GiB"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_here_is_refused(
+    tmp_path: Path, recipe: str, asked: Asked, words: list[str], here: dict[str, object], said: str
+) -> None:
+    with pytest.raises(HostError) as refused:
+        machine.check(resolve(recipe, words, asked), machine_of(tmp_path, **here))  # type: ignore[arg-type]
+    assert said in refused.value.message
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize("gpu", ["mi300x", "mi325x", "mi350x", "mi355x", "h200"])
+@pytest.mark.parametrize(
+    ("recipe", "backend", "mode"),
+    [
+        ("llama3.1-8b", "torchtitan", "pretrain"), ("llama3.1-8b", "megatron", "pretrain"),
+        ("llama3.1-8b", "fsdp", "pretrain"), ("llama3.1-70b", "torchtitan", "pretrain"),
+        ("llama3.1-70b", "finetune", "lora"), ("mixtral-8x7b", "megatron", "pretrain"),
+        ("deepseek-v2-lite", "megatron", "pretrain"), ("flux.1-dev", "flux", "pretrain"),
+    ],
+)  # fmt: skip
+def test_what_is_published_for_eight_gpus_runs_there(
+    tmp_path: Path, gpu: str, recipe: str, backend: str, mode: str
+) -> None:
+    resolved = resolve(recipe, (), Asked(backend=backend, mode=mode, gpu=gpu))
+    machine.check(resolved, machine_of(tmp_path, gpu))
+
+
+def test_a_proxy_for_a_gpu_runs_on_a_cpu_and_unknown_gpus_are_taken_at_the_recipes_word(tmp_path: Path) -> None:
+    machine.check(resolve("llama3.1-8b", (), Asked(gpu="mi355x", proxy=True)), machine_of(tmp_path / "cpu", gib=8))
+    part = machine_of(tmp_path / "part", "mi300x", count=2)
+    for node in (part / "sys/class/kfd/kfd/topology/nodes").iterdir():
+        properties = node / "properties"
+        properties.write_text(properties.read_text().replace("simd_count 1216", "simd_count 152"))
+    machine.check(resolve("llama3.1-8b", (), Asked(gpu="mi300x")), part)
+
+
+def test_adapters_and_sharded_states_need_less() -> None:
+    def bytes_of(mode: str, *words: str) -> float:
+        return machine.least_bytes(resolve("llama3.1-8b", words, Asked(backend="finetune", mode=mode, gpu="mi300x")))
+
+    full = bytes_of("full")
+    assert full == pytest.approx(8.03e9 * 16 / 8, rel=0.01)
+    assert bytes_of("lora") == full / 4
+    assert bytes_of("full", "sharding.replicas=2") == 2 * full
+    assert bytes_of("full", "training.master_dtype=bfloat16") == full / 2
+
+
+@pytest.mark.parametrize("words", [["--gpu", "mi355x"], []])
+def test_the_error_offers_the_small_form_at_once(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    if machine.detect().names:
+        pytest.skip("this machine has a GPU")
+    started = time.monotonic()
+    code = main(["train", "llama3.1-8b", *words])
+    assert time.monotonic() - started < 1
+    said = capsys.readouterr().err
+    assert code == (3 if words else 2)
+    assert "--proxy trains its small form here" in said
+    assert "--dry-run" in said

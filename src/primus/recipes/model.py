@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -204,17 +205,29 @@ class Recipe:
         return self.world_size // math.prod(self.degree(kind) for kind in ("tp", "pp", "cp"))
 
     @property
+    def weights(self) -> Path | None:
+        """The folder of the weights to start from; None when they are drawn from the seed, or come from the hub."""
+        name = self.find(f"{self.backend}.weights", "random")
+        return None if name == "random" or name.startswith("hf:") else Path(name)
+
+    @cached_property
+    def asset_digests(self) -> Mapping[str, str]:
+        """Asset → sha256 over the names and bytes of its files, "" where it is no file."""
+        found = {}
+        for key in sorted(self.section("assets")):
+            root, hasher = self.asset(key), hashlib.sha256()
+            if root is not None:
+                files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
+                for file in files:
+                    with file.open("rb") as stream:
+                        content = hashlib.file_digest(stream, "sha256").hexdigest()
+                    hasher.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
+            found[key] = hasher.hexdigest() if root is not None else ""
+        return found
+
+    @property
     def digest(self) -> str:
         """sha256 over every resolved value and the bytes of every asset: equal digests train the same."""
-        hasher = hashlib.sha256()
         values = {key: setting.value for key, setting in self.settings.items()}
-        hasher.update(json.dumps(values, sort_keys=True).encode())
-        for key in sorted(self.section("assets")):
-            root = self.asset(key)
-            if root is None:
-                continue
-            files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
-            for file in files:
-                hasher.update(f"\n{key} {file.relative_to(root).as_posix()}\n".encode())
-                hasher.update(file.read_bytes())
-        return hasher.hexdigest()
+        text = json.dumps([values, dict(self.asset_digests)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()

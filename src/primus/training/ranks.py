@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
+from primus.training import identity
 from primus.training.job import Job
 
 __all__ = ["argv", "checkpoints", "environment", "expected_facts", "files", "job_file"]
@@ -28,6 +29,7 @@ def job_file(job: Job) -> str:
             "name": recipe.name, "sha256": recipe.digest,
             "overrides": [*recipe.asked.words(), *recipe.overrides],
         },
+        "identity": identity.of(recipe),
         "backend": recipe.backend,
         "mode": recipe.mode,
         "precision": recipe.precision,

@@ -11,9 +11,9 @@ from typing import Any
 from primus.recipes.model import Recipe
 from primus.training import metrics, suite, utilization
 from primus.training.checks import Verdict
+from primus.training.files import write_atomically
 from primus.training.job import Job
 from primus.training.outcome import Outcome
-from primus.training.start import write_atomically
 
 __all__ = ["make", "write"]
 

@@ -6,21 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from pathlib import Path
 
 from primus.errors import HostError, InputError
 from primus.recipes.model import MOCK
-from primus.training import corpus, energy, launch, metrics, outcome, ranks, utilization
+from primus.training import corpus, energy, identity, launch, metrics, outcome, ranks, utilization
 from primus.training.checks import Verdict
+from primus.training.files import write_atomically
+from primus.training.finetune import hub
 from primus.training.flux import cache as latents
 from primus.training.job import Job, JobResult
 from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
 
-__all__ = ["check_backend", "check_data", "prepare", "run_directly", "start", "write_atomically"]
+__all__ = ["check_backend", "check_data", "check_resume", "check_weights", "prepare", "run_directly", "start"]
 
 
 def check_backend(job: Job) -> None:
@@ -33,6 +34,12 @@ def check_backend(job: Job) -> None:
             f"{' and '.join(missing)} cannot be imported by {sys.executable}",
             hint="run this inside a primus image, or install them beside primus",
         )
+
+
+def check_resume(job: Job, accepted: Sequence[str] = ()) -> None:
+    """InputError when the checkpoint that ``job`` resumes from is damaged, or differs in a field not ``accepted``."""
+    if job.resume_from is not None:
+        identity.check(job.resume_from, job.recipe, accepted)
 
 
 def check_data(job: Job) -> None:
@@ -52,6 +59,18 @@ def check_data(job: Job) -> None:
     if path is not None:
         column = recipe.find("data.column", "") or None
         corpus.check(corpus.Corpus(path=path, column=column, tokenizer=tokenizer))
+
+
+def check_weights(job: Job) -> None:
+    """InputError when the weights that ``job`` starts from are not there, damaged, or of another model."""
+    recipe, folder = job.recipe, job.recipe.weights
+    if folder is None:
+        return
+    where = recipe.settings[f"{recipe.backend}.weights"].origin
+    if recipe.backend == "flux":
+        latents.check_weights(folder, recipe.architecture, where)
+    else:
+        hub.check(folder, recipe.architecture, recipe.seq_len, where)
 
 
 def _importable(name: str) -> bool:
@@ -110,10 +129,3 @@ def run_directly(job: Job) -> JobResult:
     command = [sys.executable, "-m", "primus.cli.main", *job.arguments(), "--json"]
     ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     return JobResult(exit_code=ended.returncode, output=job.output)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write ``text`` so that ``path`` is either as before or complete."""
-    waiting = path.with_name(f".{path.name}.{os.getpid()}")
-    waiting.write_text(text, encoding="utf-8")
-    waiting.replace(path)

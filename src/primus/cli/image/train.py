@@ -34,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, help="folder of this run (default: runs/RECIPE-TIME)")
     add_choices(parser)
     parser.add_argument("--resume-from", type=Path, metavar="DIR", help="a checkpoint, or a run: its newest one")
+    parser.add_argument(
+        "--accept-change", action="append", default=[], metavar="FIELD",
+        help="resume though FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint's",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the resolved job and start nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
 
@@ -57,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         _show_plan(job, as_json=options.json)
         return 0
+    start.check_resume(job, [field for word in options.accept_change for field in word.split(",")])
+    start.check_weights(job)
     start.check_data(job)
     machine.check(recipe)
     start.check_backend(job)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from primus.training.finetune import models
+from primus.recipes.model import MOCK
+from primus.training.corpus import HUB
+from primus.training.finetune import hub, models
 from primus.training.finetune.config import FinetuneConfig
 from primus.training.loop import data, language, process, train, weights
 from primus.training.loop.given import Given
@@ -17,42 +20,44 @@ from primus.training.loop.sharded import Sharded, shard
 
 __all__ = ["main"]
 
-_HUB = "hf:"
-
 
 def main(given: Given, here: Process) -> None:
     """Train in mode ``full`` or ``lora``."""
     config = given.section(FinetuneConfig)
-    causal = models.causal_model(given.model, config)
+    source = _source(config.weights, given, here)
+    causal = models.causal_model(given.model, config, source)
     model = models.FineTuned(models.adapted(causal, config.lora) if given.mode == "lora" else causal, config.loss_chunk)
     if given.training.compile:
         model.compile_loss()
     # Adapters are small products: in FP8 they would be slower, and their rank may be no multiple of 16.
     shard(model, list(model.causal.model.layers), given, here, wide=lambda name: "lm_head" in name or "lora_" in name)
-    models.init(model, given.training.seed, _files(config.weights, here))
+    models.init(model, given.training.seed, weights.Files(source) if source else None)
     session = Sharded(model, language.loss, given, here, _facts(given, config, model))
     train.run(given, here, session, data.text(given, here))
     if config.save_weights:
-        _save(model, given.output / "weights")
+        _save(model, given, source)
 
 
-def _files(name: str, here: Process) -> weights.Files | None:
+def _source(name: str, given: Given, here: Process) -> Path | None:
+    """The folder of the weights to start from; those of the hub are fetched once per machine, and checked."""
     if name == "random":
         return None
-    if not name.startswith(_HUB):
-        return weights.Files(Path(name))
+    if not name.startswith(HUB):
+        return Path(name)
     from huggingface_hub import snapshot_download
 
     wanted = {
-        "repo_id": name.removeprefix(_HUB),
-        "allow_patterns": ["*.safetensors", "*.json"],
+        "repo_id": name.removeprefix(HUB),
+        "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
         # The same weights once more, in the makers' own form.
         "ignore_patterns": ["consolidated*", "original/*"],
     }
     if here.local_rank == 0:
         snapshot_download(**wanted)
     dist.barrier()
-    return weights.Files(Path(snapshot_download(**wanted, local_files_only=True)))
+    folder = Path(snapshot_download(**wanted, local_files_only=True))
+    hub.check(folder, given.model, given.training.seq_len)
+    return folder
 
 
 def _facts(given: Given, config: FinetuneConfig, model: models.FineTuned) -> dict[str, Any]:
@@ -65,15 +70,40 @@ def _facts(given: Given, config: FinetuneConfig, model: models.FineTuned) -> dic
     }
 
 
-def _save(model: models.FineTuned, folder: Path) -> None:
-    """All weights, or the adapters alone, as Hugging Face's libraries read them; written by rank 0."""
+def _save(model: models.FineTuned, given: Given, source: Path | None) -> None:
+    """All weights, or the adapters alone, with all that Hugging Face's libraries need to run them; by rank 0."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     state = get_model_state_dict(model, options=whole)
     if dist.get_rank() == 0:
+        folder = given.output / "weights"
+        tokenizer = _tokenizer(given.assets["tokenizer"], source)
+        models.ready_to_generate(model, tokenizer)
+        if given.mode == "lora" and source is not None:
+            # Where PEFT finds what the adapters stand beside.
+            name = str(given.config["weights"])
+            model.model.peft_config["default"].base_model_name_or_path = (
+                name.removeprefix(HUB) if name.startswith(HUB) else str(source.absolute())
+            )
         model.model.save_pretrained(folder, state_dict={name.removeprefix("model."): v for name, v in state.items()})
+        if source is not None and (source / "generation_config.json").is_file():
+            shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
+        if tokenizer is not None:
+            hub.copy_tokenizer(tokenizer, folder)
     dist.barrier()
+
+
+def _tokenizer(name: str, source: Path | None) -> Path | None:
+    """The folder of the tokenizer that was trained with; that of the weights where the data were made up."""
+    if name == MOCK:
+        return source
+    if not name.startswith(HUB):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    patterns = ["tokenizer*", "special_tokens_map.json", "chat_template*", "*.model", "vocab.*", "merges.txt"]
+    return Path(snapshot_download(name.removeprefix(HUB), allow_patterns=patterns))
 
 
 if __name__ == "__main__":

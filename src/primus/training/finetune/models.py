@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +13,13 @@ from typing_extensions import override
 
 from primus.recipes.architecture import Architecture
 from primus.training.finetune.config import FinetuneConfig, LoraConfig
+from primus.training.finetune.hub import TYPES
 from primus.training.loop import weights
+from primus.training.loop.data import marks_of
 from primus.training.loop.language import LanguageModel
 
-__all__ = ["FineTuned", "adapted", "causal_model", "config_of", "init"]
+__all__ = ["FineTuned", "adapted", "causal_model", "config_of", "init", "ready_to_generate"]
 
-# transformers' model types.
-_TYPES = {"llama2": "llama", "llama3": "llama", "mistral": "mistral", "mixtral": "mixtral", "qwen2": "qwen2"}
 _OUTER = ("lm_head.weight", "model.embed_tokens.weight")
 # What PEFT adds to the names of the weights it stands beside.
 _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
@@ -29,9 +30,9 @@ def config_of(model: Architecture, attention: str) -> Any:
     """transformers' configuration of ``model``. SystemExit for a family it is not used for here."""
     from transformers import AutoConfig
 
-    if model.family not in _TYPES:
+    if model.family not in TYPES:
         raise SystemExit(f"the finetune backend has no model for the family {model.family}")
-    kind = _TYPES[model.family]
+    kind = TYPES[model.family]
     made: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -87,12 +88,34 @@ def _rope(model: Architecture) -> dict[str, Any]:
     return common | {"beta_fast": float(scaling.beta_fast), "beta_slow": float(scaling.beta_slow)}
 
 
-def causal_model(model: Architecture, config: FinetuneConfig) -> Any:
-    """The model, its parameters without memory."""
-    from transformers import AutoModelForCausalLM
+def causal_model(model: Architecture, config: FinetuneConfig, source: Path | None = None) -> Any:
+    """The model, its parameters without memory; built as the weights in ``source`` say, which fit ``model``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    if source is None:
+        made = config_of(model, config.attention)
+    else:
+        # Whatever a recipe has no word for stays as the weights' makers set it.
+        made = AutoConfig.from_pretrained(source, attn_implementation=config.attention, use_cache=False)
+        if model.moe.experts:
+            made.router_aux_loss_coef = model.moe.auxiliary_loss
     with weights.empty():
-        return AutoModelForCausalLM.from_config(config_of(model, config.attention))
+        return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+
+
+def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
+    """Prepare the configuration that is saved with the weights: with a cache, and the marks that ``tokenizer`` has.
+
+    Marks that the weights brought with them stay.
+    """
+    config = model.causal.config
+    config.use_cache = True
+    marks = marks_of(tokenizer) if tokenizer else {}
+    for holder in (config, model.causal.generation_config):
+        for key, number in marks.items():
+            if getattr(holder, key, None) is None:
+                setattr(holder, key, number)
+    model.causal.generation_config.use_cache = True
 
 
 def adapted(model: Any, lora: LoraConfig) -> Any:

@@ -6,13 +6,14 @@ the VAE made and scaled them, ``text`` [images, tokens, width] and ``pooled`` [i
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.recipes.architecture import DiffusionTransformer
+from primus.recipes.architecture import Architecture, DiffusionTransformer
 from primus.training import tensors
 
-__all__ = ["KEYS", "check"]
+__all__ = ["KEYS", "check", "check_weights"]
 
 KEYS = ("latents", "text", "pooled")
 _EXPECTED = "expected a folder of safetensors files with the tensors latents, text and pooled"
@@ -47,6 +48,39 @@ def check(folder: Path, model: DiffusionTransformer) -> None:
         images += shapes["latents"][0]
     if not images:
         raise InputError("the cache holds no image", where=str(folder))
+
+
+def check_weights(folder: Path, model: Architecture, where: str | None = None) -> None:
+    """InputError unless ``folder`` holds whole weights of diffusers' transformer, with the sizes of ``model``."""
+    file, dit = folder / "config.json", model.dit
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}", where=where, hint="name diffusers' folder 'transformer'")
+    for part in tensors.files(folder):
+        tensors.header(part)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        theirs = {
+            "dit.double_layers": config["num_layers"],
+            "dit.single_layers": config["num_single_layers"],
+            "heads": config["num_attention_heads"],
+            "head_dim": config["attention_head_dim"],
+            "dit.in_channels": config["in_channels"],
+            "dit.text_dim": config["joint_attention_dim"],
+            "dit.pooled_dim": config["pooled_projection_dim"],
+            "dit.guidance": bool(config.get("guidance_embeds", False)),
+        }
+    except FileNotFoundError:
+        raise InputError(f"the weights in {folder} have no config.json", where=where) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError("config.json is not that of diffusers' FLUX transformer", where=str(file)) from error
+    mine = {
+        "dit.double_layers": dit.double_layers, "dit.single_layers": dit.single_layers, "heads": model.heads,
+        "head_dim": model.head_size, "dit.in_channels": dit.in_channels, "dit.text_dim": dit.text_dim,
+        "dit.pooled_dim": dit.pooled_dim, "dit.guidance": dit.guidance,
+    }  # fmt: skip
+    if wrong := [key for key in mine if mine[key] != theirs[key]]:
+        told = "; ".join(f"model.{key} is {mine[key]}, the weights have {theirs[key]}" for key in wrong)
+        raise InputError(f"the recipe is not of these weights: {told}", where=str(file))
 
 
 def _shown(shape: tuple[object, ...]) -> str:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+from primus.training import identity
+from primus.training.failure import text_of
 from primus.training.loop.session import Session
 
 __all__ = ["load", "save"]
 
 
-def save(output: Path, step: int, session: Session) -> Path:
-    """Save model, optimizer and random states after ``step``. The folder gets its name when all ranks have written."""
+def save(output: Path, step: int, session: Session, known: Mapping[str, Any]) -> Path:
+    """Save model, optimizer and random states after ``step``, with the run's identity.
+
+    The folder gets its name when all ranks have written.
+    """
     folder = output / "checkpoint" / f"step-{step}"
     unfinished = folder.with_name(f".{folder.name}")
     if dist.get_rank() == 0:
@@ -25,6 +32,7 @@ def save(output: Path, step: int, session: Session) -> Path:
     dcp.save({**session.state_dict(), **_random_states()}, checkpoint_id=unfinished)
     dist.barrier()
     if dist.get_rank() == 0:
+        identity.seal(unfinished, known)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     dist.barrier()
@@ -34,19 +42,29 @@ def save(output: Path, step: int, session: Session) -> Path:
 def load(folder: Path, session: Session) -> None:
     """Continue from ``folder``. Rate and place in the data follow from its step.
 
-    With another number of ranks the random states are left as they are: they belong to ranks.
+    With another number of ranks the random states are left as they are: they belong to ranks. SystemExit when the
+    checkpoint cannot be read.
     """
     state = session.state_dict()
+    try:
+        random = _load(folder, state)
+    except (CheckpointException, Exception) as error:
+        raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error
+    for name in random:
+        if name in state:
+            _set_random_state(state.pop(name))
+    session.load_state_dict(state)
+
+
+def _load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Fill ``state`` from ``folder``. Returns the random states, which are in ``state`` where they fit."""
     random = _random_states()
     known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     saved_ranks = sum(name.startswith("random.") for name in known)
     if saved_ranks == dist.get_world_size():
         state |= random
     dcp.load(state, checkpoint_id=folder)
-    for name in random:
-        if name in state:
-            _set_random_state(state.pop(name))
-    session.load_state_dict(state)
+    return random
 
 
 def _random_states() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from primus.training.loop.given import Given
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch, Data
 
-__all__ = ["Packed", "mock", "shuffled", "text", "tokens_of"]
+__all__ = ["Packed", "marks_of", "mock", "shuffled", "text", "tokens_of"]
 
 # A mock token is one of so many, whatever the vocabulary: few enough that a short run learns them.
 _MOCK_SYMBOLS = 256
@@ -154,6 +154,20 @@ def tokens_of(corpus: str, tokenizer: str, column: str | None = None) -> np.ndar
         marked = ([] if begin is None else [begin]) + ids + ([] if end is None else [end])
         pieces.append(np.asarray(marked, dtype=np.uint32))
     return np.concatenate(pieces)
+
+
+def marks_of(folder: Path) -> dict[str, int]:
+    """``bos_token_id`` and ``eos_token_id`` of the tokenizer in ``folder``, those that it has."""
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    encoder = Tokenizer.from_file(str(file))
+    numbers = (encoder.token_to_id(mark) if mark else None for mark in _marks(folder))
+    return {
+        key: number for key, number in zip(("bos_token_id", "eos_token_id"), numbers, strict=True) if number is not None
+    }
 
 
 def _marks(folder: Path) -> tuple[str | None, str | None]:

@@ -37,6 +37,7 @@ class Given:
     first_step: int
     last_step: int
     resume_from: Path | None
+    identity: Mapping[str, Any]
     world_size: int
     data_parallel: int
     accumulation: int
@@ -67,8 +68,8 @@ def read(folder: Path) -> Given:
         **{
             key: job[key]
             for key in (
-                "backend", "mode", "precision", "assets", "column", "config", "first_step", "last_step", "world_size",
-                "data_parallel", "accumulation", "threads",
+                "backend", "mode", "precision", "assets", "column", "identity", "config", "first_step", "last_step",
+                "world_size", "data_parallel", "accumulation", "threads",
             )
         },
     )  # fmt: skip

@@ -52,7 +52,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
             report.step(step, loss, norm, rate)
         if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == given.last_step):
             began = time.perf_counter()
-            folder = checkpoint.save(given.output, step, session)
+            folder = checkpoint.save(given.output, step, session, given.identity)
             report.say(f"saved {folder} in {time.perf_counter() - began:.1f} s")
             report.start()
         if step % _COLLECT_EVERY == 0:

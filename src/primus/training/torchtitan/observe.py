@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from primus.training import facts
+from primus.training import facts, identity
+from primus.training.failure import text_of
+from primus.training.ranks import checkpoints
 
 __all__ = ["observed_trainer"]
 
 
-def observed_trainer(facts_file: Path) -> type:
-    """torchtitan's Trainer that also writes ``facts_file``; the training itself is unchanged."""
+def observed_trainer(facts_file: Path, known: Mapping[str, Any]) -> type:
+    """torchtitan's Trainer that also writes ``facts_file``, and the identity ``known`` into its checkpoints.
+
+    The training itself is unchanged.
+    """
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.api import CheckpointException
     from torchtitan.train import Trainer
 
     class ObservedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
@@ -24,6 +31,28 @@ def observed_trainer(facts_file: Path) -> type:
                 "seed": config.debug.seed,
                 "vocab_size": self.model_args.vocab_size,
             }
+            self._save, self._load = self.checkpointer.save, self.checkpointer.load
+            self.checkpointer.save, self.checkpointer.load = self._save_sealed, self._load_told
+
+        def _save_sealed(self, *given: Any, **named: Any) -> None:
+            self._seal()
+            self._save(*given, **named)
+            self._seal()
+
+        def _seal(self) -> None:
+            """Of what is saved beside the training, a checkpoint is complete some steps later: all are looked at."""
+            if dist.get_rank() == 0:
+                for folder in checkpoints(facts_file.parent):
+                    if (folder / ".metadata").is_file() and not (folder / identity.FILE).exists():
+                        identity.seal(folder, known)
+
+        def _load_told(self, *given: Any, **named: Any) -> bool:
+            try:
+                loaded: bool = self._load(*given, **named)
+            except (CheckpointException, Exception) as error:
+                folder = self.job_config.checkpoint.initial_load_path
+                raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error
+            return loaded
 
         def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
             for batch in super().batch_generator(data_iterable):
@@ -42,6 +71,7 @@ def observed_trainer(facts_file: Path) -> type:
 
         def train(self) -> None:
             super().train()
+            self._seal()
             self.facts["weights_sha256"] = facts.digest(self.model_parts)
             self.facts["last_step"] = self.step
             facts.write(facts_file, self.facts)

@@ -1,0 +1,160 @@
+"""What a checkpoint was trained from, kept beside its tensors, so that a run never goes on from another one's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from primus.errors import InputError, nearest
+from primus.recipes.model import Recipe
+from primus.training import tensors
+from primus.training.files import write_atomically
+
+__all__ = ["ALL", "FILE", "check", "of", "seal"]
+
+FILE = "recipe.json"
+FORMAT = 1
+ALL = "all"
+_METADATA = ".metadata"
+# Other tensors under other names: no option makes them fit.
+_NEVER = ("backend", "mode")
+
+
+def of(recipe: Recipe) -> dict[str, Any]:
+    """The fields that a resumed run must share with the one that made its checkpoint, each with its value.
+
+    Files count by their content, not by their name. How to train on (steps, rates, precision, ranks) may change.
+    """
+    section = recipe.section(recipe.backend)
+    found: dict[str, Any] = {"backend": recipe.backend, "mode": recipe.mode}
+    found |= {f"model.{key}": value for key, value in _flat(asdict(recipe.architecture)) if key != "hf_repo"}
+    for key, digest in recipe.asset_digests.items():
+        found[f"assets.{key}"] = f"sha256:{digest}" if digest else recipe.get(f"assets.{key}", str)
+    found |= {
+        "data.column": recipe.find("data.column", ""),
+        "seq_len": recipe.seq_len,
+        "global_batch": recipe.global_batch,
+        "seed": recipe.seed,
+    }
+    if recipe.mode == "lora":
+        found |= {f"lora.{key}": section.get(f"lora.{key}") for key in ("rank", "alpha", "targets")}
+        # Only the adapters are in the checkpoint.
+        weights = recipe.weights
+        name = recipe.find(f"{recipe.backend}.weights", "random")
+        found["weights"] = f"sha256:{tensors.fingerprint(weights)}" if weights else name
+    return found
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def seal(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Write ``identity`` and the sizes of all files into the checkpoint ``folder``, which is complete."""
+    files = {
+        path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file() and path.name != FILE
+    }
+    content = {
+        "format": FORMAT,
+        "identity": dict(identity),
+        "files": files,
+        "metadata_sha256": hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest(),
+    }
+    write_atomically(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
+    """InputError for a checkpoint that is damaged, or of another run than ``recipe`` describes.
+
+    ``accepted`` are fields that may differ, or the beginning of their names (``model``), or ``all``.
+    """
+    wanted = of(recipe)
+    for name in accepted:
+        if name != ALL and not any(_covers(name, field) for field in wanted if field not in _NEVER):
+            raise InputError(
+                f"--accept-change {name}: there is no such field" + nearest(name, wanted),
+                hint=f"there are: {', '.join(field for field in wanted if field not in _NEVER)}",
+            )
+    content = _read(folder)
+    if content is None:
+        if ALL in accepted:
+            return
+        raise InputError(
+            f"the checkpoint does not say what it was trained from: it has no {FILE}", where=str(folder),
+            hint=f"--accept-change {ALL} resumes from it all the same",
+        )  # fmt: skip
+    _check_files(folder, content)
+    saved: dict[str, Any] = content["identity"]
+    wrong = {
+        field: (saved.get(field), wanted.get(field))
+        for field in dict.fromkeys([*wanted, *saved])
+        if saved.get(field) != wanted.get(field)
+    }
+    left = [field for field in wrong if field in _NEVER or not any(_covers(name, field) for name in accepted)]
+    if left:
+        told = [f"{field} was {_shown(wrong[field][0])}, and is {_shown(wrong[field][1])} now" for field in left]
+        raise InputError(f"the checkpoint is of another run: {'; '.join(told)}", where=str(folder), hint=_hint(left))
+
+
+def _hint(left: Sequence[str]) -> str:
+    never = [field for field in left if field in _NEVER]
+    if never:
+        return f"a checkpoint cannot be taken to another {' or '.join(never)}"
+    return "to go on all the same: " + " ".join(f"--accept-change {field}" for field in left)
+
+
+def _covers(name: str, field: str) -> bool:
+    return name in (ALL, field) or field.startswith(f"{name}.")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, str) and value.startswith("sha256:"):
+        return value[:19] + "…"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, f"{FILE} cannot be read") from error
+    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("identity", "files")):
+        raise _damaged(folder, f"{FILE} is not what primus writes")
+    if content.get("format") != FORMAT:
+        raise InputError(
+            f"the checkpoint is of format {content.get('format')}, and this primus reads format {FORMAT}",
+            where=str(folder / FILE), hint="resume with the version that made it",
+        )  # fmt: skip
+    return content
+
+
+def _check_files(folder: Path, content: Mapping[str, Any]) -> None:
+    for name, size in content["files"].items():
+        path = folder / Path(name).name
+        if not path.is_file():
+            raise _damaged(folder, f"{name} is missing")
+        if path.stat().st_size != size:
+            raise _damaged(folder, f"{name} has {path.stat().st_size:,} of {size:,} bytes")
+    if hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest() != content.get("metadata_sha256"):
+        raise _damaged(folder, f"{_METADATA} was changed")
+
+
+def _damaged(folder: Path, what: str) -> InputError:
+    others = [path for path in folder.parent.glob("step-*") if path != folder and (path / _METADATA).is_file()]
+    newest = max(others, key=lambda path: path.stat().st_mtime, default=None)
+    hint = (
+        f"--resume-from {newest} is whole, as far as its folder tells"
+        if newest
+        else "train anew, without --resume-from"
+    )
+    return InputError(f"the checkpoint is damaged: {what}", where=str(folder), hint=hint)

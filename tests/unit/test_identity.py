@@ -1,0 +1,148 @@
+"""A checkpoint is taken up by the run it belongs to, and by no other unless that is asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.errors import InputError
+from primus.recipes.load import folder as recipes
+from primus.recipes.model import Asked, Recipe
+from primus.recipes.resolve import resolve
+from primus.training import identity
+from primus.training.tensors import header
+
+CELLS = [
+    ("llama3.1-8b", "torchtitan", "pretrain"), ("llama3.1-8b", "megatron", "pretrain"),
+    ("llama3.1-8b", "fsdp", "pretrain"), ("llama3.1-8b", "finetune", "full"), ("llama3.1-8b", "finetune", "lora"),
+    ("flux.1-dev", "flux", "pretrain"),
+]  # fmt: skip
+
+
+def proxy(*words: str, backend: str = "fsdp", mode: str = "pretrain", name: str = "llama3.1-8b") -> Recipe:
+    return resolve(name, words, Asked(backend=backend, mode=mode, gpu="cpu", proxy=True))
+
+
+def kept(folder: Path, recipe: Recipe) -> Path:
+    """A complete checkpoint of ``recipe``."""
+    folder.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (folder / name).write_bytes(name.encode() * 100)
+    identity.seal(folder, identity.of(recipe))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "backend", "mode"), CELLS)
+def test_the_same_run_goes_on_and_may_train_otherwise(tmp_path: Path, name: str, backend: str, mode: str) -> None:
+    recipe = proxy(backend=backend, mode=mode, name=name)
+    folder = kept(tmp_path / "step-5", recipe)
+    identity.check(folder, recipe)
+    identity.check(folder, proxy("steps=40", "lr=0.0001", backend=backend, mode=mode, name=name))
+    with pytest.raises(InputError, match=r"seed was .*, and is 7 now"):
+        identity.check(folder, proxy("seed=7", backend=backend, mode=mode, name=name))
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "told"),
+    [
+        (["model.layers=3"], "model.layers", "model.layers was 4, and is 3 now"),
+        (["model.rope_theta=10000.0"], "model.rope_theta", "model.rope_theta was"),
+        (["model.rope_scaling.factor=2.0"], "model.rope_scaling.factor", "is 2.0 now"),
+        (["assets.corpus={tmp}/corpus.jsonl"], "assets.corpus", "assets.corpus was sha256:"),
+        (["assets.tokenizer={tmp}/tokenizer"], "assets.tokenizer", "assets.tokenizer was sha256:"),
+        (["assets.corpus=mock"], "assets.corpus", 'is "mock" now'),
+        (["data.column=body"], "data.column", 'was "", and is "body" now'),
+        (["training.seq_len=64"], "seq_len", "seq_len was 128, and is 64 now"),
+        (["training.global_batch_size=32"], "global_batch", "global_batch was 16, and is 32 now"),
+    ],
+)
+def test_a_difference_is_refused_unless_it_is_named(tmp_path: Path, words: list[str], field: str, told: str) -> None:
+    (tmp_path / "corpus.jsonl").write_text('{"text": "another"}\n')
+    shutil.copytree(recipes() / "assets/tokenizer", tmp_path / "tokenizer")
+    with (tmp_path / "tokenizer/tokenizer.json").open("a") as file:
+        file.write(" ")
+    folder = kept(tmp_path / "step-5", proxy("model.layers=4"))
+    other = proxy("model.layers=4", *(word.format(tmp=tmp_path) for word in words))
+    with pytest.raises(InputError) as refused:
+        identity.check(folder, other)
+    assert told in refused.value.message
+    assert refused.value.hint == f"to go on all the same: --accept-change {field}"
+    for accepted in (field, field.partition(".")[0], "all"):
+        identity.check(folder, other, ["seed", accepted])
+
+
+def test_the_same_files_elsewhere_are_the_same(tmp_path: Path) -> None:
+    shutil.copytree(recipes() / "assets", tmp_path / "assets")
+    folder = kept(tmp_path / "step-5", proxy())
+    words = [f"assets.{name}={tmp_path}/assets/{file}" for name, file in
+             (("corpus", "corpus.jsonl"), ("tokenizer", "tokenizer"))]  # fmt: skip
+    identity.check(folder, proxy(*words))
+
+
+@pytest.mark.parametrize("accepted", [[], ["all"]])
+def test_another_backend_never_fits(tmp_path: Path, accepted: list[str]) -> None:
+    folder = kept(tmp_path / "step-5", proxy())
+    with pytest.raises(InputError, match='backend was "fsdp", and is "finetune" now') as refused:
+        identity.check(folder, proxy(backend="finetune", mode="full"), accepted)
+    assert "--accept-change" not in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda folder: (folder / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+        (lambda folder: (folder / "__0_0.distcp").write_bytes(b"x"), "__0_0.distcp has 1 of 1,200 bytes"),
+        (lambda folder: (folder / ".metadata").write_bytes(b"y" * 900), ".metadata was changed"),
+        (lambda folder: (folder / identity.FILE).write_text("{"), "recipe.json cannot be read"),
+        (lambda folder: (folder / identity.FILE).write_text("[]"), "recipe.json is not what primus writes"),
+        (lambda folder: (folder / identity.FILE).write_bytes(b"\xff\xfe"), "recipe.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_a_sentence(tmp_path: Path, damage: object, told: str) -> None:
+    kept(tmp_path / "step-3", proxy())
+    folder = kept(tmp_path / "step-5", proxy())
+    damage(folder)  # type: ignore[operator]
+    with pytest.raises(InputError, match="the checkpoint is damaged") as refused:
+        identity.check(folder, proxy(), ["all"])
+    assert told in refused.value.message
+    assert f"--resume-from {tmp_path}/step-3" in (refused.value.hint or "")
+
+
+def test_one_that_says_nothing_of_itself_is_taken_when_asked_for(tmp_path: Path) -> None:
+    folder = kept(tmp_path / "step-5", proxy())
+    (folder / identity.FILE).unlink()
+    with pytest.raises(InputError, match="does not say what it was trained from"):
+        identity.check(folder, proxy())
+    identity.check(folder, proxy(), ["all"])
+
+
+def test_the_command_refuses_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept(tmp_path / "checkpoint" / "step-5", proxy())
+    words = ["train", "llama3.1-8b", "--backend", "fsdp", "--gpu", "cpu", "--proxy", "--resume-from", str(tmp_path)]
+    assert main([*words, "model.layers=7"]) == 2
+    assert "model.layers was" in capsys.readouterr().err
+    assert main([*words, "--accept-change", "model.layer"]) == 2
+    assert "there is no such field; did you mean 'model.layers'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "no safetensors file"),
+        (b"\xff" * 100, "no safetensors file"),
+        (b"\x02\0\0\0\0\0\0\0[]", "no safetensors file"),
+        (
+            (text := json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode())
+            and len(text).to_bytes(8, "little") + text + b"\0" * 8,
+            "cut off",
+        ),
+    ],
+)
+def test_a_damaged_weights_file_is_a_sentence(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(InputError, match=told):
+        header(tmp_path / "model.safetensors")

@@ -196,6 +196,37 @@ def loop_bf16(sharded: Any) -> None:
     sharded.MixedPrecisionPolicy = lambda **given: policy(**{**given, "param_dtype": torch.bfloat16})
 
 
+def loop_out_of_memory(train: Any) -> None:
+    """Rank 1 runs out of memory in its first step; rank 0 then loses its peer."""
+    import torch
+
+    step = train._step
+
+    def short(*given: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(*given)
+
+    train._step = short
+
+
+def loop_killed(train: Any) -> None:
+    """Rank 1 is killed in its first step, as by the kernel when memory runs out."""
+    step = train._step
+
+    def killed(*given: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), 9)
+        return step(*given)
+
+    train._step = killed
+
+
+def import_error(llama: Any) -> None:
+    """A module of the backend needs one that is not installed."""
+    raise ModuleNotFoundError("No module named 'fast_kernels'")
+
+
 PARALLELIZE = "torchtitan.models.llama3.infra.parallelize"
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "nan": ("torch.optim.adamw", nan),
@@ -215,6 +246,9 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "lost_micro_batch": ("torchtitan.train", lost_micro_batch),
     "loop_lost_micro_batch": ("primus.training.loop.sharded", loop_lost_micro_batch),
     "loop_forgets_its_place": ("primus.training.loop.train", loop_forgets_its_place),
+    "loop_out_of_memory": ("primus.training.loop.train", loop_out_of_memory),
+    "loop_killed": ("primus.training.loop.train", loop_killed),
+    "import_error": ("primus.training.fsdp.llama", import_error),
     "loop_bf16": ("primus.training.loop.sharded", loop_bf16),
 }
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page that compares runs: figures, curves, checks. No script, no outside file."""
+"""One self-contained HTML page that compares runs: figures, curves, checks. No outside file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from primus.report.html import document, grid
-from primus.report.plot import Line, line_chart
+from primus.report.plot import CONTROLS, Line, chart
 from primus.report.run import Run
 
 __all__ = ["MOST_RUNS", "comparison", "figures"]
@@ -26,7 +26,7 @@ def comparison(runs: Sequence[Run]) -> str:
                 f"<h1>{escape(title)}</h1>",
                 *map(_outcome, runs),
                 f"<h2>Figures</h2>{_table(runs)}",
-                f"<h2>Curves</h2>{_legend(runs)}",
+                f"<h2>Curves</h2>{CONTROLS}",
                 '<div class="charts">',
                 _chart("Loss", "loss of the step", runs, "loss"),
                 _chart("Throughput", f"tokens/s per {units}", runs, "tokens_per_second"),
@@ -112,18 +112,9 @@ def _table(runs: Sequence[Run]) -> str:
     return f'<div class="wide"><table><tr><th></th>{head}</tr>{rows}</table></div>'
 
 
-def _legend(runs: Sequence[Run]) -> str:
-    items = "".join(
-        f'<li><svg viewBox="0 0 24 8" class="key"><line class="r{number}" x1="0" y1="4" x2="24" y2="4"/></svg>'
-        f"{escape(run.label)}</li>"
-        for number, run in enumerate(runs)
-    )
-    return f'<ul class="legend">{items}</ul>'
-
-
 def _chart(title: str, y_title: str, runs: Sequence[Run], key: str) -> str:
     lines = [
-        Line(label=run.label, style=f"r{number}", points=[(step["step"], step[key]) for step in run.series])
+        Line(label=run.label, colour=number, points=[(step["step"], step[key]) for step in run.series])
         for number, run in enumerate(runs)
     ]
-    return line_chart(title, "step", y_title, lines, legend=False)
+    return chart(title, "step", y_title, lines)

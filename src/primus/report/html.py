@@ -1,4 +1,4 @@
-"""One self-contained HTML page from a validation record: no script, no outside file, light and dark."""
+"""One self-contained HTML page from a validation record: no outside file, light and dark."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from primus.report.plot import Line, line_chart
+from primus.report.plot import CONTROLS, Line, assets, chart
 
 __all__ = ["document", "grid", "page"]
+
+# The browser itself refuses whatever is not in the page.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 _STYLE = """
 :root{color-scheme:light dark;--bg:#fff;--fg:#1c2127;--soft:#5b6673;--rule:#dfe3e8;
 --card:#f6f8fa;
---good:#11753a;--goodbg:#e2f5e9;--bad:#b3261e;--badbg:#fdeceb;--a:#1f5fbf;--b:#c2571a;--c:#7a3fb0;--d:#0f766e}
+--good:#11753a;--goodbg:#e2f5e9;--bad:#b3261e;--badbg:#fdeceb;--select:rgba(31,95,191,.15);
+--s0:#1f5fbf;--s1:#e07b1f;--s2:#8e3fc2;--s3:#0f8a7e;--s4:#b3261e;--s5:#6b7a12;--s6:#d14a91;--s7:#4a4f57}
 @media(prefers-color-scheme:dark){:root{--bg:#14181d;--fg:#e6e9ed;--soft:#9aa5b1;--rule:#2f363e;
 --card:#1c2229;
---good:#6fd596;--goodbg:#163423;--bad:#ff9a92;--badbg:#40191a;--a:#78aef5;--b:#f0a06a;--c:#c79bf0;--d:#5cc8bd}}
+--good:#6fd596;--goodbg:#163423;--bad:#ff9a92;--badbg:#40191a;--select:rgba(120,174,245,.2);
+--s0:#78aef5;--s1:#f5a65b;--s2:#c79bf0;--s3:#5cc8bd;--s4:#ff9a92;--s5:#c3cf6a;--s6:#f59ac8;--s7:#c3cad3}}
 *{box-sizing:border-box}
 body{margin:0 auto;max-width:1080px;padding:28px 20px 60px;background:var(--bg);color:var(--fg);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
 h1{font-size:24px;margin:0 0 4px}h2{font-size:17px;margin:34px 0 10px}p{margin:4px 0}
-.sub{color:var(--soft)}code,pre{font:13px/1.45 ui-monospace,"SF Mono",Menlo,Consolas,monospace}
+.sub{color:var(--soft)}code,pre{font:14px/1.45 ui-monospace,"SF Mono",Menlo,Consolas,monospace}
 pre{background:var(--card);padding:10px 12px;border-radius:6px;margin:6px 0;white-space:pre-wrap;
 overflow-wrap:anywhere}
 .outcome{border-radius:8px;padding:14px 16px;margin:18px 0;font-size:16px}
@@ -32,31 +37,27 @@ overflow-wrap:anywhere}
 .outcome ul{margin:8px 0 0;padding-left:20px}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(136px,1fr));gap:10px;margin:0}
 .figures div{background:var(--card);border-radius:8px;padding:10px 14px}
-.figures dt{color:var(--soft);font-size:13px}
+.figures dt{color:var(--soft);font-size:14px}
 .figures dd{margin:0;font-size:19px;font-variant-numeric:tabular-nums}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:6px 12px 6px 0;vertical-align:top;
-border-bottom:1px solid var(--rule)}th{font-weight:600;color:var(--soft);font-size:13px}
+border-bottom:1px solid var(--rule)}th{font-weight:600;color:var(--soft);font-size:14px}
 td.num{font-variant-numeric:tabular-nums;white-space:nowrap}td.name{white-space:nowrap}
 table+table,.wide+.wide{margin-top:22px}
 .pass-mark{color:var(--good);font-weight:600;white-space:nowrap}
 .fail-mark{color:var(--bad);font-weight:700;white-space:nowrap}tr.fail{background:var(--badbg)}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));gap:18px}
-svg{width:100%;height:auto;background:var(--card);border-radius:8px}
-svg text{fill:var(--fg);font:12px system-ui,sans-serif}svg .title{font-size:14px;font-weight:600}
-svg .tick,svg .label{fill:var(--soft)}svg .gap{fill:var(--bad);font-size:14px}
-svg .grid{stroke:var(--rule)}svg .axis{stroke:var(--soft)}
-svg polyline{fill:none;stroke-width:1.6}svg polyline.a{stroke-width:3;opacity:.55}
-svg .a{stroke:var(--a)}svg circle.a{fill:var(--a)}svg .b{stroke:var(--b);stroke-dasharray:5 4}
-svg circle.b{fill:var(--b);stroke:none}svg circle.c{fill:none;stroke:var(--c);stroke-width:1.6}
-svg .r0{stroke:var(--a)}svg circle.r0{fill:var(--a)}svg .r1{stroke:var(--b)}svg circle.r1{fill:var(--b)}
-svg .r2{stroke:var(--c)}svg circle.r2{fill:var(--c)}svg .r3{stroke:var(--d)}svg circle.r3{fill:var(--d)}
-svg .r4{stroke:var(--a);stroke-dasharray:6 4}svg circle.r4{fill:var(--a)}
-svg .r5{stroke:var(--b);stroke-dasharray:6 4}svg circle.r5{fill:var(--b)}
-svg .r6{stroke:var(--c);stroke-dasharray:6 4}svg circle.r6{fill:var(--c)}
-svg .r7{stroke:var(--d);stroke-dasharray:6 4}svg circle.r7{fill:var(--d)}svg circle{stroke-dasharray:none}
-.legend{display:flex;flex-wrap:wrap;gap:4px 20px;list-style:none;padding:0;margin:0 0 12px;overflow-wrap:anywhere}
-svg.key{width:28px;height:10px;background:none;margin-right:8px;vertical-align:middle}svg.key line{stroke-width:2.4}
+figure.chart{margin:0;background:var(--card);border-radius:8px;padding:12px 10px 8px;min-width:0}
+figcaption{font-weight:600;margin:0 6px 6px}figcaption .sub{font-weight:400;margin-left:10px}
+.same{margin:6px;color:var(--soft);font-size:14px}
+.controls{display:flex;flex-wrap:wrap;align-items:center;gap:10px 22px;margin:0 0 14px}
+.controls .sub{font-size:14px}.controls input{vertical-align:middle}.controls output{display:inline-block;width:3em}
+.buttons{display:flex;gap:8px}button{font:inherit;color:inherit;background:var(--card);border:1px solid var(--rule);
+border-radius:6px;padding:6px 12px;min-height:36px}
+.u-legend{text-align:left!important;margin:4px 0 0!important;overflow-wrap:anywhere}
+.u-legend .raw{display:none!important}
+.u-legend .u-marker{border-radius:50%}.u-legend th,.u-legend td{border:0!important}
+.u-select{background:var(--select)!important}
 details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}
 """
 
@@ -75,7 +76,7 @@ def page(record: Mapping[str, Any]) -> str:
                 for t in record.get("not_run", ())
             ),
             _figures(record),
-            f'<h2>Curves</h2><div class="charts">{_charts(record["jobs"])}</div>',
+            f'<h2>Curves</h2>{CONTROLS}<div class="charts">{_charts(record["jobs"])}</div>',
             f"<h2>Checks</h2>{_verdicts(record['verdicts'])}",
             f"<h2>What ran</h2>{_what(record)}",
             f"<h2>Commands</h2>{_commands(record['jobs'])}",
@@ -85,11 +86,14 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def document(title: str, body: str) -> str:
-    """A page in the reports' style, around ``body``, which is HTML."""
+    """A page in the reports' style, around ``body``, which is HTML; it draws the charts in it."""
+    style, script = assets()
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>{body}</body></html>\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f"<title>{escape(title)}</title><style>{style}{_STYLE}</style></head><body>{body}"
+        f"<script>{script}</script></body></html>\n"
     )
 
 
@@ -133,28 +137,28 @@ def _figures(record: Mapping[str, Any]) -> str:
     ) + "</dl>"  # fmt: skip
 
 
-_STYLES = {"base": "a", "repeat": "b", "resume": "c"}
+_COLOURS = {"base": 0, "repeat": 1, "resume": 2}
 
 
 def _charts(jobs: Sequence[Mapping[str, Any]]) -> str:
-    drawn = [job for job in jobs if job["name"] in _STYLES and job.get("series")]
+    drawn = [job for job in jobs if job["name"] in _COLOURS and job.get("series")]
 
     def lines(key: str, names: Sequence[str]) -> list[Line]:
         return [
             Line(
                 label=job["name"],
-                style=_STYLES[job["name"]],
+                colour=_COLOURS[job["name"]],
                 points=[(step["step"], step[key]) for step in job["series"]],
             )
             for job in drawn
             if job["name"] in names
         ]
 
-    everyone = list(_STYLES)
+    everyone = list(_COLOURS)
     return (
-        line_chart("Loss", "step", "cross entropy, nats", lines("loss", everyone))
-        + line_chart("Gradient norm", "step", "norm before clipping", lines("grad_norm", everyone))
-        + line_chart("Throughput", "step", "tokens/s per rank", lines("tokens_per_second", ["base"]))
+        chart("Loss", "step", "cross entropy, nats", lines("loss", everyone))
+        + chart("Gradient norm", "step", "norm before clipping", lines("grad_norm", everyone))
+        + chart("Throughput", "step", "tokens/s per rank", lines("tokens_per_second", ["base"]))
     )
 
 

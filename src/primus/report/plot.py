@@ -1,121 +1,111 @@
-"""A line chart as inline SVG: no library, no script. Colours are the page's, through CSS classes."""
+"""Charts for a page: their data as JSON, and the library and script that draw it, all inside the page.
+
+uPlot draws (zoom, live values, a legend that hides lines); ``charts.js`` adds smoothing, a log axis, touch, and the
+marks of missing values. The page loads nothing.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
-__all__ = ["Line", "line_chart", "ticks"]
+__all__ = ["CONTROLS", "Line", "assets", "chart"]
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 56, 16, 34, 44
-_DOTTED = 200  # more points than that lie on each other
+_HERE = Path(__file__).parent
+_NEAR = 0.005  # lines closer than this part of the chart's height hide each other
+# What a report offers above its charts; charts.js connects it.
+CONTROLS = """\
+<div class="controls" role="group" aria-label="All charts">
+<label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0"><output
+ for="smoothing">0</output></label>
+<label><input type="checkbox" id="log"> Log axis</label>
+<span class="buttons"><button type="button" id="in">Zoom in</button><button type="button" id="out">Zoom out</button
+><button type="button" id="reset">Whole run</button></span>
+<span class="sub">Drag across a chart, or pinch it, to zoom; double-click to see the whole run.
+Click a name below a chart to hide its line.</span></div>
+<noscript><p>The charts need JavaScript. The tables hold every figure without it.</p></noscript>
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series of (x, y) points; ``style`` is a CSS class: ``a`` solid, ``b`` dashed, ``c`` dots,
-    ``r0`` … ``r7`` one colour each. Long lines have no dots.
+    """One series of (x, y) points with rising x; ``colour`` is the number of a page colour, 0 to 7.
 
-    A y of None (or not finite) is a gap, marked by a cross on the axis: a missing value must be seen.
+    A y of None (or not finite) is missing: the chart has a gap there and a cross on its axis.
     """
 
     label: str
-    style: str
+    colour: int
     points: Sequence[tuple[float, float | None]]
 
 
-def line_chart(title: str, x_title: str, y_title: str, lines: Sequence[Line], *, legend: bool = True) -> str:
-    """The chart as an ``<svg>`` element; a sentence in its place when there is nothing to draw."""
-    values = [y for line in lines for _, y in line.points if y is not None and math.isfinite(y)]
-    places = [x for line in lines for x, _ in line.points]
-    if not values or not places:
+def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
+    """The chart's place in the page with its data; a sentence in its place when there is nothing to draw.
+
+    Where lines hide each other, the lower ones are drawn wider, and a sentence names those that are equal.
+    """
+    known = [dict(_known(line)) for line in lines]
+    if not any(known):
         return f'<p class="empty">{escape(title)}: no step was logged, nothing to draw.</p>'
-    y_marks = ticks(min(values), max(values), 5)
-    x_marks = [mark for mark in ticks(min(places), max(places), 8) if min(places) <= mark <= max(places)]
-    low, high = min(y_marks[0], *values), max(y_marks[-1], *values)
-    first, last = min(places), max(places)
-
-    def across(x: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * ((x - first) / (last - first) if last > first else 0.5)
-
-    def down(y: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * ((y - low) / (high - low) if high > low else 0.5)
-
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
-        f'<text class="title" x="{LEFT}" y="18">{escape(title)}</text>',
-    ]
-    for mark in y_marks:
-        y = down(mark)
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{mark:g}</text>')
-    base = HEIGHT - BOTTOM
-    for mark in x_marks:
-        x = across(mark)
-        parts.append(f'<line class="axis" x1="{x:.1f}" y1="{base}" x2="{x:.1f}" y2="{base + 5}"/>')
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 19}" text-anchor="middle">{mark:g}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" y1="{base}" x2="{WIDTH - RIGHT}" y2="{base}"/>')
-    middle_x, middle_y = (LEFT + WIDTH - RIGHT) / 2, (TOP + base) / 2
-    parts.append(f'<text class="label" x="{middle_x}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_title)}</text>')
-    parts.append(
-        f'<text class="label" transform="translate(14 {middle_y}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_title)}</text>"
+    drawn = [(line, values) for line, values in zip(lines, known, strict=True) if line.points]
+    over, same = _overlaps([values for _, values in drawn])
+    data = {
+        "title": title,
+        "x": x_title,
+        "y": y_title,
+        "lines": [
+            {
+                "label": line.label,
+                "colour": line.colour,
+                "width": 2 + 2.5 * above,
+                "points": [[x, values.get(x)] for x, _ in line.points],
+            }
+            for (line, values), above in zip(drawn, over, strict=True)
+        ],
+    }
+    # No "<" of a label may end the element.
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    notes = "".join(
+        f'<p class="same">{escape(drawn[b][0].label)}: the same values as {escape(drawn[a][0].label)} at every common '
+        f"{escape(x_title)}.</p>"
+        for a, b in same
     )
-    for line in lines:
-        parts += _draw(line, across, down, base)
-    parts.append(_legend(lines) if legend else "")
-    parts.append("</svg>")
-    return "".join(parts)
+    return (
+        f'<figure class="chart"><figcaption>{escape(title)}<span class="sub">{escape(y_title)}</span></figcaption>'
+        f'<div class="plot" role="img" aria-label="{escape(title)} by {escape(x_title)}"></div>'
+        f'<script type="application/json">{text}</script>{notes}</figure>'
+    )
 
 
-def _draw(line: Line, across: Callable[[float], float], down: Callable[[float], float], base: float) -> list[str]:
-    parts: list[str] = []
-    run: list[str] = []
-
-    def flush() -> None:
-        if len(run) > 1 and line.style != "c":
-            parts.append(f'<polyline class="{line.style}" points="{" ".join(run)}"/>')
-        run.clear()
-
-    for x, y in line.points:
-        if y is None or not math.isfinite(y):
-            flush()
-            parts.append(f'<text class="gap" x="{across(x):.1f}" y="{base - 4}" text-anchor="middle">✕</text>')
-            continue
-        run.append(f"{across(x):.1f},{down(y):.1f}")
-        if len(line.points) > _DOTTED and line.style != "c":
-            continue
-        at = f'cx="{across(x):.1f}" cy="{down(y):.1f}"'
-        tip = f"<title>{escape(line.label)}, step {x:g}: {y:.6g}</title>"
-        radius = 3.4 if line.style == "c" else 2.2
-        parts.append(f'<circle class="{line.style}" {at} r="{radius}">{tip}</circle>')
-    flush()
-    return parts
+def _known(line: Line) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in line.points if y is not None and math.isfinite(y)]
 
 
-def _legend(lines: Sequence[Line]) -> str:
-    parts, right = [], WIDTH - RIGHT
-    for line in reversed(lines):
-        right -= 7 * len(line.label) + 34
-        mark = (
-            f'<circle class="{line.style}" cx="{right + 10}" cy="14" r="3.4"/>'
-            if line.style == "c"
-            else f'<line class="{line.style}" x1="{right}" y1="14" x2="{right + 20}" y2="14"/>'
-        )
-        parts.append(f'{mark}<text class="tick" x="{right + 26}" y="18">{escape(line.label)}</text>')
-    return "".join(parts) if len(lines) > 1 else ""
+def _overlaps(lines: Sequence[Mapping[float, float]]) -> tuple[list[int], list[tuple[int, int]]]:
+    """How many later lines lie on each one, and the pairs (first, later) whose values are equal."""
+    every = [y for values in lines for y in values.values()]
+    near = _NEAR * (max(every) - min(every)) if every else 0.0
+    over, same, told = [0] * len(lines), [], set[int]()
+    for a, first in enumerate(lines):
+        for b in range(a + 1, len(lines)):
+            common = first.keys() & lines[b].keys()
+            apart = max((abs(first[x] - lines[b][x]) for x in common), default=math.inf)
+            over[a] += apart <= near
+            if apart == 0 and b not in told:
+                told.add(b)
+                same.append((a, b))
+    return over, same
 
 
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """About ``about`` round numbers, 1, 2 or 5 times a power of ten apart, that cover ``low`` … ``high``."""
-    if not high > low:
-        high = low + (abs(low) or 1.0)
-    raw = (high - low) / max(1, about)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
-    start = math.floor(low / step + 1e-9)
-    end = math.ceil(high / step - 1e-9)
-    return [round(number * step, 12) for number in range(start, end + 1)]
+def assets() -> tuple[str, str]:
+    """What a page with charts holds once: the style sheet, and the scripts, library first."""
+    library = _HERE / "uplot"
+    style = (library / "uPlot.min.css").read_text(encoding="utf-8")
+    code = (library / "uPlot.iife.min.js").read_text(encoding="utf-8")
+    terms = " ".join((library / "LICENSE").read_text(encoding="utf-8").split())
+    own = (_HERE / "charts.js").read_text(encoding="utf-8")
+    return style, f"/* {terms} */\n{code}\n{own}"

@@ -15,6 +15,7 @@ EXAMPLE = "primus docs --check"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `primus docs`."""
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is out of date")
+    parser.add_argument("--vendored", action="store_true", help="also take other projects' files anew, through npm")
     parser.add_argument("--project", type=Path, default=Path(), metavar="DIR", help="repository (default: here)")
     parser.add_argument("--json", action="store_true", help="print the paths as JSON")
 
@@ -23,6 +24,10 @@ def run(args: argparse.Namespace) -> int:
     """Write or check; the exit code."""
     from primus.release import docs
 
+    if args.vendored:
+        from primus.release.vendor import VENDORED, refresh
+
+        refresh(args.project / VENDORED)
     names = docs.stale(args.project) if args.check else docs.write(args.project)
     if args.json:
         print(json.dumps({"stale" if args.check else "written": names}))

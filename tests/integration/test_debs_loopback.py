@@ -158,7 +158,7 @@ def test_unreachable_archive_answers_in_seconds(
     _use(tmp_path, monkeypatch, "deb [trusted=yes] http://me:SECRET@127.0.0.1:9/ bookworm main\n")
     for work in (lambda: _resolve(_base()), lambda: _fetch(files, FileCache(tmp_path / "c"))):
         began = time.monotonic()
-        with pytest.raises(HostError, match="the Debian archive does not answer: connection refused") as caught:
+        with pytest.raises(HostError, match=r"the Debian archive at \S+ does not answer: connection refused") as caught:
             work()
         assert time.monotonic() - began < 5
         assert "SECRET" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -89,7 +90,7 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
     import argparse
     import importlib
 
-    from primus.errors import PrimusError
+    from primus.errors import HostError, PrimusError
 
     module = importlib.import_module(f"primus.cli.{name}")
     parser = argparse.ArgumentParser(
@@ -109,6 +110,12 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
         # The reader (`| head`) has had enough; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell sees a process that SIGPIPE ended
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"primus {verb}: the disk is full{where}\n  → free some space and run it again", file=sys.stderr)
+        return HostError.exit_code
     except KeyboardInterrupt:
         print(f"primus {verb}: interrupted; what was finished is kept, run it again to go on", file=sys.stderr)
         return 130

@@ -111,7 +111,13 @@ def build_images(
             from primus.images import heap
 
             heap.share()
-        if any(not workshop.files.has(f.sha256, f.size) for action in todo for f in action.files):
+        files = {f.sha256: f for action in todo for f in action.files}
+        absent = [f for f in files.values() if not workshop.files.has(f.sha256, f.size)]
+        if todo:
+            from primus.images.preflight import preflight
+
+            preflight(workshop, todo, () if offline else absent)
+        if absent:
             plans = _fetch(project, workshop, plans, may_relock=not (locked or offline), offline=offline)
             todo = missing(plans, workshop.done)
         done_here = run_actions(workshop, todo)

@@ -276,10 +276,12 @@ class Workshop:
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{action.name.replace(' ', '-')}-{action.key[:12]}.log"
 
-    @staticmethod
-    def _failed(what: str, code: int, log: Path) -> CheckFailed:
+    def _failed(self, what: str, code: int, log: Path) -> CheckFailed | HostError:
+        from primus.images.preflight import disk_is_full
         from primus.sandbox.build import log_tail
 
+        if full := disk_is_full(log, self.project.store.root):
+            return full
         return CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
 
 

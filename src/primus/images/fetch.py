@@ -24,7 +24,7 @@ from primus.versions.lock import LockedFile
 from primus.versions.pool import Pool, locate
 from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
-from primus.versions.sources import Sources, ask
+from primus.versions.sources import Sources, ask, ask_host
 
 __all__ = ["FetchResult", "GoneError", "fetch", "missing"]
 
@@ -90,6 +90,13 @@ def fetch(
     with _spill_folder(cache.root) as spill:
         places = _Places(wanted, suites, architecture, spill, asked)
         ask(asked.probes(lambda: places.indexes))
+        bases = {f.base for f in wanted if f.kind == "deb" and f.base}
+        python = [f for f in wanted if f.kind in ("wheel", "sdist") and f.index is None]
+        ask_host(
+            indexes=places.indexes if python else None,
+            python=python,
+            suites=sorted({suite for base in bases for suite in suites[base]}),
+        )
         progress.start("fetch", "fetch", size)
         work = _Work(places, cache, progress)
         # Long files first: the last one alone on the line would be the longest wait.

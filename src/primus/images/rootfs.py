@@ -21,6 +21,8 @@ from types import MappingProxyType
 from primus.errors import CheckFailed, HostError
 from primus.images.kernels import unlisted
 from primus.images.part import open_part
+from primus.images.preflight import disk_is_full
+from primus.images.store import storage_error
 from primus.images.tar import MTIME, Entry
 from primus.images.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
 from primus.sandbox import userns
@@ -84,6 +86,10 @@ def root_entries(
         # Without namespaces some of its processes may have ids that this user cannot signal, but the terminal can.
         with tracked(process) if apart else process:
             code = process.wait()
+        # While the half-made root still takes the space.
+        full = disk_is_full(log, place, scratch) if code != 0 else None
+    if full is not None:
+        raise full
     if code != 0:
         raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
     entries = list(tar_entries(tar, LEFT_OUT))
@@ -128,7 +134,10 @@ def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
     try:
         (archive / name).hardlink_to(path)
     except OSError:
-        shutil.copyfile(path, archive / name)
+        try:
+            shutil.copyfile(path, archive / name)
+        except OSError as error:
+            raise storage_error(error, archive) from None
     control = subprocess.run(["dpkg-deb", "-f", str(path)], capture_output=True, check=False)
     if control.returncode != 0:
         raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")

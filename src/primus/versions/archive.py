@@ -21,7 +21,17 @@ from pathlib import Path
 from primus.errors import HostError
 from primus.versions.suites import ROLLING
 
-__all__ = ["Archive", "Stanza", "debian_stanzas", "open_archive", "parse_sources", "reason", "suite_of", "titled"]
+__all__ = [
+    "Archive",
+    "Stanza",
+    "debian_stanzas",
+    "host_stanzas",
+    "open_archive",
+    "parse_sources",
+    "reason",
+    "suite_of",
+    "titled",
+]
 
 _UBUNTU = ("noble",)
 _CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental", *_UBUNTU)
@@ -121,7 +131,7 @@ def open_archive(
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
             (folder / part).mkdir(parents=True)
         (folder / "state/status").write_text(status, encoding="utf-8")
-        stanzas = debian_stanzas(_host_stanzas(), suites, os.environ)
+        stanzas = host_stanzas(suites)
         for keyring in {s["Signed-By"] for s in stanzas if s.get("Signed-By", "").startswith("/")}:
             if not Path(keyring).exists():
                 raise HostError(
@@ -132,9 +142,18 @@ def open_archive(
         text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
+        from primus.versions.sources import ask_host
+
+        # apt waits for a silent mirror many times over.
+        ask_host(suites=suites)
         archive = Archive(folder=folder, architecture=architecture, maker=_maker(suites[0]))
         archive.update()
         yield archive
+
+
+def host_stanzas(suites: tuple[str, ...]) -> tuple[Stanza, ...]:
+    """Sources of ``suites`` on this host, see :func:`debian_stanzas`."""
+    return debian_stanzas(_host_stanzas(), suites, os.environ)
 
 
 def debian_stanzas(

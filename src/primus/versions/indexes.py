@@ -12,7 +12,8 @@ import re
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,6 +25,8 @@ from primus.errors import HostError
 
 if TYPE_CHECKING:
     import requests
+
+    from primus.versions.lock import LockedFile
 
 __all__ = [
     "Indexes",
@@ -159,9 +162,45 @@ class Indexes:
     def probe(self, name: str) -> None:
         """Raise HostError within seconds when an index does not answer (asked for the page of ``name``)."""
         session = self.session()
-        for url in self.index_urls:
-            if local_path(url) is None:
-                self._answer(session, url.rstrip("/") + f"/{name}/", head=True)
+        for url in self.remote:
+            self._answer(session, url.rstrip("/") + f"/{name}/", head=True)
+
+    @property
+    def remote(self) -> tuple[str, ...]:
+        """The indexes that a network lies before."""
+        return tuple(url for url in self.index_urls if local_path(url) is None)
+
+    def probe_any(self, files: Sequence[LockedFile]) -> None:
+        """Raise HostError when the files need an index that is out of reach: no local place has them, and of the
+        remote indexes none answers.
+        """
+        local = {
+            link.file
+            for place in {place for file in files for place in self.places(file.name) if local_path(place) is not None}
+            for link in self.offers(self.session(), place)
+        }
+        lacking = next((file for file in files if file.file not in local), None)
+        remote = self.remote
+        if lacking is None:
+            return
+        errors: list[HostError] = []
+        answered = threading.Event()
+
+        def one(url: str) -> None:
+            try:
+                self.only(url).probe(lacking.name)
+            except HostError as error:
+                errors.append(error)
+                if len(errors) < len(remote):
+                    return
+            answered.set()
+
+        for url in remote:
+            threading.Thread(target=one, args=(url,), daemon=True).start()
+        if remote:
+            answered.wait()
+        if remote and len(errors) == len(remote):
+            raise errors[0]
 
     def _answer(self, session: requests.Session, url: str, head: bool = False) -> tuple[str, str, str] | None:
         import requests

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from primus.errors import HostError
-from primus.versions.archive import Archive, open_archive, reason
+from primus.versions.archive import Archive, host_stanzas, open_archive, reason, suite_of, titled
 from primus.versions.debs import parse_records, parse_uris
+from primus.versions.indexes import redact, short
 from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
     import requests
 
-__all__ = ["AptAccess", "Pool", "locate"]
+__all__ = ["AptAccess", "Pool", "archive_probes", "locate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,35 @@ class Pool:
     def get(self) -> Callable[[str, Mapping[str, str]], requests.Response]:
         """See :meth:`AptAccess.get`."""
         return self.access.get()
+
+
+def archive_probes(suites: Iterable[str]) -> dict[str, Callable[[], object]]:
+    """What to ask each mirror that apt would use for the suites, by its name in messages; see :func:`sources.ask`.
+
+    Any answer but an error of the server is one: apt judges the rest, and says what is wrong with it.
+    """
+    wanted = tuple(suites)
+    access = AptAccess.of_host() if wanted else None
+    found: dict[str, Callable[[], object]] = {}
+    for stanza in host_stanzas(wanted) if wanted else ():
+        for uri in stanza["URIs"].split():
+            suite = stanza["Suites"].split()[0]
+            if access and urlsplit(uri).scheme in ("http", "https"):
+                url = f"{uri.rstrip('/')}/dists/{suite}/InRelease"
+                maker = titled(suite_of(suite)[0]).partition(" ")[0]
+                found[f"the {maker} archive at {redact(uri)}"] = partial(_probe, access, url)
+    return found
+
+
+def _probe(access: AptAccess, url: str) -> None:
+    import requests
+
+    try:
+        with access.get()(url, {}) as response:
+            if response.status_code >= 500:
+                raise HostError(f"{redact(url)}: HTTP status {response.status_code}")
+    except requests.RequestException as error:
+        raise HostError(f"{redact(url)}: {short(error)}") from None
 
 
 def locate(debs: Sequence[LockedFile], suites: tuple[str, ...], architecture: str, spill: Path) -> Pool:

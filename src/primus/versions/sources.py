@@ -6,7 +6,7 @@ They are asked first, all at once and for a few seconds: what does not answer is
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from primus.versions.lock import BaseRequest, LockedFile, Request
     from primus.versions.model import Versions
 
-__all__ = ["DEADLINE_S", "Sources", "ask"]
+__all__ = ["DEADLINE_S", "HOST_DEADLINE_S", "Sources", "ask", "ask_host"]
 
 # Of the 5 s that a refusal may take; on a busy machine starting Python takes a good part of the rest.
 DEADLINE_S = 3.0
+# For what pip and apt are configured to: as long as a slow mirror takes that works all the same.
+HOST_DEADLINE_S = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,35 +98,64 @@ class Sources:
         return found
 
 
-def ask(probes: Mapping[str, Callable[[], object]], channel: str | None = None) -> None:
-    """Ask every source at once. Raises HostError, within ``DEADLINE_S``, for the first that gives no answer.
+def ask_host(*, indexes: Indexes | None = None, python: Sequence[LockedFile] = (), suites: Iterable[str] = ()) -> None:
+    """Ask the sources that pip and apt on this host are configured for: the indexes that ``python`` files need, and
+    the archive of ``suites``.
+
+    Raises HostError within ``HOST_DEADLINE_S`` when none of pip's indexes answers, or a mirror of apt's does not.
+    """
+    from primus.versions.indexes import redact
+    from primus.versions.pool import archive_probes
+
+    if indexes is not None:
+        urls = " and ".join(map(redact, indexes.remote))
+        ask(
+            {f"the Python index at {urls}": partial(indexes.probe_any, python)},
+            deadline=HOST_DEADLINE_S,
+            hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",
+        )
+    ask(
+        archive_probes(suites),
+        deadline=HOST_DEADLINE_S,
+        hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror that it reaches",
+    )
+
+
+def ask(
+    probes: Mapping[str, Callable[[], object]],
+    channel: str | None = None,
+    *,
+    deadline: float | None = None,
+    hint: str = "run it on a machine that reaches it, or take another channel (--channel)",
+) -> None:
+    """Ask every source at once. Raises HostError, within ``deadline`` seconds (default: ``DEADLINE_S``), for the first
+    that gives no answer.
 
     ``channel`` is the one that needs them, where it is known.
     """
-    failed: dict[str, str] = {}
+    failed: dict[str, HostError] = {}
 
     def one(name: str, probe: Callable[[], object]) -> None:
         try:
             probe()
         except HostError as error:
-            failed[name] = error.message.rpartition(": ")[2]
+            failed[name] = error
 
     threads = {name: threading.Thread(target=one, args=(name, probe), daemon=True) for name, probe in probes.items()}
     for thread in threads.values():
         thread.start()
-    _wait(threads.values())
+    _wait(threads.values(), DEADLINE_S if deadline is None else deadline)
     for name, thread in threads.items():
         if name in failed or thread.is_alive():
             needs = f"; channel {channel} needs it" if channel else ""
-            raise HostError(
-                f"{name} does not answer: {failed.get(name, 'no answer in time')}{needs}",
-                hint="run it on a machine that reaches it, or take another channel (--channel)",
-            )
+            error = failed.get(name)
+            cause = error.message.rpartition(": ")[2] if error else "no answer in time"
+            raise HostError(f"{name} does not answer: {cause}{needs}", hint=hint)
 
 
-def _wait(threads: Iterable[threading.Thread]) -> None:
+def _wait(threads: Iterable[threading.Thread], seconds: float) -> None:
     import time
 
-    until = time.monotonic() + DEADLINE_S
+    until = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))

@@ -13,14 +13,16 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from primus.errors import HostError, InputError
 from primus.progress import Progress
-from primus.versions.indexes import Indexes, pip_failure_hides_network
+from primus.versions.indexes import Indexes, pip_failure_hides_network, redact
 from primus.versions.lock import LockedFile, Request
+from primus.versions.sources import HOST_DEADLINE_S, ask
 
 __all__ = [
     "Found",
@@ -82,7 +84,12 @@ def resolve_wheels(
     if not request.wheels and not request.requires:
         return ()
     indexes = Indexes.of_host()
-    indexes.probe(next(iter((*request.wheels, *request.requires))))
+    name = next(iter((*request.wheels, *request.requires)))
+    ask(
+        {f"the Python index at {redact(url)}": partial(indexes.only(url).probe, name) for url in indexes.remote},
+        deadline=HOST_DEADLINE_S,
+        hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",
+    )
     progress.start("wheels", "resolve wheels", unit="files")
     pins = [f"{name}=={version}" for name, version in request.wheels.items()]
     pins += [name for name in request.requires if name not in request.wheels]

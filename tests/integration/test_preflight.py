@@ -1,0 +1,172 @@
+"""What the machine lacks is one sentence within seconds: network, namespaces, disk. Everything here is real."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from loopback import make_deb
+from primus.errors import HostError
+from primus.images.fetch import fetch
+from primus.images.filecache import FileCache
+from primus.images.preflight import require_space
+from primus.images.rootfs import root_entries
+from primus.progress import QuietProgress
+from primus.versions.lock import LockedFile
+from primus.versions.sources import HOST_DEADLINE_S
+from project_kit import make_project
+
+pytestmark = pytest.mark.integration
+root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+
+
+class Refuses(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(503)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def bad_server(kind: str) -> Iterator[str]:
+    """The address of a server that refuses connections, never answers, or answers 503."""
+    if kind == "answers 503":
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+            server.shutdown()
+        return
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        if kind == "hangs":
+            one.listen(50)
+        yield f"http://127.0.0.1:{one.getsockname()[1]}"
+
+
+CAUSES = {"refuses": "connection refused", "hangs": "no answer in time", "answers 503": "HTTP status 503"}
+
+
+def locked(kind: str, number: int) -> LockedFile:
+    name = f"thing{number}"
+    return LockedFile(
+        kind=kind,  # type: ignore[arg-type]
+        name=name, version="1", file=f"{name}-1-py3-none-any.whl", size=100 + number,
+        sha256=f"{number:064x}", base="small" if kind == "deb" else None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["wheel", "deb"])
+@pytest.mark.parametrize("fault", CAUSES)
+def test_an_unreachable_source_is_named_before_any_file(
+    fault: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "deb" and not Path("/usr/share/keyrings/debian-archive-keyring.gpg").exists():
+        pytest.skip("no keyring of the Debian archive is installed")
+    files = [locked(kind, number) for number in range(40)]
+    with bad_server(fault) as address:
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("PIP_INDEX_URL", f"{address}/simple")
+        monkeypatch.setenv("PRIMUS_DEBIAN_MIRROR", f"{address}/debian")
+        began = time.monotonic()
+        with pytest.raises(HostError) as caught:
+            fetch(files, FileCache(tmp_path / "cache"), suites={"small": ("bookworm",)}, progress=QuietProgress())
+        assert time.monotonic() - began < HOST_DEADLINE_S + 7
+    what = f"the Python index at {address}/simple" if kind == "wheel" else f"the Debian archive at {address}/debian"
+    assert caught.value.message == f"{what} does not answer: {CAUSES[fault]}"
+    assert caught.value.exit_code == 3
+    assert caught.value.hint
+
+
+def test_one_index_of_several_may_be_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from primus.versions.indexes import Indexes
+
+    with bad_server("refuses") as away, bad_server("answers 503") as broken:
+        (tmp_path / "thing1-1-py3-none-any.whl").write_bytes(b"x")
+        local = Indexes(index_urls=(away, broken), find_links=(str(tmp_path),))
+        local.probe_any([locked("wheel", 1)])
+        with pytest.raises(HostError, match="does not answer"):
+            local.probe_any([locked("wheel", 1), locked("wheel", 2)])
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@root
+def test_too_small_a_disk_is_told_before_the_work(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        require_space([(disk / "not/yet/there", 1_000_000), (tmp_path, 1)])
+        with pytest.raises(HostError, match=r"the disk that holds \S+disk has 4\.2 MB free, and this build needs") as e:
+            require_space([(disk / "store", 3_000_000), (disk / "files", 3_000_000)])
+        assert "about 6.0 MB" in e.value.message
+
+
+@root
+@pytest.mark.skipif(not shutil.which("mmdebstrap"), reason="mmdebstrap is not installed")
+@pytest.mark.parametrize("size", ["8m", "20m", "26m"])
+def test_a_disk_that_fills_inside_mmdebstrap_is_the_cause_told(size: str, tmp_path: Path) -> None:
+    deb = make_deb(tmp_path / "pool", "large", "1", essential=True, padding=12_000_000)
+    file = LockedFile(
+        kind="deb", name="large", version="1", file=deb.name, size=deb.stat().st_size, sha256="0" * 64, base="small"
+    )
+    with small_disk(tmp_path / "disk", size) as disk, pytest.raises(HostError) as caught:
+        root_entries(
+            [file], "bookworm", disk, find=lambda _: deb, mmdebstrap="mmdebstrap", log=tmp_path / "log",
+        )  # fmt: skip
+    assert caught.value.message == f"the disk that holds {tmp_path / 'disk'} is full"
+    assert "free s" in str(caught.value.hint)
+
+
+@root
+@pytest.mark.parametrize("size", ["16k", "64k", "200k", "600k", "1m"])
+def test_a_build_on_a_full_disk_is_one_sentence(size: str, tmp_path: Path) -> None:
+    kit = make_project(tmp_path / "project", size=2_000_000)
+    kit.write("parts/beta/noise", os.urandom(1_500_000))
+    with small_disk(tmp_path / "disk", size) as disk:
+        done = kit.primus("build", "demo", "--store", str(disk / "store"))
+        assert done.code == 3, done.err
+        sentence = [line for line in done.err.splitlines() if line.startswith("primus build:")]
+        assert len(sentence) == 1
+        assert "the disk" in sentence[0]
+        assert len(done.err.splitlines()) <= 6
+
+
+@root
+def test_without_namespaces_the_sentence_comes_first(tmp_path: Path) -> None:
+    """A wheel is to be compiled in the sandbox: said before the index, which is out of reach, is asked for it."""
+    kit = make_project(tmp_path / "project")
+    code = (
+        "import sys, types; from pathlib import Path; from primus.images.preflight import preflight;"
+        "from primus.images.action import Action; from primus.errors import HostError\n"
+        "from primus.images.project import Project\n"
+        "project = Project.find(Path(sys.argv[1]))\n"
+        "action = Action(name='x', kind='wheels', inputs=())\n"
+        "try: preflight(types.SimpleNamespace(engine='embedded', project=project, progress=None), [action], ())\n"
+        "except HostError as error: print(error); sys.exit(error.exit_code)\n"
+    )
+    words = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", code, str(kit.root)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=kit.env)
+    assert done.returncode == 3, done.stderr
+    assert "namespace" in done.stdout

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import io
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from primus.images.display import RichProgress, choose_progress
-from primus.progress import PlainProgress, QuietProgress
+from primus.progress import PlainProgress, QuietProgress, clock, last_line
 
 
 def _console() -> tuple[Console, io.StringIO]:
@@ -59,3 +61,54 @@ def test_unknown_keys_and_unknown_totals_do_no_harm() -> None:
         progress.finish("other", "done")
     assert "✓ resolve" in stream.getvalue()
     assert "✓ other  done" in stream.getvalue()
+
+
+def test_a_log_gets_a_heartbeat_with_elapsed_time_and_the_tools_last_line(tmp_path: Path) -> None:
+    log, stream = tmp_path / "log", io.StringIO()
+    progress = PlainProgress(stream, heartbeat_s=0.05)
+    progress.start("a", "transformer-engine")
+    progress.follow("a", log)
+    progress.start("b", "torch", 200)
+    progress.advance("b", 50)
+    log.write_text("[1/9] first\n\x1b[32m[2/9] Building CUDA object x.o\x1b[0m\n\n")
+    until = time.monotonic() + 20
+    while "[2/9]" not in stream.getvalue() and time.monotonic() < until:
+        time.sleep(0.01)
+    lines = stream.getvalue().splitlines()
+    assert "… transformer-engine  0:00  [2/9] Building CUDA object x.o" in lines
+    assert "… torch  0:00  25 %" in lines
+    progress.finish("a", "wheel")
+    progress.close()
+    assert "✓ transformer-engine  wheel" in stream.getvalue()
+
+
+def test_quick_work_has_no_heartbeat_and_a_closed_display_says_nothing_more() -> None:
+    stream = io.StringIO()
+    progress = PlainProgress(stream, heartbeat_s=0.05)
+    progress.start("a", "quick")
+    progress.finish("a")
+    progress.start("b", "left open")
+    progress.close()
+    time.sleep(0.2)
+    assert stream.getvalue() == "✓ quick\n"
+
+
+def test_the_last_line_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_line(log) == ""
+    log.write_bytes(b"x" * 10_000 + b"\n10 %\r20 %\r\xff\r\n  \n")
+    assert last_line(log) == "\ufffd"
+    log.write_text("y" * 300)
+    assert last_line(log, 100) == "y" * 99 + "…"
+    assert [clock(5), clock(125.9), clock(3725)] == ["0:05", "2:05", "1:02:05"]
+
+
+def test_a_terminal_shows_the_last_line_beside_the_bar(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("[2/9] Building\n")
+    console, stream = _console()
+    with RichProgress(console) as progress:
+        progress.start("a", "engine")
+        progress.follow("a", log)
+        progress._bars.refresh()
+    assert "[2/9] Building" in stream.getvalue()

@@ -101,6 +101,8 @@ def test_a_second_check_reads_no_layer(kit: Kit) -> None:
         path = blobs / layer["digest"].removeprefix("sha256:")
         path.write_bytes(b"\0" * path.stat().st_size)
     assert gates(kit) == first
+    # Nothing was done, so there is no progress to show.
+    assert [kit.primus(*words).err for words in (("check", "demo"), ("why-size", "demo"))] == ["", ""]
     (kit.root / ".primus/cache/gates").rename(kit.root / "gone")
     result = kit.primus("check", "demo")
     assert (result.code, result.out) == (3, "")

@@ -106,6 +106,8 @@ def examine(project: Project, name: str, progress: Progress) -> Examined:
     Raises InputError when the store does not hold the image that versions.yaml and the lock describe, HostError when
     a layer is damaged.
     """
+    from primus.gates.facts import known
+
     plan = plan_image(project, name, project.lock(name))
     image = compose(project.store, plan) if current(project.store, plan) else None
     if image is None:
@@ -114,9 +116,12 @@ def examine(project: Project, name: str, progress: Progress) -> Examined:
         )
     facts: dict[str, LayerFacts] = {}
     for action, layer in zip(plan.layers, image.layers, strict=True):
-        progress.start(layer.blob.digest, f"examine {action.name}", None)
+        new = not known(layer.blob.digest, folder_of(project), needles_of(project))
+        if new:
+            progress.start(layer.blob.digest, f"examine {action.name}", None)
         facts[action.name] = look_into(project, layer)
-        progress.finish(layer.blob.digest)
+        if new:
+            progress.finish(layer.blob.digest)
     return Examined(image=image, facts=facts)
 
 

@@ -26,7 +26,7 @@ from primus.images import wholefile
 from primus.images.archs import in_path
 from primus.sandbox.model import LayerRef
 
-__all__ = ["Examiner", "LayerFacts", "facts_of", "keep", "observe"]
+__all__ = ["Examiner", "LayerFacts", "facts_of", "keep", "known", "observe"]
 
 _CHUNK = 1 << 20
 # Files whose whole text a gate wants are short; dpkg's status of a large image stays well below this.
@@ -181,6 +181,11 @@ def facts_of(
     facts = observe(_until(stop, walk(layer, blob)), needles)
     keep(facts, layer.digest, folder, needles)
     return facts
+
+
+def known(digest: str, folder: Path, needles: Sequence[bytes] = ()) -> bool:
+    """Whether :func:`facts_of` has nothing to read for the layer with this digest."""
+    return _kept(digest, folder, needles).is_file()
 
 
 def keep(facts: LayerFacts, digest: str, folder: Path, needles: Sequence[bytes] = ()) -> None:

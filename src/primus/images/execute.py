@@ -274,7 +274,9 @@ class Workshop:
     def _log(self, action: Action) -> Path:
         folder = self.project.work / "logs"
         folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{action.name.replace(' ', '-')}-{action.key[:12]}.log"
+        log = folder / f"{action.name.replace(' ', '-')}-{action.key[:12]}.log"
+        self.progress.follow(action.key, log)
+        return log
 
     def _failed(self, what: str, code: int, log: Path) -> CheckFailed | HostError:
         from primus.images.preflight import disk_is_full

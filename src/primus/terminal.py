@@ -17,8 +17,9 @@ __all__ = ["PLAIN", "Screen", "Styled"]
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
+_SIGNED = re.compile(r"(\s*)((?:[✓✗–→] )?)(.*)", re.DOTALL)
 # Where a word that is too long for its column may be broken: behind one of these.
-_PARTS = re.compile(r"[^/+:@,=]*[/+:@,=]|[^/+:@,=]+")
+_PARTS = re.compile(r"[^/+:@,=_-]*[/+:@,=_-]|[^/+:@,=_-]+")
 
 
 class Styled(str):
@@ -83,6 +84,21 @@ class Screen:
         lines = _broken(text, self.width - max(_columns(_bare(indent)), _columns(_bare(hanging))))
         style = getattr(text, "style", "")
         return [(hanging if number else indent) + self.paint(line, style) for number, line in enumerate(lines)]
+
+    def fit(self, text: str) -> str:
+        """Finished text, line by line: longer lines wrap below their own text, and a first ``✓`` or ``✗`` has colour.
+
+        A line that begins with ``→`` stays whole: it names a path, to be copied.
+        """
+        lines = []
+        for line in text.split("\n"):
+            indent, sign, rest = _SIGNED.match(line).groups()  # type: ignore[union-attr]  # it matches any line
+            shown = self.paint(sign, {"✓": "green", "✗": "red"}.get(sign.strip(), ""))
+            if sign.startswith("→"):
+                lines.append(line)
+                continue
+            lines += self.wrap(rest, indent + shown, " " * (len(indent) + max(2, len(sign))))
+        return "\n".join(lines)
 
     def table(
         self,

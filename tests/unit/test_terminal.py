@@ -71,6 +71,16 @@ def test_a_pipe_gets_one_line_per_row_and_control_characters_do_no_harm() -> Non
     assert PLAIN.table([("a" * 300, Styled("b\x1b[2J\nc", "red"))]) == ["a" * 300 + "  b [2J c"]
 
 
+def test_finished_text_wraps_below_itself_and_its_paths_stay_whole() -> None:
+    text = "  ✗ base: the loss does not fall as it should\n  → out/validation/cpu/llama3-proxy/report.html"
+    assert Screen(width=30, colour=True).fit(text).splitlines() == [
+        "  \033[31m✗ \033[0mbase: the loss does not",
+        "    fall as it should",
+        "  → out/validation/cpu/llama3-proxy/report.html",
+    ]
+    assert PLAIN.fit(text) == text
+
+
 def test_colour_does_not_count_as_width() -> None:
     cells = [(Styled("✓ pass", "green"), "x"), ("plain", "y")]
     assert Screen(colour=True).table(cells) == ["\033[32m✓ pass\033[0m  x", "plain   y"]

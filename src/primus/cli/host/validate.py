@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primus.cli.host.common import add_build_options, add_project_options, add_target, open_project
+from primus.terminal import Screen
 from primus.training.levels import LEVELS
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(records if args.suite else records[0]))
     elif len(validated) == 1:
-        print(outcome_text(records[0], validated[0].folder))
+        print(Screen.of().fit(outcome_text(records[0], validated[0].folder)))
     else:
-        print(table(validated))
+        print(Screen.of().fit(table(validated)))
     return 0 if all(record["passed"] for record in records) else 1
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
 from primus.errors import InputError
+from primus.terminal import Screen
 from primus.training import logs, machine, metrics, ranks, start
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of
@@ -125,9 +126,8 @@ def _show_plan(job: Job, *, as_json: bool) -> None:
         print(ranks.job_file(job), end="")
         return
     print(_headline(job))
-    width = max(map(len, job.recipe.settings))
-    for key, setting in job.recipe.settings.items():
-        print(f"  {key:<{width}}  {setting.value!s:<28}  {short_origin(setting.origin, job.recipe)}")
+    rows = [(key, str(one.value), short_origin(one.origin, job.recipe)) for key, one in job.recipe.settings.items()]
+    print("\n".join(Screen.of().table(rows, indent="  ")))
     print("\n" + " ".join(ranks.argv(job, "python3", _ELSEWHERE | dict(os.environ))))
 
 
@@ -167,20 +167,25 @@ class _Progress:
 
 
 def _show_end(job: Job, verdicts: tuple[Verdict, ...], figures: str, summary: Summary, seconds: float) -> None:
+    screen = Screen.of()
+
+    def say(text: str) -> None:
+        print(screen.fit(text))
+
     # The exit code comes first: its reason is the cause of whatever else is missing.
     for verdict in verdicts:
         if verdict.name == "exit code" and not verdict.passed:
-            print(f"✗ the job failed: {verdict.reason}")
+            say(f"✗ the job failed: {verdict.reason}")
         elif not verdict.passed and not verdict.skipped:
             limits = f"measured {verdict.measured or 'nothing'}, limit {verdict.limit}"
-            print(f"✗ {verdict.name}: {verdict.reason} ({limits})")
+            say(f"✗ {verdict.name}: {verdict.reason} ({limits})")
     if any(not verdict.passed for verdict in verdicts):
         left_out = [verdict.name for verdict in verdicts if verdict.skipped]
         if left_out:
-            print(f"– skipped: {', '.join(left_out)}")
-        print(f"failed after {seconds:.0f} s\n  → the log is {job.output / 'log.txt'}")
+            say(f"– skipped: {', '.join(left_out)}")
+        say(f"failed after {seconds:.0f} s\n  → the log is {job.output / 'log.txt'}")
         return
-    print(
+    say(
         f"✓ {summary.steps} steps in {seconds:.0f} s, "
         f"loss {summary.first_loss:.4f} → {summary.last_loss:.4f}, "
         f"{figures}\n  → {job.output / 'metrics.jsonl'}"

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from primus.errors import InputError
 from primus.recipes import load, resolve, schema
+from primus.recipes.backends import backends
+from primus.recipes.bounds import parse
 from primus.recipes.model import Asked
 from primus.recipes.precision import derived_precision
+from primus.release.backend_keys import dataclass_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PROXY = """\
@@ -59,6 +63,8 @@ class Training:
 
 @dataclass
 class Model:
+    hook: Callable | None = None
+    _private: int = 0
     converters: list[str] = field(default_factory=list)
 
 @dataclass
@@ -245,33 +251,70 @@ def test_a_recipe_uses_files_before_its_own_text(edited: Path) -> None:
         resolve.resolve(str(edited))
 
 
-def test_backend_rules_are_read_from_its_source() -> None:
-    rules = schema.dataclass_rules(JOB_CONFIG, "JobConfig")
-    assert sorted(rules) == [
-        "model.converters", "training.dataloader.num_workers", "training.dataset_path", "training.dtype",
-        "training.max_norm", "training.steps",
-    ]  # fmt: skip
+def test_backend_keys_are_read_from_a_source() -> None:
+    keys = dataclass_keys(JOB_CONFIG, "JobConfig")
+    assert keys == {
+        "training.steps": {"types": ["int"], "default": 10000},
+        "training.max_norm": {"types": ["float", "int"], "default": 1.0},
+        "training.dataset_path": {"types": ["str", "None"], "default": None},
+        "training.dtype": {"types": ["str"], "choices": ["bfloat16", "float32"], "default": "float32"},
+        "training.dataloader.num_workers": {"types": ["int"], "default": 0},
+        "model.converters": {"types": ["list"], "items": ["str"], "default": []},
+        "model.hook": {"types": []},
+    }
+
+
+def test_a_rule_judges_type_choice_items_and_size() -> None:
+    rules = schema.backend_rules("torchtitan")
     assert rules["training.steps"].objection("x") == "must be a whole number, not 'x'"
     assert rules["training.steps"].objection(True) is not None
+    assert rules["training.steps"].objection(2**63) is not None
     assert rules["training.max_norm"].objection(1) is None
+    assert rules["training.max_norm"].objection(float("nan")) == "must be finite, not nan"
     assert rules["training.dataset_path"].objection(None) is None
-    assert rules["training.dtype"].objection("fp8") == "must be one of bfloat16, float32, not 'fp8'"
+    assert rules["training.mixed_precision_param"].objection("fp8") == "must be one of bfloat16, float32, not 'fp8'"
     assert rules["model.converters"].objection(["float8"]) is None
+    assert rules["model.converters"].objection([3]) == "holds 3: each item must be text"
+    assert "no recipe can give" in str(schema.backend_rules("megatron")["model.init_method"].objection("xavier"))
 
 
-def test_backend_keys_are_checked_where_the_backend_is_installed(monkeypatch: pytest.MonkeyPatch, edited: Path) -> None:
-    rules = dict(schema.dataclass_rules(JOB_CONFIG, "JobConfig"))
-    settings = load.parse(PROXY, "r.yaml")[0].settings
-    rules |= {
-        key.removeprefix("torchtitan."): schema.Rule(types=frozenset()) for key in settings if "torchtitan." in key
-    }
-    rules["training.mixed_precision_param"] = rules["training.steps"]
-    monkeypatch.setattr(schema, "backend_rules", lambda _name: (rules, ()))
-    resolve.resolve(str(edited))
-    with pytest.raises(
-        InputError, match=r"no key 'torchtitan.training.stepz'; did you mean 'torchtitan.training.steps'"
-    ):
-        resolve.resolve(str(edited), ["training.stepz=3"])
+@pytest.mark.parametrize("name", list(backends()))
+def test_bounds_name_keys_that_are_there_and_hold_the_defaults(name: str) -> None:
+    rules, knows = schema.backend_rules(name), backends()[name]
+    assert set(knows.bounds) | set(knows.choices) <= set(rules)
+    for key, rule in rules.items():
+        if rule.bounds is None:
+            continue
+        bounds = parse(rule.bounds)
+        assert {end for end in (bounds.low, bounds.high) if isinstance(end, str)} <= set(rules)
+        if isinstance(rule.default, int | float):
+            assert bounds.objection(rule.default, lambda _: None) is None, key
+    for rule in schema.model_rules().values():
+        if rule.bounds is not None:
+            bounds = parse(rule.bounds)
+            assert {end for end in (bounds.low, bounds.high) if isinstance(end, str)} <= set(schema.model_rules())
+
+
+def test_the_verdict_does_not_depend_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word in ("optimiser.lr=3", "foo=3", "training.stepz=5"):
+        with pytest.raises(InputError, match="there is no key"):
+            resolve.resolve("llama3.1-8b", [word], Asked(gpu="mi300x"))
+
+
+def test_a_run_shorter_than_its_warm_up_says_so() -> None:
+    recipe = resolve.resolve("llama3.1-8b", ["steps=3"], Asked(gpu="mi300x"))
+    warmup = recipe.settings["torchtitan.lr_scheduler.warmup_steps"]
+    assert warmup.value == 3
+    assert re.search(r"torchtitan\.yaml:\d+:\d+, at most the 3 steps$", warmup.origin)
+    with pytest.raises(InputError, match=r"warmup_steps must be at most torchtitan\.training\.steps = 3, not 5"):
+        resolve.resolve("llama3.1-8b", ["steps=3", "lr_scheduler.warmup_steps=5"], Asked(gpu="mi300x"))
+
+
+@pytest.mark.parametrize("backend", ["torchtitan", "megatron", "fsdp", "finetune"])
+def test_ranks_come_from_a_file_of_no_backend(backend: str) -> None:
+    mode = "lora" if backend == "finetune" else None
+    recipe = resolve.resolve("llama3.1-8b", [], Asked(gpu="mi300x", backend=backend, mode=mode))
+    assert "shared/data.yaml" in recipe.settings["ranks"].origin
 
 
 def test_the_recipes_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -286,7 +329,7 @@ def test_experts_need_ranks_of_their_own_in_each_stage(edited: Path) -> None:
     change(edited, "data_parallel_shard_degree: -1", "pipeline_parallel_degree: 2\n    expert_parallel_degree: 8")
     with pytest.raises(InputError, match="8 ranks do not divide by EP = 8 × PP = 2") as caught:
         resolve.resolve(str(edited))
-    assert caught.value.hint == "--nodes 2 is the least"
+    assert caught.value.hint == "ep=4 or --nodes 2"
 
 
 def test_a_recipe_may_need_several_nodes_and_its_proxy_one(edited: Path) -> None:

@@ -86,12 +86,12 @@ def _known(one: Given, what: Entry, last: Mapping[str, Value], done: Translation
 
 def _native(backend: str, one: Given, done: Translation) -> None:
     """A key that keeps its name, or one that nobody knows."""
-    rules, unjudged = backend_rules(backend)
+    rules = backend_rules(backend)
     if backend == "megatron":
         names = [f"{section}.{one.key}" for section in _SECTIONS] if "." not in one.key else [one.key]
         found = next((name for name in names if name in rules or name in known_backend(backend).owned), None)
     else:
-        found = one.key if one.key in rules or unjudged or one.key in known_backend(backend).owned else None
+        found = one.key if one.key in rules or one.key in known_backend(backend).owned else None
     if found is not None and found in known_backend(backend).owned:
         done.unmapped.append(Unmapped(given=one, why=f"is set by primus: use {known_backend(backend).owned[found]}"))
     elif found is not None:

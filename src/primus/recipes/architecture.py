@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, cast
 
+from primus.recipes.bounds import bounded
 from primus.recipes.model import Value
 
 __all__ = [
@@ -27,14 +29,14 @@ class RopeScaling:
     """How rotary positions are stretched beyond ``original_max_position`` tokens; kind "none": not at all."""
 
     kind: Literal["none", "llama3", "yarn"] = "none"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
+    factor: float = bounded(1.0, "[1, inf)")
+    original_max_position: int = bounded(0, "[0, inf)")
+    low_freq_factor: float = bounded(1.0, "(0, inf)")
+    high_freq_factor: float = bounded(4.0, "(rope_scaling.low_freq_factor, inf)")
+    beta_fast: float = bounded(32.0, "(rope_scaling.beta_slow, inf)")
+    beta_slow: float = bounded(1.0, "(0, inf)")
+    mscale: float = bounded(1.0, "(0, inf)")
+    mscale_all_dim: float = bounded(0.0, "[0, inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,41 +47,41 @@ class MixtureOfExperts:
     which experts a token may choose from. ``auxiliary_loss`` is the coefficient of the balancing loss, 0: none.
     """
 
-    experts: int = 0
-    top_k: int = 0
-    ffn_size: int = 0
-    shared_experts: int = 0
-    dense_layers: int = 0
+    experts: int = bounded(0, "[0, 65536]")
+    top_k: int = bounded(0, "[0, moe.experts]")
+    ffn_size: int = bounded(0, "[0, inf)")
+    shared_experts: int = bounded(0, "[0, 65536]")
+    dense_layers: int = bounded(0, "[0, layers]")
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = False
-    route_scale: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    auxiliary_loss: float = 0.0
+    route_scale: float = bounded(1.0, "(0, inf)")
+    groups: int = bounded(1, "[1, inf)")
+    top_groups: int = bounded(1, "[1, moe.groups]")
+    auxiliary_loss: float = bounded(0.0, "[0, inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); ``kv_lora_rank`` 0: ordinary attention."""
 
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    qk_nope_head_dim: int = 0
-    qk_rope_head_dim: int = 0
-    v_head_dim: int = 0
+    q_lora_rank: int = bounded(0, "[0, inf)")
+    kv_lora_rank: int = bounded(0, "[0, inf)")
+    qk_nope_head_dim: int = bounded(0, "[0, inf)")
+    qk_rope_head_dim: int = bounded(0, "[0, inf)")
+    v_head_dim: int = bounded(0, "[0, inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionTransformer:
     """FLUX's transformer: ``double_layers`` blocks with two streams, ``single_layers`` with one."""
 
-    double_layers: int = 0
-    single_layers: int = 0
-    in_channels: int = 0
-    text_dim: int = 0
-    pooled_dim: int = 0
-    image_size: int = 0
-    text_tokens: int = 0
+    double_layers: int = bounded(0, "[0, 10000]")
+    single_layers: int = bounded(0, "[0, 10000]")
+    in_channels: int = bounded(0, "[0, inf)")
+    text_dim: int = bounded(0, "[0, inf)")
+    pooled_dim: int = bounded(0, "[0, inf)")
+    image_size: int = bounded(0, "[0, inf)")
+    text_tokens: int = bounded(0, "[0, inf)")
     guidance: bool = False
 
 
@@ -93,36 +95,64 @@ class Architecture:
 
     family: Literal["llama2", "llama3", "mistral", "mixtral", "qwen2", "deepseek_v2", "deepseek_v3", "flux"]
     hf_repo: str = ""
-    layers: int = 0
-    hidden_size: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    head_dim: int = 0
-    ffn_size: int = 0
-    vocab_size: int = 0
-    max_seq_len: int = 0
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
+    layers: int = bounded(0, "[1, 10000]")
+    hidden_size: int = bounded(0, "[1, 1048576]")
+    heads: int = bounded(0, "[1, 65536]")
+    kv_heads: int = bounded(0, "[1, heads]")
+    head_dim: int = bounded(0, "[0, 65536]")
+    ffn_size: int = bounded(0, "[1, inf)")
+    vocab_size: int = bounded(0, "[1, 16777216]")
+    max_seq_len: int = bounded(0, "[0, inf)")
+    rope_theta: float = bounded(10000.0, "(0, inf)")
+    norm_eps: float = bounded(1e-5, "(0, 1)")
     tied_embeddings: bool = False
     qkv_bias: bool = False
-    window: int = 0
+    window: int = bounded(0, "[0, inf)")
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     moe: MixtureOfExperts = field(default_factory=MixtureOfExperts)
     mla: LatentAttention = field(default_factory=LatentAttention)
     dit: DiffusionTransformer = field(default_factory=DiffusionTransformer)
 
-    def objection(self) -> tuple[str, str] | None:
-        """Key and reason of the first size that no model can have; None when all can."""
-        if self.family == "flux":
-            return None
-        for key, size in (("layers", self.layers), ("hidden_size", self.hidden_size), ("heads", self.heads)):
+    def objection(self) -> tuple[str, str, str | None] | None:
+        """Key, reason and remedy of the first size that does not fit the others; None when all fit."""
+        return next(self._objections(), None)
+
+    def _objections(self) -> Iterator[tuple[str, str, str | None]]:
+        for key, size in self._needed():
             if size < 1:
-                return key, "must be at least 1"
+                yield key, f"must be at least 1, not {size}", None
         if not self.head_dim and self.hidden_size % self.heads:
-            return "hidden_size", f"{self.hidden_size} does not divide by {self.heads} heads"
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            return "heads", f"{self.heads} does not divide by {self.kv_heads} heads of keys and values"
-        return None
+            size = max(1, self.hidden_size // self.heads) * self.heads
+            hint = f"model.hidden_size={size}, or name model.head_dim"
+            yield "hidden_size", f"{self.hidden_size} does not divide by {self.heads} heads", hint
+        if self.family != "flux" and self.heads % self.kv_heads:
+            hint = f"model.kv_heads={math.gcd(self.heads, self.kv_heads)}"
+            yield "heads", f"{self.heads} does not divide by {self.kv_heads} heads of keys and values", hint
+        latent = self.mla.kv_lora_rank > 0
+        rotated, key = (self.mla.qk_rope_head_dim, "mla.qk_rope_head_dim") if latent else (self.head_size, "head_dim")
+        if rotated % 2:
+            yield key, f"a head's size must be even for rotary positions, not {rotated}", None
+        if self.moe.experts and self.moe.experts % self.moe.groups:
+            why = f"{self.moe.experts} experts do not divide into {self.moe.groups} groups"
+            yield "moe.groups", why, f"model.moe.groups={math.gcd(self.moe.groups, self.moe.experts)}"
+
+    def _needed(self) -> Iterator[tuple[str, int]]:
+        """The sizes that this kind of model cannot do without."""
+        yield "heads", self.heads
+        if self.family == "flux":
+            for part in ("double_layers", "single_layers", "in_channels", "text_dim", "pooled_dim", "image_size"):
+                yield f"dit.{part}", getattr(self.dit, part)
+        else:
+            for part in ("layers", "hidden_size", "kv_heads", "ffn_size", "vocab_size"):
+                yield part, getattr(self, part)
+        if self.moe.experts:
+            yield "moe.top_k", self.moe.top_k
+            yield "moe.ffn_size", self.moe.ffn_size
+        if self.mla.kv_lora_rank:
+            for part in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+                yield f"mla.{part}", getattr(self.mla, part)
+        if self.rope_scaling.kind != "none":
+            yield "rope_scaling.original_max_position", self.rope_scaling.original_max_position
 
     @property
     def head_size(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -10,19 +10,9 @@ from typing import cast
 
 from primus.yamlfile import read_values
 
-__all__ = ["Backend", "Declared", "backend", "backends"]
+__all__ = ["Backend", "backend", "backends"]
 
 _FILE = Path(__file__).with_name("backends.yaml")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Declared:
-    """A class whose fields are keys: in ``file`` of ``package``, below the section ``under``."""
-
-    package: str
-    file: str
-    name: str
-    under: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +25,13 @@ class Backend:
     cpu: tuple[str, ...]
     keys: Mapping[str, str]
     degrees: Mapping[str, str]
-    schema: tuple[Declared, ...]
     owned: Mapping[str, str]
+    warmup: str = "training.warmup_steps"
     resharding: bool = False
     sharded_precision: bool = False
     needs: Mapping[str, str] = field(default_factory=dict)
+    bounds: Mapping[str, str] = field(default_factory=dict)
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def key(self, what: str) -> str:
         """The full key of what every backend has: ``steps`` → ``torchtitan.training.steps``."""
@@ -60,8 +52,4 @@ def backend(name: str) -> Backend:
 
 def _backend(name: str, entry: Mapping[str, object]) -> Backend:
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    values["schema"] = tuple(
-        Declared(package=d["package"], file=d["file"], name=d["class"], under=d["under"])
-        for d in entry["schema"]  # type: ignore[attr-defined]
-    )
     return Backend(name=name, **values)  # type: ignore[arg-type]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from primus.errors import InputError, nearest
-from primus.recipes import load, schema
+from primus.recipes import load, mesh, schema
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import choose, supported
 from primus.recipes.model import CHOICES, Asked, Recipe, Setting, Value
@@ -46,9 +45,9 @@ def resolve(name: str, overrides: Sequence[str] = (), asked: Asked | None = None
     settings = {key: s for key, s in settings.items() if not _elsewhere(key, knows)}
     _scale_batch(settings, source, facts, knows)
     words = [_spelled_out(word, knows) for word in words]
-    for word in words:
-        key, setting = _override(word, knows)
-        settings[key] = setting
+    given = dict(_override(word, knows) for word in words)
+    settings.update(given)
+    _shorten_warmup(settings, given, knows)
     _check_keys(settings, path, knows)
     recipe = Recipe(
         name=name, path=path, settings=settings, overrides=tuple(words), asked=_as_asked(asked, chosen),
@@ -100,6 +99,16 @@ def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mappi
     settings[key] = replace(batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes")
 
 
+def _shorten_warmup(settings: dict[str, Setting], given: Mapping[str, Setting], knows: Backend) -> None:
+    """A run that the user shortens below the recipe's own warm-up warms up all the time, and says so."""
+    steps, key = given.get(knows.key("steps")), f"{knows.name}.{knows.warmup}"
+    warmup = settings.get(key)
+    if steps is None or warmup is None or key in given:
+        return
+    if isinstance(steps.value, int) and isinstance(warmup.value, int) and 0 < steps.value < warmup.value:
+        settings[key] = replace(warmup, value=steps.value, origin=f"{warmup.origin}, at most the {steps.value} steps")
+
+
 def _spelled_out(word: str, knows: Backend) -> str:
     """``steps=5`` with the backend's own key for it."""
     what, equals, text = word.partition("=")
@@ -116,14 +125,12 @@ def _override(word: str, knows: Backend) -> tuple[str, Setting]:
     section = key.partition(".")[0]
     if section == knows.name or key in schema.RECIPE:
         return key, setting
-    rules, unjudged = schema.backend_rules(knows.name)
+    rules = schema.backend_rules(knows.name)
     neutral = key.startswith("model.") and key.removeprefix("model.") in schema.model_rules()
     if neutral and key in knows.owned:
         # The recipe's own size, which the backend's key of this name is made from.
         return key, setting
-    # What cannot be judged here is taken for the backend's own, unless it would stand among our own sections.
-    ours = neutral or (section in _OWN_SECTIONS and section != "model")
-    native = key in rules or key in knows.owned or (unjudged and key.startswith(unjudged) and not ours)
+    native = key in rules or key in knows.owned
     return (f"{knows.name}.{key}" if native or section not in _OWN_SECTIONS else key), setting
 
 
@@ -131,54 +138,63 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
     for key in ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", "model.family"):
         if key not in settings:
             raise InputError(f"{key} is missing", where=f"{path}:1:1")
-    own, unjudged = schema.backend_rules(knows.name)
-    rules = dict(schema.RECIPE)
-    rules.update({f"{knows.name}.{key}": rule for key, rule in own.items()})
-    rules.update({f"model.{key}": rule for key, rule in schema.model_rules().items()})
-    open_ended = tuple(f"{knows.name}.{section}" for section in unjudged)
+    sections: list[tuple[str, Mapping[str, schema.Rule]]] = [
+        ("", schema.RECIPE), ("model.", schema.model_rules()), (f"{knows.name}.", schema.backend_rules(knows.name)),
+    ]  # fmt: skip
+    rules = {prefix + key: rule for prefix, section in sections for key, rule in section.items()}
     for key, setting in settings.items():
         if key in CHOICES:
             continue
         native = key.removeprefix(f"{knows.name}.")
         if native != key and native in knows.owned:
             raise InputError(f"{key} is set by primus", where=setting.origin, hint=f"use {knows.owned[native]}")
-        if isinstance(setting.value, float) and not math.isfinite(setting.value):
-            raise InputError(f"{key} must be finite, not {setting.value}", where=setting.origin)
-        rule = rules.get(key)
-        if rule is None:
-            if open_ended and key.startswith(open_ended):
-                continue
-            raise InputError(f"there is no key {key!r}" + nearest(key, rules), where=setting.origin)
+        if (rule := rules.get(key)) is None:
+            raise _unknown(key, setting, rules, knows)
         if (objection := rule.objection(setting.value)) is not None:
             raise InputError(f"{key} {objection}", where=setting.origin)
+    # A value that is wrong by itself first: another one is often wrong because of it.
+    for related in (False, True):
+        for prefix, section in sections:
+            for key in section:
+                found = prefix + key in settings and schema.outside(key, prefix, section, settings, related=related)
+                if found:
+                    raise InputError(f"{prefix}{key} {found[0]}", where=settings[prefix + key].origin, hint=found[1])
 
 
-_AT_LEAST_ONE = ("steps", "seq_len", "local_batch")
+def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows: Backend) -> InputError:
+    own = key.removeprefix(f"{knows.name}.")
+    other = own.partition(".")[0]
+    if other != knows.name and other in backends():
+        return InputError(
+            f"{own} is no key of the backend {knows.name}", where=setting.origin, hint=f"--backend {other} has it"
+        )
+    near = nearest(key, rules)
+    hint = None if near else f"the keys of {knows.name} are those of its own configuration at the pinned version"
+    return InputError(f"there is no key {key!r}{near}", where=setting.origin, hint=hint)
+
+
+_NEEDED = ("steps", "seq_len", "local_batch")
 
 
 def _check_sense(recipe: Recipe) -> None:
-    """What no schema says: presence, sizes that must divide, files that must exist, one precision."""
+    """What no single value says: presence, sizes that must fit, files that must exist, one precision."""
     knows = recipe.knows
 
     def refuse(key: str, why: str, hint: str | None = None) -> None:
         origin = recipe.settings[key].origin if key in recipe.settings else f"{recipe.path}:1:1"
         raise InputError(f"{key}: {why}", where=origin, hint=hint)
 
-    keys = ["ranks", *(knows.key(what) for what in _AT_LEAST_ONE)]
-    for key in keys:
+    for key in ("ranks", *(knows.key(what) for what in _NEEDED)):
         if key not in recipe.settings:
-            refuse(key, f"is missing; {knows.name}'s own default would not be visible in the recipe")
-    degrees = [f"{knows.name}.{key}" for key in knows.degrees.values()]
-    for key in (*keys, *degrees, "validation.resume_at", "validation.accumulation"):
-        if recipe.find(key, 1) < 1:
-            refuse(key, "must be at least 1")
+            refuse(key, f"is missing; {knows.name}'s own default would not be visible in the recipe", f"add {key}")
     for name in recipe.section("assets"):
         asset = recipe.asset(name)
-        if asset is not None and not asset.exists():
+        if asset is not None and not _exists(asset):
             refuse(f"assets.{name}", f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
     if (objection := recipe.architecture.objection()) is not None:
-        refuse(f"model.{objection[0]}", objection[1])
-    _check_mesh(recipe)
+        refuse(f"model.{objection[0]}", *objection[1:])
+    for fault in mesh.faults(recipe):
+        refuse(*fault)
     given = derived_precision(recipe)
     if given != recipe.precision:
         raise InputError(
@@ -190,47 +206,8 @@ def _check_sense(recipe: Recipe) -> None:
         )
 
 
-def _check_mesh(recipe: Recipe) -> None:
-    """World size, degrees and batches fit each other, and the model fits the degrees."""
-    knows, world, origin = recipe.knows, recipe.world_size, recipe.settings["ranks"].origin
-    product = math.prod(recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas"))
-    if world % product:
-        raise InputError(f"ranks: {world} ranks do not divide by TP·PP·CP·replicas = {product}", where=origin)
-    expert, stages = recipe.degree("ep"), recipe.degree("pp")
-    if world // stages % expert:
-        least = math.lcm(recipe.get("ranks", int), expert * stages) // recipe.get("ranks", int)
-        raise InputError(
-            f"ranks: {world} ranks do not divide by EP = {expert}" + (f" × PP = {stages}" if stages > 1 else ""),
-            where=origin, hint=f"--nodes {least} is the least" if least > recipe.get("nodes", int) else None,
-        )  # fmt: skip
-    model, tensor = recipe.architecture, recipe.degree("tp")
-    for what, size in (("heads", model.heads), ("kv_heads", model.kv_heads), ("vocab_size", model.vocab_size)):
-        if size % tensor:
-            degree = recipe.settings[f"{knows.name}.{knows.degrees['tp']}"]
-            raise InputError(f"model.{what}: {size} does not divide by TP = {tensor}", where=degree.origin)
-    if expert > 1 and (not model.moe.experts or model.moe.experts % expert):
-        degree = recipe.settings[f"{knows.name}.{knows.degrees['ep']}"]
-        raise InputError(f"model.moe.experts: {model.moe.experts} do not divide by EP = {expert}", where=degree.origin)
-    if stages > max(1, model.layers):
-        degree = recipe.settings[f"{knows.name}.{knows.degrees['pp']}"]
-        raise InputError(f"model.layers: {model.layers} layers are fewer than PP stages", where=degree.origin)
-    if model.family != "flux" and model.max_seq_len and recipe.seq_len > model.max_seq_len:
-        where = recipe.settings[knows.key("seq_len")].origin
-        raise InputError(f"{knows.key('seq_len')}: {recipe.seq_len} is more than model.max_seq_len", where=where)
-    together = recipe.local_batch * recipe.data_parallel
-    key = knows.key("global_batch")
-    batch = recipe.find(key, -1)
-    if batch < 1 and batch != -1:
-        raise InputError(
-            f"{key}: must be at least 1, or -1 for one pass of all ranks", where=recipe.settings[key].origin
-        )
-    if batch > 0 and batch % together:
-        raise InputError(
-            f"{key}: {batch} is not a multiple of local batch × data parallel size = {together}",
-            where=recipe.settings[key].origin,
-        )
-    if recipe.local_batch % recipe.find("validation.accumulation", 1):
-        raise InputError(
-            f"validation.accumulation: must divide the local batch of {recipe.local_batch}",
-            where=recipe.settings["validation.accumulation"].origin,
-        )
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name that is too long, or that no file can have
+        return False

@@ -1,151 +1,170 @@
-"""Which keys a recipe may hold and of which type. The backend's part is read from the backend's own source.
+"""Which keys a recipe may hold, with their types, defaults and bounds.
 
-Libraries declare their configuration as dataclasses. Their source is parsed, not imported: importing it loads
-torch, which takes seconds, and a typing mistake deserves its answer at once.
+The keys of a backend are generated data, ``keys/BACKEND.json``, taken from the source of the version that versions.yaml
+pins (``nox -s docs``). So the verdict on a key is the same whether or not the backend is installed.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from primus.recipes.backends import Declared, backend
-from primus.recipes.model import WORDS, Value
+from primus.recipes.architecture import Architecture
+from primus.recipes.backends import backend
+from primus.recipes.model import WORDS, Setting, Value
 
-__all__ = ["RECIPE", "Rule", "backend_rules", "dataclass_rules", "model_rules"]
+__all__ = ["RECIPE", "Rule", "backend_rules", "model_rules", "outside"]
+
+_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What one key accepts: type names (``int``, ``str``, ``list`` ...), or one of ``choices``. Empty: anything."""
+    """What one key accepts: type names (``int``, ``str``, ``list`` ...), one of ``choices``, values within ``bounds``.
+
+    ``items`` are the types of a list's items; ``filled``: text must not be empty. No types at all: only the library's
+    own code can give a value.
+    """
 
     types: frozenset[str]
     choices: tuple[str, ...] = ()
+    items: frozenset[str] = frozenset()
+    bounds: str | None = None
+    filled: bool = False
+    default: Value = None
 
     def objection(self, value: Value) -> str | None:
-        """Why ``value`` is not accepted, as the end of a sentence; None when it is."""
+        """Why ``value`` is not accepted, as the end of a sentence; None when it is. Bounds are judged apart."""
+        if not self.types:
+            return "takes an object of the library's code, which no recipe can give"
         if self.choices and isinstance(value, str):
             return None if value in self.choices else f"must be one of {', '.join(self.choices)}, not {value!r}"
-        given = "None" if value is None else type(value).__name__
-        accepted = self.types | ({"int"} if "float" in self.types else frozenset())
-        accepted |= {"list"} if "tuple" in accepted else frozenset()
-        if given in accepted or not self.types:
-            return None
-        named = " or ".join(sorted(WORDS.get(name, name) for name in self.types))
-        return f"must be {named}, not {value!r}"
+        if (objection := _type_objection(self.types, value)) is not None:
+            return objection
+        if self.filled and not str(value).strip():
+            return "must not be empty"
+        for item in value if isinstance(value, list) and self.items else ():
+            if (objection := _type_objection(self.items, item)) is not None:
+                return f"holds {item!r}: each item {objection.partition(', not')[0]}"
+        return None
 
 
-def _rule(kind: str, *choices: str) -> Rule:
-    return Rule(types=frozenset({kind}), choices=choices)
-
-
-_TOLERANCES = (
-    "first_loss_tolerance", "loss_drop", "grad_norm_jump", "repeat_tolerance", "resume_tolerance",
-    "accumulation_tolerance", "layout_tolerance", "precision_tolerance", "throughput", "throughput_tolerance",
-)  # fmt: skip
-
-RECIPE: Mapping[str, Rule] = {
-    "name": _rule("str"),
-    "description": _rule("str"),
-    "ranks": _rule("int"),
-    "assets.tokenizer": _rule("str"),
-    "assets.corpus": _rule("str"),
-    "data.column": _rule("str"),
-    "validation.resume_at": _rule("int"),
-    "validation.accumulation": _rule("int"),
-    "validation.warmup_steps": _rule("int"),
-    **{f"validation.{name}": _rule("float") for name in _TOLERANCES},
-}
-
-
-def model_rules() -> Mapping[str, Rule]:
-    """Keys below ``model.``: the fields of :class:`primus.recipes.architecture.Architecture`."""
-    source = _source(Declared(package="primus", file="recipes/architecture.py", name="Architecture", under=""))
-    return dataclass_rules(source or "", "Architecture")
-
-
-@cache
-def backend_rules(name: str) -> tuple[Mapping[str, Rule], tuple[str, ...]]:
-    """Keys of a backend, without its name in front, and the sections that cannot be judged on this machine.
-
-    A section is one whose library is not installed here; "" stands for the backend's whole.
-    """
-    rules: dict[str, Rule] = {}
-    unjudged: list[str] = []
-    for declared in backend(name).schema:
-        source = _source(declared)
-        prefix = f"{declared.under}." if declared.under else ""
-        if source is None:
-            unjudged.append(prefix)
-            continue
-        rules.update({prefix + key: rule for key, rule in dataclass_rules(source, declared.name).items()})
-    return rules, tuple(unjudged)
-
-
-def _source(declared: Declared) -> str | None:
-    spec = find_spec(declared.package)
-    for location in (spec.submodule_search_locations or []) if spec else []:
-        file = Path(location) / declared.file
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
+def _type_objection(types: frozenset[str], value: Value) -> str | None:
+    given = "None" if value is None else type(value).__name__
+    accepted = types | ({"int"} if "float" in types else frozenset())
+    accepted |= {"list"} if "tuple" in accepted else frozenset()
+    if given not in accepted:
+        named = " or ".join(sorted({WORDS.get(name, name) for name in types}))
+        return f"must be {named}, not {_short(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"must be finite, not {value}"
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"must fit into 64 bits, not {value}"
+    if isinstance(value, str) and any(ord(character) < 32 or ord(character) == 127 for character in value):
+        return f"must not hold control characters, as {_short(value)} does"
     return None
 
 
-def dataclass_rules(source: str, root: str) -> dict[str, Rule]:
-    """The fields of dataclass ``root`` in Python ``source``, nested dataclasses with dotted names.
+def _short(value: Value) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
-    Base classes that stand in the same source come before the class; others are declared apart.
+
+def _rule(kind: str, bounds: str | None = None, *, filled: bool = False) -> Rule:
+    return Rule(types=frozenset({kind}), bounds=bounds, filled=filled)
+
+
+RECIPE: Mapping[str, Rule] = {
+    "name": _rule("str", filled=True),
+    "description": _rule("str"),
+    "ranks": _rule("int", "[1, 1024]"),
+    "assets.tokenizer": _rule("str", filled=True),
+    "assets.corpus": _rule("str", filled=True),
+    "data.column": _rule("str", filled=True),
+    "validation.resume_at": _rule("int", "[1, inf)"),
+    "validation.accumulation": _rule("int", "[1, inf)"),
+    "validation.warmup_steps": _rule("int", "[0, inf)"),
+    "validation.first_loss_tolerance": _rule("float", "[0, 1]"),
+    "validation.loss_drop": _rule("float", "[0, 1]"),
+    "validation.grad_norm_jump": _rule("float", "[1, inf)"),
+    "validation.repeat_tolerance": _rule("float", "[0, 1]"),
+    "validation.resume_tolerance": _rule("float", "[0, 1]"),
+    "validation.accumulation_tolerance": _rule("float", "[0, 1]"),
+    "validation.layout_tolerance": _rule("float", "[0, 1]"),
+    "validation.precision_tolerance": _rule("float", "[0, 1]"),
+    "validation.throughput": _rule("float", "(0, inf)"),
+    "validation.throughput_tolerance": _rule("float", "[0, 1)"),
+}
+
+
+@cache
+def model_rules() -> Mapping[str, Rule]:
+    """Keys below ``model.``: the fields of :class:`primus.recipes.architecture.Architecture`."""
+    return dict(_fields(Architecture, ""))
+
+
+def _fields(cls: type[Any], prefix: str) -> Iterator[tuple[str, Rule]]:
+    hints = get_type_hints(cls)
+    for entry in fields(cls):
+        hint = hints[entry.name]
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from _fields(hint, f"{prefix}{entry.name}.")
+        elif get_origin(hint) is Literal:
+            yield prefix + entry.name, Rule(types=frozenset({"str"}), choices=get_args(hint))
+        else:
+            bounds = entry.metadata.get("bounds")
+            default = entry.default if isinstance(entry.default, str | int | float) else None
+            yield prefix + entry.name, Rule(types=frozenset({hint.__name__}), bounds=bounds, default=default)
+
+
+@cache
+def backend_rules(name: str) -> Mapping[str, Rule]:
+    """Every key of a backend at its pinned version, without the backend's name in front."""
+    content = json.loads((Path(__file__).parent / "keys" / f"{name}.json").read_text(encoding="utf-8"))
+    knows = backend(name)
+    return {
+        key: Rule(
+            types=frozenset(entry["types"]),
+            choices=tuple(entry.get("choices") or knows.choices.get(key, ())),
+            items=frozenset(entry.get("items", ())),
+            bounds=entry.get("bounds") or knows.bounds.get(key),
+            default=entry.get("default"),
+        )
+        for key, entry in content["keys"].items()
+    }
+
+
+def outside(
+    key: str, prefix: str, rules: Mapping[str, Rule], settings: Mapping[str, Setting], *, related: bool
+) -> tuple[str, str] | None:
+    """Why the value of ``prefix + key`` lies outside its bounds, and a remedy; None when it is inside.
+
+    ``rules`` are of the section ``prefix``. ``related``: ends that name other keys of it count, too.
     """
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    rules: dict[str, Rule] = {}
+    from primus.recipes.bounds import parse
 
-    def walk(name: str, prefix: str) -> None:
-        for base in classes[name].bases:
-            if isinstance(base, ast.Name) and base.id in classes:
-                walk(base.id, prefix)
-        for field in classes[name].body:
-            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
-                continue
-            key = f"{prefix}{field.target.id}"
-            if isinstance(field.annotation, ast.Name) and field.annotation.id in classes:
-                walk(field.annotation.id, f"{key}.")
-                continue
-            types: set[str] = set()
-            choices: list[str] = []
-            anything = _read(field.annotation, types, choices)
-            rules[key] = Rule(types=frozenset() if anything else frozenset(types), choices=tuple(choices))
+    rule, value = rules[key], settings[prefix + key].value
+    if rule.bounds is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return None
 
-    walk(root, "")
-    return rules
+    def look_up(other: str) -> float | None:
+        if not related:
+            return None
+        found = settings[prefix + other].value if prefix + other in settings else rules[other].default
+        return found if isinstance(found, int | float) and not isinstance(found, bool) else None
 
-
-_PLAIN = {"str", "int", "float", "bool", "list", "tuple"}
-
-
-def _read(annotation: ast.expr, types: set[str], choices: list[str]) -> bool:
-    """Note what ``annotation`` accepts; True when it holds a type that no YAML value can be judged by."""
-    match annotation:
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _read(left, types, choices) | _read(right, types, choices)
-        case ast.Constant(value=None):
-            types.add("None")
-        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
-            types.add("None")
-            return _read(inner, types, choices)
-        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=several)):
-            judged = [_read(item, types, choices) for item in several]  # all of them: each notes its type
-            return any(judged)
-        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
-            items: Iterable[ast.expr] = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-            choices.extend(str(item.value) for item in items if isinstance(item, ast.Constant))
-            types.add("str")
-        case ast.Subscript(value=ast.Name(id=name)) | ast.Name(id=name):
-            types.add(name.lower())
-            return name.lower() not in _PLAIN
-        case _:
-            return True
-    return False
+    objection = parse(rule.bounds).objection(value, look_up)
+    if objection is None:
+        return None
+    why, other = objection
+    if other is not None:
+        up, down = ("raise", "lower") if "at least" in why or "greater" in why else ("lower", "raise")
+        return why.replace(f" {other} ", f" {prefix}{other} "), f"{up} {prefix}{key} or {down} {prefix}{other}"
+    if isinstance(rule.default, int | float) and parse(rule.bounds).objection(rule.default, look_up) is None:
+        return why, f"the default is {rule.default}"
+    return why, f"{prefix}{key} takes {rule.bounds}"

@@ -28,6 +28,7 @@ def generated(project: Path) -> dict[str, str]:
     from primus.gpus.table import load_table
     from primus.images.project import Project
     from primus.images.target import Target
+    from primus.release.backend_keys import backend_keys
     from primus.release.gate_record import load_gate_records
     from primus.release.gates_page import gates_page
     from primus.release.gpu_page import gpu_page
@@ -53,6 +54,7 @@ def generated(project: Path) -> dict[str, str]:
         "docs/old-commands.md": old_commands_page(),
         "README.md": _between(readme, "targets", _targets(Project.find(project))),
     }
+    files |= backend_keys(Project.find(project))
     if (
         page_of_gates := _from_result(project, _GENERATIONS, partial(gates_page, load_gate_records(project)))
     ) is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from primus.recipes.bounds import bounded
+
 __all__ = ["FinetuneConfig", "LoraConfig"]
 
 
@@ -15,9 +17,9 @@ class LoraConfig:
     No name: beside all of them but the output layer. Read in mode ``lora`` only.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
+    rank: int = bounded(16, "[1, 65536]")
+    alpha: float = bounded(32.0, "(0, inf)")
+    dropout: float = bounded(0.0, "[0, 1)")
     targets: list[str] = field(default_factory=list)
 
 
@@ -33,6 +35,6 @@ class FinetuneConfig:
 
     weights: str = "random"
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    loss_chunk: int = 2048
+    loss_chunk: int = bounded(2048, "[1, inf)")
     save_weights: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)

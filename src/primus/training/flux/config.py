@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from primus.recipes.bounds import bounded
+
 __all__ = ["FluxConfig"]
 
 
@@ -19,4 +21,4 @@ class FluxConfig:
 
     weights: str = "random"
     times: Literal["logit_normal", "uniform"] = "logit_normal"
-    guidance: float = 1.0
+    guidance: float = bounded(1.0, "[0, inf)")

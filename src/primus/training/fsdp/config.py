@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from primus.recipes.bounds import bounded
+
 __all__ = ["FsdpConfig"]
 
 
@@ -19,4 +21,4 @@ class FsdpConfig:
     step is logged.
     """
 
-    loss_chunk: int = 2048
+    loss_chunk: int = bounded(2048, "[1, inf)")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from primus.recipes.bounds import bounded
+
 __all__ = ["LoopConfig", "ShardingConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How to train, apart from the model.
+    """How to train, apart from the model. Bounds that name keys are relations between settings.
 
     ``micro_batch_size`` counts sequences (or images) per rank and forward pass, ``global_batch_size`` those of one
     optimizer step over all ranks; their quotient is the number of accumulation steps. ``dtype`` is that of the matrix
@@ -20,28 +22,28 @@ class LoopConfig:
     folders of those names, too; Weights & Biases stays offline unless its environment says otherwise.
     """
 
-    steps: int = 50
-    seq_len: int = 2048
-    micro_batch_size: int = 1
-    global_batch_size: int = -1
-    seed: int = 42
+    steps: int = bounded(50, "[1, inf)")
+    seq_len: int = bounded(2048, "[1, inf)")
+    micro_batch_size: int = bounded(1, "[1, inf)")
+    global_batch_size: int = bounded(-1, "-1 | [1, inf)")
+    seed: int = bounded(42, "[0, 4294967295]")
     deterministic: bool = False
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     fp8: Literal["none", "tensorwise"] = "none"
-    lr: float = 3e-4
-    min_lr: float = 0.0
+    lr: float = bounded(3e-4, "(0, 1]")
+    min_lr: float = bounded(0.0, "[0, training.lr]")
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: int = 0
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    max_norm: float = 1.0
+    warmup_steps: int = bounded(0, "[0, training.steps]")
+    weight_decay: float = bounded(0.1, "[0, 1]")
+    beta1: float = bounded(0.9, "[0, 1)")
+    beta2: float = bounded(0.95, "[0, 1)")
+    eps: float = bounded(1e-8, "(0, 1]")
+    max_norm: float = bounded(1.0, "(0, inf)")
     recompute: Literal["none", "full"] = "none"
     compile: bool = False
-    checkpoint_interval: int = 0
-    profile_step: int = 0
+    checkpoint_interval: int = bounded(0, "[0, inf)")
+    profile_step: int = bounded(0, "[0, training.steps]")
     tensorboard: bool = False
     wandb: bool = False
 
@@ -54,6 +56,6 @@ class ShardingConfig:
     ``reshard_after_forward`` gathered weights stay until the backward pass. Gradients are summed in ``reduce_dtype``.
     """
 
-    replicas: int = 1
+    replicas: int = bounded(1, "[1, inf)")
     reshard_after_forward: bool = True
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -1,0 +1,76 @@
+"""Ranges of settings, declared beside the fields as intervals: ``[1, inf)``, ``(0, 1]``, ``[0, training.steps]``.
+
+An end is a number, ``inf``, or another key of the same section, so one notation declares ranges and relations.
+``-1 | [1, inf)`` allows a single value beside the interval.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+__all__ = ["Bounds", "bounded", "parse"]
+
+_INTERVAL = re.compile(r"(?:(-?[0-9]+) \| )?([\[(])([^,]+), ([^\])]+)([\])])")
+
+
+def bounded(default: Any, bounds: str) -> Any:
+    """A dataclass field with the interval that its values must lie in; its list's items where it is a list."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """One interval. ``special`` is allowed beside it; an end that is text names another key."""
+
+    special: int | None
+    low: float | str
+    low_open: bool
+    high: float | str
+    high_open: bool
+
+    def objection(self, value: float, look_up: Callable[[str], float | None]) -> tuple[str, str | None] | None:
+        """Why ``value`` lies outside, as the end of a sentence, and the key that bounds it; None when it is inside.
+
+        ``look_up`` gives the value of a key, None when it has none: such an end bounds nothing.
+        """
+        if value == self.special:
+            return None
+        for end, is_open, words in (
+            (self.low, self.low_open, ("at least", "greater than")),
+            (self.high, self.high_open, ("at most", "less than")),
+        ):
+            limit = look_up(end) if isinstance(end, str) else end
+            if limit is None:
+                continue
+            beyond = value < limit if end is self.low else value > limit
+            if beyond or (is_open and value == limit):
+                number = int(limit) if float(limit).is_integer() else limit
+                beside = "" if self.special is None else f"{self.special} or "
+                named = f"{end} = {number}" if isinstance(end, str) else f"{number}"
+                return f"must be {beside}{words[is_open]} {named}, not {value}", end if isinstance(end, str) else None
+        return None
+
+
+@cache
+def parse(text: str) -> Bounds:
+    """The interval that ``text`` writes down. ValueError when it is none."""
+    found = _INTERVAL.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not an interval")
+    special, opening, low, high, closing = found.groups()
+    return Bounds(
+        special=int(special) if special else None,
+        low=_end(low), low_open=opening == "(", high=_end(high), high_open=closing == ")",
+    )  # fmt: skip
+
+
+def _end(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

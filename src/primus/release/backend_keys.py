@@ -1,0 +1,216 @@
+"""The keys of each backend as data: names, types, defaults and bounds, taken from the source of the pinned version.
+
+Libraries declare their configuration as dataclasses. Their source is parsed, not imported: that would need torch. It
+comes from the locked wheels among the fetched files; where they are not at hand, the committed data stay, and only
+their version is compared with the pin. The backends of this package are read from the checkout.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from primus.errors import InputError
+from primus.images.filecache import FileCache
+
+if TYPE_CHECKING:
+    from primus.images.project import Project
+
+__all__ = ["Declared", "backend_keys", "dataclass_keys", "declared", "document"]
+
+_OURS = "primus"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """A dataclass whose fields are keys below the section ``under``: in ``file`` of the wheel ``wheel``."""
+
+    wheel: str
+    file: str
+    name: str
+    under: str
+
+
+def _ours(file: str, name: str, under: str = "") -> Declared:
+    return Declared(wheel=_OURS, file=f"primus/training/{file}/config.py", name=name, under=under)
+
+
+def _megatron(file: str, name: str, under: str) -> Declared:
+    return Declared(wheel="megatron-core", file=f"megatron/core/{file}.py", name=name, under=under)
+
+
+_LOOP = _ours("loop", "LoopConfig", "training")
+_SHARDING = _ours("loop", "ShardingConfig", "sharding")
+
+
+def declared() -> Mapping[str, tuple[Declared, ...]]:
+    """Backend → the dataclasses that declare its keys, base classes of another file first."""
+    return {
+        "torchtitan": (
+            Declared(wheel="torchtitan", file="torchtitan/config/job_config.py", name="JobConfig", under=""),
+        ),
+        "megatron": (
+            _LOOP,
+            _ours("megatron", "MegatronConfig"),
+            _megatron("model_parallel_config", "ModelParallelConfig", "model"),
+            _megatron("transformer/transformer_config", "TransformerConfig", "model"),
+            _megatron("optimizer/optimizer_config", "OptimizerConfig", "optimizer"),
+            _megatron("distributed/distributed_data_parallel_config", "DistributedDataParallelConfig", "ddp"),
+        ),
+        "finetune": (_LOOP, _SHARDING, _ours("finetune", "FinetuneConfig")),
+        "flux": (_LOOP, _SHARDING, _ours("flux", "FluxConfig")),
+        "fsdp": (_LOOP, _SHARDING, _ours("fsdp", "FsdpConfig")),
+    }
+
+
+def backend_keys(project: Project) -> dict[str, str]:
+    """Path in the repository → text of every backend's file of keys.
+
+    InputError when a pin has changed and the wheel of the new version is not among the fetched files.
+    """
+    pins = {
+        pin.wheel: pin.version
+        for component in project.versions.components.values()
+        for pin in component.pins
+        if pin.wheel is not None and pin.version is not None
+    }
+    made: dict[str, str] = {}
+    for backend, classes in declared().items():
+        name = f"src/primus/recipes/keys/{backend}.json"
+        versions = {one.wheel: pins[one.wheel] for one in classes if one.wheel != _OURS}
+        sources = {(one.wheel, one.file): _source(project, one, versions) for one in classes}
+        texts = [text for text in sources.values() if text is not None]
+        if len(texts) == len(sources):
+            made[name] = document(backend, versions, {place: text for place, text in sources.items() if text})
+            continue
+        made[name] = committed = (project.root / name).read_text(encoding="utf-8")
+        if json.loads(committed)["versions"] != versions:
+            raise InputError(
+                f"the keys are of {json.loads(committed)['versions']}, but versions.yaml pins {versions}",
+                where=name, hint="nox -s build-cpu fetches the wheels, then run nox -s docs",
+            )  # fmt: skip
+    return made
+
+
+def _source(project: Project, one: Declared, versions: Mapping[str, str]) -> str | None:
+    """The source text that declares ``one``; None when its wheel was not fetched."""
+    if one.wheel == _OURS:
+        return (project.root / "src" / one.file).read_text(encoding="utf-8")
+    for target in project.target_names():
+        lock = project.lock(target)
+        for file in lock.files if lock else ():
+            if file.kind == "wheel" and (file.name, file.version) == (one.wheel, versions[one.wheel]):
+                path = FileCache(project.work / "files").path(file.sha256)
+                if path.is_file():
+                    with zipfile.ZipFile(path) as wheel:
+                        return wheel.read(one.file).decode("utf-8")
+    return None
+
+
+def document(backend: str, versions: Mapping[str, str], sources: Mapping[tuple[str, str], str]) -> str:
+    """The text of the backend's file of keys; ``sources`` are keyed by wheel and file."""
+    keys: dict[str, dict[str, Any]] = {}
+    for one in declared()[backend]:
+        prefix = f"{one.under}." if one.under else ""
+        found = dataclass_keys(sources[one.wheel, one.file], one.name)
+        keys.update({prefix + key: entry for key, entry in found.items()})
+    lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in keys.items())
+    return f'{{\n  "versions": {json.dumps(versions)},\n  "keys": {{\n{lines}\n  }}\n}}\n'
+
+
+def dataclass_keys(source: str, root: str) -> dict[str, dict[str, Any]]:
+    """The fields of dataclass ``root`` in Python ``source``, nested dataclasses with dotted names.
+
+    Base classes in the same source come before the class; others are declared apart. A field whose type no YAML value
+    can have (a function, a class of the library) has no entry in ``types``.
+    """
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    keys: dict[str, dict[str, Any]] = {}
+
+    def walk(name: str, prefix: str) -> None:
+        for base in classes[name].bases:
+            if isinstance(base, ast.Name) and base.id in classes:
+                walk(base.id, prefix)
+        for field in classes[name].body:
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if field.target.id.startswith("_"):
+                continue
+            key = f"{prefix}{field.target.id}"
+            if isinstance(field.annotation, ast.Name) and field.annotation.id in classes:
+                walk(field.annotation.id, f"{key}.")
+            else:
+                keys[key] = _entry(field)
+
+    walk(root, "")
+    return keys
+
+
+def _entry(field: ast.AnnAssign) -> dict[str, Any]:
+    types: list[str] = []
+    choices: list[str] = []
+    items: list[str] = []
+    opaque = _read(field.annotation, types, choices, items)
+    entry: dict[str, Any] = {"types": [] if opaque else list(dict.fromkeys(types))}
+    if choices:
+        entry["choices"] = choices
+    if items:
+        entry["items"] = list(dict.fromkeys(items))
+    value = field.value
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        words = {word.arg: word.value for word in value.keywords}
+        match value.func.id:
+            case "bounded":
+                entry["bounds"] = ast.literal_eval(value.args[1])
+                value = value.args[0]
+            case "field" if "default_factory" in words:
+                value = ast.List([]) if ast.unparse(words["default_factory"]) == "list" else None
+            case "field":
+                value = words.get("default")
+    try:
+        default = ast.literal_eval(value) if value is not None else ...
+    except ValueError:
+        default = ...
+    if default is not ... and entry["types"]:
+        entry["default"] = default
+    return entry
+
+
+_PLAIN = {"str", "int", "float", "bool", "list", "tuple"}
+
+
+def _read(annotation: ast.expr, types: list[str], choices: list[str], items: list[str]) -> bool:
+    """Note what ``annotation`` accepts; True when it holds a type that no YAML value has."""
+    match annotation:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _read(left, types, choices, items) | _read(right, types, choices, items)
+        case ast.Constant(value=None):
+            types.append("None")
+        case ast.Constant(value=str(text)):
+            return _read(ast.parse(text, mode="eval").body, types, choices, items)
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            types.append("None")
+            return _read(inner, types, choices, items)
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=several)):
+            judged = [_read(item, types, choices, items) for item in several]  # all of them: each notes its type
+            return any(judged)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            words: Iterable[ast.expr] = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            choices.extend(str(item.value) for item in words if isinstance(item, ast.Constant))
+            types.append("str")
+        case ast.Subscript(value=ast.Name(id=name), slice=inner) if name.lower() in ("list", "tuple"):
+            types.append(name.lower())
+            inside = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            for one in inside:
+                if _read(one, items, choices, []):
+                    return True
+        case ast.Name(id=name):
+            types.append(name.lower())
+            return name.lower() not in _PLAIN
+        case _:
+            return True
+    return False

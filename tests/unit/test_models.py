@@ -157,7 +157,7 @@ def test_experts_of_several_stages_do_not_fit_one_node() -> None:
     assert resolve("deepseek-v2", (), asked).get("nodes", int) == 4
     with pytest.raises(InputError, match="EP = 8 × PP = 4") as caught:
         resolve("deepseek-v2", (), replace(asked, nodes=1))
-    assert caught.value.hint == "--nodes 4 is the least"
+    assert caught.value.hint == "ep=2 or --nodes 4"
 
 
 @pytest.fixture(scope="module")

@@ -118,41 +118,46 @@ class Architecture:
         return next(self._objections(), None)
 
     def _objections(self) -> Iterator[tuple[str, str, str | None]]:
-        for key, size in self._needed():
+        for key, size, switch in self._needed():
             if size < 1:
-                yield key, f"must be at least 1, not {size}", None
+                yield key, f"must be at least 1, not {size}{f', where {switch}' if switch else ''}", None
         if not self.head_dim and self.hidden_size % self.heads:
             size = max(1, self.hidden_size // self.heads) * self.heads
             hint = f"model.hidden_size={size}, or name model.head_dim"
             yield "hidden_size", f"{self.hidden_size} does not divide by {self.heads} heads", hint
+        if self.family == "flux" and self.hidden_size not in (0, self.heads * self.head_size):
+            why = f"{self.hidden_size} is not {self.heads} heads of {self.head_size}"
+            yield "hidden_size", why, f"model.hidden_size={self.heads * self.head_size}"
         if self.family != "flux" and self.heads % self.kv_heads:
             hint = f"model.kv_heads={math.gcd(self.heads, self.kv_heads)}"
             yield "heads", f"{self.heads} does not divide by {self.kv_heads} heads of keys and values", hint
         latent = self.mla.kv_lora_rank > 0
         rotated, key = (self.mla.qk_rope_head_dim, "mla.qk_rope_head_dim") if latent else (self.head_size, "head_dim")
         if rotated % 2:
-            yield key, f"a head's size must be even for rotary positions, not {rotated}", None
+            why = f"a head's size must be even for rotary positions, not {rotated}"
+            yield key, why if latent else f"{why} (model.hidden_size ÷ model.heads where it is 0)", None
         if self.moe.experts and self.moe.experts % self.moe.groups:
-            why = f"{self.moe.experts} experts do not divide into {self.moe.groups} groups"
+            why = f"{self.moe.groups} groups do not divide model.moe.experts = {self.moe.experts}"
             yield "moe.groups", why, f"model.moe.groups={math.gcd(self.moe.groups, self.moe.experts)}"
 
-    def _needed(self) -> Iterator[tuple[str, int]]:
-        """The sizes that this kind of model cannot do without."""
-        yield "heads", self.heads
+    def _needed(self) -> Iterator[tuple[str, int, str]]:
+        """The sizes that this kind of model cannot do without, and what makes it that kind."""
+        yield "heads", self.heads, ""
         if self.family == "flux":
             for part in ("double_layers", "single_layers", "in_channels", "text_dim", "pooled_dim", "image_size"):
-                yield f"dit.{part}", getattr(self.dit, part)
+                yield f"dit.{part}", getattr(self.dit, part), "model.family is flux"
         else:
             for part in ("layers", "hidden_size", "kv_heads", "ffn_size", "vocab_size"):
-                yield part, getattr(self, part)
+                yield part, getattr(self, part), ""
         if self.moe.experts:
-            yield "moe.top_k", self.moe.top_k
-            yield "moe.ffn_size", self.moe.ffn_size
+            yield "moe.top_k", self.moe.top_k, f"model.moe.experts is {self.moe.experts}"
+            yield "moe.ffn_size", self.moe.ffn_size, f"model.moe.experts is {self.moe.experts}"
         if self.mla.kv_lora_rank:
             for part in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-                yield f"mla.{part}", getattr(self.mla, part)
-        if self.rope_scaling.kind != "none":
-            yield "rope_scaling.original_max_position", self.rope_scaling.original_max_position
+                yield f"mla.{part}", getattr(self.mla, part), f"model.mla.kv_lora_rank is {self.mla.kv_lora_rank}"
+        if (kind := self.rope_scaling.kind) != "none":
+            position = self.rope_scaling.original_max_position
+            yield "rope_scaling.original_max_position", position, f"model.rope_scaling.kind is {kind}"
 
     @property
     def head_size(self) -> int:

@@ -8,11 +8,24 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
-from primus.yamlfile import read_values
+from primus.yamlfile import Scalar, read_values
 
-__all__ = ["Backend", "backend", "backends"]
+__all__ = ["Backend", "Model", "backend", "backends"]
 
 _FILE = Path(__file__).with_name("backends.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What a backend computes of the models of some families; keys come without ``model.``."""
+
+    families: Sequence[str]
+    latent: bool = False
+    fields: Sequence[str]
+    values: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    equal: Mapping[str, str] = field(default_factory=dict)
+    whole: Sequence[str] = ()
+    linears: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +39,7 @@ class Backend:
     keys: Mapping[str, str]
     degrees: Mapping[str, str]
     owned: Mapping[str, str]
+    models: tuple[Model, ...]
     warmup: str = "training.warmup_steps"
     resharding: bool = False
     sharded_precision: bool = False
@@ -52,4 +66,5 @@ def backend(name: str) -> Backend:
 
 def _backend(name: str, entry: Mapping[str, object]) -> Backend:
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    values["models"] = tuple(Model(**row) for row in entry["models"])  # type: ignore[attr-defined]
     return Backend(name=name, **values)  # type: ignore[arg-type]

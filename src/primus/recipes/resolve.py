@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from primus.errors import InputError, nearest
-from primus.recipes import load, mesh, schema
+from primus.recipes import expressed, load, mesh, schema
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import choose, supported
 from primus.recipes.model import CHOICES, Asked, Recipe, Setting, Value
@@ -181,7 +181,9 @@ def _check_sense(recipe: Recipe) -> None:
     knows = recipe.knows
 
     def refuse(key: str, why: str, hint: str | None = None) -> None:
-        origin = recipe.settings[key].origin if key in recipe.settings else f"{recipe.path}:1:1"
+        # A key that is missing is to blame on the one that needs it.
+        named = next((word for word in (key, *why.replace(",", "").split()) if word in recipe.settings), None)
+        origin = recipe.settings[named].origin if named else f"{recipe.path}:1:1"
         raise InputError(f"{key}: {why}", where=origin, hint=hint)
 
     for key in ("ranks", *(knows.key(what) for what in _NEEDED)):
@@ -191,6 +193,8 @@ def _check_sense(recipe: Recipe) -> None:
         asset = recipe.asset(name)
         if asset is not None and not _exists(asset):
             refuse(f"assets.{name}", f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
+    for fault in expressed.faults(recipe):
+        refuse(*fault)
     if (objection := recipe.architecture.objection()) is not None:
         refuse(f"model.{objection[0]}", *objection[1:])
     for fault in mesh.faults(recipe):

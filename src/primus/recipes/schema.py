@@ -114,12 +114,17 @@ def _fields(cls: type[Any], prefix: str) -> Iterator[tuple[str, Rule]]:
         hint = hints[entry.name]
         if is_dataclass(hint) and isinstance(hint, type):
             yield from _fields(hint, f"{prefix}{entry.name}.")
-        elif get_origin(hint) is Literal:
-            yield prefix + entry.name, Rule(types=frozenset({"str"}), choices=get_args(hint))
         else:
-            bounds = entry.metadata.get("bounds")
-            default = entry.default if isinstance(entry.default, str | int | float) else None
-            yield prefix + entry.name, Rule(types=frozenset({hint.__name__}), bounds=bounds, default=default)
+            literal = get_origin(hint) is Literal
+            yield (
+                prefix + entry.name,
+                Rule(
+                    types=frozenset({"str" if literal else hint.__name__}),
+                    choices=get_args(hint) if literal else (),
+                    bounds=entry.metadata.get("bounds"),
+                    default=entry.default if isinstance(entry.default, str | int | float) else None,
+                ),
+            )
 
 
 @cache

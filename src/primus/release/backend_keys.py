@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Declared", "backend_keys", "dataclass_keys", "declared", "document"]
 
 _OURS = "primus"
+_FOLDER = "src/primus/recipes/keys"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +69,12 @@ def declared() -> Mapping[str, tuple[Declared, ...]]:
 
 
 def backend_keys(project: Project) -> dict[str, str]:
-    """Path in the repository → text of every backend's file of keys.
+    """Path in the repository → text of every backend's file of keys; nothing for a project without them.
 
     InputError when a pin has changed and the wheel of the new version is not among the fetched files.
     """
+    if not (project.root / _FOLDER).is_dir():
+        return {}
     pins = {
         pin.wheel: pin.version
         for component in project.versions.components.values()
@@ -80,7 +83,7 @@ def backend_keys(project: Project) -> dict[str, str]:
     }
     made: dict[str, str] = {}
     for backend, classes in declared().items():
-        name = f"src/primus/recipes/keys/{backend}.json"
+        name = f"{_FOLDER}/{backend}.json"
         versions = {one.wheel: pins[one.wheel] for one in classes if one.wheel != _OURS}
         sources = {(one.wheel, one.file): _source(project, one, versions) for one in classes}
         texts = [text for text in sources.values() if text is not None]

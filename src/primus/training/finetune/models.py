@@ -65,8 +65,6 @@ def config_of(model: Architecture, attention: str) -> Any:
         }
     elif kind == "qwen2" and model.window:
         made |= {"use_sliding_window": True, "sliding_window": model.window, "max_window_layers": 0}
-    elif kind == "llama":
-        made["attention_bias"] = model.qkv_bias
     return AutoConfig.for_model(kind, **made)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from primus.errors import InputError, nearest
-from primus.recipes import expressed, load, mesh, schema
+from primus.recipes import expressed, load, mesh, schema, vocabulary
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import choose, supported
 from primus.recipes.model import CHOICES, Asked, Recipe, Setting, Value
@@ -193,12 +193,22 @@ def _check_sense(recipe: Recipe) -> None:
         asset = recipe.asset(name)
         if asset is not None and not _exists(asset):
             refuse(f"assets.{name}", f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
+    weights = recipe.section(knows.name).get("weights")
+    if isinstance(weights, str) and weights != "random" and not weights.startswith("hf:"):
+        folder = Path(weights)
+        if not weights or not _exists(folder) or not folder.is_dir():
+            why = f"there is no folder {weights!r}"
+            refuse(f"{knows.name}.weights", why, "name a folder of safetensors files, hf:OWNER/NAME or random")
     for fault in expressed.faults(recipe):
         refuse(*fault)
     if (objection := recipe.architecture.objection()) is not None:
         refuse(f"model.{objection[0]}", *objection[1:])
     for fault in mesh.faults(recipe):
         refuse(*fault)
+    tokenizer = recipe.asset("tokenizer")
+    if tokenizer is not None and (size := vocabulary.tokens(tokenizer) or 0) > recipe.architecture.vocab_size > 0:
+        why = f"{recipe.architecture.vocab_size} is less than the {size} tokens of {tokenizer}"
+        refuse("model.vocab_size", why, f"model.vocab_size={size} or more, or another assets.tokenizer")
     given = derived_precision(recipe)
     if given != recipe.precision:
         raise InputError(

@@ -71,4 +71,9 @@ def resolved(options: argparse.Namespace) -> Recipe:
     names = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
     asked = Asked(**{name: getattr(options, name) for name in names})
     words = [f"{what}={value}" for what in ("ranks", "steps", "seed") if (value := getattr(options, what)) is not None]
-    return resolve(options.recipe, [*options.overrides, *words], asked)
+    recipe = resolve(options.recipe, [*options.overrides, *words], asked)
+    if recipe.backend == "megatron":
+        from primus.training.megatron import render
+
+        render.check(recipe)
+    return recipe

@@ -94,6 +94,9 @@ def test_the_optimizer_takes_the_shared_section() -> None:
     assert render.ddp({"ddp.use_distributed_optimizer": False})["use_distributed_optimizer"] is False
 
 
+EXPERTS = ("model.moe.experts=4", "model.moe.top_k=2", "model.moe.ffn_size=64")
+
+
 def proxy(*words: str, name: str = "llama3.1-8b", precision: str | None = None) -> Recipe:
     return resolve(name, words, Asked(backend="megatron", gpu="cpu", proxy=True, precision=precision))
 
@@ -107,9 +110,9 @@ def test_the_recipes_are_computable(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model.rope_scaling.original_max_position=4096"], "model.rope_scaling.kind: megatron-core"),
-        (["model.rope_scaling.kind=yarn"], "YaRN with latent attention alone"),
-        (["model.moe.score=sigmoid"], "always normalizes"),
+        (["model.rope_scaling.original_max_position=4096"], "llama3 with 8192 only, not 4096"),
+        (["model.rope_scaling.kind=yarn"], "llama3 with none or llama3 only, not yarn"),
+        ([*EXPERTS, "model.moe.score=sigmoid"], "always normalizes"),
         (["model.context_parallel_size=2"], "megatron.model.context_parallel_size"),
         (["training.compile=true"], "megatron.training.compile"),
         (["training.master_dtype=bfloat16"], "float32 weights"),

@@ -22,7 +22,7 @@ supports:
   megatron: {pretrain: [bf16]}
 default: {backend: torchtitan, nodes: 2}
 model:
-  {family: qwen2, layers: 2, hidden_size: 64, heads: 4, kv_heads: 2, ffn_size: 128, vocab_size: 1000, qkv_bias: true}
+  {family: llama2, layers: 2, hidden_size: 64, heads: 4, kv_heads: 2, ffn_size: 128, vocab_size: 1000}
 ranks: 8
 assets: {tokenizer: mock, corpus: mock}
 torchtitan.training: {steps: 7, seq_len: 512, local_batch_size: 2, global_batch_size: 32}
@@ -78,8 +78,8 @@ def test_json_of_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert "because" not in shown["settings"]["torchtitan.training.local_batch_size"]
     assert (shown["backend"], shown["nodes"], shown["proxy"]) == ("torchtitan", 2, False)
     assert shown["tokens_per_step"] == 64 * 512
-    # By hand: embedding and head, final norm, and twice (attention with its biases, gate, up and down, two norms).
-    layer = 2 * 64 * (64 + 32) + 64 + 64 + 3 * 64 * 128 + 2 * 64
+    # By hand: embedding and head, final norm, and twice (attention, gate, up and down, two norms).
+    layer = 2 * 64 * (64 + 32) + 3 * 64 * 128 + 2 * 64
     assert shown["parameters"]["total"] == 2 * 1000 * 64 + 64 + 2 * layer
 
 

@@ -95,7 +95,7 @@ class Architecture:
 
     family: Literal["llama2", "llama3", "mistral", "mixtral", "qwen2", "deepseek_v2", "deepseek_v3", "flux"]
     hf_repo: str = ""
-    layers: int = bounded(0, "[1, 10000]")
+    layers: int = bounded(0, "[1, 1048576]")
     hidden_size: int = bounded(0, "[1, 1048576]")
     heads: int = bounded(0, "[1, 65536]")
     kv_heads: int = bounded(0, "[1, heads]")

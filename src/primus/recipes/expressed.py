@@ -111,9 +111,11 @@ def _dropped(recipe: Recipe, row: Model, values: Mapping[str, Value], active: li
 
 def _limited(recipe: Recipe, row: Model, values: Mapping[str, Value], active: list[str]) -> Iterator[Fault]:
     for key, allowed in row.values.items():
-        if values[key] not in allowed:
+        switch = _SWITCHES.get(key.partition(".")[0], key)
+        if (switch == key or values[switch] not in _OFF) and values[key] not in allowed:
             named = " or ".join(spell(value) for value in allowed)
             why = f"{recipe.backend} computes the family {values['family']} with {named} only, not {spell(values[key])}"
+            why += f", where model.{switch} is {values[switch]}" if switch != key else ""
             others = _others(recipe, values, key)
             yield (
                 f"model.{key}",

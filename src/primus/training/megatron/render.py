@@ -148,15 +148,6 @@ def check(recipe: Recipe) -> None:
 
 def _refused(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
     model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
-    scaling = model.rope_scaling
-    if model.family == "flux":
-        yield "model.family", "flux is no language model", "use --backend flux"
-    stretch = (scaling.original_max_position, scaling.low_freq_factor, scaling.high_freq_factor)
-    if scaling.kind == "llama3" and stretch != (8192, 1.0, 4.0):
-        why = "megatron-core 0.16.1 knows Llama 3's scaling from 8192 tokens by factors 1 and 4 alone"
-        yield "model.rope_scaling.kind", why, None
-    if scaling.kind == "yarn" and not latent:
-        yield "model.rope_scaling.kind", "megatron-core 0.16.1 has YaRN with latent attention alone", None
     if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
         yield (
             "model.moe.score",

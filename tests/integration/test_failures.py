@@ -50,7 +50,8 @@ def test_the_first_cause_is_told(python: list[str], tmp_path: Path, fault: str, 
     assert all(verdict.skipped for verdict in others), others
 
 
-@pytest.mark.parametrize("backend", ["torchtitan", "fsdp", "megatron"])
+# Megatron reads by the same code as our own loop.
+@pytest.mark.parametrize("backend", ["torchtitan", "fsdp", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_a_document_that_cannot_be_read_is_the_cause(
     python: list[str], tmp_path: Path, bad_corpus: Path, backend: str
 ) -> None:

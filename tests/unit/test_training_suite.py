@@ -15,6 +15,7 @@ import pytest
 from primus.errors import InputError
 from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.release.validation import outcome_text
 from primus.report.html import page
 from primus.training import outcome, ranks, record, start, suite
 from primus.training.job import Job, JobResult
@@ -117,6 +118,28 @@ def test_when_the_base_run_fails_nothing_else_runs_and_nothing_passes(jobs: tupl
     made = record.make(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", made="")
     assert made["passed"] is False
     assert "was not run" in page(made)
+
+
+def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(jobs: tuple[Job, ...]) -> None:
+    def run(job: Job) -> JobResult:
+        left = leave(job, exit_code=1, values={})
+        (job.output / "facts.json").unlink()
+        (job.output / "cache" / "failures").mkdir()
+        note = {"time": 1.0, "rank": 1, "text": "KeyError: 'text'"}
+        (job.output / "cache" / "failures" / "1.json").write_text(json.dumps(note))
+        return left
+
+    outcomes = suite.run(jobs, run)
+    verdicts = suite.judge(jobs, outcomes)
+    assert [v.name for v in verdicts if not v.passed and not v.skipped] == ["base: exit code"]
+    assert "was not run, because base failed" in next(v.reason for v in verdicts if v.name == "repeat: exit code")
+    made = record.make(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", made="")
+    assert made["passed"] is False
+    assert made["jobs"][0]["cause"] == "rank 1: KeyError: 'text'"
+    said = outcome_text(made, jobs[0].output)
+    assert said.splitlines()[0].strip() == "✗ base failed: rank 1: KeyError: 'text'"
+    assert said.count("KeyError") == 1
+    assert "1 failed" in said
 
 
 def test_a_run_that_left_nothing_is_never_a_pass(jobs: tuple[Job, ...]) -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from primus.cli.main import main
 from primus.compat import words
+from primus.compat.arguments import derived
+from primus.compat.merge import merge
+from primus.compat.presets import known_versions, presets
 from primus.compat.tables import documented, documented_paths
 from primus.compat.translate import translate
 from primus.compat.words import Given
@@ -33,6 +36,7 @@ modules:
       global_batch_size: ${MY_BATCH:64}
       seq_length: 4096
       lr: 1.0e-5
+      lr_warmup_iters: 2
       lr_decay_iters: null
       lr_decay_style: cosine
       init_method_std: 0.008
@@ -65,6 +69,9 @@ modules:
         enable_primus_turbo: true
         enable_attention_float8: false
 """
+OLDER_TITAN = TITAN.replace("        mock_data: false\n", "").replace(
+    "      quantize: {linear: {float8: {filter_fqns: [output]}}}\n", ""
+)
 
 
 @pytest.fixture
@@ -118,12 +125,19 @@ def test_an_experiment_of_torchtitan_takes_its_precision_from_the_preset(
     (here / "exp.yaml").write_text(TITAN)
     document = imported(capsys)
     assert (document["recipe"], document["backend"], document["precision"]) == ("llama3.1-8b", "torchtitan", "fp8")
-    assert document["settings"] == {
+    own = {
         "torchtitan.lr_scheduler.warmup_steps": 10,
         "torchtitan.training.local_batch_size": 4,
         "torchtitan.training.steps": 50,
         "torchtitan.quantize.linear.float8.filter_fqns": ["output"],
     }
+    assert document["settings"].items() >= own.items()
+    # Of Primus's preset; and the tokenizer of its model, since the data are real.
+    assert document["settings"]["torchtitan.optimizer.lr"] == 8e-4
+    assert document["settings"]["assets.tokenizer"] == "hf:meta-llama/Llama-3.1-8B"
+    # A name of v25.9 beside keys of v25.10: no version has both.
+    said = "training.batch_size: Primus v25.10 has no such key and would refuse the file"
+    assert document["primus"] == "Primus v25.10" and said in document["left_out"]
     assert document["unmapped"] == []
 
 
@@ -140,15 +154,19 @@ def test_the_environment_fills_in_what_the_file_leaves_open(
 
 def test_every_key_that_cannot_be_said_is_named_with_its_place(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "exp.yaml").write_text(
-        MEGATRON + "      micro_batchsize: 3\n      enable_turbo_attention_float8: true\n      fp8: e4m3\n"
+        MEGATRON
+        + "      micro_batchsize: 3\n      enable_primus_turbo: true\n      enable_turbo_attention_float8: true\n"
+        + "      attn_logit_softcapping: 30.0\n      fp4: e2m1\n"
     )
     assert main(["import-exp", "exp.yaml"]) == 2
     said = capsys.readouterr().err
-    assert "exp.yaml:29:7: micro_batchsize: no recipe has such a key; did you mean 'micro_batch_size'?" in said
-    assert "exp.yaml:30:7: enable_turbo_attention_float8: true has no counterpart" in said
-    assert "exp.yaml:31:7: fp8: e4m3 has no counterpart (known: hybrid, false, none)" in said
+    assert "exp.yaml:30:7: micro_batchsize: no recipe has such a key; did you mean 'micro_batch_size'?" in said
+    assert "exp.yaml:32:7: enable_turbo_attention_float8: true has no counterpart" in said
+    assert "exp.yaml:33:7: attn_logit_softcapping: 30.0 has no counterpart (known: null)" in said
+    assert "exp.yaml:34:7: fp4: e2m1 has no counterpart: FP4 is not implemented here" in said
     document = imported(capsys, "--allow-unmapped")
-    assert [one["key"] for one in document["unmapped"]] == ["micro_batchsize", "enable_turbo_attention_float8", "fp8"]
+    keys = {"micro_batchsize", "enable_turbo_attention_float8", "attn_logit_softcapping", "fp4"}
+    assert {one["key"] for one in document["unmapped"]} == keys
     assert "# cannot be said: micro_batchsize: 3" in document["text"]
 
 
@@ -242,3 +260,226 @@ def test_a_documented_path_is_understood_wherever_it_stands() -> None:
     assert len(documented_paths()) > 200
     with pytest.raises(InputError, match="no document has a model 'llama9'"):
         documented("examples/megatron/configs/llama9-pretrain.yaml")
+
+
+def test_what_the_presets_decide_is_imported(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "exp.yaml").write_text(MEGATRON + "      fp8: hybrid\n")
+    document = imported(capsys)
+    assert document["primus"] == "Primus v25.10"
+    assert (
+        document["settings"].items()
+        >= {
+            "megatron.training.seed": 1234,
+            "megatron.training.weight_decay": 0.0,
+            "megatron.training.beta2": 0.999,
+            # Primus trains Llama 3.1 without its stretched positions, and scales FP8 by the past.
+            "model.rope_scaling.kind": "none",
+            "megatron.model.fp8_recipe": "delayed",
+            "megatron.model.fp8_amax_history_len": 1024,
+            "megatron.model.cross_entropy_loss_fusion": False,
+        }.items()
+    )
+    effective = document["effective"]
+    assert len(effective) > 400
+    assert (effective["seed"], effective["moe_router_topk"], effective["sequence_parallel"]) == (1234, 2, 0)
+    (here / "mine.yaml").write_text(document["text"])
+    recipe = resolve("./mine.yaml", (), Asked(gpu="mi300x"))
+    assert (recipe.seed, recipe.architecture.rope_scaling.kind) == (1234, "none")
+
+
+def test_a_null_is_a_value(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = (
+        "      recompute_granularity: null\n      recompute_method: null\n      recompute_num_layers: null\n"
+        "      moe_router_dtype: null\n"
+    )
+    (here / "exp.yaml").write_text(MEGATRON.replace("llama3.1_8B", "mixtral_8x7B_v0.1") + overrides)
+    settings = imported(capsys)["settings"]
+    assert settings["megatron.model.moe_router_dtype"] is None
+    assert settings["megatron.model.recompute_granularity"] is None
+    # The recipe of 70 billion recomputes; here nothing is.
+    (here / "exp.yaml").write_text(MEGATRON.replace("llama3.1_8B", "llama3.1_70B"))
+    assert imported(capsys)["settings"]["megatron.model.recompute_granularity"] is None
+
+
+def test_the_effective_configuration_is_printed_for_any_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "exp.yaml").write_text(MEGATRON.replace("llama3.1_8B", "grok2"))
+    assert main(["import-exp", "exp.yaml"]) == 2
+    assert "exp.yaml:10:5: there is no recipe for the model 'grok2'" in capsys.readouterr().err
+    assert main(["import-exp", "exp.yaml", "--effective", "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)["keys"]
+    assert keys["router_logit_softcapping"] == {"value": 30.0, "where": "Primus v25.10, grok2.yaml"}
+    assert keys["train_iters"] == {"value": 7, "where": "exp.yaml:13:7"}
+    assert main(["import-exp", "exp.yaml", "--effective"]) == 0
+    assert "seed: 1234  # Primus v25.10, pre_trainer.yaml\n" in capsys.readouterr().out
+
+
+def test_the_version_is_the_newest_that_has_the_keys_or_the_one_that_is_named(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "exp.yaml").write_text(OLDER_TITAN)
+    document = imported(capsys)
+    assert document["primus"] == "Primus v25.9"
+    assert document["settings"]["torchtitan.training.local_batch_size"] == 4
+    assert imported(capsys, "--primus", "v25.9")["primus"] == "Primus v25.9"
+    (here / "exp.yaml").write_text(OLDER_TITAN.replace("-fp8", ""))
+    assert imported(capsys, "--primus", "v25.7")["primus"] == "Primus v25.7"
+    assert main(["import-exp", "exp.yaml", "--primus", "v25.1"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no version 'v25.1' of Primus here" in said and "there are: v25.7, v25.9, v25.10" in said
+
+
+def test_torchtitans_model_is_the_one_of_its_flavor(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # The preset of 405 billion in v25.7 says 8 billion.
+    (here / "exp.yaml").write_text(OLDER_TITAN.replace("llama3.1_8B-fp8", "llama3.1_405B"))
+    assert imported(capsys, "--primus", "v25.7")["recipe"] == "llama3.1-8b"
+    assert imported(capsys, "--primus", "v25.9")["settings"]["model.layers"] == 126
+
+
+def test_the_last_of_duplicate_keys_is_taken_and_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "exp.yaml").write_text(MEGATRON + "      seq_length: 2048\n")
+    document = imported(capsys)
+    assert document["settings"]["megatron.training.seq_len"] == 2048
+    assert "exp.yaml:30:7: duplicate key 'seq_length': the last value is taken, as Primus does" in document["left_out"]
+
+
+def test_a_recipe_is_written_for_the_nodes_that_its_degrees_need(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = MEGATRON + "      tensor_model_parallel_size: 8\n      pipeline_model_parallel_size: 4\n"
+    (here / "exp.yaml").write_text(wide.replace("llama3.1_8B", "llama3.1_70B").replace("MY_BATCH:64", "MY_BATCH:32"))
+    assert imported(capsys)["nodes"] == 4
+    document = imported(capsys, "--nodes", "8")
+    (here / "mine.yaml").write_text(document["text"])
+    for nodes, batch in ((None, 32), (8, 32), (16, 64)):
+        recipe = resolve("./mine.yaml", (), Asked(gpu="mi300x", nodes=nodes))
+        assert (recipe.get("nodes", int), recipe.global_batch) == (nodes or 8, batch)
+    with pytest.raises(SystemExit, match="2"):
+        main(["import-exp", "exp.yaml", "--nodes", "0"])
+    assert "must be a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_what_cannot_train_is_refused_where_primus_has_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "exp.yaml").write_text(MEGATRON.replace("      lr_warmup_iters: 2\n", ""))
+    assert main(["import-exp", "exp.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "Primus v25.10, pre_trainer.yaml: lr_warmup_iters: megatron.training.warmup_steps must be at most" in said
+
+
+CHECKOUT = {
+    "modules/megatron/base.yaml": "a: 1\nb: 2\nc: {d: 3, e: 4}\n",
+    "modules/megatron/other.yaml": "b: 5\nf: 6\n",
+    "models/megatron/llama3.1_8B.yaml": "m: ${NOT_SET:7}\n",
+}
+
+
+def test_a_checkout_of_primus_is_merged_as_its_version_merges(here: Path) -> None:
+    configs = here / "primus" / "configs"
+    files = {
+        **CHECKOUT,
+        "modules/megatron/pre_trainer.yaml": "extends: [base.yaml, other.yaml]\nc: {e: 8}\n",
+        "modules/megatron/older.yaml": "bases: [base.yaml]\nincludes: [other.yaml]\na: 9\n",
+    }
+    for name, content in files.items():
+        (configs / name).parent.mkdir(parents=True, exist_ok=True)
+        (configs / name).write_text(content)
+    (here / "examples").mkdir()
+    path = here / "examples" / "exp.yaml"
+    text = "modules: {pre_trainer: {framework: megatron, config: FILE, model: llama3.1_8B.yaml, overrides: {a: 0}}}"
+
+    def keys(config: str) -> dict[str, object]:
+        path.write_text(text.replace("FILE", config))
+        return {key: one.value for key, one in merge(path, {}).keys.items()}
+
+    # v25.7: what is below fills in, the first one first; and `extends` is a key like any other.
+    assert keys("older.yaml") == {"a": 0, "b": 2, "c.d": 3, "c.e": 4, "f": 6, "m": 7}
+    (here / "primus" / "core" / "config").mkdir(parents=True)
+    (here / "primus" / "core" / "config" / "yaml_loader.py").touch()
+    # Later: mappings are merged, the last of `extends` and then the file itself win.
+    assert keys("pre_trainer.yaml") == {"a": 0, "b": 5, "c.d": 3, "c.e": 8, "f": 6, "m": 7}
+    assert keys("older.yaml").keys() == {"a", "bases", "includes", "m"}
+
+
+MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"hidden_size": 4096, "num_attention_heads": 32}, {"model.ffn_size": 10880, "model.kv_heads": 32}),
+    ({"group_query_attention": True, "num_query_groups": 8, "num_attention_heads": 32}, {"model.kv_heads": 8}),
+    ({"num_query_groups": 8, "num_attention_heads": 32}, {"model.kv_heads": 32}),
+    ({"kv_channels": 128, "hidden_size": 4096, "num_attention_heads": 32}, {"model.head_dim": 0}),
+    ({"kv_channels": 256, "hidden_size": 4096, "num_attention_heads": 32}, {"model.head_dim": 256}),
+    ({"sequence_parallel": True}, {"megatron.model.sequence_parallel": False}),
+    ({"sequence_parallel": 1, "tensor_model_parallel_size": 2}, {"megatron.model.sequence_parallel": True}),
+    ({"grad_reduce_in_bf16": True}, {"megatron.ddp.grad_reduce_in_fp32": False}),
+    ({"accumulate_allreduce_grads_in_fp32": False}, {"megatron.ddp.grad_reduce_in_fp32": True}),
+    ({"use_rope_scaling": True, "rope_scaling_factor": 8.0}, {"model.rope_scaling.kind": "llama3"}),
+    ({"rotary_scaling_factor": 40}, {"model.rope_scaling.kind": "none", "model.mla.kv_lora_rank": 0}),
+    (
+        {"multi_latent_attention": True, "rotary_scaling_factor": 40, "qk_layernorm": True, "kv_lora_rank": 512},
+        {"model.rope_scaling.kind": "yarn", "model.rope_scaling.factor": 40, "model.mla.kv_lora_rank": 512},
+    ),
+    (
+        {"num_experts": 8, "ffn_hidden_size": 100, "moe_shared_expert_intermediate_size": 200, "num_layers": 4}
+        | {"moe_layer_freq": "([0]*1+[1]*3)", "moe_router_score_function": "sigmoid"},
+        {"model.moe.ffn_size": 100, "model.moe.shared_experts": 2, "model.moe.dense_layers": 1}
+        | {"model.moe.normalize_top_k": True, "megatron.model.moe_router_enable_expert_bias": False},
+    ),
+    ({"num_experts": None, "moe_router_topk": 6}, {"model.moe.experts": 0}),
+    ({"lr_decay_iters": 320000, "train_iters": 50}, {"megatron.training.decay_steps": 320000}),
+    ({"lr_decay_iters": 50, "train_iters": 50}, {"megatron.training.decay_steps": 0}),
+    (
+        {"num_layers": 32, "pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2},
+        {"megatron.model.virtual_pipeline_model_parallel_size": 4},
+    ),
+    ({"recompute_activations": True}, {"megatron.model.recompute_granularity": "selective"}),
+    (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 0},
+        {"megatron.model.recompute_granularity": None},
+    ),
+    (
+        {"use_torch_fsdp2": True, "overlap_grad_reduce": True},
+        {"megatron.torch_fsdp2": True, "megatron.ddp.overlap_grad_reduce": False},
+    ),
+    ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, {"megatron.model.fp8": "e4m3", "megatron.model.fp8_recipe": "mxfp8"}),
+]
+
+
+@pytest.mark.parametrize(("given", "meant"), MEANT)
+def test_arguments_mean_what_megatron_makes_of_them(given: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert derived("megatron", given).settings.items() >= meant.items()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mtp_num_layers": 1},
+        {"position_embedding_type": "learned_absolute"},
+        {"normalization": "LayerNorm"},
+        {"hidden_dropout": 0.1},
+        {"rotary_percent": 0.5},
+        {"fp16": True},
+        {"bf16": False},
+        {"exp_avg_dtype": "bf16"},
+        {"rope_type": "yarn"},
+        {"num_experts": 8, "num_layers": 4, "moe_layer_freq": 2, "moe_ffn_hidden_size": 64},
+        {"num_experts": 8, "num_layers": 4, "moe_shared_expert_intermediate_size": 96, "moe_ffn_hidden_size": 64},
+    ],
+)
+def test_arguments_that_no_recipe_can_hold_are_refused_by_name(given: dict[str, Any]) -> None:
+    assert derived("megatron", given).refused.keys() & given.keys()
+
+
+def test_the_presets_of_every_documented_version_are_there() -> None:
+    assert known_versions() == ["v25.7", "v25.9", "v25.10"]
+    for version in known_versions():
+        megatron = presets("megatron", version)
+        assert len(megatron.layer("modules", "pre_trainer.yaml", "")) > 250
+        assert megatron.layer("models", "llama3.1_8B.yaml", "")["hidden_size"] == 4096
+        assert presets("torchtitan", version).layer("models", "llama3.1_8B.yaml", "")["model.flavor"] == "8B"
+    with pytest.raises(InputError, match=r"has no model 'lama3\.1_8B' for megatron; did you mean 'llama3\.1_8B'"):
+        presets("megatron").layer("models", "lama3.1_8B.yaml", "")
+
+
+def test_the_measured_examples_are_merged_as_primus_merges_them() -> None:
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "primus-import.json"
+    measured = json.loads(file.read_text(encoding="utf-8"))
+    assert [row["version"] for row in measured["versions"]] == known_versions()
+    for row in measured["versions"]:
+        assert row["share"] >= 0.95 and row["trained_otherwise_in_silence"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,13 @@ def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
     assert learning_rate(cosine, 7) == pytest.approx(0.25)
     assert learning_rate(cosine, 3) > learning_rate(linear, 3)
     assert learning_rate(cosine, 12) == pytest.approx(0.1)
+
+
+def test_the_rate_may_decay_beyond_or_before_the_runs_end() -> None:
+    config = LoopConfig(steps=10, lr=1.0, min_lr=0.1, lr_schedule="linear", decay_steps=5)
+    assert learning_rate(config, 5) == learning_rate(config, 10) == 0.1
+    assert learning_rate(replace(config, decay_steps=100), 10) == pytest.approx(0.91)
+    assert learning_rate(replace(config, decay_steps=0), 10) == 0.1
 
 
 @pytest.mark.parametrize(("recipe", "backend", "mode"), CELLS)

@@ -1,206 +1,160 @@
-"""Primus's experiment files, as users have them: read, filled in, and turned into recipes."""
+"""An experiment of Primus → the recipe that trains the same, with every difference named."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from primus.compat.tables import preset
-from primus.compat.translate import Translation, translate
-from primus.compat.words import Given, spelt, typed
-from primus.errors import InputError, nearest
+from primus.compat.merge import Merged
+from primus.compat.presets import neutral, put
+from primus.compat.tables import flavors, preset
+from primus.compat.translate import Translation, translate_all
+from primus.compat.words import Given, spelt
+from primus.errors import InputError
+from primus.recipes import load
+from primus.recipes.backends import backend as known_backend
 from primus.recipes.model import Scalar, Value
-from primus.yamlfile import Document, Plain, read
+from primus.recipes.schema import backend_rules, model_rules
 
-__all__ = ["Experiment", "experiment", "is_experiment", "recipe_text"]
+__all__ = ["Experiment", "experiment", "recipe_text"]
 
-_HEAD = ("work_group", "user_name", "exp_name", "workspace")
-_TRAINER = ("framework", "config", "model", "overrides")
-_BASES = ("extends", "bases", "includes")
-_PLACEHOLDER = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
-_FRAMEWORKS = ("megatron", "torchtitan")
+_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One file: which recipe it trains by which backend, and what it sets."""
+    """A merged file with the recipe of its model, and the settings that the model has on top of that recipe."""
 
-    path: Path
-    name: str
+    merged: Merged
     recipe: str
-    backend: str
-    given: tuple[Given, ...]
-    precision: str | None
     settings: Mapping[str, Scalar]
+
+    @property
+    def backend(self) -> str:
+        """The backend that trains it."""
+        return self.merged.framework
+
+    @property
+    def effective(self) -> dict[str, Value]:
+        """Key → value of Primus's own merge."""
+        return {key: one.value for key, one in self.merged.keys.items()}
+
+    @property
+    def least_nodes(self) -> int:
+        """The fewest nodes of eight GPUs that its parallel degrees fit."""
+        keys = {kind: key for kind, key in known_backend(self.backend).degrees.items() if kind != "replicas"}
+        given = self.effective
+        degree = {kind: _degree(given, key if key in given else key.rpartition(".")[2]) for kind, key in keys.items()}
+        product, experts = degree["tp"] * degree["pp"] * degree["cp"], degree["ep"] * degree["pp"]
+        ranks = math.lcm(_RANKS, product, experts)
+        # torchtitan computes below float32 only where ranks are left to shard the weights over.
+        whole = known_backend(self.backend).sharded_precision and ranks == degree["tp"] * degree["pp"]
+        return ranks * (2 if whole else 1) // _RANKS
 
     def translated(self, more: Sequence[Given] = ()) -> Translation:
         """The file's keys and then those of ``more``, in words of the recipe."""
-        done = translate(self.backend, [*self.given, *more])
+        keys = dict(self.merged.keys)
+        for one in more:
+            put(keys, one.key, one)
+        done = translate_all(self.backend, list(keys.values()), neutral(self.backend))
         done.settings = {**self.settings, **done.settings}
-        if self.precision:
-            done.choices.setdefault("precision", self.precision)
         done.choices.setdefault("precision", "bf16")
+        for key in self._as_the_recipe(done):
+            del done.settings[key]
+        done.left_out += [f"{one}: the last value is taken, as Primus does" for one in self.merged.repeated]
+        named = {one.given.key for one in done.unmapped}
+        for key in self.merged.absent:
+            if key not in named:
+                done.left_out.append(f"{key}: {self.merged.source} has no such key and would refuse the file")
         return done
 
+    def placed(self, error: InputError, done: Translation) -> InputError:
+        """``error`` about one of the settings, with the place and the name that Primus has for it."""
+        setting = str(error.where).removeprefix("command line: ").partition("=")[0]
+        key = done.sources.get(setting, "")
+        if key not in self.merged.keys:
+            return error
+        return InputError(f"{key}: {error.message}", where=self.merged.keys[key].where, hint=error.hint)
 
-def is_experiment(path: Path) -> bool:
-    """Whether the file has ``modules``, which only an experiment of Primus has. InputError when it is not YAML."""
-    data = read(path).data
-    return isinstance(data, dict) and "modules" in data
-
-
-def experiment(path: Path, environment: Mapping[str, str]) -> Experiment:
-    """Read an experiment file. InputError with the place of what it lacks or has too much of."""
-    document = read(path)
-    data = _mapping(document, ())
-    modules = _mapping(document, ("modules",))
-    for key in data:
-        if key not in (*_HEAD, "modules"):
-            raise _no_key(document, (key,), [*_HEAD, "modules"])
-    for key in modules:
-        if key != "pre_trainer":
-            raise _no_key(document, ("modules", key), ["pre_trainer"])
-    trainer = _mapping(document, ("modules", "pre_trainer"))
-    for key in trainer:
-        if key not in _TRAINER:
-            raise _no_key(document, ("modules", "pre_trainer", key), _TRAINER)
-    place = ("modules", "pre_trainer")
-    framework = _text(document, (*place, "framework"), environment)
-    if framework not in _FRAMEWORKS:
-        raise InputError(
-            f"there is no framework {framework!r}" + nearest(framework, _FRAMEWORKS),
-            where=document.where((*place, "framework")), hint=f"there are: {', '.join(_FRAMEWORKS)}",
-        )  # fmt: skip
-    model = _text(document, (*place, "model"), environment)
-    given: list[Given] = []
-    own = path.parent / model
-    if own.is_file():
-        model = _layers(own, environment, given, (path,)) or own.name
-    recipe, settings, precision = preset(framework, Path(model).name, document.where((*place, "model")))
-    config = trainer.get("config")
-    if isinstance(config, str) and (path.parent / config).is_file():
-        _layers(path.parent / config, environment, given, (path,))
-    if "overrides" in trainer and trainer["overrides"] is not None:
-        _flatten(document, (*place, "overrides"), len(place) + 1, environment, given)
-    name = _text(document, ("exp_name",), environment) if "exp_name" in data else path.stem
-    return Experiment(
-        path=path, name=name, recipe=recipe, backend=framework, given=tuple(given), precision=precision,
-        settings=settings,
-    )  # fmt: skip
+    def _as_the_recipe(self, done: Translation) -> list[str]:
+        """Settings of the presets that the recipe has by itself, on whatever GPU and however many nodes it runs."""
+        recipe = load.read(load.find(self.recipe))
+        facts = {"backend": self.backend, "mode": "pretrain", "precision": done.choices["precision"], "proxy": "false"}
+        cases = [
+            case.settings
+            for case in recipe.cases
+            if all(choice not in facts or facts[choice] in words for choice, words in case.when.items())
+        ]
+        same = []
+        for key in done.preset & done.settings.keys():
+            found = [settings[key].value for settings in (recipe.settings, *cases) if key in settings]
+            first = recipe.settings[key].value if key in recipe.settings else _default(self.backend, key)
+            if all(_same(value, done.settings[key]) for value in [first, *found]):
+                same.append(key)
+        return same
 
 
-def recipe_text(source: Experiment, done: Translation) -> str:
-    """The recipe file that trains what the experiment trains. Its settings are a case: a proxy keeps its own."""
+def experiment(merged: Merged) -> Experiment:
+    """The recipe of a merged file's model. InputError when there is none."""
+    model = _by_flavor(merged) if merged.framework == "torchtitan" else merged.model
+    recipe, settings = preset(merged.framework, model, merged.model_place)
+    return Experiment(merged=merged, recipe=recipe, settings=settings)
+
+
+def _degree(given: Mapping[str, Value], key: str) -> int:
+    value = given.get(key)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+def _default(backend: str, key: str) -> Value:
+    """What a recipe that does not set the key gets; null, too, when the library's own code makes it."""
+    section, _, name = key.partition(".")
+    rules = backend_rules(backend) if section == backend else model_rules() if section == "model" else {}
+    return rules[name].default if name in rules else None
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two values are one: 1 and 1.0 are, 1 and true are not."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _by_flavor(merged: Merged) -> str:
+    """torchtitan's model is what its name and flavor say, whatever the file is called."""
+    flavor = " ".join(str(merged.keys[key].value) for key in ("model.name", "model.flavor") if key in merged.keys)
+    known = flavors()
+    if known.get(re.sub(r"-fp8$", "", merged.model)) in (flavor, None):
+        return merged.model
+    return next((model for model, its in known.items() if its == flavor), flavor)
+
+
+def recipe_text(source: Experiment, done: Translation, nodes: int = 1) -> str:
+    """The recipe file that trains what the experiment trains. Its settings are a case: a proxy keeps its own.
+
+    ``nodes`` is how many the experiment was written for; its global batch is theirs together.
+    """
+    batch = next((key for key in done.settings if key.endswith(".global_batch_size")), None)
+    settings, file = dict(done.settings), source.merged.path.name
+    several = f", nodes: {nodes}" if nodes > 1 else ""
+    case = f"  - when: {{backend: {source.backend}, proxy: false"
+    apart: list[str] = []
     lines = [
-        f"# Imported from {source.path.name} by `primus import-exp`.",
+        f"# Imported from {file} by `primus import-exp`, with the presets of {source.merged.source}.",
         f"uses: [{source.recipe}.yaml]",
-        f"name: {spelt(source.name)}",
-        f"description: {spelt(f'{source.recipe} as {source.path.name} has it')}",
-        f"default: {{backend: {source.backend}, mode: pretrain, precision: {done.choices['precision']}}}",
+        f"name: {spelt(source.merged.name)}",
+        f"description: {spelt(f'{source.recipe} as {file} has it')}",
+        f"default: {{backend: {source.backend}, mode: pretrain, precision: {done.choices['precision']}{several}}}",
     ]
-    if any(key.endswith(".global_batch_size") for key in done.settings):
-        lines.append("# The global batch is that of one node here: n nodes take n times it.")
-    if done.settings:
-        lines += ["cases:", f"  - when: {{backend: {source.backend}, proxy: false}}"]
-        lines += [f"    {key}: {spelt(value)}" for key, value in done.settings.items()]
+    if batch is not None and isinstance(whole := settings[batch], int) and whole > 0:
+        if several:
+            apart = [f"{case}{several}}}", f"    {batch}: {spelt(settings.pop(batch))}"]
+        if whole % nodes == 0:
+            lines.append(f"# The global batch is that of one node, n nodes take n times it: {nodes} take {whole}.")
+            settings[batch] = whole // nodes
+    if settings:
+        lines += ["cases:", f"{case}}}", *(f"    {key}: {spelt(value)}" for key, value in settings.items())]
+    lines += apart
     lines += [f"# {sentence}" for sentence in done.left_out]
     lines += [f"# cannot be said: {one.given.key}: {spelt(one.given.value)}" for one in done.unmapped]
     return "\n".join(lines) + "\n"
-
-
-def _layers(path: Path, environment: Mapping[str, str], into: list[Given], above: tuple[Path, ...]) -> str | None:
-    """Read a preset of the user's own and the files it extends, those first; the name of a base that is no file."""
-    if path in above:
-        raise InputError(f"{path.name} extends itself", where=str(path))
-    document = read(path)
-    data = _mapping(document, ())
-    base: str | None = None
-    for word in _BASES:
-        value = data.get(word)
-        if value is None:
-            continue
-        for index, name in enumerate(value if isinstance(value, list) else [value]):
-            if not isinstance(name, str):
-                raise InputError(f"{word} must name files", where=document.where((word, index)))
-            near = path.parent / name
-            found = _layers(near, environment, into, (*above, path)) if near.is_file() else Path(name).name
-            base = found or base
-    for key in data:
-        if key not in _BASES:
-            _flatten(document, (key,), 0, environment, into)
-    return base
-
-
-def _flatten(
-    document: Document, key: tuple[str | int, ...], skip: int, environment: Mapping[str, str], into: list[Given]
-) -> None:
-    value = _at(document, key)
-    if isinstance(value, dict):
-        for name in value:
-            _flatten(document, (*key, name), skip, environment, into)
-        return
-    dotted = ".".join(map(str, key[skip:]))
-    where = document.where(key)
-    if not dotted:
-        raise InputError("overrides must be a mapping of keys to values", where=where)
-    into.append(Given(key=dotted, value=_value(value, where, environment), where=where))
-
-
-def _value(value: Plain, where: str, environment: Mapping[str, str]) -> Value:
-    if isinstance(value, list):
-        items = [_value(item, where, environment) for item in value]
-        if any(isinstance(item, list) for item in items):
-            raise InputError("a list may hold plain values only", where=where)
-        return [item for item in items if not isinstance(item, list)]
-    if isinstance(value, dict):
-        raise InputError("a list may hold plain values only", where=where)
-    return None if value is None else typed(_filled(value, where, environment))
-
-
-def _filled(text: str, where: str, environment: Mapping[str, str]) -> str:
-    """``${VAR}`` and ``${VAR:default}`` replaced by the environment's values."""
-
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1], match[2]
-        if name in environment:
-            return environment[name]
-        if default is None:
-            raise InputError(f"{name} is not set in the environment", where=where, hint=f"export {name}=…")
-        return default
-
-    filled = _PLACEHOLDER.sub(value, text)
-    if "${" in filled:
-        raise InputError(f"{text!r} holds a ${{ that is never closed", where=where)
-    return filled
-
-
-def _at(document: Document, key: tuple[str | int, ...]) -> Plain:
-    value = document.data
-    for part in key:
-        value = value.get(part) if isinstance(value, dict) and isinstance(part, str) else None
-    return value
-
-
-def _mapping(document: Document, key: tuple[str | int, ...]) -> dict[str, Plain]:
-    value = _at(document, key)
-    if isinstance(value, dict):
-        return value
-    what = ".".join(map(str, key)) or "an experiment"
-    raise InputError(f"{what} must be a mapping of keys to values", where=document.where(key))
-
-
-def _text(document: Document, key: tuple[str | int, ...], environment: Mapping[str, str]) -> str:
-    value = _at(document, key)
-    if not isinstance(value, str):
-        raise InputError(f"{'.'.join(map(str, key))} is missing", where=document.where(key))
-    return _filled(value, document.where(key), environment)
-
-
-def _no_key(document: Document, key: tuple[str | int, ...], known: Sequence[str]) -> InputError:
-    word = str(key[-1])
-    return InputError(
-        f"there is no key {word!r} here" + nearest(word, known), where=document.where(key),
-        hint=f"there are: {', '.join(known)}",
-    )  # fmt: skip

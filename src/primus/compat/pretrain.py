@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from primus.compat.experiment import experiment, is_experiment
+from primus.compat.experiment import experiment
+from primus.compat.merge import is_experiment, merge
 from primus.compat.request import Request
 from primus.compat.tables import documented, ignored_variables
 from primus.compat.translate import refuse, translate
@@ -48,7 +49,7 @@ def pretrain(
         raise InputError("this is a folder, not a file", where=f"EXP={name}")
     says: list[str] = []
     if path.is_file() and is_experiment(path):
-        source = experiment(path, environment)
+        source = experiment(merge(path, environment))
         done = source.translated(given)
         request = Request(recipe=source.recipe, asked=Asked(backend=source.backend, mode="pretrain"))
         says.append(f"{name} is an experiment of Primus; `primus import-exp {name}` writes it as a recipe")

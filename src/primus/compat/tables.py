@@ -21,7 +21,9 @@ __all__ = [
     "documented",
     "documented_paths",
     "entry",
+    "flavors",
     "ignored_variables",
+    "is_kernel",
     "keys",
     "preset",
 ]
@@ -37,7 +39,7 @@ class Entry:
     choice: str | None = None
     values: Mapping[str, Scalar] | None = None
     prefix: str = ""
-    needs: str | None = None
+    needs: tuple[str, ...] = ()
     because: str = ""
 
 
@@ -75,10 +77,16 @@ def commands() -> dict[str, Any]:
 def keys(backend: str) -> Mapping[str, Entry]:
     """Old key → what it became, for one backend."""
     table = _table("keys")
-    return {
-        key: Entry(to=what) if isinstance(what, str) else Entry(**what)
-        for key, what in {**table["every"], **table.get(backend, {})}.items()
-    }
+    return {key: _entry(what) for key, what in {**table["every"], **table.get(backend, {})}.items()}
+
+
+def _entry(what: str | dict[str, Any]) -> Entry:
+    return Entry(to=what) if isinstance(what, str) else Entry(**{**what, "needs": tuple(what.get("needs", ()))})
+
+
+def is_kernel(backend: str, key: str) -> bool:
+    """Whether a key of the backend's own chooses how something is computed, and not what."""
+    return any(fnmatchcase(key, name) for name in _table("keys")["kernels"][backend])
 
 
 def entry(backend: str, key: str) -> Entry | None:
@@ -135,14 +143,22 @@ def _stem(backend: str, stem: str) -> tuple[str, Mapping[str, Scalar]]:
     return (what, {}) if isinstance(what, str) else (what["recipe"], what["settings"])
 
 
-def preset(backend: str, name: str, where: str) -> tuple[str, Mapping[str, Scalar], str | None]:
-    """Recipe, settings on top and precision (None: not said) of an experiment's ``model:``; InputError for another."""
+def preset(backend: str, name: str, where: str) -> tuple[str, Mapping[str, Scalar]]:
+    """Recipe, and settings on top of it, of an experiment's ``model:``. InputError for another."""
     stems: Mapping[str, Any] = _table("paths")["stems"][backend]
-    stem = name.removesuffix(".yaml").removesuffix(".yml")
-    plain = re.sub(r"-fp8$", "", stem)
+    plain = re.sub(r"-fp8$", "", name)
     if plain not in stems:
-        raise _unknown("model", stem, stems, where)
-    return *_stem(backend, plain), None if plain == stem else "fp8"
+        raise InputError(
+            f"there is no recipe for the model {plain!r}" + nearest(plain, stems), where=where,
+            hint=f"there are: {', '.join(stems)}",
+        )  # fmt: skip
+    return _stem(backend, plain)
+
+
+def flavors() -> Mapping[str, str]:
+    """torchtitan's name and flavor of each model that the documents name."""
+    found: Mapping[str, str] = _table("paths")["flavors"]
+    return found
 
 
 def _unknown(what: str, word: str, known: Mapping[str, Any], where: str) -> InputError:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from primus.compat.tables import Entry, entry, keys
+from primus.compat.arguments import derived
+from primus.compat.tables import Entry, entry, is_kernel, keys
 from primus.compat.words import Given, spelt
 from primus.errors import InputError, nearest
 from primus.recipes.backends import backend as known_backend
 from primus.recipes.model import Value
 from primus.recipes.schema import backend_rules
 
-__all__ = ["Translation", "Unmapped", "refuse", "translate"]
+__all__ = ["Translation", "Unmapped", "refuse", "translate", "translate_all"]
 
 # Where a flat name of Megatron may live in the recipe, in this order.
 _SECTIONS = ("training", "model", "optimizer", "ddp")
@@ -31,20 +33,42 @@ class Unmapped:
 
 @dataclass(kw_only=True)
 class Translation:
-    """``settings`` are a recipe's keys in the order they were given, the last one wins; ``choices`` are options."""
+    """``settings`` are a recipe's keys in the order they were given, the last one wins; ``choices`` are options.
+
+    ``left_out`` says what changes nothing, or what is done otherwise here. ``sources`` are the keys of Primus that the
+    settings come from, ``preset`` those settings that its presets alone decide.
+    """
 
     settings: dict[str, Value] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     unmapped: list[Unmapped] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+    preset: set[str] = field(default_factory=set)
 
     def words(self) -> tuple[str, ...]:
         """The settings as ``key=value``."""
         return tuple(f"{key}={spelt(value)}" for key, value in self.settings.items())
 
+    def leave(self, key: str, because: str) -> None:
+        """Say that ``key`` is left out, in one sentence with the others of the same reason."""
+        before = next((one for one in self.left_out if one.endswith(f" left out: {because}")), None)
+        if before is None:
+            self.left_out.append(f"{key} is left out: {because}")
+        else:
+            names = re.sub(r" (is|are) left out: .*", "", before, flags=re.DOTALL)
+            self.left_out[self.left_out.index(before)] = f"{names}, {key} are left out: {because}"
+
+    def set(self, key: str, value: Value, one: Given) -> None:
+        """Set a recipe's key to what ``one`` means."""
+        self.settings.pop(key, None)
+        self.settings[key] = value
+        self.sources[key] = one.key
+        (self.preset.discard if one.layer in ("file", "option") else self.preset.add)(key)
+
 
 def translate(backend: str, given: Sequence[Given]) -> Translation:
-    """Every key of ``given``, in order."""
+    """Single keys, in order: options over a recipe. A key whose value is null leaves the recipe's own."""
     done = Translation()
     last = {one.key: one.value for one in given}
     for one in given:
@@ -58,48 +82,110 @@ def translate(backend: str, given: Sequence[Given]) -> Translation:
     return done
 
 
+def translate_all(backend: str, given: Sequence[Given], neutral: Mapping[str, Value]) -> Translation:
+    """A whole configuration of Primus, its presets included, in order.
+
+    ``neutral`` are values of Primus's own presets that ask for nothing but what every backend here does. A key that
+    cannot be said holds one of them, is named in ``left_out``, or is ``unmapped``.
+    """
+    done = Translation()
+    last = {one.key: one.value for one in given}
+    by_key = {one.key: one for one in given}
+    meant = derived(backend, last)
+    for key, why in meant.refused.items():
+        done.unmapped.append(Unmapped(given=by_key[key], why=f"{spelt(last[key])} has no counterpart: {why}"))
+    for key, value in meant.settings.items():
+        # What Primus leaves to Megatron has no place of its own: the presets decide it.
+        source = by_key.get(meant.sources[key], Given(key=meant.sources[key], value=None, where="", layer="modules"))
+        done.set(key, value, source)
+    done.choices.update(meant.choices)
+    done.left_out += meant.says
+    for one in given:
+        if meant.holds(one.key):
+            continue
+        own = one.layer in ("file", "option")
+        what = entry(backend, one.key)
+        if one.key in meant.quiet and not own:
+            continue
+        if what is not None:
+            # What changes nothing is named where a user asks for it, not where Primus has it by itself.
+            asks = (what.to or what.choice or what.values is not None) and not is_kernel(backend, one.key)
+            if own or asks:
+                _known(one, what, last, done)
+        elif _native_name(backend, one.key) is not None:
+            if own or not is_kernel(backend, one.key):
+                _native(backend, one, done)
+        elif one.key not in neutral or one.value != neutral[one.key]:
+            _unsayable(backend, one, neutral, done)
+    return done
+
+
 def _known(one: Given, what: Entry, last: Mapping[str, Value], done: Translation) -> None:
-    if what.needs and last.get(what.needs) in (None, False):
+    if what.needs and all(last.get(key) in (None, False) for key in what.needs):
         return
     values: list[Value] = [one.value]
     if what.values is not None:
         # A list is judged item by item: torchtitan's converters.
         words = [spelt(v) for v in one.value] if isinstance(one.value, list) and one.value else [spelt(one.value)]
         wrong = [word for word in words if word not in what.values]
-        if wrong:
+        if wrong and one.value is not None:
             known = ", ".join(what.values)
             reason = f"; {what.because}" if what.because else ""
             done.unmapped.append(Unmapped(given=one, why=f"{wrong[0]} has no counterpart (known: {known}){reason}"))
-            return
-        values = [made for word in words if (made := what.values[word]) is not None]
+        values = [made for word in words if (made := what.values.get(word)) is not None]
     if what.to is None and what.choice is None:
         if what.because and what.values is None:
-            done.left_out.append(f"{one.key} is left out: {what.because}")
+            done.leave(one.key, what.because)
         return
     for value in values:
         if what.choice:
             done.choices[what.choice] = str(value)
-        elif what.to:
-            done.settings.pop(what.to, None)
-            done.settings[what.to] = f"{what.prefix}{value}" if what.prefix else value
+        elif what.to and (value is not None or not what.to.startswith(("assets.", "model."))):
+            done.set(what.to, f"{what.prefix}{value}" if what.prefix else value, one)
+
+
+def _native_name(backend: str, key: str) -> str | None:
+    """The backend's own key of this name that a recipe may set; None when there is none."""
+    rules = backend_rules(backend)
+    owned = known_backend(backend).owned
+    if backend == "megatron":
+        names = [f"{section}.{key}" for section in _SECTIONS] if "." not in key else [key]
+        return next((name for name in names if name in rules and name not in owned), None)
+    return key if key not in owned and key in rules else None
+
+
+def _owned_name(backend: str, key: str) -> str | None:
+    owned = known_backend(backend).owned
+    names = [f"{section}.{key}" for section in _SECTIONS] if backend == "megatron" and "." not in key else [key]
+    return next((name for name in names if name in owned), None)
 
 
 def _native(backend: str, one: Given, done: Translation) -> None:
     """A key that keeps its name, or one that nobody knows."""
-    rules = backend_rules(backend)
-    if backend == "megatron":
-        names = [f"{section}.{one.key}" for section in _SECTIONS] if "." not in one.key else [one.key]
-        found = next((name for name in names if name in rules or name in known_backend(backend).owned), None)
-    else:
-        found = one.key if one.key in rules or one.key in known_backend(backend).owned else None
-    if found is not None and found in known_backend(backend).owned:
-        done.unmapped.append(Unmapped(given=one, why=f"is set by primus: use {known_backend(backend).owned[found]}"))
+    found, owned = _native_name(backend, one.key), _owned_name(backend, one.key)
+    if owned is not None:
+        instead = known_backend(backend).owned[owned]
+        done.unmapped.append(Unmapped(given=one, why=f"is set by primus: use {instead}"))
     elif found is not None:
-        done.settings.pop(f"{backend}.{found}", None)
-        done.settings[f"{backend}.{found}"] = one.value
+        done.set(f"{backend}.{found}", one.value, one)
     else:
-        candidates = [*keys(backend), *(rule.rpartition(".")[2] if backend == "megatron" else rule for rule in rules)]
-        done.unmapped.append(Unmapped(given=one, why="no recipe has such a key" + nearest(one.key, candidates)))
+        done.unmapped.append(Unmapped(given=one, why="no recipe has such a key" + nearest(one.key, _names(backend))))
+
+
+def _unsayable(backend: str, one: Given, neutral: Mapping[str, Value], done: Translation) -> None:
+    """A value of Primus that no recipe can hold, and that is not the one its presets have when nothing is asked."""
+    if one.key in neutral:
+        usual = spelt(neutral[one.key])
+        done.unmapped.append(Unmapped(given=one, why=f"{spelt(one.value)} has no counterpart (known: {usual})"))
+    elif one.layer in ("file", "option"):
+        _native(backend, one, done)
+    elif one.value not in (None, False, 0, "", []):
+        done.left_out.append(f"{one.key}: {spelt(one.value)} is Primus's default, and primus does not know the key")
+
+
+def _names(backend: str) -> list[str]:
+    rules = backend_rules(backend)
+    return [*keys(backend), *(rule.rpartition(".")[2] if backend == "megatron" else rule for rule in rules)]
 
 
 def refuse(unmapped: Sequence[Unmapped], hint: str) -> None:

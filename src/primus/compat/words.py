@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from primus.errors import InputError
 from primus.recipes.model import Value
@@ -15,11 +16,15 @@ __all__ = ["Given", "options", "spelt", "typed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """One key with its value and its place: ``file:line:col``, or the option as typed."""
+    """One key with its value and its place: ``file:line:col``, or the option as typed.
+
+    ``layer`` is who set it: ``modules`` and ``models`` are Primus's presets, ``file`` and ``option`` the user.
+    """
 
     key: str
     value: Value
     where: str
+    layer: Literal["modules", "models", "file", "option"] = "file"
 
 
 def options(words: Sequence[str]) -> list[Given]:
@@ -39,7 +44,7 @@ def options(words: Sequence[str]) -> list[Given]:
         if not separator:
             # A negative number is a value, another option is not.
             text = rest.pop(0) if rest and not re.match(r"--[A-Za-z]", rest[0]) else "true"
-        found.append(Given(key=key, value=typed(text), where=f"--{key} {text}"))
+        found.append(Given(key=key, value=typed(text), where=f"--{key} {text}", layer="option"))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from primus.compat.presets import known_versions
 from primus.compat.tables import Entry, commands, documented_paths, keys
 
 __all__ = ["old_commands_page"]
@@ -47,9 +48,31 @@ def old_commands_page() -> str:
             "## Options, and experiments of your own",
             "",
             "`primus import-exp FILE --out RECIPE` turns an experiment file of Primus into a recipe; `EXP=FILE` does "
-            "so in passing. What no recipe can say is named with its line, and refused unless `--allow-unmapped` is "
-            "given. Keys and options become these; keys of Megatron Core and torchtitan that are not here keep their "
-            "names, and a key whose value is null changes nothing.",
+            "so in passing. It imports what Primus would train with: Primus's preset, its model, and over them the "
+            "file's overrides, in which a null is a value. `--effective` prints that whole configuration, each key "
+            "with the place that decides it, for any model.",
+            "",
+            f"The defaults of Primus {', '.join(known_versions())} come with this package. `--primus VERSION` chooses "
+            "one; `--primus FOLDER` reads the presets of a checkout. A file that lies in a checkout takes that one's, "
+            "another file those of the newest version that has all of its keys. `--nodes N` says for how many nodes "
+            "the file was written, since its global batch is theirs together; by default they are as few as its "
+            "parallel degrees need.",
+            "",
+            "What no recipe can hold is named with its line, and refused unless `--allow-unmapped` is given. "
+            "[Measured against Primus itself](benchmarks/primus-import.md) on the examples of three versions. Some "
+            "differences have no key:",
+            "",
+            "- Data and first weights come from other random numbers, and batches in another order.",
+            "- Warm-up begins above 0: step n of w warm-up steps has n ÷ (w + 1) of the rate, with Megatron-LM "
+            "(n − 1) ÷ w.",
+            "- The embedding has the model's vocabulary. Megatron-LM pads it to a multiple of 128 × TP.",
+            "- Primus's presets choose kernels and fusions for its own build of the backends. Here the recipe and the "
+            "image choose them, unless the file itself sets the key.",
+            "- Mock tokens need no tokenizer, so with mock data the model's is not imported.",
+            "- PyYAML reads `1e-5` as text and `yes` as true. Here `1e-5` is a number and `yes` is text.",
+            "",
+            "Keys and options become these. Keys of Megatron Core and torchtitan that are not here keep their names. "
+            "An option whose value is null changes nothing.",
             "",
             *_rows(("backend", "key", "became", "note"), _keys()),
             "",
@@ -109,7 +132,7 @@ def _became(entry: Entry) -> tuple[str, str]:
     values = [
         f"{word} → {'nothing' if value is None else str(value).lower()}" for word, value in (entry.values or {}).items()
     ]
-    needs = [f"only beside {entry.needs}"] if entry.needs else []
+    needs = [f"only beside {' or '.join(entry.needs)}"] if entry.needs else []
     return target, "; ".join([*values, *needs, *([entry.because] if entry.because else [])])
 
 

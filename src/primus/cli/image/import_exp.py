@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 
 from primus.compat.experiment import experiment, recipe_text
+from primus.compat.merge import Merged, merge
 from primus.compat.pretrain import ALLOW_UNMAPPED
 from primus.compat.translate import refuse
+from primus.compat.words import spelt
 from primus.errors import HostError, InputError
 from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.training.job import Job
+from primus.training.ranks import files
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -23,14 +27,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("file", type=Path, metavar="FILE", help="an experiment: modules.pre_trainer with overrides")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the recipe goes (default: standard output)")
+    parser.add_argument(
+        "--nodes", type=_count, metavar="N",
+        help="how many nodes it was written for (default: the fewest that its parallel degrees need)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--primus", metavar="VERSION",
+        help="whose presets complete the file, as in v25.10, or the folder of a checkout of Primus (default: the "
+        "checkout that the file is in, or else the newest version that has all of the file's keys)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--effective", action="store_true", help="print every key that Primus would train with, and make no recipe"
+    )
     parser.add_argument("--allow-unmapped", action="store_true", help="leave out what no recipe can say")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the recipe")
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
+    return int(text)
+
+
 def run(options: argparse.Namespace) -> int:
     """Read, translate, write. Returns 0; raises InputError for what cannot be said."""
-    source = experiment(options.file, os.environ)
+    merged = merge(options.file, os.environ, version=options.primus)
+    if options.effective:
+        return _effective(merged, as_json=options.json)
+    source = experiment(merged)
     done = source.translated()
+    nodes = options.nodes or source.least_nodes
     for sentence in done.left_out:
         print(sentence, file=sys.stderr)
     if not options.allow_unmapped:
@@ -38,19 +64,26 @@ def run(options: argparse.Namespace) -> int:
     for one in done.unmapped:
         print(f"left out: {one}", file=sys.stderr)
     # A GPU is named, since the machine that imports need not have one; the keys are judged either way.
-    asked = Asked(backend=source.backend, precision=done.choices["precision"], gpu="mi355x")
-    resolve(source.recipe, done.words(), asked)
-    text = recipe_text(source, done)
+    asked = Asked(backend=source.backend, precision=done.choices["precision"], gpu="mi355x", nodes=nodes)
+    try:
+        recipe = resolve(source.recipe, done.words(), asked)
+        files(Job(name=merged.name, recipe=recipe, output=Path("import")))
+    except InputError as error:
+        raise source.placed(error, done) from error
+    text = recipe_text(source, done, nodes)
     if options.json:
         import json
 
         document = {
+            "primus": merged.source,
             "recipe": source.recipe,
             "backend": source.backend,
             "precision": done.choices["precision"],
+            "nodes": nodes,
             "settings": done.settings,
             "left_out": done.left_out,
             "unmapped": [{"where": one.given.where, "key": one.given.key, "why": one.why} for one in done.unmapped],
+            "effective": source.effective,
             "text": text,
         }
         print(json.dumps(document, indent=2, ensure_ascii=False))
@@ -58,9 +91,23 @@ def run(options: argparse.Namespace) -> int:
         print(text, end="")
     if options.out is not None:
         if options.out.exists():
-            raise InputError(f"{options.out} is there already", hint="choose another --out, or delete it")
+            raise InputError(f"{options.out} exists already", hint="choose another --out, or delete it")
         try:
             options.out.write_text(text, encoding="utf-8")
         except OSError as error:
             raise HostError(f"cannot write {options.out}: {error.strerror}", hint="choose another --out") from error
+    return 0
+
+
+def _effective(merged: Merged, *, as_json: bool) -> int:
+    """Print the whole configuration, each key with the place that decides it."""
+    if as_json:
+        import json
+
+        keys = {key: {"value": one.value, "where": one.where} for key, one in merged.keys.items()}
+        print(json.dumps({"primus": merged.source, "keys": keys}, indent=2, ensure_ascii=False))
+        return 0
+    print(f"# {merged.path.name} with the presets of {merged.source}")
+    for key, one in sorted(merged.keys.items()):
+        print(f"{key}: {spelt(one.value)}  # {one.where}")
     return 0

@@ -18,8 +18,9 @@ class LoopConfig:
     optimizer step over all ranks; their quotient is the number of accumulation steps. ``dtype`` is that of the matrix
     products; weights and optimizer states follow ``master_dtype``. ``fp8`` other than "none" replaces the products of
     the linear layers. ``checkpoint_interval`` and ``profile_step`` are steps; 0 means never. ``lr_schedule`` decays
-    from ``lr`` to ``min_lr`` after ``warmup_steps``. ``tensorboard`` and ``wandb`` leave the figures of every step in
-    folders of those names, too; Weights & Biases stays offline unless its environment says otherwise.
+    from ``lr`` to ``min_lr`` after ``warmup_steps``, until step ``decay_steps`` (0: the last step of the run).
+    ``tensorboard`` and ``wandb`` leave the figures of every step in folders of those names, too; Weights & Biases
+    stays offline unless its environment says otherwise.
     """
 
     steps: int = bounded(50, "[1, inf)")
@@ -35,6 +36,7 @@ class LoopConfig:
     min_lr: float = bounded(0.0, "[0, training.lr]")
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     warmup_steps: int = bounded(0, "[0, training.steps]")
+    decay_steps: int = bounded(0, "[0, inf)")
     weight_decay: float = bounded(0.1, "[0, 1]")
     beta1: float = bounded(0.9, "[0, 1)")
     beta2: float = bounded(0.95, "[0, 1)")

@@ -1,0 +1,60 @@
+"""docs/benchmarks/primus-import.md: how close `primus import-exp` comes to Primus, file by file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["primus_import_page"]
+
+
+def primus_import_page(measured: Mapping[str, Any]) -> str:
+    """The page in Markdown, from ``benchmarks/results/primus-import.json``."""
+    lines = [
+        "<!-- Generated from benchmarks/results/primus-import.json by `nox -s docs`; do not edit. -->",
+        "# Imported experiments against Primus",
+        "",
+        f"Measured on {measured['date']} by `{measured['command']}`. Primus's own parser, from a checkout of each "
+        "version and in an environment without this package, merges every example of its `examples/megatron` and "
+        "`examples/torchtitan`. `import-exp` gets a copy of each file outside of the checkout.",
+        "",
+        "- Merged alike: the file has the same keys with the same values for both, or both refuse it.",
+        "- Trained alike: `import-exp` wrote a recipe, and what Megatron Core or torchtitan gets from that recipe "
+        "equals Primus's value for every argument that both name. A difference that `import-exp` prints is "
+        "counted apart; one that it does not print makes the measurement fail.",
+        "",
+        "| version | commit | files | merged alike | trained alike | difference named | key refused | no recipe |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in measured["versions"]:
+        counts = row["outcomes"]
+        lines.append(
+            f"| {row['version']} | `{row['commit'][:12]}` | {row['files']} | {row['merged_as_primus']} "
+            f"({row['share']:.0%}) | {counts.get('trained alike', 0)} | "
+            f"{counts.get('trained alike, differences named', 0)} | "
+            f"{counts.get('merged alike, keys refused by name', 0)} | "
+            f"{counts.get('merged alike, refused as a whole', 0) + counts.get('refused by both', 0)} |"
+        )
+    keys = {name: sum(row["keys"].get(name, 0) for row in measured["versions"]) for name in ("merged", "compared")}
+    lines += [
+        "",
+        f"Compared were {keys['compared']:,} arguments of {keys['merged']:,} merged keys. The others are handled by "
+        "the tables of [old commands](../old-commands.md), or are features that Primus has switched off.",
+    ]
+    for row in measured["versions"]:
+        lines += ["", f"## {row['version']}", "", "| file | outcome | what differs |", "| --- | --- | --- |"]
+        lines += [
+            f"| `{name.removeprefix('examples/')}` | {found['outcome']} | {_what(found)} |"
+            for name, found in row["differ"].items()
+            if found["outcome"] != "trained alike"
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _what(found: Mapping[str, Any]) -> str:
+    if "why" in found:
+        return str(found["why"]).split(": ", 1)[-1].split("; did you mean", maxsplit=1)[0]
+    if "absent" in found:
+        return "Primus has no key " + ", ".join(f"`{key}`" for key in found["absent"])
+    named = [f"`{key}`: {theirs} at Primus, {ours} here" for key, (theirs, ours) in found.get("named", {}).items()]
+    return "; ".join([*(f"`{key}` is refused" for key in found.get("unmapped", ())), *named])

@@ -1,48 +1,148 @@
-"""The sessions, a thin table: each calls the function that the command line calls, in this process.
+"""The sessions: each one runs a command line of the project.
 
-No session makes an environment of its own: nox runs from the one that has the project in it.
+nox may come from anywhere: the project's own environment, pipx, Debian. Where its interpreter has this checkout
+installed, the sessions use that. Otherwise they share one environment under `.nox`, made by the first session.
 """
 
 from __future__ import annotations
 
-import logging
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import nox
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 TARGETS = sorted(path.stem for path in HERE.glob("images/*.yaml"))
-BIN = Path(sys.executable).parent
-MEANING: dict[int | str | None, str] = {
+OLDEST = (3, 11)
+# Each set of dependencies contains the one before it; modules that show that an interpreter has it.
+NEEDS = {"images": ("zstandard", "docker", "rich"), "dev": ("pytest", "mypy", "hypothesis")}
+MEANING = {
     1: "a check failed",
     2: "the input is wrong",
     3: "the machine lacks something",
-    130: "interrupted",
 }
 
+# The sessions use one environment, so nox makes none for each of them.
 nox.options.default_venv_backend = "none"
 nox.options.sessions = ["lint", "tests"]
 
 
-def primus(session: nox.Session, *words: str) -> None:
-    """One `primus` command line, in this process; a non-zero exit code fails the session with its meaning."""
-    from primus.cli.main import main
-
-    # nox lets every library log every request it makes.
-    for library in ("urllib3", "docker"):
-        logging.getLogger(library).setLevel(logging.WARNING)
+def interpreter(session: nox.Session, extra: str = "images") -> str:
+    """The Python that has the project and its dependencies ``extra``: this one, or the shared environment's."""
+    if _holds(extra):
+        return sys.executable
+    folder, base = _base(session)
     try:
-        code: int | str | None = main([*words, *session.posargs])
-    except SystemExit as stop:  # argparse, on --help or a wrong option
-        code = stop.code
-    if code:
+        folder.parent.mkdir(exist_ok=True)
+        with Path(f"{folder}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another nox may be making it
+            _make(session, folder, base, extra)
+    except OSError as error:
+        session.error(f"no environment can be made in {folder.parent}: {error.strerror}")
+    return str(folder / "bin/python")
+
+
+def _holds(extra: str) -> bool:
+    """Whether this interpreter has the checkout itself, not a copy, and its dependencies."""
+    spec = importlib.util.find_spec("primus")
+    if spec is None or spec.origin is None or not Path(spec.origin).resolve().is_relative_to(HERE):
+        return False
+    needed = NEEDS["images"] + (NEEDS["dev"] if extra == "dev" else ())
+    return all(importlib.util.find_spec(module) for module in needed)
+
+
+def _base(session: nox.Session) -> tuple[Path, str]:
+    """The shared environment's folder, and the Python that it is made with: nox's own, or a newer one on PATH."""
+    version, base = tuple(sys.version_info[:2]), sys.executable
+    for minor in range(14, OLDEST[1] - 1, -1):
+        if version >= OLDEST:
+            break
+        name = f"python3.{minor}"
+        # pyenv's commands stand on PATH for versions that are not chosen, and fail.
+        if shutil.which(name) and subprocess.run([name, "-V"], capture_output=True, check=False).returncode == 0:
+            version, base = (3, minor), name
+    if version < OLDEST:
+        session.error(f"the project needs Python {'.'.join(map(str, OLDEST))} or newer, and PATH has none")
+    return HERE / ".nox" / f"primus-{version[0]}.{version[1]}", base
+
+
+def _make(session: nox.Session, folder: Path, base: str, extra: str) -> None:
+    """Make or complete the shared environment unless its note says that it is as pyproject.toml asks."""
+    note, python = folder / "made-from", folder / "bin/python"
+    project = hashlib.sha256((HERE / "pyproject.toml").read_bytes()).hexdigest()
+    wanted = {name: f"{HERE} {project} {name}\n" for name in NEEDS}
+    made = note.read_text() if note.is_file() and python.exists() else ""
+    if made in (wanted[extra], wanted["dev"]):
+        return
+    if made == wanted["images"]:
+        session.log(f"Adding the tools of development to {folder.relative_to(HERE)}")
+    else:
+        session.log(f"Installing the project into {folder.relative_to(HERE)}, once")
+        shutil.rmtree(folder, ignore_errors=True)
+        # virtualenv comes with nox and brings pip; Debian's venv lacks it until python3-venv is installed.
+        _install(session, sys.executable, "virtualenv", "--quiet", "--no-periodic-update", "-p", base, str(folder))
+    note.unlink(missing_ok=True)
+    pip = ("pip", "install", "-q", "--disable-pip-version-check")
+    _install(session, str(python), *pip, "-e", f"{HERE}[{extra}]")
+    note.write_text(wanted[extra])
+
+
+def _install(session: nox.Session, python: str, *words: str) -> None:
+    if _run([python, "-m", *words]):
+        session.error(f"{words[0]} could not install the project; its message is above. Run the session again.")
+
+
+def _run(command: Iterable[str]) -> int:
+    """The exit code of a command that shares this terminal."""
+    with subprocess.Popen(list(command)) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                # A terminal sends Ctrl-C to the command, too; a signal for nox alone must be passed on. Either way the
+                # command ends when it has left everything in order.
+                if not _in_foreground():
+                    process.send_signal(signal.SIGINT)
+
+
+def _in_foreground() -> bool:
+    try:
+        with Path("/dev/tty").open("rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
+
+
+def primus(session: nox.Session, *words: str, fine: tuple[int, ...] = (0,)) -> None:
+    """One `primus` command line; an exit code that is not ``fine`` fails the session with its meaning."""
+    code = _run([interpreter(session), "-m", "primus.cli.main", *words, *session.posargs])
+    if code in (130, -signal.SIGINT):
+        raise KeyboardInterrupt
+    if code not in fine:
         session.error(f"primus {words[0]}: {MEANING.get(code, f'exit code {code}')}")
 
 
 def python(session: nox.Session, *words: str) -> None:
-    """A tool of this environment, whether or not the environment is activated."""
-    session.run(sys.executable, "-m", *words, external=True, env={"PYTHONUNBUFFERED": "1"})
+    """A module of the environment for development, whether or not that is activated."""
+    _tool(session, words[0], interpreter(session, "dev"), "-u", "-m", *words)
+
+
+def _tool(session: nox.Session, name: str, *command: str) -> None:
+    session.log(shlex.join(command))
+    code = _run(command)
+    if code in (130, -signal.SIGINT):
+        raise KeyboardInterrupt
+    if code:
+        session.error(f"{name}: exit code {code}")
 
 
 def _table(verb: str, target: str, line: str) -> None:
@@ -65,12 +165,15 @@ def lint(session: nox.Session) -> None:
     python(session, "ruff", "check", ".")
     python(session, "ruff", "format", "--check", ".")
     python(session, "mypy", "src", "benchmarks", "noxfile.py")
-    session.run(str(BIN / "lint-imports"), external=True)
+    _tool(session, "lint-imports", str(Path(interpreter(session, "dev")).with_name("lint-imports")))
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
     """Tests, those with real root file systems, engines and registries too (`-- --slow`: those that train for long)."""
+    # A run without integration tests starts none of these programs.
+    if "not integration" not in session.posargs:
+        _tool(session, "tests/host_tools.py", interpreter(session, "dev"), "tests/host_tools.py")
     # One worker leaves a third of two cores idle. A file's tests share what they set up, so it stays with one worker;
     # the longest files come early by name.
     python(session, "pytest", "--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder", *session.posargs)
@@ -78,14 +181,14 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def plan(session: nox.Session) -> None:
-    """Show what a build would do, layer by layer."""
-    primus(session, "plan")
+    """Show what a build would do, layer by layer: for every target, or for one (`-- cpu`)."""
+    primus(session, "plan", *([] if session.posargs else ["--all"]))
 
 
 @nox.session
 def explain(session: nox.Session) -> None:
-    """Name the input that changed since the last build."""
-    primus(session, "explain")
+    """Name the inputs that changed since the last build: of every target, or of one (`-- cpu`)."""
+    primus(session, "explain", *([] if session.posargs else ["--all"]), fine=(0, 1))
 
 
 @nox.session

@@ -241,7 +241,7 @@ def make_base(folder: Path) -> str:
         *((name, b"", folders) for name in ("etc", "usr", "usr/bin", "usr/lib", "usr/lib64", "proc", "dev", "sys")),
         ("tmp", b"", {"type": tarfile.DIRTYPE, "mode": 0o1777}),
         *merged,
-        ("usr/bin/busybox", Path("/usr/bin/busybox").read_bytes(), {"mode": 0o755}),
+        ("usr/bin/busybox", Path(shutil.which("busybox") or "").read_bytes(), {"mode": 0o755}),
         *((f"usr/bin/{t}", b"", {"type": tarfile.SYMTYPE, "linkname": "busybox"}) for t in tools),
         ("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", {"mode": 0o644}),
         ("etc/gone", b"x", {"mode": 0o644}),

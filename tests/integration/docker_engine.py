@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from host_tools import missing
+
 
 @contextlib.contextmanager
 def private_dockerd(tmp_path: Path, binary: str = "/usr/sbin/dockerd") -> Iterator[str]:
@@ -22,8 +24,10 @@ def private_dockerd(tmp_path: Path, binary: str = "/usr/sbin/dockerd") -> Iterat
 
     Tools beside ``binary`` (containerd, runc) win over the machine's.
     """
-    if os.geteuid() != 0 or not Path(binary).exists():
-        pytest.skip(f"needs root and {binary} (apt-get install docker.io)")
+    if os.geteuid() != 0:
+        pytest.skip("a private Docker engine needs root")
+    if not Path(binary).exists():
+        pytest.skip(missing("dockerd") or f"{binary} does not exist")
     # A socket's path must be short, and pytest's are not.
     run = Path(tempfile.mkdtemp(prefix="dockerd-"))
     tmp_path.mkdir(parents=True, exist_ok=True)

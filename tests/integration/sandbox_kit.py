@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from host_tools import needs
 from primus.sandbox.model import LayerRef, RootFs
 
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
@@ -122,6 +121,4 @@ def image(place: Path, *layers: list[Entry], kind: str = "tar+zstd", **settings:
     )
 
 
-needs_busybox = pytest.mark.skipif(
-    not Path(BUSYBOX).exists(), reason="no static busybox (apt-get install busybox-static)"
-)
+needs_busybox = needs("busybox")

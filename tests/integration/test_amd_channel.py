@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from amd_channel import LOCAL, TARGETS, Channel, amd_channel
+from host_tools import needs
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, needs("busybox", "docker-registry", "git", "skopeo")]
 
 # What carries ROCm's version, or is built with what carries it.
 TRAIN = {

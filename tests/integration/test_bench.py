@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from host_tools import needs
 from primus.release.timing_pages import benchmark_page
 
 ROOT = Path(__file__).parents[2]
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a private dockerd needs root")
-@pytest.mark.skipif(not Path("/usr/sbin/dockerd").exists(), reason="Debian's docker.io is not installed")
+@needs("dockerd")
 def test_a_quick_benchmark_measures_both_sides(tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
     command = [sys.executable, "-m", "benchmarks.engine", "--quick", "--out", str(out)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from amd_channel import registry
+from host_tools import needs
 from primus.recipes.choose import supported
 from primus.recipes.load import read
 from primus.release.attach import Repository
@@ -95,7 +96,7 @@ def test_nothing_of_the_machine_is_left(cpu_image: Kit) -> None:
     assert aged.strip() == ""
 
 
-@pytest.mark.skipif(shutil.which("skopeo") is None, reason="skopeo is not installed")
+@needs("skopeo")
 def test_skopeo_reads_the_store(cpu_image: Kit, tmp_path: Path) -> None:
     ref = "oci:.primus/store:v26.11-cpu"
     seen = subprocess.run(["skopeo", "inspect", ref], cwd=cpu_image.root, capture_output=True, text=True, check=True)
@@ -145,7 +146,7 @@ def committed(cpu_image: Kit, folder: Path) -> Kit:
     return kit
 
 
-@pytest.mark.skipif(shutil.which("docker-registry") is None, reason="docker-registry is not installed")
+@needs("docker-registry", "skopeo", "git")
 def test_it_is_published_with_its_evidence_or_not_at_all(
     cpu_image: Kit, validated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +204,8 @@ def test_it_is_published_with_its_evidence_or_not_at_all(
     assert "does not answer" in gone.err
 
 
-@pytest.mark.skipif(shutil.which("cosign") is None, reason="cosign is not installed")
+@pytest.mark.skipif(shutil.which("cosign") is None, reason="cosign is not installed, which Debian does not have")
+@needs("docker-registry", "skopeo", "git")
 def test_its_signature_is_one_that_cosign_knows(
     cpu_image: Kit, validated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,11 +12,12 @@ from docker_engine import private_dockerd
 from test_native_build import lend_files
 from test_ordinary_user import TARGET, VERSIONS
 
+from host_tools import needs
 from project_kit import Kit
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(not Path("/usr/sbin/dockerd").exists(), reason="Debian's docker.io is not installed"),
+    needs("dockerd"),
 ]
 
 

@@ -15,14 +15,13 @@ import pytest
 from test_native_build import lend_files
 from test_sandbox_user import a_user
 
+from host_tools import needs
 from project_kit import SOURCE, Kit
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(
-        os.geteuid() != 0 or not shutil.which("useradd") or not shutil.which("newuidmap"),
-        reason="needs root to make users, and uidmap",
-    ),
+    pytest.mark.skipif(os.geteuid() != 0, reason="making users needs root"),
+    needs("newuidmap"),
 ]
 
 VERSIONS = """\

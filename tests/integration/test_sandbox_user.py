@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from sandbox_kit import needs_busybox
 
+from host_tools import needs
+
 pytestmark = [
     pytest.mark.integration,
     needs_busybox,
-    pytest.mark.skipif(
-        os.geteuid() != 0 or not shutil.which("useradd") or not shutil.which("newuidmap"),
-        reason="needs root to make users, and uidmap",
-    ),
+    pytest.mark.skipif(os.geteuid() != 0, reason="making users needs root"),
+    needs("newuidmap"),
 ]
 
 SCRIPT = """

@@ -48,7 +48,7 @@ def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
     listener = Listener()
     assert tools.need("mytool", "mypackage", progress=listener) == host / "bin/mytool"
     assert listener.said == [
-        "mytool is missing: installing it with `apt-get install -y --no-install-recommends mypackage`"
+        "mytool is missing: installing with `apt-get install -y --no-install-recommends mypackage`"
     ]
     assert (host / "log").read_text().splitlines() == [
         "noninteractive -q update",

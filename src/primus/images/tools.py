@@ -7,12 +7,13 @@ import shlex
 import shutil
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from primus.errors import HostError
 from primus.progress import Progress
 
-__all__ = ["is_debian_like", "need"]
+__all__ = ["find", "install", "is_debian_like", "need"]
 
 _LISTS = Path("/var/lib/apt/lists")
 _STALE_S = 24 * 3600
@@ -23,23 +24,50 @@ def need(tool: str, package: str, *, progress: Progress) -> Path:
 
     Raises HostError, with the command to type, where it cannot be installed.
     """
-    found = _which(tool)
+    found = find(tool)
     if found is not None:
         return found
-    command = ["apt-get", "install", "-y", "--no-install-recommends", package]
-    typed = shlex.join(command)
-    if not is_debian_like(_os_release()) or shutil.which("apt-get") is None:
-        raise HostError(f"{tool} is missing", hint=f"install it (Debian and Ubuntu call the package {package})")
-    if os.geteuid() != 0:
-        raise HostError(f"{tool} is missing", hint=f"sudo {typed}")
-    progress.say(f"{tool} is missing: installing it with `{typed}`")
-    if _lists_stale(_LISTS, time.time()):
-        _apt(["apt-get", "-q", "update"], tool, typed)
-    _apt(command, tool, typed)
-    found = _which(tool)
+    install({tool: package}, progress=progress)
+    found = find(tool)
     if found is None:
         raise HostError(f"package {package} is installed, but brought no {tool}")
     return found
+
+
+def install(packages: Mapping[str, str], *, progress: Progress) -> None:
+    """Install the Debian package of each tool (``packages``: tool → package), and say so first.
+
+    Raises HostError, with the command to type, where one cannot be installed; the others are installed all the same.
+    """
+    tools = " and ".join(filter(None, (", ".join(list(packages)[:-1]), list(packages)[-1])))
+    verb = "is" if len(packages) == 1 else "are"
+    command = ["apt-get", "install", "-y", "--no-install-recommends"]
+    typed = shlex.join([*command, *packages.values()])
+    if not is_debian_like(_os_release()) or shutil.which("apt-get") is None:
+        names = ", ".join(packages.values())
+        raise HostError(
+            f"{tools} {verb} missing", hint=f"install {names} (the names of the packages on Debian and Ubuntu)"
+        )
+    if os.geteuid() != 0:
+        raise HostError(f"{tools} {verb} missing", hint=f"sudo {typed}")
+    progress.say(f"{tools} {verb} missing: installing with `{typed}`")
+    reason = _apt(["apt-get", "-q", "update"]) if _lists_stale(_LISTS, time.time()) else ""
+    if not reason and (reason := _apt([*command, *packages.values()])) and len(packages) > 1:
+        # One package that the archive does not have keeps apt from installing the others.
+        failed = [(tool, why) for tool, package in packages.items() if (why := _apt([*command, package]))]
+        tools, reason = ", ".join(tool for tool, _ in failed), failed[0][1] if failed else ""
+        verb = "is" if len(failed) == 1 else "are"
+    if reason:
+        raise HostError(
+            f"{tools} {verb} missing and could not be installed: {reason}", hint=f"try: apt-get update; {typed}"
+        )
+
+
+def find(tool: str) -> Path | None:
+    """Where the executable is, or None. Administrators' tools lie in sbin, which a user's PATH may leave out."""
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    found = shutil.which(tool, path=path)
+    return Path(found) if found else None
 
 
 def is_debian_like(os_release: str) -> bool:
@@ -47,13 +75,6 @@ def is_debian_like(os_release: str) -> bool:
     fields = dict(line.split("=", 1) for line in os_release.splitlines() if "=" in line)
     words = f"{fields.get('ID', '')} {fields.get('ID_LIKE', '')}".replace('"', "").split()
     return "debian" in words or "ubuntu" in words
-
-
-def _which(tool: str) -> Path | None:
-    # Administrators' tools lie in sbin, which a user's PATH may leave out.
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    found = shutil.which(tool, path=path)
-    return Path(found) if found else None
 
 
 def _os_release() -> str:
@@ -68,7 +89,8 @@ def _lists_stale(lists: Path, now: float) -> bool:
     return not times or now - lists.stat().st_mtime > _STALE_S
 
 
-def _apt(command: list[str], tool: str, typed: str) -> None:
+def _apt(command: list[str]) -> str:
+    """Run apt; its first error, or an empty text when all went well."""
     done = subprocess.run(
         command,
         capture_output=True,
@@ -77,7 +99,7 @@ def _apt(command: list[str], tool: str, typed: str) -> None:
         stdin=subprocess.DEVNULL,
         env=os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"},
     )
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("E:")]
-        reason = lines[0][3:] if lines else f"exit code {done.returncode}"
-        raise HostError(f"{tool} is missing and could not be installed: {reason}", hint=f"try: apt-get update; {typed}")
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("E:")]
+    return lines[0][3:] if lines else f"exit code {done.returncode}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import logging
 import os
 import shlex
 import shutil
@@ -33,6 +34,8 @@ MEANING = {
 
 # The sessions use one environment, so nox makes none for each of them.
 nox.options.default_venv_backend = "none"
+# Newer versions of nox look for uv before every run, and say that it is not there.
+logging.getLogger("nox").addFilter(lambda record: "uv binary not found" not in record.getMessage())
 nox.options.sessions = ["lint", "tests"]
 
 

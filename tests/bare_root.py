@@ -58,7 +58,7 @@ def archive(suite: str, folder: Path) -> Path:
     made = folder / f"{suite}.tar"
     if not made.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        command = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3,ca-certificates"]
+        command = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=apt,ca-certificates,python3"]
         if suite in UBUNTU:
             mirror, keyring = os.environ["PRIMUS_UBUNTU_MIRROR"], os.environ["PRIMUS_UBUNTU_KEYRING"]
             more = ["--components=main,universe", f"--keyring={keyring}", suite, f"{made}.part.tar", *mirror.split()]

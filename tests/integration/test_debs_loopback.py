@@ -184,6 +184,30 @@ def test_a_missing_keyring_says_how_to_get_it(archive: Server, monkeypatch: pyte
         _resolve(_base())
 
 
+def test_a_host_without_debian_installs_what_names_a_mirror(
+    archive: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = _resolve(_base())
+    _use(tmp_path, monkeypatch, "deb [trusted=yes] http://127.0.0.1:9/ubuntu noble main\n")
+    asked: list[dict[str, str]] = []
+
+    def install(packages: dict[str, str], **_: object) -> None:
+        asked.append(packages)
+        if len(asked) == 1:
+            raise HostError("debootstrap is missing")
+        _use(tmp_path, monkeypatch, f"deb [trusted=yes] {archive.url}/ bookworm main\n")
+
+    monkeypatch.setattr("primus.images.fetch.install", install)
+    monkeypatch.setattr("primus.versions.archive._DEBOOTSTRAP", tmp_path / "none")
+    cache = FileCache(tmp_path / "c")
+    with pytest.raises(HostError, match="names no source of Debian bookworm; debootstrap is missing") as error:
+        _fetch(files.values(), cache)
+    assert "PRIMUS_DEBIAN_MIRROR" in str(error.value)
+    _fetch(files.values(), cache)
+    assert all(cache.verify(f.sha256) for f in files.values())
+    assert asked == [{"debootstrap": "debootstrap", "debian-archive-keyring": "debian-archive-keyring"}] * 2
+
+
 def test_debs_are_fetched_resumed_and_verified(archive: Server, tmp_path: Path) -> None:
     files = _resolve(_base())
     python = files["python3.11-minimal"]

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import HostError, InputError
-from primus.versions.archive import Archive, debian_stanzas, parse_sources, suite_of
+from primus.versions.archive import (
+    Archive,
+    LacksPackages,
+    _default_mirror,
+    debian_stanzas,
+    parse_sources,
+    suite_of,
+)
 from primus.versions.debs import check_python, parse_records, parse_uris, upstream
 from primus.versions.lock import BaseRequest
 from primus.versions.pool import AptAccess
@@ -138,6 +145,27 @@ def test_a_host_without_debian_says_what_to_set() -> None:
     with pytest.raises(HostError) as error:
         _pairs("bookworm", host=ubuntu, deb822=False)
     assert "PRIMUS_DEBIAN_MIRROR" in str(error.value)
+
+
+def test_a_host_without_debian_takes_the_mirror_that_debootstrap_names(tmp_path: Path) -> None:
+    ubuntu = parse_sources("deb http://archive.example/ubuntu noble main universe\n", False)
+    with pytest.raises(LacksPackages) as error:
+        debian_stanzas(ubuntu, ("bookworm",), {})
+    assert error.value.packages == ("debootstrap", "debian-archive-keyring")
+    script = tmp_path / "sid"
+    assert _default_mirror(script) == ""
+    script.write_text("case $ARCH in\n  *)\n    default_mirror http://x.example/debian\n    ;;\nesac\n")
+    stanzas = debian_stanzas(ubuntu, ("bookworm", "sid"), {}, _default_mirror(script))
+    assert [(s["URIs"], s["Suites"], s["Signed-By"]) for s in stanzas] == [
+        ("http://x.example/debian", "bookworm", "/usr/share/keyrings/debian-archive-keyring.gpg"),
+        ("http://x.example/debian-security", "bookworm-security", "/usr/share/keyrings/debian-archive-keyring.gpg"),
+        ("http://x.example/debian", "sid", "/usr/share/keyrings/debian-archive-keyring.gpg"),
+    ]
+
+
+def test_debians_own_sources_win_over_debootstraps_mirror() -> None:
+    stanzas = debian_stanzas(parse_sources(HOST, True), ("bookworm",), {}, "http://x.example/debian")
+    assert not any("x.example" in s["URIs"] for s in stanzas)
 
 
 def test_the_mirror_variable_wins_and_knows_security() -> None:

@@ -75,6 +75,21 @@ def test_apt_that_succeeds_without_the_tool_is_no_success(host: Path) -> None:
         tools.need("othertool", "mypackage", progress=QuietProgress())
 
 
+def test_several_tools_come_by_one_command(host: Path) -> None:
+    listener = Listener()
+    tools.install({"mytool": "mypackage", "other": "otherpackage"}, progress=listener)
+    command = "install -y --no-install-recommends mypackage otherpackage"
+    assert listener.said == [f"mytool and other are missing: installing with `apt-get {command}`"]
+    assert (host / "log").read_text().splitlines()[1:] == [f"noninteractive {command}"]
+
+
+def test_one_package_that_the_archive_lacks_keeps_no_other_out(host: Path) -> None:
+    with pytest.raises(HostError) as error:
+        tools.install({"x": "unheard", "mytool": "mypackage"}, progress=QuietProgress())
+    assert error.value.message == "x is missing and could not be installed: Unable to locate package unheard"
+    assert (host / "bin/mytool").exists()
+
+
 def test_without_root_the_command_is_given(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(HostError) as error:

@@ -18,7 +18,9 @@ from pathlib import Path
 from primus.errors import HostError
 from primus.images.download import Meter, NotThere, Stopped, WrongBytes, download, speed
 from primus.images.filecache import FileCache
+from primus.images.tools import install
 from primus.progress import Progress
+from primus.versions.archive import LacksPackages
 from primus.versions.indexes import Indexes
 from primus.versions.lock import LockedFile
 from primus.versions.pool import Pool, locate
@@ -88,7 +90,7 @@ def fetch(
     began, size = time.monotonic(), sum(f.size for f in wanted)
     asked = (sources or Sources()).of_files(wanted)
     with _spill_folder(cache.root) as spill:
-        places = _Places(wanted, suites, architecture, spill, asked)
+        places = _Places(wanted, suites, architecture, spill, asked, progress)
         ask(asked.probes(lambda: places.indexes))
         bases = {f.base for f in wanted if f.kind == "deb" and f.base}
         python = [f for f in wanted if f.kind in ("wheel", "sdist") and f.index is None]
@@ -115,10 +117,11 @@ class _Places:
         architecture: str,
         spill: Path,
         sources: Sources,
+        progress: Progress,
     ) -> None:
         self._wanted, self._suites, self._architecture, self._spill = wanted, suites, architecture, spill
         self._guards = {"indexes": threading.Lock(), "pools": threading.Lock(), "images": threading.Lock()}
-        self.sources = sources
+        self.sources, self._progress = sources, progress
 
     @cached_property
     def _indexes(self) -> Indexes:
@@ -134,8 +137,18 @@ class _Places:
         pools: dict[str, Pool] = {}
         for base in sorted({f.base for f in self._wanted if f.kind == "deb" and f.base}):
             debs = [f for f in self._wanted if f.base == base]
-            pools[base] = locate(debs, self._suites[base], self._architecture, self._spill)
+            try:
+                pools[base] = locate(debs, self._suites[base], self._architecture, self._spill)
+            except LacksPackages as lacking:
+                self._install(lacking)
+                pools[base] = locate(debs, self._suites[base], self._architecture, self._spill)
         return pools
+
+    def _install(self, lacking: LacksPackages) -> None:
+        try:
+            install({package: package for package in lacking.packages}, progress=self._progress)
+        except HostError as error:
+            raise HostError(f"{lacking.message}; {error.message}", hint=lacking.hint) from error
 
     def pool(self, base: str, stop: threading.Event) -> Pool:
         with self._guards["pools"]:

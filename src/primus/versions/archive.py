@@ -23,6 +23,7 @@ from primus.versions.suites import ROLLING
 
 __all__ = [
     "Archive",
+    "LacksPackages",
     "Stanza",
     "debian_stanzas",
     "host_stanzas",
@@ -38,8 +39,18 @@ _CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental", 
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
+# Ubuntu's apt knows no Debian mirror, its package debootstrap does.
+_DEBOOTSTRAP = Path("/usr/share/debootstrap/scripts/sid")
 
 Stanza = Mapping[str, str]
+
+
+class LacksPackages(HostError):
+    """The archive is out of reach until ``packages`` of this host's own distribution are installed."""
+
+    def __init__(self, message: str, packages: tuple[str, ...], hint: str) -> None:
+        super().__init__(message, hint=f"apt-get install {' '.join(packages)}, or {hint}")
+        self.packages = packages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +142,14 @@ def open_archive(
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):
             (folder / part).mkdir(parents=True)
         (folder / "state/status").write_text(status, encoding="utf-8")
+        maker = _maker(suites[0])
         stanzas = host_stanzas(suites)
         for keyring in {s["Signed-By"] for s in stanzas if s.get("Signed-By", "").startswith("/")}:
             if not Path(keyring).exists():
-                raise HostError(
-                    f"there is no keyring {keyring} to check the archive with",
-                    hint=f"apt-get install {_maker(suites[0])}-archive-keyring, "
-                    f"or set PRIMUS_{_maker(suites[0]).upper()}_KEYRING",
-                )
+                message = f"there is no keyring {keyring} to check the archive with"
+                if keyring != _KEYRING.format(maker):
+                    raise HostError(message, hint="correct the path, or install the package that brings it")
+                raise LacksPackages(message, (f"{maker}-archive-keyring",), f"set PRIMUS_{maker.upper()}_KEYRING")
         text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
@@ -146,27 +157,27 @@ def open_archive(
 
         # apt waits for a silent mirror many times over.
         ask_host(suites=suites)
-        archive = Archive(folder=folder, architecture=architecture, maker=_maker(suites[0]))
+        archive = Archive(folder=folder, architecture=architecture, maker=maker)
         archive.update()
         yield archive
 
 
 def host_stanzas(suites: tuple[str, ...]) -> tuple[Stanza, ...]:
     """Sources of ``suites`` on this host, see :func:`debian_stanzas`."""
-    return debian_stanzas(_host_stanzas(), suites, os.environ)
+    return debian_stanzas(_host_stanzas(), suites, os.environ, _default_mirror(_DEBOOTSTRAP))
 
 
 def debian_stanzas(
-    host: Sequence[Stanza], suites: tuple[str, ...], environment: Mapping[str, str]
+    host: Sequence[Stanza], suites: tuple[str, ...], environment: Mapping[str, str], default: str = ""
 ) -> tuple[Stanza, ...]:
-    """Sources of ``suites``, from the host's Debian sources or from PRIMUS_DEBIAN_MIRROR.
+    """Sources of ``suites``: PRIMUS_DEBIAN_MIRROR, else the host's Debian sources, else the mirrors of ``default``.
 
-    Raises HostError when the host names no Debian source, as on Ubuntu.
+    Raises HostError when there are none of these, as on a new Ubuntu.
     """
-    return tuple(stanza for suite in suites for stanza in _stanzas(host, suite, environment))
+    return tuple(stanza for suite in suites for stanza in _stanzas(host, suite, environment, default))
 
 
-def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str]) -> tuple[Stanza, ...]:
+def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str], default: str) -> tuple[Stanza, ...]:
     # A frozen archive has no newer index of these two; their files are locked by hash, so a stale one misleads nobody.
     stale = {"Check-Valid-Until": "no"} if suite in ROLLING else {}
     maker = _maker(suite)
@@ -195,14 +206,26 @@ def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str])
             wanted["Suites"] = " ".join(suites)
             wanted.pop("Enabled", None)
             found[(stanza["URIs"], wanted["Suites"])] = wanted
-    if not any(suite in stanza["Suites"].split() for stanza in found.values()):
-        also = " and its debian-security" if maker == "debian" else ""
-        raise HostError(
-            f"apt on this host names no source of {maker.title()} {suite}",
-            hint=f"set PRIMUS_{maker.upper()}_MIRROR to the URIs of a {maker.title()} mirror{also} "
-            f"(and PRIMUS_{maker.upper()}_KEYRING to its keyring)",
-        )
-    return tuple(found.values())
+    if any(suite in stanza["Suites"].split() for stanza in found.values()):
+        return tuple(found.values())
+    if maker == "debian" and default:
+        return _stanzas((), suite, {**environment, "PRIMUS_DEBIAN_MIRROR": default}, "")
+    message = f"apt on this host names no source of {maker.title()} {suite}"
+    also = " and its debian-security" if maker == "debian" else ""
+    hint = (
+        f"set PRIMUS_{maker.upper()}_MIRROR to the URIs of a {maker.title()} mirror{also} "
+        f"(and PRIMUS_{maker.upper()}_KEYRING to its keyring)"
+    )
+    if maker == "debian":
+        raise LacksPackages(message, ("debootstrap", "debian-archive-keyring"), hint)
+    raise HostError(message, hint=hint)
+
+
+def _default_mirror(script: Path) -> str:
+    """Debian's mirror and its security archive as debootstrap's ``script`` names them; empty without debootstrap."""
+    text = script.read_text(encoding="utf-8") if script.is_file() else ""
+    found = re.search(r"^\s*default_mirror (\S+)$", text, re.M)
+    return f"{found[1]} {found[1]}-security" if found else ""
 
 
 def _maker(suite: str) -> str:

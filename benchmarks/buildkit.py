@@ -18,8 +18,9 @@ from primus.errors import HostError
 
 __all__ = ["BuildKit", "private_daemon"]
 
-# By path, not by PATH: another docker client may come first there, and it would not be Debian's.
-_CLIENT, _DAEMON = "/usr/bin/docker", "/usr/sbin/dockerd"
+# By path, not by PATH: another docker client may come first there, and it would not be the distribution's.
+_CLIENT = "/usr/bin/docker"
+_DAEMON = "/usr/sbin/dockerd" if Path("/usr/sbin/dockerd").exists() else "/usr/bin/dockerd"  # Debian, Ubuntu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,11 @@ def there(program: str) -> bool:
     return found is not None and (program != "busybox" or b"/ld-linux" not in found.read_bytes())
 
 
+def dockerd() -> str:
+    """The distribution's dockerd (in sbin on Debian, in bin on Ubuntu); no path where it is missing."""
+    return str(tools.find("dockerd") or "dockerd")
+
+
 def missing(*programs: str) -> str:
     """Why tests that run ``programs`` cannot run here; empty when they can."""
     return "; ".join(

@@ -15,15 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from host_tools import missing
+from host_tools import dockerd, missing
 
 
 @contextlib.contextmanager
-def private_dockerd(tmp_path: Path, binary: str = "/usr/sbin/dockerd") -> Iterator[str]:
-    """Start ``binary`` below ``tmp_path`` and yield its DOCKER_HOST; skips where it cannot run.
+def private_dockerd(tmp_path: Path, binary: str = "") -> Iterator[str]:
+    """Start ``binary``, or the distribution's dockerd, below ``tmp_path`` and yield its DOCKER_HOST.
 
-    Tools beside ``binary`` (containerd, runc) win over the machine's.
+    Skips where it cannot run. Tools beside ``binary`` (containerd, runc) win over the machine's.
     """
+    binary = binary or dockerd()
     if os.geteuid() != 0:
         pytest.skip("a private Docker engine needs root")
     if not Path(binary).exists():

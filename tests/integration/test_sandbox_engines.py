@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return
     if request.param == "docker-current" and not CURRENT:
         pytest.skip("PRIMUS_TEST_DOCKERD names no other dockerd")
-    binary = CURRENT if request.param == "docker-current" else "/usr/sbin/dockerd"
+    binary = CURRENT if request.param == "docker-current" else ""
     with private_dockerd(tmp_path_factory.mktemp(request.param), binary) as host:
         former = os.environ.get("DOCKER_HOST")
         os.environ["DOCKER_HOST"] = host

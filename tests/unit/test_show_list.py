@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import primus
 from primus.cli.image.common import add_named, complete_recipe, offered
 from primus.cli.main import main
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests/golden"
 TINY = """\
 name: tiny
 description: A model that nobody published
@@ -133,3 +137,22 @@ def test_nothing_heavy_is_imported(words: str) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "requests", "rich", "docker", "numpy", "jsonschema"} & set(run.stderr.split())
+
+
+@pytest.mark.parametrize("below", ["", "docs"])
+def test_an_installed_copy_finds_the_project_it_stands_in(tmp_path: Path, below: str) -> None:
+    shutil.copytree(Path(primus.__file__).parent, tmp_path / "lib/primus", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "primus.cli.main", "list", "--json"]
+    env = {k: v for k, v in os.environ.items() if k != "PRIMUS_RECIPES"} | {"PYTHONPATH": str(tmp_path / "lib")}
+    listed = subprocess.run(command, cwd=ROOT / below, env=env, capture_output=True, text=True, check=True)
+    assert {entry["recipe"] for entry in json.loads(listed.stdout)} == {
+        path.stem for path in ROOT.glob("recipes/*.yaml")
+    }
+    lost = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (lost.returncode, lost.stderr.splitlines()) == (
+        2,
+        [
+            "primus list: /opt/primus/recipes has no recipes",
+            "  → change to a project folder, or set PRIMUS_RECIPES to a folder of recipes",
+        ],
+    )

@@ -13,18 +13,25 @@ from primus.recipes.known import check_choice, check_word
 from primus.recipes.model import Scalar, Setting, Value
 from primus.yamlfile import Key, Tree, Values, parse_values
 
-__all__ = ["Case", "Source", "beside", "find", "folder", "names", "parse", "read"]
+__all__ = ["Case", "Source", "beside", "find", "folder", "names", "no_recipes", "parse", "read"]
 
 _IN_IMAGE = Path("/opt/primus/recipes")
 
 
 def folder() -> Path:
-    """Where recipes are: ``PRIMUS_RECIPES``, else this source checkout's, else the image's folder."""
+    """Where recipes are: ``PRIMUS_RECIPES``, else this source checkout's, else the image's folder. A package that was
+    installed as a copy finds those of the project folder that is the current one, or the nearest one above it.
+    """
     if asked := os.environ.get("PRIMUS_RECIPES"):
         return Path(asked)
     checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").is_file() and (checkout / "recipes").is_dir():
         return checkout / "recipes"
+    if not _IN_IMAGE.is_dir():
+        here = Path.cwd()
+        for project in (here, *here.parents):
+            if (project / "versions.yaml").is_file() and (project / "recipes").is_dir():
+                return project / "recipes"
     return _IN_IMAGE
 
 
@@ -45,9 +52,19 @@ def find(name: str) -> Path:
     path = folder() / f"{name}.yaml"
     known = names()
     if name not in known:
-        there_are = f"recipes in {folder()}: {', '.join(known)}" if known else f"{folder()} holds no recipes"
-        raise InputError(f"no recipe {name!r}" + nearest(name, known), hint=there_are)
+        if not known:
+            raise no_recipes()
+        raise InputError(
+            f"no recipe {name!r}" + nearest(name, known), hint=f"recipes in {folder()}: {', '.join(known)}"
+        )
     return path
+
+
+def no_recipes() -> InputError:
+    """What to raise where there is no recipe at all."""
+    return InputError(
+        f"{folder()} has no recipes", hint="change to a project folder, or set PRIMUS_RECIPES to a folder of recipes"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

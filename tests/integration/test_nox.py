@@ -1,0 +1,113 @@
+"""nox from an environment that holds nothing else: the sessions bring the project."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from host_tools import needs
+
+pytestmark = [pytest.mark.integration, needs("git")]
+
+REPOSITORY = Path(__file__).parents[2]
+# Debian's, and one of today.
+VERSIONS = ("2022.11.21", "2025.11.12")
+
+WAITING = """\
+import time
+
+EXAMPLE = ""
+
+
+def add_arguments(parser):
+    parser.add_argument("targets", nargs="*")
+
+
+def run(args):
+    print("waiting", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository's files as they are, without its environment."""
+    folder = tmp_path_factory.mktemp("nox") / "checkout"
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, names.stdout.split("\0")):
+        if (source := REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(source.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def nox(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("venv")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([folder / "bin/pip", "install", "-q", f"nox=={request.param}"], check=True)
+    return folder / "bin/nox"
+
+
+def run(nox: Path, checkout: Path, *words: str) -> tuple[int, str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    done = subprocess.run([nox, *words], cwd=checkout, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_first_session_makes_the_environment_and_the_next_ones_use_it(nox: Path, checkout: Path) -> None:
+    for note in checkout.glob(".nox/*/made-from"):
+        note.unlink()
+    code, first = run(nox, checkout, "-s", "plan", "--", "cpu")
+    assert code == 0, first
+    assert first.count("Installing the project into .nox/primus-") == 1
+    code, second = run(nox, checkout, "-s", "plan", "--", "cpu")
+    assert code == 0, second
+    assert "Installing" not in second
+    assert "Encoding detection" not in first + second
+    assert "uv binary" not in first + second
+    with (checkout / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert "Installing the project" in run(nox, checkout, "-s", "plan", "--", "cpu")[1]
+
+
+def test_an_error_is_a_sentence_and_fails_the_session(nox: Path, checkout: Path) -> None:
+    code, said = run(nox, checkout, "-s", "plan", "--", "cpuu")
+    assert code == 1
+    assert "did you mean 'cpu'?" in said
+    assert "primus plan: the input is wrong" in said
+    assert "Traceback" not in said
+
+
+def test_an_interrupt_reaches_the_command(nox: Path, checkout: Path) -> None:
+    (checkout / "src/primus/cli/host/plan.py").write_text(WAITING)
+    process = subprocess.Popen(
+        [nox, "-s", "plan", "--", "cpu"],
+        cwd=checkout,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    while "waiting" not in process.stdout.readline():
+        assert process.poll() is None
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=30)[0]
+    assert time.monotonic() - began < 20
+    assert process.returncode == 130, said
+    assert "primus plan: interrupted" in said
+    assert "Traceback" not in said

@@ -14,7 +14,7 @@ from primus.cli.image.common import add_named, complete_recipe, offered
 from primus.errors import InputError
 from primus.recipes.catalogue import Entry, entries
 from primus.recipes.choose import among
-from primus.recipes.load import no_recipes
+from primus.recipes.load import names, no_recipes
 from primus.recipes.size import readable
 from primus.terminal import Screen
 
@@ -38,10 +38,9 @@ def run(options: argparse.Namespace) -> int:
     for choice in _CHOICES:
         if (asked := getattr(options, choice)) is not None:
             among(choice, asked, offered(choice), f"--{choice} {asked}")
-    known = entries()
-    if not known:
+    if not names():
         raise no_recipes()
-    shown = [entry for entry in (_narrowed(entry, options) for entry in known) if entry]
+    shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]
     if not shown:
         raise InputError("no recipe is like that", hint="primus list shows all")
     if options.json:

@@ -152,9 +152,9 @@ def test_a_host_without_debian_takes_the_mirror_that_debootstrap_names(tmp_path:
     with pytest.raises(LacksPackages) as error:
         debian_stanzas(ubuntu, ("bookworm",), {})
     assert error.value.packages == ("debootstrap", "debian-archive-keyring")
-    script = tmp_path / "sid"
+    script = tmp_path / "debootstrap"
     assert _default_mirror(script) == ""
-    script.write_text("case $ARCH in\n  *)\n    default_mirror http://x.example/debian\n    ;;\nesac\n")
+    script.write_text('#!/bin/sh\nDEF_MIRROR="http://x.example/debian"\nDEF_HTTPS_MIRROR="https://x.example/debian"\n')
     stanzas = debian_stanzas(ubuntu, ("bookworm", "sid"), {}, _default_mirror(script))
     assert [(s["URIs"], s["Suites"], s["Signed-By"]) for s in stanzas] == [
         ("http://x.example/debian", "bookworm", "/usr/share/keyrings/debian-archive-keyring.gpg"),

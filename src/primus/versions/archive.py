@@ -40,7 +40,7 @@ _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
 # Ubuntu's apt knows no Debian mirror, its package debootstrap does.
-_DEBOOTSTRAP = Path("/usr/share/debootstrap/scripts/sid")
+_DEBOOTSTRAP = Path("/usr/sbin/debootstrap")
 
 Stanza = Mapping[str, str]
 
@@ -222,9 +222,9 @@ def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str],
 
 
 def _default_mirror(script: Path) -> str:
-    """Debian's mirror and its security archive as debootstrap's ``script`` names them; empty without debootstrap."""
+    """Debian's mirror and its security archive, as the ``script`` debootstrap names them; empty without it."""
     text = script.read_text(encoding="utf-8") if script.is_file() else ""
-    found = re.search(r"^\s*default_mirror (\S+)$", text, re.M)
+    found = re.search(r'^DEF_MIRROR="([^"\s]+)"$', text, re.M)
     return f"{found[1]} {found[1]}-security" if found else ""
 
 

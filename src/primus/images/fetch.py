@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 from primus.errors import HostError
 from primus.images.download import Meter, NotThere, Stopped, WrongBytes, download, speed
@@ -30,6 +31,7 @@ from primus.versions.sources import Sources, ask, ask_host
 
 __all__ = ["FetchResult", "GoneError", "fetch", "missing"]
 
+_T = TypeVar("_T")
 # Smaller files only move the bar of all: a line each for a hundred small debs hides what matters.
 _OWN_BAR = 16_000_000
 
@@ -94,17 +96,27 @@ def fetch(
         ask(asked.probes(lambda: places.indexes))
         bases = {f.base for f in wanted if f.kind == "deb" and f.base}
         python = [f for f in wanted if f.kind in ("wheel", "sdist") and f.index is None]
-        ask_host(
-            indexes=places.indexes if python else None,
-            python=python,
-            suites=sorted({suite for base in bases for suite in suites[base]}),
-        )
+        indexes = places.indexes if python else None
+        named = sorted({suite for base in bases for suite in suites[base]})
+        _installing(partial(ask_host, indexes=indexes, python=python, suites=named), progress)
         progress.start("fetch", "fetch", size)
         work = _Work(places, cache, progress)
         # Long files first: the last one alone on the line would be the longest wait.
         work.run(sorted(wanted, key=lambda f: -f.size), jobs)
     progress.finish("fetch", f"{len(wanted)} files, {speed(size, began)}")
     return FetchResult(fetched=wanted, kept=kept, size=size)
+
+
+def _installing(call: Callable[[], _T], progress: Progress) -> _T:
+    """What ``call`` returns, after installing the packages that it lacks."""
+    try:
+        return call()
+    except LacksPackages as lacking:
+        try:
+            install({package: package for package in lacking.packages}, progress=progress)
+        except HostError as error:
+            raise HostError(f"{lacking.message}; {error.message}", hint=lacking.hint) from error
+        return call()
 
 
 class _Places:
@@ -137,18 +149,9 @@ class _Places:
         pools: dict[str, Pool] = {}
         for base in sorted({f.base for f in self._wanted if f.kind == "deb" and f.base}):
             debs = [f for f in self._wanted if f.base == base]
-            try:
-                pools[base] = locate(debs, self._suites[base], self._architecture, self._spill)
-            except LacksPackages as lacking:
-                self._install(lacking)
-                pools[base] = locate(debs, self._suites[base], self._architecture, self._spill)
+            where = (self._suites[base], self._architecture, self._spill)
+            pools[base] = _installing(partial(locate, debs, *where), self._progress)
         return pools
-
-    def _install(self, lacking: LacksPackages) -> None:
-        try:
-            install({package: package for package in lacking.packages}, progress=self._progress)
-        except HostError as error:
-            raise HostError(f"{lacking.message}; {error.message}", hint=lacking.hint) from error
 
     def pool(self, base: str, stop: threading.Event) -> Pool:
         with self._guards["pools"]:

@@ -20,7 +20,7 @@ IMAGE_VERBS = {
     "import-exp": ("image.import_exp", "turn an experiment file of Primus into a recipe"),
     "compat": ("image.compat", "run a command of older documents, such as run_pretrain.sh"),
     "report": ("image.report", "compare runs: perf.csv, MAD's CSV, one HTML page"),
-    "turbo": ("image.turbo", "kernels compiled ahead of time: list, compile, prove"),
+    "turbo": ("image.turbo", "optimizations of a run, kernels compiled ahead of time"),
 }
 
 

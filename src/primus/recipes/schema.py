@@ -83,6 +83,7 @@ RECIPE: Mapping[str, Rule] = {
     "name": _rule("str", filled=True),
     "description": _rule("str"),
     "ranks": _rule("int", "[1, 1024]"),
+    "turbo": Rule(types=frozenset({"str", "list"}), items=frozenset({"str"}), filled=True),
     "assets.tokenizer": _rule("str", filled=True),
     "assets.corpus": _rule("str", filled=True),
     "data.column": _rule("str", filled=True),

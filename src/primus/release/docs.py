@@ -12,7 +12,7 @@ from primus.errors import InputError
 from primus.release.faults_page import faults_page
 from primus.release.gpu_results_page import gpu_results_page
 from primus.release.primus_import_page import primus_import_page
-from primus.release.timing_pages import assembly_page, benchmark_page, launcher_page
+from primus.release.timing_pages import assembly_page, benchmark_page, launcher_page, turbo_page
 from primus.versions.lock import drift
 
 if TYPE_CHECKING:
@@ -149,4 +149,5 @@ _PAGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "gpu": gpu_results_page,
     "import": primus_import_page,
     "launcher": launcher_page,
+    "turbo": turbo_page,
 }

@@ -95,7 +95,10 @@ def watching(
         found["input"][_computed(inputs[0])] += 1
         # Inside forward FSDP has replaced the shard by the gathered weight, in the dtype it computes with.
         found["weight"][_computed(module.weight)] += 1
-        found["output"][str((output[0] if isinstance(output, tuple) else output).dtype)] += 1
+        made = output[0] if isinstance(output, tuple) else output
+        # A head that computes the loss, too, returns one number and no product.
+        if made.dim():
+            found["output"][str(made.dtype)] += 1
 
     linears: dict[str, Any] = {
         name: module

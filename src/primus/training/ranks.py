@@ -11,6 +11,7 @@ from typing import Any
 from primus.errors import InputError
 from primus.training import identity
 from primus.training.job import Job
+from primus.turbo.optimizations import chosen
 
 __all__ = ["argv", "checkpoints", "environment", "expected_facts", "files", "job_file"]
 
@@ -35,6 +36,7 @@ def job_file(job: Job) -> str:
         "precision": recipe.precision,
         "gpu": recipe.gpu,
         "world_size": recipe.world_size,
+        "turbo": list(chosen(recipe)),
         "accumulation": recipe.accumulation,
         "data_parallel": recipe.data_parallel,
         "model": asdict(recipe.architecture),
@@ -140,6 +142,8 @@ def expected_facts(job: Job) -> dict[str, Any]:
         asked["seed"] = recipe.seed
     if recipe.deterministic:
         asked["deterministic"] = True
+    if turbo := chosen(recipe):
+        asked["turbo"] = sorted(turbo)
     return asked
 
 

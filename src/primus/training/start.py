@@ -20,6 +20,7 @@ from primus.training.flux import cache as latents
 from primus.training.job import Job, JobResult
 from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
+from primus.turbo.optimizations import chosen, missing_packages
 
 __all__ = ["check_backend", "check_data", "check_resume", "check_weights", "prepare", "run_directly", "start"]
 
@@ -29,6 +30,7 @@ def check_backend(job: Job) -> None:
     knows = job.recipe.knows
     asked = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
     missing = [name for name in (*knows.packages, *asked) if not _importable(name)]
+    missing += missing_packages(chosen(job.recipe))
     if missing:
         raise HostError(
             f"{' and '.join(missing)} cannot be imported by {sys.executable}",

@@ -64,16 +64,22 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="processes on each machine")
     parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of weights and data")
+    parser.add_argument("--turbo", metavar="auto|off|NAME,…", help="optimizations to use (primus turbo list)")
 
 
 def resolved(options: argparse.Namespace) -> Recipe:
     """The recipe that the options ask for. Raises InputError."""
     names = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
     asked = Asked(**{name: getattr(options, name) for name in names})
-    words = [f"{what}={value}" for what in ("ranks", "steps", "seed") if (value := getattr(options, what)) is not None]
+    single = ("ranks", "steps", "seed", "turbo")
+    words = [f"{what}={value}" for what in single if (value := getattr(options, what)) is not None]
     recipe = resolve(options.recipe, [*options.overrides, *words], asked)
     if recipe.backend == "megatron":
         from primus.training.megatron import render
 
         render.check(recipe)
+    if "turbo" in recipe.settings:
+        from primus.turbo.optimizations import chosen
+
+        chosen(recipe)
     return recipe

@@ -1,4 +1,6 @@
-"""Kernels compiled ahead of time: list the catalogue, compile it, prove that a run compiles nothing, or interpret it.
+"""Optimizations of training runs, and kernels compiled ahead of time: list, compile, check, interpret.
+
+`list` shows what `primus train --turbo` takes, with its state on this machine, and the kernels of the other verbs.
 
 `check` runs each kernel forward and backward on the GPU that is here, compares it with plain PyTorch and counts
 compilations. Without a GPU, or with --pretend, it asks for all kernels as if one were there, and runs none.
@@ -20,6 +22,7 @@ from primus.errors import HostError, InputError
 from primus.gpus.table import generation, load_table
 from primus.terminal import Screen
 from primus.turbo.catalogue import Kernel, load_catalogue
+from primus.turbo.optimizations import Optimization, optimizations, state
 
 if TYPE_CHECKING:
     from primus.turbo.gpu import Gpu
@@ -58,10 +61,25 @@ def run(options: argparse.Namespace) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     kernels = _kernels(options, None)
+    arch = _arch(options)
+    offered = [] if options.kernel else [(one, state(one, arch)) for one in optimizations().values()]
     if options.json:
-        print(json.dumps({"kernels": [_described(k) for k in kernels]}, ensure_ascii=False))
+        document = {
+            "kernels": [_described(k) for k in kernels],
+            "optimizations": [_described(one) | {"state": how} for one, how in offered],
+        }
+        print(json.dumps(document, ensure_ascii=False))
         return 0
     screen = Screen.of()
+    if offered:
+        print("Optimizations of a training run: primus train RECIPE --turbo auto|off|NAME,…\n")
+    for one, how in offered:
+        lines = screen.wrap(f"{one.name}  ({one.provider}; {how})", hanging="    ")
+        for text in (one.title, one.gain, f"needs: {_needs(one)}", f"tested by: {one.test}"):
+            lines += screen.wrap(text, "    ")
+        print("\n".join(lines))
+    if offered:
+        print("\nKernels that are compiled ahead of time\n")
     for kernel in kernels:
         lines = screen.wrap(f"{kernel.name}  ({kernel.component}: {kernel.entry})", hanging="    ")
         for text in (kernel.title, f"needs: {kernel.needs}", f"excludes: {kernel.excludes}"):
@@ -70,10 +88,30 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _described(kernel: Kernel) -> dict[str, Any]:
+def _described(entry: Kernel | Optimization) -> dict[str, Any]:
     from dataclasses import asdict
 
-    return asdict(kernel)
+    return asdict(entry)
+
+
+def _needs(one: Optimization) -> str:
+    """The requirements of an optimization as one line."""
+    parts = [f"backend {', '.join(one.backends)}", f"precision {', '.join(one.precisions)}"]
+    parts += [f"family {', '.join(one.families)}"] * bool(one.families)
+    parts += [f"GPU {', '.join(one.archs or one.vendors)}"] * bool(one.archs or one.vendors)
+    parts += [f"packages {', '.join(one.packages)}"] * bool(one.packages)
+    parts += [f"{key}={str(wanted).lower()}" for key, wanted in one.settings.items()]
+    parts += [f"{kind.upper()} {degree}" for kind, degree in one.degrees.items()]
+    parts += ["weights sharded over ranks"] * one.sharded
+    return "; ".join(parts)
+
+
+def _arch(options: argparse.Namespace) -> str | None:
+    """The architecture of the GPU that is named, or that this machine has."""
+    from primus.gpus.detect import detect
+
+    name = options.gpu or detect().generation
+    return generation(name).arch if name else None
 
 
 def _compile(options: argparse.Namespace) -> int:

@@ -40,7 +40,12 @@ def main(argv: list[str]) -> None:
         cpu.apply(int(job["threads"]))
     _register_corpus(int(job["config"].get("debug.seed") or 0), job)
     exact = Path(job["output"]) / "exact.jsonl"
-    _register_model(job, exact)
+    faster = tuple(job.get("turbo", ()))
+    if faster:
+        from primus.training.torchtitan import turbo
+
+        turbo.patch(faster)
+    _register_model(job, exact, faster)
 
     from torchtitan.train import main as train
 
@@ -49,7 +54,7 @@ def main(argv: list[str]) -> None:
 
     if (tokenizer := str(job["assets"]["tokenizer"])).startswith(HUB):
         sys.argv += ["--model.hf_assets_path", _tokenizer_of(tokenizer.removeprefix(HUB))]
-    train(observed_trainer(Path(job["output"]) / "facts.json", job["identity"]))
+    train(observed_trainer(Path(job["output"]) / "facts.json", job["identity"], faster))
     if on_cpu:
         leave()
 
@@ -95,7 +100,7 @@ def _register_corpus(seed: int, job: Mapping[str, Any]) -> None:
     DATASETS[DATASET] = DatasetConfig(path="", loader=load, sample_processor=text_of)
 
 
-def _register_model(job: dict[str, Any], exact: Path) -> None:
+def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -> None:
     from dataclasses import replace
 
     from torchtitan.components.metrics import MetricsProcessor
@@ -122,6 +127,10 @@ def _register_model(job: dict[str, Any], exact: Path) -> None:
     name = model_name(model.family)
     spec = get_train_spec(name)
     arguments = _arguments(type(next(iter(spec.model_args.values()))), model_arguments(model))
+    if faster:
+        from primus.training.torchtitan.turbo import changed_spec
+
+        spec = changed_spec(spec, faster)
     register_train_spec(
         name,
         replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,22 @@ from primus.training.ranks import checkpoints
 __all__ = ["observed_trainer"]
 
 
-def observed_trainer(facts_file: Path, known: Mapping[str, Any]) -> type:
+def observed_trainer(facts_file: Path, known: Mapping[str, Any], faster: Sequence[str] = ()) -> type:
     """torchtitan's Trainer that also writes ``facts_file``, and the identity ``known`` into its checkpoints.
 
-    The training itself is unchanged.
+    Only the optimizations named in ``faster`` change the training.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
     from torchtitan.train import Trainer
 
-    class ObservedTrainer(Trainer):  # type: ignore[misc,unused-ignore]
+    base: Any = Trainer
+    if faster:
+        from primus.training.torchtitan.turbo import changed_trainer, proof
+
+        base = changed_trainer(Trainer, faster)
+
+    class ObservedTrainer(base):  # type: ignore[misc,unused-ignore]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.facts = {
@@ -67,6 +73,8 @@ def observed_trainer(facts_file: Path, known: Mapping[str, Any]) -> type:
             with facts.watching(self.model_parts, compiled=self.job_config.compile.enable) as seen:
                 super().train_step(data_iterator)
             self.facts.update(seen)
+            if faster:
+                self.facts.update(proof(faster))
             facts.write(facts_file, self.facts)
 
         def train(self) -> None:
@@ -74,6 +82,8 @@ def observed_trainer(facts_file: Path, known: Mapping[str, Any]) -> type:
             self._seal()
             self.facts["weights_sha256"] = facts.digest(self.model_parts)
             self.facts["last_step"] = self.step
+            if faster:
+                self.facts.update(proof(faster))
             facts.write(facts_file, self.facts)
 
     return ObservedTrainer

@@ -1,0 +1,253 @@
+"""Train a model at full size with one optimization after the other, each variant in processes of its own.
+
+    python -m benchmarks.turbo OUT.json --ranks 2 --steps 14 VARIANT [VARIANT ...]
+
+A VARIANT is NAME@RECIPE:PRECISION, then any key=value words after further colons; ``bare`` among them runs
+torchtitan's own trainer without this project's code, ``profile`` writes the time of each GPU kernel in one step. The
+file is written after every variant, and a variant that fails does not stop the others. Variants are run in the order
+given: name one several times, with others in between, to repeat it.
+
+Ranks are forked from a process that has imported the libraries already, and share one compiler cache: a lease of a
+machine is spent on training instead of on starting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import host
+
+PACKAGES = ("torch", "triton", "torchtitan", "torchao", "flash-attn-4", "nvidia-cutlass-dsl", "transformers")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("variants", nargs="+")
+    parser.add_argument("--what", default="")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--limit", type=float, default=150, help="seconds that one variant may take")
+    parser.add_argument("--until", type=float, default=560, help="seconds after which no variant is started")
+    parser.add_argument("--runs", type=Path, default=Path("/tmp/primus-turbo"))
+    options = parser.parse_args()
+    began = time.monotonic()
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch  # noqa: F401
+    import torchtitan.train  # noqa: F401
+
+    print(f"imported after {time.monotonic() - began:.1f} s", flush=True)
+    results: list[dict[str, Any]] = json.loads(options.out.read_text())["results"] if options.out.exists() else []
+    for variant in options.variants:
+        if time.monotonic() - began > options.until:
+            print(f"no time left for {variant}", flush=True)
+            continue
+        at = time.monotonic()
+        try:
+            result = one(variant, options.runs / f"{time.time_ns()}", options)
+        except Exception as error:  # noqa: BLE001 - the next variant must run
+            result = {"variant": variant, "passed": False, "error": f"{type(error).__name__}: {error}"}
+            traceback.print_exc()
+        result["wall_seconds"] = round(time.monotonic() - at, 1)
+        results.append(result)
+        shown = {k: result.get(k) for k in ("variant", "passed", "tokens_per_second", "memory_gib", "turbo", "wall_seconds")}
+        print(json.dumps(shown), flush=True)
+        document = {
+            "what": options.what, "date": time.strftime("%Y-%m-%d"), "host": host(), "python": platform.python_version(),
+            "versions": {name: metadata.version(name) for name in PACKAGES if _installed(name)},
+            "ranks": options.ranks, "warmup_steps": options.warmup, "results": results,
+        }  # fmt: skip
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one variant: its figures and series."""
+    from primus.recipes.model import Asked
+    from primus.recipes.resolve import resolve
+    from primus.training import logs, ranks, start
+    from primus.training.job import Job
+
+    name, _, rest = variant.partition("@")
+    recipe_name, precision, *words = rest.split(":")
+    flags = {"bare", "profile"} & set(words)
+    settings = [f"ranks={options.ranks}", f"training.steps={options.steps}", *(w for w in words if w not in flags)]
+    recipe = resolve(recipe_name, settings, Asked(backend="torchtitan", mode="pretrain", precision=precision, gpu="h200"))
+    job = Job(name=name, recipe=recipe, output=output)
+    output.mkdir(parents=True)
+    start.prepare(job)
+    config = _bare_config(job) if "bare" in flags else job.output / "torchtitan.toml"
+    environment = ranks.environment(job, os.environ) | {
+        "TORCHINDUCTOR_CACHE_DIR": str(options.runs / "inductor"), "TRITON_CACHE_DIR": str(options.runs / "triton"),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + time.time_ns() // 1000 % 20000),
+        "WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(options.runs / "cute"),
+    }  # fmt: skip
+    began = time.monotonic()
+    codes = _ranks(config, flags, environment, output, options)
+    text = (output / "log0.txt").read_text(errors="replace")
+    series = logs.read_steps(text)
+    # What the profiler gathered is read during the next step.
+    left_out = (_PROFILED, _PROFILED + 1) if "profile" in flags else ()
+    counted = [s for s in series.steps if s.step > options.warmup and s.step not in left_out]
+    rates = sorted(s.tokens_per_second for s in counted)
+    facts = json.loads((output / "facts.json").read_text()) if (output / "facts.json").exists() else {}
+    passed = not any(codes) and len(series.steps) == options.steps
+    if not passed:
+        for rank in range(options.ranks):
+            log = (output / f"log{rank}.txt").read_text(errors="replace").splitlines()
+            print("\n".join([*[line for line in log if "Error" in line][:6], *log[-12:]])[-3000:], flush=True)
+    profile = output / "profile.json"
+    return {
+        "name": name, "variant": rest, "passed": passed, "exit_codes": codes, "steps": options.steps,
+        "seconds": round(time.monotonic() - began, 1), "local_batch": recipe.local_batch, "seq_len": recipe.seq_len,
+        "tokens_per_second": rates[len(rates) // 2] if rates else None,
+        "slowest": rates[0] if rates else None, "fastest": rates[-1] if rates else None,
+        "memory_gib": max((s.memory_gib or 0 for s in series.steps), default=None),
+        "turbo": facts.get("turbo", []), "turbo_calls": facts.get("turbo_calls", {}),
+        "gpu_kernels": facts.get("gpu_kernels", []), "modules": facts.get("modules", {}),
+        "loss": [s.loss for s in series.steps], "grad_norm": [s.grad_norm for s in series.steps],
+        "step_tokens_per_second": [s.tokens_per_second for s in series.steps],
+        **({"kernel_ms": json.loads(profile.read_text())} if profile.exists() else {}),
+        **({"idle": json.loads((output / "idle.json").read_text())} if profile.exists() else {}),
+    }  # fmt: skip
+
+
+_PROFILED = 8
+
+
+def _bare_config(job: Any) -> Path:
+    """torchtitan's own model of the same size on its own data loader, over the same text."""
+    from primus.training.torchtitan import render
+
+    corpus = job.output / "corpus"
+    corpus.mkdir()
+    (corpus / "corpus.jsonl").write_bytes(job.recipe.asset("corpus").read_bytes())
+    text = render.toml(job).replace('flavor = "recipe"', 'flavor = "8B"').replace('"recipe_corpus"', '"c4_test"')
+    lines = [f'dataset_path = "{corpus}"' if x.startswith("dataset_path") else x for x in text.splitlines()]
+    (job.output / "bare.toml").write_text("\n".join(lines))
+    return Path(job.output / "bare.toml")
+
+
+def _ranks(config: Path, flags: set[str], environment: dict[str, str], output: Path, options: Any) -> list[int]:
+    """Fork the ranks and wait; when one fails or time is up, the others are ended."""
+    sys.stdout.flush()
+    running: dict[int, int] = {}
+    for rank in range(options.ranks):
+        child = os.fork()
+        if child == 0:
+            _rank(config, flags, environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, output, rank)
+        running[child] = rank
+    codes = [-1] * options.ranks
+    deadline = time.monotonic() + options.limit
+    while running:
+        found, status = os.waitpid(-1, os.WNOHANG)
+        if found in running:
+            codes[running.pop(found)] = os.waitstatus_to_exitcode(status)
+        if any(code > 0 for code in codes) or time.monotonic() > deadline:
+            time.sleep(2)
+            for child in running:
+                os.kill(child, signal.SIGKILL)
+            deadline = float("inf")
+        time.sleep(0.1)
+    return codes
+
+
+def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Path, rank: int) -> None:
+    """In a child: train, and never return."""
+    code = 1
+    try:
+        os.setsid()
+        file = os.open(output / f"log{rank}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["train", "--job.config_file", str(config)]
+        from torchtitan.config import ConfigManager
+
+        # Its default was taken from sys.argv when torchtitan was imported.
+        ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)
+        if "bare" in flags:
+            from torchtitan.train import Trainer
+            from torchtitan.train import main as train
+
+            train(_profiled(Trainer, output) if "profile" in flags else Trainer)
+        else:
+            from primus.training import facts
+            from primus.training.torchtitan import entry, observe
+
+            # Hashing 32 GB of weights proves nothing about speed and takes as long as the steps.
+            facts.digest = lambda _: ""
+            made = observe.observed_trainer
+            if "profile" in flags:
+                observe.observed_trainer = lambda *a: _profiled(made(*a), output)
+            entry.main(sys.argv[1:])
+        code = 0
+    except BaseException:  # noqa: BLE001 - the log says it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _profiled(trainer: type, output: Path) -> type:
+    """``trainer`` that writes how long each GPU kernel took in one step."""
+    import torch
+
+    class Profiled(trainer):  # type: ignore[misc,valid-type]
+        def train_step(self, iterator: Any) -> None:
+            if self.step != _PROFILED or os.environ["RANK"] != "0":
+                super().train_step(iterator)
+                return
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                super().train_step(iterator)
+                torch.cuda.synchronize()
+            (output / "idle.json").write_text(json.dumps(_idle(profile)))
+            rows = [(e.self_device_time_total / 1e3, e.count, e.key) for e in profile.key_averages()]
+            rows = sorted(((round(ms, 2), n, key[:150]) for ms, n, key in rows if ms > 0.3), reverse=True)
+            (output / "profile.json").write_text(json.dumps(rows[:60]))
+
+    return Profiled
+
+
+def _idle(profile: Any) -> dict[str, Any]:
+    """When no kernel but a collective ran: in all, and the longest pauses with what ran before and after."""
+    spans = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name()[:80])
+        for event in profile.profiler.kineto_results.events()
+        if "CUDA" in str(event.device_type()) and "nccl" not in event.name() and event.duration_ns()
+        and not event.name().startswith(("ProfilerStep", "FSDP", "Optimizer", "aten::"))
+    )  # fmt: skip
+    pauses, end, before = [], spans[0][1], spans[0][2]
+    for start, stop, name in spans[1:]:
+        if start > end:
+            pauses.append((round((start - end) / 1e6, 2), before, name))
+        if stop > end:
+            end, before = stop, name
+    total = round(sum(ms for ms, _, _ in pauses), 1)
+    return {"ms": total, "step_ms": round((end - spans[0][0]) / 1e6, 1), "longest": sorted(pauses, reverse=True)[:14]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

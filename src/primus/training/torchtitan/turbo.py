@@ -1,0 +1,242 @@
+"""Switches the catalogue's optimizations on in torchtitan 0.2.2, and says which of them really ran.
+
+Nothing here is imported unless a job asks for an optimization.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from primus.turbo.kernels import CALLS, adamw_, cast_fp8, copy_in
+
+__all__ = ["changed_spec", "changed_trainer", "patch", "proof"]
+
+# What must have been called for an optimization to count as active.
+_CALLED = {
+    "linear-cross-entropy": ("cross_entropy_",),
+    "fp8-weight-cast": ("cast_fp8",),
+    "flash-attention-4": ("fa4_forward", "fa4_backward"),
+    "reduce-scatter-copy-in": ("copy_in",),
+    "fused-adamw": ("adamw_",),
+    "real-rope": ("rotated",),
+}
+
+
+def patch(names: Sequence[str]) -> None:
+    """Change what libraries do in this process. Called before torchtitan makes its process group."""
+    if "real-rope" in names:
+        _rotate_in_real_numbers()
+    if "flash-attention-4" in names:
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        import primus.turbo.attention  # noqa: F401 - declares the operators before the model is compiled
+    if "fp8-weight-cast" in names:
+        _cast_weights()
+    if "reduce-scatter-copy-in" in names:
+        _lay_out_gradients()
+    if "fused-adamw" in names:
+        _clip_later()
+
+
+def _rotate_in_real_numbers() -> None:
+    """Rotary positions without complex numbers, which the compiler leaves to one kernel per operation."""
+    from torchtitan.models.llama3.model import model
+
+    model.apply_rotary_emb = _rotated
+    CALLS["rotated"] += 1
+
+
+def _rotated(
+    xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor, positions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """torchtitan's ``apply_rotary_emb``: neighbours in a head are the real and imaginary part."""
+    from torchtitan.models.llama3.model.model import reshape_for_broadcast
+
+    pairs = xq.float().unflatten(-1, (-1, 2))
+    turn = torch.view_as_real(reshape_for_broadcast(freqs_cis, pairs[..., 0], positions))
+    return _turned(xq, turn), _turned(xk, turn)
+
+
+def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = turn.unbind(-1)
+    made = torch.stack((real * cosine - imaginary * sine, real * sine + imaginary * cosine), dim=-1)
+    return made.flatten(-2).type_as(x)
+
+
+def _cast_weights() -> None:
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
+
+    original = Weight.fsdp_pre_all_gather
+
+    def fsdp_pre_all_gather(self: Any, mesh: Any) -> Any:
+        scale = self._precomputed_scale
+        if scale is None:  # before the first optimizer step nothing has computed it
+            return original(self, mesh)
+        return (cast_fp8(self._tensor, scale, self._dtype),), (scale,)
+
+    Weight.fsdp_pre_all_gather = fsdp_pre_all_gather
+
+
+def _lay_out_gradients() -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+
+    original = collectives.foreach_reduce_scatter_copy_in
+
+    def foreach_reduce_scatter_copy_in(grads: Any, out: torch.Tensor, ranks: int) -> None:
+        if not copy_in(grads, out, ranks):
+            original(grads, out, ranks)
+
+    collectives.foreach_reduce_scatter_copy_in = foreach_reduce_scatter_copy_in
+
+
+_clip: list[torch.Tensor] = []
+
+
+def _clip_later() -> None:
+    """The gradient norm is computed as before; scaling by it is left to the optimizer, which reads gradients anyway."""
+    from torchtitan.distributed import utils
+
+    original = utils.clip_grad_norm_
+
+    def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
+        scale = torch.nn.utils.clip_grads_with_norm_
+        torch.nn.utils.clip_grads_with_norm_ = lambda *_, **__: None
+        try:
+            norm: torch.Tensor = original(parameters, max_norm, *args, **kwargs)
+        finally:
+            torch.nn.utils.clip_grads_with_norm_ = scale
+        _clip[:] = [(max_norm / (norm + 1e-6)).clamp(max=1.0).float()]
+        return norm
+
+    utils.clip_grad_norm_ = clip_grad_norm_
+    with contextlib.suppress(ImportError):
+        import torchao.float8
+
+        # The optimizer's step computes the scales.
+        torchao.float8.precompute_float8_dynamic_scale_for_fsdp = lambda _: None
+
+
+def changed_spec(spec: Any, names: Sequence[str]) -> Any:
+    """A torchtitan train spec whose model has the asked-for layers."""
+    from dataclasses import replace
+
+    def parallelize(model: Any, *args: Any, **kwargs: Any) -> Any:
+        _change_layers(model, names)
+        return spec.parallelize_fn(model, *args, **kwargs)
+
+    changed = replace(spec, parallelize_fn=parallelize)
+    return replace(changed, build_loss_fn=_loss(spec.build_loss_fn)) if "linear-cross-entropy" in names else changed
+
+
+def _change_layers(model: Any, names: Sequence[str]) -> None:
+    if "linear-cross-entropy" in names:
+        from primus.turbo.loss import LossHead
+
+        model.output.__class__ = LossHead
+    if "flash-attention-4" in names:
+        from primus.turbo.attention import FlashAttention4
+
+        for layer in model.layers.values():
+            layer.attention.inner_attention = FlashAttention4()
+
+
+def _loss(build: Callable[..., Any]) -> Callable[..., Any]:
+    def build_loss_fn(*args: Any, **kwargs: Any) -> Any:
+        whole = build(*args, **kwargs)
+
+        def loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            # The head has computed the sum already; validation still hands over logits.
+            return pred if pred.dim() == 0 else whole(pred, labels)
+
+        return loss
+
+    return build_loss_fn
+
+
+def changed_trainer(trainer: type, names: Sequence[str]) -> type:
+    """``trainer`` with the asked-for head and optimizer."""
+
+    class TurboTrainer(trainer):  # type: ignore[misc,valid-type]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            if "fused-adamw" in names:
+                for optimizer in self.optimizers:
+                    optimizer.step = _Step(optimizer)
+                    optimizer._opt_called = True
+
+        def post_dataloading_process(self, input_dict: Any, labels: torch.Tensor) -> Any:
+            made = super().post_dataloading_process(input_dict, labels)
+            if "linear-cross-entropy" in names:
+                self.model_parts[0].output.labels = made[1]
+            return made
+
+    return TurboTrainer
+
+
+class _Step:
+    """AdamW's step over all parameters of one optimizer, with the optimizer's own state, so that checkpoints fit."""
+
+    def __init__(self, optimizer: torch.optim.AdamW) -> None:
+        self._optimizer = optimizer
+        self._count = -1
+        # torch's learning-rate schedulers look for their own mark.
+        self._wrapped_by_lr_sched = True
+        optimizer.register_load_state_dict_post_hook(self._loaded)
+
+    def _loaded(self, _: Any) -> None:
+        self._count = -1
+
+    @torch.no_grad()
+    def __call__(self, *_: Any, **__: Any) -> None:
+        from torch.distributed.tensor import DTensor
+
+        scaled: list[Any] = []
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        # Without a gradient norm (states being made for a checkpoint to fill) there is nothing to clip by.
+        clip = _clip[0] if _clip else torch.ones((), device=parameters[0].device)
+        largest = torch.zeros(len(parameters), device=clip.device)
+        first = 0
+        for group in self._optimizer.param_groups:
+            lists: list[list[Any]] = [[], [], [], [], [], []]
+            self._optimizer._init_group(group, *lists)
+            params, grads, firsts, seconds, _, steps = lists
+            if self._count < 0:
+                self._count = int(steps[0].item())
+            torch._foreach_add_(steps, 1)
+            for index, tensors in enumerate(zip(params, grads, firsts, seconds, strict=True), start=first):
+                local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+                eight = hasattr(local[0], "_precomputed_scale")
+                p, g, m, v = (getattr(t, "_tensor", t) for t in local)
+                if eight:
+                    scaled.append((local[0], index))
+                adamw_(
+                    p, g, m, v, clip=clip, amax=largest[index] if eight else None, lr=float(group["lr"]),
+                    decay=group["weight_decay"], betas=group["betas"], eps=group["eps"], step=self._count + 1,
+                )  # fmt: skip
+            first += len(params)
+        self._count += 1
+        self._optimizer._opt_called = True
+        if scaled:
+            _scale(scaled, largest)
+
+
+def _scale(scaled: list[Any], largest: torch.Tensor) -> None:
+    """What torchao's ``precompute_float8_dynamic_scale_for_fsdp`` does, without reading the weights again."""
+    import torch.distributed as dist
+
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    tops = largest.double().clamp(min=1e-12)
+    scales = (torch.finfo(scaled[0][0]._dtype).max / tops).float()
+    for weight, index in scaled:
+        weight._precomputed_scale = scales[index]
+
+
+def proof(names: Sequence[str]) -> dict[str, Any]:
+    """For the facts of the run: which of ``names`` really ran on this rank, and what was called how often."""
+    active = [name for name in names if all(CALLS[call] for call in _CALLED[name])]
+    return {"turbo": sorted(active), "turbo_calls": dict(sorted(CALLS.items()))}

@@ -1,0 +1,190 @@
+"""Triton kernels of our own, each for a gap that a profile of a training step shows and no library fills.
+
+Every wrapper counts its calls in :data:`CALLS`, which is how a run proves what it used. On tensors that are not on a
+GPU the wrappers compute the same in plain PyTorch: so the CPU proxies train through the same code path.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["CALLS", "adamw_", "cast_fp8", "copy_in", "cross_entropy_"]
+
+CALLS: Counter[str] = Counter()
+"""Calls in this process, by the name of the wrapper."""
+
+_IGNORED = -100
+
+
+@triton.jit
+def _cross_entropy(logits, labels, losses, stride, columns, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    label = tl.load(labels + row)
+    offsets = tl.arange(0, BLOCK)
+    # One pass with a running maximum finds the sum; the second one writes the gradient over the logits. A row fits in
+    # the L2 cache, so the second pass does not read device memory.
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        x = tl.load(logits + start + offsets, mask=start + offsets < columns, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, x)
+        # Where a lane saw nothing yet, -inf - -inf would be NaN.
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - safe) + tl.exp(x - safe)
+        highest = higher
+    top = tl.max(highest, axis=0)
+    total_sum = tl.sum(total * tl.exp(highest - top), axis=0)
+    counted = label != IGNORED
+    at_label = tl.load(logits + tl.where(counted, label, 0)).to(tl.float32)
+    loss = tl.log(total_sum) + top - at_label
+    tl.store(losses + row, tl.where(counted, loss, 0.0))
+    # The logit at the label is read above by all lanes before any of them overwrites it.
+    tl.debug_barrier()
+    factor = tl.where(counted, 1.0 / total_sum, 0.0)
+    for start in range(0, columns, BLOCK):
+        inside = start + offsets < columns
+        x = tl.load(logits + start + offsets, mask=inside, other=float("-inf")).to(tl.float32)
+        gradient = tl.exp(x - top) * factor
+        gradient = tl.where((start + offsets == label) & counted, gradient - 1.0, gradient)
+        tl.store(logits + start + offsets, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor) -> None:
+    """Write each row's cross entropy to ``losses`` and the gradient of their sum over ``logits``.
+
+    ``logits`` [rows, vocabulary] any float type, rows contiguous; ``labels`` [rows] int64, -100 for a row that does
+    not count; ``losses`` [rows] float32. Computed in float32.
+    """
+    CALLS["cross_entropy_"] += 1
+    if not logits.is_cuda:
+        _cross_entropy_torch(logits, labels, losses)
+        return
+    rows, columns = logits.shape
+    _cross_entropy[(rows,)](
+        logits, labels, losses, logits.stride(0), columns, IGNORED=_IGNORED, BLOCK=8192, num_warps=16
+    )
+
+
+def _cross_entropy_torch(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor) -> None:
+    counted = labels != _IGNORED
+    places = torch.where(counted, labels, 0)[:, None]
+    logs = torch.log_softmax(logits.float(), dim=1)
+    losses.copy_(torch.where(counted, -logs.gather(1, places)[:, 0], 0.0))
+    gradients = logs.exp()
+    gradients.scatter_add_(1, places, torch.full_like(places, -1, dtype=gradients.dtype))
+    logits.copy_(gradients * counted[:, None])
+
+
+@triton.jit
+def _cast_fp8(x, scale, out, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    values = tl.load(x + offsets, mask=inside).to(tl.float32) * tl.load(scale)
+    values = tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
+    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=inside)
+
+
+def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x · scale``, cut to what ``dtype`` holds and cast to it: one pass over ``x`` instead of three.
+
+    ``x`` is contiguous; ``scale`` holds one float32. The bits are those of multiplying, clamping and casting in turn.
+    """
+    CALLS["cast_fp8"] += 1
+    if not x.is_cuda:
+        largest = torch.finfo(dtype).max
+        return (x.float() * scale).clamp(-largest, largest).to(dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    count = x.numel()
+    block = 4096
+    _cast_fp8[(triton.cdiv(count, block),)](
+        x, scale, out, count, LARGEST=torch.finfo(dtype).max, BLOCK=block, num_warps=8
+    )
+    return out
+
+
+@triton.jit
+def _copy_in(grad, out, share, width, at, BLOCK: tl.constexpr):
+    chunk = tl.program_id(1).to(tl.int64)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < share
+    values = tl.load(grad + chunk * share + offsets, mask=inside)
+    tl.store(out + chunk * width + at + offsets, values.to(out.dtype.element_ty), mask=inside)
+
+
+def copy_in(grads: Sequence[torch.Tensor], out: torch.Tensor, ranks: int) -> bool:
+    """Lay ``grads`` out for a reduce-scatter over ``ranks``: each one's first dimension in ``ranks`` equal parts.
+
+    ``out`` [ranks, numbers per rank] is contiguous and may be of a wider type. Returns False, and does nothing, when a
+    gradient is not contiguous or its first dimension does not divide evenly.
+    """
+    if not all(grad.is_contiguous() and grad.dim() and grad.shape[0] % ranks == 0 for grad in grads):
+        return False
+    CALLS["copy_in"] += 1
+    out = out.view(ranks, -1)
+    at = 0
+    for grad in grads:
+        share = grad.numel() // ranks
+        if grad.is_cuda:
+            block = 4096
+            _copy_in[(triton.cdiv(share, block), ranks)](
+                grad, out, share, out.stride(0), at, BLOCK=block, num_warps=8
+            )
+        else:
+            out[:, at : at + share].copy_(grad.view(ranks, -1))
+        at += share
+    return True
+
+
+@triton.jit
+def _adamw(
+    p, g, m, v, clip, amax, count, lr, decay, beta1, beta2, eps, step_size, root, AMAX: tl.constexpr, BLOCK: tl.constexpr
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < count
+    gradient = tl.load(g + offsets, mask=inside, other=0.0) * tl.load(clip)
+    weight = tl.load(p + offsets, mask=inside, other=0.0)
+    first = tl.load(m + offsets, mask=inside, other=0.0)
+    second = tl.load(v + offsets, mask=inside, other=0.0)
+    weight = weight * (1.0 - lr * decay)
+    first = first + (gradient - first) * (1.0 - beta1)
+    second = second * beta2 + gradient * gradient * (1.0 - beta2)
+    weight = weight - step_size * first / (tl.sqrt(second) / root + eps)
+    tl.store(p + offsets, weight, mask=inside)
+    tl.store(m + offsets, first, mask=inside)
+    tl.store(v + offsets, second, mask=inside)
+    if AMAX:
+        largest = tl.max(tl.where(inside, tl.abs(weight), 0.0), axis=0)
+        tl.atomic_max(amax, largest, sem="relaxed")
+
+
+def adamw_(
+    p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *, clip: torch.Tensor,
+    amax: torch.Tensor | None, lr: float, decay: float, betas: tuple[float, float], eps: float, step: int,
+) -> None:  # fmt: skip
+    """One AdamW step in place, in float32: ``p``, ``m`` and ``v`` are updated from the gradient ``g · clip``.
+
+    ``clip`` holds one number; ``step`` counts from 1. ``amax`` (one float32, raised to at least the largest absolute
+    weight) spares a pass over the weights before they are cast to FP8.
+    """
+    CALLS["adamw_"] += 1
+    beta1, beta2 = betas
+    step_size, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    if not p.is_cuda:
+        g = g * clip
+        p.mul_(1 - lr * decay)
+        m.lerp_(g, 1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        p.addcdiv_(m, (v.sqrt() / root).add_(eps), value=-step_size)
+        if amax is not None:
+            amax.copy_(torch.maximum(amax, p.abs().max()))
+        return
+    block = 2048
+    _adamw[(triton.cdiv(p.numel(), block),)](
+        p, g, m, v, clip, clip if amax is None else amax, p.numel(), lr, decay, beta1, beta2, eps, step_size, root,
+        AMAX=amax is not None, BLOCK=block, num_warps=8,
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""The catalogue of optimizations that a run can switch on: what each needs, excludes and promises.
+
+Pure: a recipe decides which ones apply, so every machine resolves the same list. Whether their packages are installed
+is asked on the machine that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from primus.errors import InputError, nearest
+from primus.yamlfile import read_values
+
+if TYPE_CHECKING:
+    from primus.recipes.model import Recipe
+
+__all__ = ["OPTIMIZATIONS_FILE", "Optimization", "chosen", "missing_packages", "optimizations", "state"]
+
+OPTIMIZATIONS_FILE = Path(__file__).with_name("optimizations.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """One entry. Empty requirements accept everything."""
+
+    name: str
+    title: str
+    gain: str
+    provider: str
+    proof: tuple[str, ...]
+    test: str
+    auto: bool
+    backends: tuple[str, ...]
+    precisions: tuple[str, ...]
+    families: tuple[str, ...] = ()
+    vendors: tuple[str, ...] = ()
+    archs: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    settings: Mapping[str, str | bool] = field(default_factory=dict)
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    sharded: bool = False
+
+    def objections(self, recipe: Recipe) -> Iterator[str]:
+        """Why ``recipe`` cannot use it, each as the end of "NAME needs …"."""
+        for what, value, accepted in (
+            ("backend", recipe.backend, self.backends),
+            ("precision", recipe.precision, self.precisions),
+            ("model family", recipe.architecture.family, self.families),
+        ):
+            if accepted and value not in accepted:
+                yield f"{what} {' or '.join(accepted)}, not {value}"
+        yield from self._gpu_objections(recipe.gpu)
+        for key, wanted in self.settings.items():
+            if key in recipe.settings and recipe.settings[key].value != wanted:
+                yield f"{key}={_text(wanted)}, not {_text(recipe.settings[key].value)}"
+            elif key not in recipe.settings and isinstance(wanted, bool):
+                yield f"{key}={_text(wanted)}, which the recipe does not set"
+        for kind, degree in self.degrees.items():
+            if recipe.degree(kind) != degree:
+                yield f"{kind.upper()} = {degree}, not {recipe.degree(kind)}"
+        if self.sharded and recipe.data_parallel // recipe.degree("replicas") < 2:
+            yield "weights sharded over at least 2 ranks"
+
+    def _gpu_objections(self, name: str) -> Iterator[str]:
+        if not self.vendors and not self.archs:
+            return
+        from primus.gpus.table import load_table
+
+        found = {generation.name: generation.arch for generation in load_table().generations}.get(name)
+        vendor = None if found is None else "amd" if found.startswith("gfx") else "nvidia"
+        if self.vendors and vendor not in self.vendors:
+            yield f"a GPU of {' or '.join(self.vendors)}, not {name}"
+        if self.archs and found not in self.archs:
+            yield f"a GPU of {' or '.join(self.archs)}, not {name}"
+
+
+def state(one: Optimization, arch: str | None) -> str:
+    """Whether this machine can use it: ``arch`` is its GPU's, None where it has none."""
+    if lacking := missing_packages((one.name,)):
+        return f"not usable here: {', '.join(lacking)} not installed"
+    vendor = None if arch is None else "amd" if arch.startswith("gfx") else "nvidia"
+    if (one.archs and arch not in one.archs) or (one.vendors and vendor not in one.vendors):
+        return f"not usable here: needs a GPU of {', '.join(one.archs or one.vendors)}"
+    return "usable, part of auto" if one.auto else "usable, only by name"
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@cache
+def optimizations() -> Mapping[str, Optimization]:
+    """Every entry of the catalogue by its name."""
+    data: Any = read_values(OPTIMIZATIONS_FILE, OPTIMIZATIONS_FILE.name).data
+    made = [
+        Optimization(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+        for entry in data["optimizations"]
+    ]
+    return {one.name: one for one in made}
+
+
+def chosen(recipe: Recipe) -> tuple[str, ...]:
+    """The optimizations that ``recipe`` asks for, in the catalogue's order.
+
+    Raises InputError for a name that the catalogue lacks, for one that the recipe cannot use, and for two that exclude
+    each other.
+    """
+    setting = recipe.settings.get("turbo")
+    if setting is None or setting.value in ("off", False, "", None):
+        return ()
+    known = optimizations()
+    if setting.value == "auto":
+        return tuple(name for name, one in known.items() if one.auto and not any(one.objections(recipe)))
+    words = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
+    asked = [str(word).strip() for word in words]
+    for name in asked:
+        if name not in known:
+            raise InputError(
+                f"there is no optimization {name!r}" + nearest(name, known),
+                where=setting.origin, hint="primus turbo list shows them; auto and off stand alone",
+            )  # fmt: skip
+        one = known[name]
+        if objections := list(one.objections(recipe)):
+            raise InputError(f"{name} needs {'; '.join(objections)}", where=setting.origin)
+        if clash := [other for other in one.excludes if other in asked]:
+            raise InputError(f"{name} and {clash[0]} exclude each other", where=setting.origin, hint="name one of them")
+    return tuple(name for name in known if name in asked)
+
+
+def missing_packages(names: tuple[str, ...]) -> list[str]:
+    """Packages that ``names`` need and this machine's Python lacks."""
+    needed = dict.fromkeys(package for name in names for package in optimizations()[name].packages)
+    return [package for package in needed if not _importable(package)]
+
+
+def _importable(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

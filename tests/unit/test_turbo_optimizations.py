@@ -1,0 +1,84 @@
+"""The catalogue of optimizations: what a recipe may ask for, what it is refused, and that each entry is real."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.errors import InputError
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+from primus.turbo.optimizations import chosen, optimizations, state
+
+ROOT = Path(__file__).parents[2]
+
+
+def _chosen(*words: str, precision: str = "bf16", backend: str = "torchtitan", gpu: str = "h200") -> tuple[str, ...]:
+    asked = Asked(backend=backend, precision=precision, gpu=gpu)
+    return chosen(resolve("llama3.1-8b", words, asked))
+
+
+def test_nothing_is_used_unless_asked_for() -> None:
+    assert _chosen() == _chosen("turbo=off") == ()
+
+
+def test_auto_takes_what_the_recipe_can_use() -> None:
+    bf16, fp8 = _chosen("turbo=auto"), _chosen("turbo=auto", precision="fp8")
+    assert "fp8-weight-cast" not in bf16
+    assert set(fp8) - set(bf16) == {"fp8-weight-cast"}
+    assert all(optimizations()[name].auto for name in fp8)
+    assert _chosen("turbo=auto", backend="fsdp") == ()
+
+
+def test_one_rank_shards_nothing() -> None:
+    assert _chosen("turbo=auto", "ranks=1") == ("real-rope",)
+
+
+@pytest.mark.parametrize(
+    ("words", "precision", "gpu", "sentence"),
+    [
+        (["turbo=linear-cross-entrpy"], "bf16", "h200", "did you mean"),
+        (["turbo=fp8-weight-cast"], "bf16", "h200", "needs precision fp8, not bf16"),
+        (["turbo=flash-attention-4"], "bf16", "mi300x", "needs a GPU of sm_90 or sm_100, not mi300x"),
+        (["turbo=linear-cross-entropy", "tp=2"], "bf16", "h200", "needs TP = 1, not 2"),
+        (["turbo=fused-adamw", "optimizer.name=Adam"], "bf16", "h200", "needs torchtitan.optimizer.name=AdamW"),
+        (["turbo=auto,real-rope"], "bf16", "h200", "there is no optimization 'auto'"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_reason(
+    words: list[str], precision: str, gpu: str, sentence: str
+) -> None:
+    with pytest.raises(InputError, match=sentence.replace("(", r"\(")):
+        _chosen(*words, precision=precision, gpu=gpu)
+
+
+def test_the_order_of_the_words_does_not_matter() -> None:
+    assert _chosen("turbo=real-rope,fused-adamw") == _chosen("turbo=fused-adamw,real-rope")
+
+
+def test_every_entry_is_proven_and_tested() -> None:
+    tree = ast.parse((ROOT / "src/primus/training/torchtitan/turbo.py").read_text())
+    (table,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_CALLED"
+    ]
+    assert {name: one.proof for name, one in optimizations().items()} == table
+    for one in optimizations().values():
+        assert (ROOT / one.test).is_file(), one.name
+
+
+def test_the_state_says_what_is_missing() -> None:
+    attention = optimizations()["flash-attention-4"]
+    assert "not installed" in state(attention, "sm_90")
+    assert state(optimizations()["real-rope"], None) == "usable, part of auto"
+
+
+def test_list_shows_optimizations_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["turbo", "list", "--gpu", "h200"]) == 0
+    shown = capsys.readouterr().out
+    assert "fused-adamw  (primus; usable, part of auto)" in shown
+    assert "liger-rope" in shown

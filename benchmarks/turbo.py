@@ -61,10 +61,13 @@ def main() -> int:
             traceback.print_exc()
         result["wall_seconds"] = round(time.monotonic() - at, 1)
         results.append(result)
-        shown = {k: result.get(k) for k in ("variant", "passed", "tokens_per_second", "memory_gib", "turbo", "wall_seconds")}
+        shown = {
+            k: result.get(k) for k in ("variant", "passed", "tokens_per_second", "memory_gib", "turbo", "wall_seconds")
+        }
         print(json.dumps(shown), flush=True)
         document = {
-            "what": options.what, "date": time.strftime("%Y-%m-%d"), "host": host(), "python": platform.python_version(),
+            "what": options.what, "date": time.strftime("%Y-%m-%d"), "host": host(),
+            "python": platform.python_version(),
             "versions": {name: metadata.version(name) for name in PACKAGES if _installed(name)},
             "ranks": options.ranks, "warmup_steps": options.warmup, "results": results,
         }  # fmt: skip
@@ -91,7 +94,9 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
     recipe_name, precision, *words = rest.split(":")
     flags = {"bare", "profile"} & set(words)
     settings = [f"ranks={options.ranks}", f"training.steps={options.steps}", *(w for w in words if w not in flags)]
-    recipe = resolve(recipe_name, settings, Asked(backend="torchtitan", mode="pretrain", precision=precision, gpu="h200"))
+    recipe = resolve(
+        recipe_name, settings, Asked(backend="torchtitan", mode="pretrain", precision=precision, gpu="h200")
+    )
     job = Job(name=name, recipe=recipe, output=output)
     output.mkdir(parents=True)
     start.prepare(job)
@@ -197,7 +202,7 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
             from primus.training.torchtitan import entry, observe
 
             # Hashing 32 GB of weights proves nothing about speed and takes as long as the steps.
-            facts.digest = lambda _: ""
+            facts.digest = lambda parts: ""
             made = observe.observed_trainer
             if "profile" in flags:
                 observe.observed_trainer = lambda *a: _profiled(made(*a), output)
@@ -215,7 +220,7 @@ def _profiled(trainer: type, output: Path) -> type:
     """``trainer`` that writes how long each GPU kernel took in one step."""
     import torch
 
-    class Profiled(trainer):  # type: ignore[misc,valid-type]
+    class Profiled(trainer):  # type: ignore[misc]
         def train_step(self, iterator: Any) -> None:
             if self.step != _PROFILED or os.environ["RANK"] != "0":
                 super().train_step(iterator)

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,9 @@ def head() -> dict[str, Any]:
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     grads = (x.grad.float().cpu(), w.grad.float().cpu())
     stock_loss = torch.compile(
-        lambda pred, to: torch.nn.functional.cross_entropy(pred.flatten(0, 1).float(), to.flatten(0, 1), reduction="sum")
+        lambda pred, to: torch.nn.functional.cross_entropy(
+            pred.flatten(0, 1).float(), to.flatten(0, 1), reduction="sum"
+        )
     )
 
     def stock() -> torch.Tensor:
@@ -146,7 +149,13 @@ def weight_cast() -> dict[str, Any]:
     same = bool((found.view(torch.uint8) == want.view(torch.uint8)).all())
     ms = _ms(lambda: kernels.cast_fp8(w, scale, torch.float8_e4m3fn))
     other = _ms(lambda: to_fp8_saturated(w * scale, torch.float8_e4m3fn))
-    return {"passed": same, "same_bits": same, "ms": ms, "torchao_ms": other, "gb_per_s": round(w.numel() * 5 / ms / 1e6)}
+    return {
+        "passed": same,
+        "same_bits": same,
+        "ms": ms,
+        "torchao_ms": other,
+        "gb_per_s": round(w.numel() * 5 / ms / 1e6),
+    }
 
 
 def layout() -> dict[str, Any]:
@@ -168,7 +177,10 @@ def layout() -> dict[str, Any]:
 def optimizer() -> dict[str, Any]:
     """Three AdamW steps against FP64 and beside PyTorch's fused AdamW."""
     shape = (FFN // 2, HIDDEN)
-    start, grads = torch.randn(shape, device="cuda") * 0.02, [torch.randn(shape, device="cuda") * 1e-3 for _ in range(3)]
+    start, grads = (
+        torch.randn(shape, device="cuda") * 0.02,
+        [torch.randn(shape, device="cuda") * 1e-3 for _ in range(3)],
+    )
     clip = torch.tensor(0.37, device="cuda")
     options: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8}
     p, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
@@ -246,8 +258,8 @@ def attention() -> dict[str, Any]:
     found: dict[str, Any] = {"passed": True}
     for name, function in (("flash_attention_4", flash_attention_4), ("cudnn", _cudnn)):
         out = function(*inputs)
-        forward = _ms(lambda function=function: function(*inputs))
-        backward = _ms(lambda out=out: torch.autograd.grad(out, inputs, grad, retain_graph=True))
+        forward = _ms(partial(function, *inputs))
+        backward = _ms(partial(torch.autograd.grad, out, inputs, grad, retain_graph=True))
         found[name] = {"forward_ms": forward, "backward_ms": backward, "forward_tflops": round(flops / forward / 1e9),
                        "backward_tflops": round(2.5 * flops / backward / 1e9)}  # fmt: skip
     found["off_cudnn"] = _off(flash_attention_4(*inputs), _cudnn(*inputs))
@@ -259,7 +271,10 @@ def products() -> dict[str, Any]:
     """BF16 and FP8 (tensorwise) products of the model's five shapes against FP64, over 64 rows."""
     found: dict[str, Any] = {"passed": True, "off": {}}
     for out, into in ((HIDDEN, HIDDEN), (1024, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN)):
-        x, w = torch.randn(16384, into, device="cuda").bfloat16(), (torch.randn(out, into, device="cuda") * 0.02).bfloat16()
+        x, w = (
+            torch.randn(16384, into, device="cuda").bfloat16(),
+            (torch.randn(out, into, device="cuda") * 0.02).bfloat16(),
+        )
         exact = x[:64].double() @ w.double().t()
         sx, sw = (448.0 / t.abs().max().float() for t in (x, w))
         x8, w8 = ((t.float() * s).clamp(-448, 448).to(torch.float8_e4m3fn) for t, s in ((x, sx), (w, sw)))

@@ -151,9 +151,7 @@ def turbo_page(result: Mapping[str, Any]) -> str:
         (one["name"], one["over"], f"{one['ratio']:.3f}", f"{one['bar']:.2f}", "yes" if one["met"] else "no")
         for one in result["ratios"]
     ]
-    kernels = [
-        (f"`{one['case']}`", "yes" if one["passed"] else "no", _figures(one)) for one in result["kernels"]
-    ]
+    kernels = [(f"`{one['case']}`", "yes" if one["passed"] else "no", _figures(one)) for one in result["kernels"]]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(result["versions"].items()))
     environment = ", ".join(f"`{name}={value}`" for name, value in host["environment"].items())
     return "\n".join(
@@ -198,7 +196,9 @@ def _figures(one: Mapping[str, Any]) -> str:
     """The numbers of one kernel's case in a line."""
     shown = [f"{key} {value:g}" for key, value in one.items() if isinstance(value, float) and key != "seconds"]
     off = one.get("off", {})
-    shown += [f"{key} off by {value:.2g}" for key, value in off.items() if isinstance(value, float)] if isinstance(
-        off, dict
-    ) else []
+    shown += (
+        [f"{key} off by {value:.2g}" for key, value in off.items() if isinstance(value, float)]
+        if isinstance(off, dict)
+        else []
+    )
     return ", ".join(shown) or str(one.get("error", ""))[:120]

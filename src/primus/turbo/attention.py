@@ -23,7 +23,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int) -> Any:
+def _(q: Any, k: Any, v: Any, scale: float, window: int) -> Any:  # noqa: ARG001 - the operator's arguments
     batch, length, heads, _ = q.shape
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
         (batch, heads, length), dtype=torch.float32
@@ -43,7 +43,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(q: Any, k: Any, v: Any, out: Any, grad: Any, lse: Any, scale: float, window: int) -> Any:
+def _(q: Any, k: Any, v: Any, out: Any, grad: Any, lse: Any, scale: float, window: int) -> Any:  # noqa: ARG001
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -131,9 +132,7 @@ def copy_in(grads: Sequence[torch.Tensor], out: torch.Tensor, ranks: int) -> boo
         share = grad.numel() // ranks
         if grad.is_cuda:
             block = 4096
-            _copy_in[(triton.cdiv(share, block), ranks)](
-                grad, out, share, out.stride(0), at, BLOCK=block, num_warps=8
-            )
+            _copy_in[(triton.cdiv(share, block), ranks)](grad, out, share, out.stride(0), at, BLOCK=block, num_warps=8)
         else:
             out[:, at : at + share].copy_(grad.view(ranks, -1))
         at += share
@@ -142,8 +141,9 @@ def copy_in(grads: Sequence[torch.Tensor], out: torch.Tensor, ranks: int) -> boo
 
 @triton.jit
 def _adamw(
-    p, g, m, v, clip, amax, count, lr, decay, beta1, beta2, eps, step_size, root, AMAX: tl.constexpr, BLOCK: tl.constexpr
-):
+    p, g, m, v, clip, amax, count, lr, decay, beta1, beta2, eps, step_size, root,
+    AMAX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     gradient = tl.load(g + offsets, mask=inside, other=0.0) * tl.load(clip)

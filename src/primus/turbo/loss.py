@@ -48,7 +48,7 @@ def linear_cross_entropy(
     ``x`` [..., hidden] and ``weight`` [vocabulary, hidden] are of one type, ``labels`` [...] int64. The gradients are
     made in the forward pass, so that no more than ``chunk`` tokens' logits exist at once; ``backward`` works once.
     """
-    loss: torch.Tensor = _LinearCrossEntropy.apply(x, weight, labels, chunk)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _LinearCrossEntropy.apply(x, weight, labels, chunk)
     return loss
 
 

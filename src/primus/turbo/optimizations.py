@@ -59,7 +59,7 @@ class Optimization:
         for key, wanted in self.settings.items():
             if key in recipe.settings and recipe.settings[key].value != wanted:
                 yield f"{key}={_text(wanted)}, not {_text(recipe.settings[key].value)}"
-            elif key not in recipe.settings and isinstance(wanted, bool):
+            elif key not in recipe.settings and wanted is True:
                 yield f"{key}={_text(wanted)}, which the recipe does not set"
         for kind, degree in self.degrees.items():
             if recipe.degree(kind) != degree:
@@ -98,11 +98,11 @@ def _text(value: object) -> str:
 def optimizations() -> Mapping[str, Optimization]:
     """Every entry of the catalogue by its name."""
     data: Any = read_values(OPTIMIZATIONS_FILE, OPTIMIZATIONS_FILE.name).data
-    made = [
-        Optimization(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
-        for entry in data["optimizations"]
-    ]
-    return {one.name: one for one in made}
+    made = {}
+    for entry in data["optimizations"]:
+        plain: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        made[entry["name"]] = Optimization(**plain)
+    return made
 
 
 def chosen(recipe: Recipe) -> tuple[str, ...]:

@@ -161,7 +161,7 @@ def _loss(build: Callable[..., Any]) -> Callable[..., Any]:
 def changed_trainer(trainer: type, names: Sequence[str]) -> type:
     """``trainer`` with the asked-for head and optimizer."""
 
-    class TurboTrainer(trainer):  # type: ignore[misc,valid-type]
+    class TurboTrainer(trainer):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             if "fused-adamw" in names:
@@ -192,7 +192,7 @@ class _Step:
         self._count = -1
 
     @torch.no_grad()
-    def __call__(self, *_: Any, **__: Any) -> None:
+    def __call__(self, *_args: Any, **_options: Any) -> None:
         from torch.distributed.tensor import DTensor
 
         scaled: list[Any] = []
@@ -204,16 +204,18 @@ class _Step:
         for group in self._optimizer.param_groups:
             lists: list[list[Any]] = [[], [], [], [], [], []]
             self._optimizer._init_group(group, *lists)
-            params, grads, firsts, seconds, _, steps = lists
+            params, grads, first_moments, second_moments, _unused, steps = lists
             if self._count < 0:
                 self._count = int(steps[0].item())
             torch._foreach_add_(steps, 1)
-            for index, tensors in enumerate(zip(params, grads, firsts, seconds, strict=True), start=first):
-                local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-                eight = hasattr(local[0], "_precomputed_scale")
-                p, g, m, v = (getattr(t, "_tensor", t) for t in local)
+            for index, tensors in enumerate(
+                zip(params, grads, first_moments, second_moments, strict=True), start=first
+            ):
+                shards = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+                eight = hasattr(shards[0], "_precomputed_scale")
+                p, g, m, v = (getattr(t, "_tensor", t) for t in shards)
                 if eight:
-                    scaled.append((local[0], index))
+                    scaled.append((shards[0], index))
                 adamw_(
                     p, g, m, v, clip=clip, amax=largest[index] if eight else None, lr=float(group["lr"]),
                     decay=group["weight_decay"], betas=group["betas"], eps=group["eps"], step=self._count + 1,

@@ -72,7 +72,10 @@ def _list(options: argparse.Namespace) -> int:
         return 0
     screen = Screen.of()
     if offered:
-        print("Optimizations of a training run: primus train RECIPE --turbo auto|off|NAME,…\n")
+        print(
+            "\n".join(screen.wrap("Optimizations of a training run (primus train RECIPE --turbo auto|off|NAME,…)"))
+            + "\n"
+        )
     for one, how in offered:
         lines = screen.wrap(f"{one.name}  ({one.provider}; {how})", hanging="    ")
         for text in (one.title, one.gain, f"needs: {_needs(one)}", f"tested by: {one.test}"):

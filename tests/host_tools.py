@@ -11,14 +11,15 @@ import sys
 import pytest
 
 from primus.errors import HostError
-from primus.images import tools
 from primus.progress import PlainProgress
+from primus.sandbox import tools
 
 # Program → package.
 PACKAGES = {
     "mmdebstrap": "mmdebstrap",
     "newuidmap": "uidmap",
     "dockerd": "docker.io",
+    "runc": "runc",
     "docker-registry": "docker-registry",
     "skopeo": "skopeo",
     "busybox": "busybox-static",
@@ -59,7 +60,7 @@ def main() -> int:
     if not lacking:
         return 0
     try:
-        tools.install(lacking, progress=PlainProgress())
+        tools.install(lacking, say=PlainProgress().say)
     except HostError as error:
         print(error.message, file=sys.stderr)
     for program in lacking:

@@ -113,14 +113,13 @@ def test_builds_run_side_by_side_and_stop(tiny, tmp_path):
 
 def test_limits_leave_no_group_behind(tiny, monkeypatch):
     made: list[Path] = []
-    limited = cgroups.limited
+    remove = cgroups.remove
 
-    def noted(name: str, limits: Limits) -> cgroups.Groups:
-        groups = limited(name, limits)
-        made.extend(path for path in groups.paths if path.is_dir())
-        return groups
+    def noted(groups: list[Path]) -> bool:
+        made.extend(path for path in groups if path.is_dir())
+        return remove(groups)
 
-    monkeypatch.setattr(cgroups, "limited", noted)
+    monkeypatch.setattr(cgroups, "remove", noted)
     with Path(os.devnull).open("r+b") as nothing:
         limits = Limits(memory_bytes=64 << 20, cpus=1)
         code = choose("embedded").run(tiny, Command(argv=("true",), limits=limits), stdin=nothing, stdout=nothing)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -16,9 +18,10 @@ import pytest
 from docker_engine import private_dockerd
 from sandbox_kit import Entry, directory, image, needs_busybox
 
-from primus.errors import InputError
+from primus.errors import HostError, InputError
+from primus.sandbox.devices import gpus, listed
 from primus.sandbox.engines import choose
-from primus.sandbox.model import Command, Engine, Limits, Mount, RootFs
+from primus.sandbox.model import Command, Devices, Engine, Hook, Limits, Mount, RootFs
 
 pytestmark = [pytest.mark.integration, needs_busybox]
 
@@ -202,6 +205,100 @@ def test_cpu_limit(engine, tiny, tmp_path):
     assert int(sh(engine, tiny, script, tmp_path, limits=Limits(cpus=0.2))[1]) < 32
 
 
+@pytest.mark.parametrize("limits", [Limits(), Limits(memory_bytes=64 << 20)])
+def test_system_calls_are_filtered(engine, tiny, tmp_path, limits):
+    # Root of a new user namespace could mount the control groups and raise its own limit.
+    script = "busybox unshare -U true 2>/dev/null && echo namespace; grep '^Seccomp:' /proc/self/status"
+    code, out, _ = sh(engine, tiny, script, tmp_path, limits=limits)
+    assert (code, out.split()) == (0, ["Seccomp:", "2"])
+
+
+@pytest.fixture
+def specification(tmp_path: Path) -> Iterator[Path]:
+    """A CDI specification of a device that acts like /dev/null and a folder, and the device."""
+    node = Path(f"/dev/primus-test-{random.randrange(10**9)}")
+    os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "driver/version").write_text("1.2.3")
+    text = {
+        "cdiVersion": "0.7.0",
+        "kind": "amd.com/gpu",
+        "containerEdits": {
+            "env": ["GPU_KIND=test"],
+            "mounts": [
+                {"hostPath": f"{tmp_path}/driver", "containerPath": "/opt/driver", "options": ["ro", "nosuid", "bind"]}
+            ],
+        },
+        "devices": [
+            {
+                "name": str(number),
+                "containerEdits": {
+                    "env": [f"GPU_{number}=yes"],
+                    "deviceNodes": [
+                        {"path": f"/dev/dri/renderD{128 + number}", "hostPath": str(node), "fileMode": 438}
+                    ],
+                    "additionalGids": [4000 + number],
+                },
+            }
+            for number in range(2)
+        ],
+    }
+    folder = tmp_path / "cdi"
+    folder.mkdir()
+    (folder / "amd.json").write_text(json.dumps(text))
+    yield folder
+    node.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="making a device needs root")
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("none", "---"),
+        ("1", "renderD128-yes-"),
+        ("2", "renderD128 renderD129-yes-yes"),
+        ("all", "renderD128 renderD129-yes-yes"),
+    ],
+)
+def test_gpus_of_a_cdi_specification(engine, tiny, tmp_path, specification, asked, found):
+    script = "echo $(ls /dev/dri 2>/dev/null)-$GPU_0-$GPU_1"
+    devices = gpus(asked, folders=[specification])
+    assert sh(engine, tiny, script, tmp_path, devices=devices)[1].strip() == found.replace("---", "--")
+    if asked == "none":
+        return
+    script = (
+        "echo x > /dev/dri/renderD128 && echo written; stat -c '%t %T' /dev/dri/renderD128; cat /opt/driver/version; "
+        "touch /opt/driver/f 2>/dev/null || echo; echo $GPU_KIND; id -G"
+    )
+    code, out, err = sh(engine, tiny, script, tmp_path, devices=devices)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[:4] == ["written", "1 3", "1.2.3", "test"]
+    assert set(out.splitlines()[4].split()) >= {"4000"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="making a device needs root")
+def test_a_device_node(engine, tiny, tmp_path, specification):
+    node = json.loads((specification / "amd.json").read_text())["devices"][0]["containerEdits"]["deviceNodes"][0]
+    path = node["hostPath"]
+    script = f"echo x > {path} && stat -c '%t %T %a' {path}; ls /dev | grep -c primus-test"
+    assert sh(engine, tiny, script, tmp_path, devices=listed([path]))[:2] == (0, "1 3 600\n1\n")
+    assert sh(engine, tiny, f"test -e {path}", tmp_path)[0] == 1
+
+
+def test_hooks_run_or_are_refused(engine, tiny, tmp_path):
+    hook = tmp_path / "hook"
+    hook.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/log\n")
+    hook.chmod(0o755)
+    hooks = tuple(Hook(name=n, path=str(hook), args=("hook", n)) for n in ("createContainer", "poststop"))
+    devices = (Devices(hooks=hooks, cdi="vendor.com/gpu=0"),)
+    if engine.name == "docker":
+        with pytest.raises(HostError, match="needs hooks"):
+            sh(engine, tiny, "true", tmp_path, devices=devices)
+        return
+    assert sh(engine, tiny, "true", tmp_path, devices=devices)[0] == 0
+    assert (tmp_path / "log").read_text().split() == ["createContainer", "poststop"]
+
+
 def test_shared_memory_size(engine, tiny, tmp_path):
     out = sh(engine, tiny, "df -k /dev/shm | tail -n1 | awk '{print $2}'", tmp_path, shm_bytes=3 << 30)[1]
     assert int(out) == 3 << 20
@@ -353,3 +450,19 @@ def test_terminal(engine, tmp_path):
     assert termios.tcgetattr(slave) == before
     os.close(master)
     os.close(slave)
+
+
+def test_a_terminal_where_there_is_none(engine, tiny, tmp_path):
+    if engine.name == "docker":
+        pytest.skip("a Docker engine leaves such a terminal without a size and without an end of its input")
+    (tmp_path / "in").write_text("hello\n")
+    with (tmp_path / "in").open("rb") as i, (tmp_path / "out").open("wb") as o:
+        command = Command(argv=("sh", "-c", "stty size; cat; exit 4"), tty=True)
+        assert engine.run(tiny, command, stdin=i, stdout=o, stderr=o) == 4
+    assert (tmp_path / "out").read_bytes().replace(b"\r", b"").split() == [b"24", b"80", b"hello", b"hello"]
+
+
+def test_the_hosts_files_keep_their_owner(engine, tiny, tmp_path):
+    before = (tmp_path / "out").stat().st_uid if (tmp_path / "out").exists() else os.geteuid()
+    assert sh(engine, tiny, "echo hi", tmp_path, user="worker")[:2] == (0, "hi\n")
+    assert (tmp_path / "out").stat().st_uid == before

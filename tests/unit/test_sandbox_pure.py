@@ -17,8 +17,8 @@ from primus.errors import HostError, InputError
 from primus.sandbox import cgroups, channel, userns
 from primus.sandbox.build import log_tail
 from primus.sandbox.engines import choose
-from primus.sandbox.model import Command, Limits, RootFs, final_argv, host_name, image_env
-from primus.sandbox.rootfs import resolve_inside
+from primus.sandbox.model import Command, RootFs, final_argv, host_name, image_env
+from primus.sandbox.overlay import resolve_inside
 from primus.sandbox.scratch import scratch
 from primus.sandbox.users import identity
 
@@ -139,29 +139,24 @@ def test_volumes():
 def test_scratch_removes_itself_and_the_dead_but_not_the_living(tmp_path):
     removed = []
 
-    def remove(path: Path) -> None:
+    def remove(path: Path) -> bool:
         removed.append(path.name)
+        if path.name == "busy":
+            return False
         if path.exists():
             path.rmdir()
+        return True
 
-    (tmp_path / "dead").mkdir()
-    (tmp_path / "dead.lock").write_text(json.dumps(["/nowhere/primus-dead"]))
-    # A control group that still holds processes cannot be removed, like a directory that is not empty.
-    (tmp_path / "primus-x/process").mkdir(parents=True)
-    (tmp_path / "busy.lock").write_text(json.dumps([str(tmp_path / "primus-x")]))
-    (tmp_path / "living").mkdir()
+    for name in ("dead", "busy", "living"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"{name}.lock").touch()
     with (tmp_path / "living.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(RuntimeError), scratch(tmp_path, remove) as own:
             assert own.path.is_dir()
             raise RuntimeError
     assert sorted(removed) == sorted(["busy", "dead", own.name])
-    assert sorted(path.name for path in tmp_path.glob("*")) == [
-        "busy.lock",
-        "living",
-        "living.lock",
-        "primus-x",
-    ]
+    assert sorted(path.name for path in tmp_path.glob("*")) == ["busy", "busy.lock", "living", "living.lock"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -231,43 +226,36 @@ def test_a_silent_engine_costs_two_seconds(monkeypatch, tmp_path):
         assert time.monotonic() - start < 4
 
 
-def fake_v2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    mount = tmp_path / "cgroup"
-    (mount / "a.slice/b.scope").mkdir(parents=True)
-    (mount / "cgroup.controllers").write_text("cpu memory pids\n")
-    (mount / "cgroup.subtree_control").write_text("cpu memory\n")
-    (mount / "a.slice/cgroup.subtree_control").write_text("memory cpu\n")
-    (mount / "a.slice/b.scope/cgroup.subtree_control").write_text("\n")
-    texts = {
-        "/proc/self/cgroup": "0::/a.slice/b.scope\n",
-        "/proc/self/mountinfo": f"31 23 0:28 / {mount} rw,relatime - cgroup2 cgroup2 rw\n",
-    }
-    plain = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda self, *a, **k: texts.get(str(self)) or plain(self, *a, **k))
-    return mount
+def test_groups_are_found_asked_and_removed(tmp_path):
+    assert cgroups.made(tmp_path / "nothing") == []
+    first, second = tmp_path / "memory/primus-x", tmp_path / "unified/primus-x"
+    state = tmp_path / "state/primus/state.json"
+    for folder in (first, second, state.parent):
+        folder.mkdir(parents=True)
+    state.write_text(json.dumps({"cgroup_paths": {"memory": str(first), "": str(second), "pids": "/elsewhere"}}))
+    groups = cgroups.made(tmp_path / "state")
+    assert groups == [first, second]
+    assert cgroups.oom_kills(groups) == 0
+    (second / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    assert cgroups.oom_kills(groups) == 2
+    (second / "memory.events").unlink()
+    assert cgroups.remove(groups)
+    assert not first.exists()
+    assert not second.exists()
 
 
-def test_version_two_groups_go_beside_ours(tmp_path, monkeypatch):
-    mount = fake_v2(tmp_path, monkeypatch)
-    made = mount / "a.slice/primus-x"
-    made.mkdir()
-    for name in ("memory.max", "memory.swap.max", "cpu.max"):
-        (made / name).touch()
-    groups = cgroups.limited("x", Limits(memory_bytes=1 << 30, cpus=1.5))
-    assert groups.paths == (made,)
-    assert (made / "memory.max").read_text() == str(1 << 30)
-    assert (made / "memory.swap.max").read_text() == "0"
-    assert (made / "cpu.max").read_text() == "150000 100000"
-    (made / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
-    assert groups.oom_kills() == 2
+def test_a_group_with_processes_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(cgroups, "_PATIENCE_S", 0.05)
+    (tmp_path / "primus-x/process").mkdir(parents=True)
+    assert not cgroups.remove([tmp_path / "primus-x"])
 
 
-def test_a_missing_controller_is_a_sentence(tmp_path, monkeypatch):
-    mount = fake_v2(tmp_path, monkeypatch)
-    (mount / "cgroup.controllers").write_text("cpu pids\n")
-    with pytest.raises(HostError, match="no memory control group"):
-        cgroups.limited("x", Limits(memory_bytes=1 << 30))
-    assert cgroups.limited("x", Limits()).paths == ()
+def test_a_damaged_state_names_no_group(tmp_path):
+    state = tmp_path / "primus/state.json"
+    state.parent.mkdir()
+    for text in ("", "{", "[]", '{"cgroup_paths": []}', "null"):
+        state.write_text(text)
+        assert cgroups.made(tmp_path) == []
 
 
 def test_the_sandbox_imports_little():

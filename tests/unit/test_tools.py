@@ -6,18 +6,13 @@ from pathlib import Path
 import pytest
 
 from primus.errors import HostError
-from primus.images import tools
-from primus.progress import QuietProgress
+from primus.sandbox import tools
 
 DEBIAN = 'PRETTY_NAME="Debian GNU/Linux 12"\nID=debian\n'
 
 
-class Listener(QuietProgress):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
+def silent(_: str) -> None:
+    pass
 
 
 @pytest.fixture
@@ -40,14 +35,14 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_tool_that_is_there_costs_nothing(host: Path) -> None:
-    assert tools.need("apt-get", "apt", progress=QuietProgress()) == host / "bin/apt-get"
+    assert tools.need("apt-get", "apt", say=silent) == host / "bin/apt-get"
     assert not (host / "log").exists()
 
 
 def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
-    listener = Listener()
-    assert tools.need("mytool", "mypackage", progress=listener) == host / "bin/mytool"
-    assert listener.said == [
+    said: list[str] = []
+    assert tools.need("mytool", "mypackage", say=said.append) == host / "bin/mytool"
+    assert said == [
         "mytool is missing: installing with `apt-get install -y --no-install-recommends mypackage`"
     ]
     assert (host / "log").read_text().splitlines() == [
@@ -59,33 +54,33 @@ def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
 def test_fresh_package_lists_are_not_asked_for_again(host: Path) -> None:
     (host / "lists").mkdir()
     (host / "lists/mirror_dists_bookworm_InRelease").touch()
-    tools.need("mytool", "mypackage", progress=QuietProgress())
+    tools.need("mytool", "mypackage", say=silent)
     assert "update" not in (host / "log").read_text()
 
 
 def test_apt_that_fails_says_why_and_what_to_type(host: Path) -> None:
     with pytest.raises(HostError) as error:
-        tools.need("mytool", "unheard", progress=QuietProgress())
+        tools.need("mytool", "unheard", say=silent)
     assert "could not be installed: Unable to locate package unheard" in str(error.value)
     assert "apt-get install -y --no-install-recommends unheard" in str(error.value)
 
 
 def test_apt_that_succeeds_without_the_tool_is_no_success(host: Path) -> None:
     with pytest.raises(HostError, match="brought no othertool"):
-        tools.need("othertool", "mypackage", progress=QuietProgress())
+        tools.need("othertool", "mypackage", say=silent)
 
 
 def test_several_tools_come_by_one_command(host: Path) -> None:
-    listener = Listener()
-    tools.install({"mytool": "mypackage", "other": "otherpackage"}, progress=listener)
+    said: list[str] = []
+    tools.install({"mytool": "mypackage", "other": "otherpackage"}, say=said.append)
     command = "install -y --no-install-recommends mypackage otherpackage"
-    assert listener.said == [f"mytool and other are missing: installing with `apt-get {command}`"]
+    assert said == [f"mytool and other are missing: installing with `apt-get {command}`"]
     assert (host / "log").read_text().splitlines()[1:] == [f"noninteractive {command}"]
 
 
 def test_one_package_that_the_archive_lacks_keeps_no_other_out(host: Path) -> None:
     with pytest.raises(HostError) as error:
-        tools.install({"x": "unheard", "mytool": "mypackage"}, progress=QuietProgress())
+        tools.install({"x": "unheard", "mytool": "mypackage"}, say=silent)
     assert error.value.message == "x is missing and could not be installed: Unable to locate package unheard"
     assert (host / "bin/mytool").exists()
 
@@ -93,7 +88,7 @@ def test_one_package_that_the_archive_lacks_keeps_no_other_out(host: Path) -> No
 def test_without_root_the_command_is_given(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(HostError) as error:
-        tools.need("mytool", "mypackage", progress=QuietProgress())
+        tools.need("mytool", "mypackage", say=silent)
     assert "sudo apt-get install -y --no-install-recommends mypackage" in str(error.value)
     assert not (host / "log").exists()
 
@@ -101,7 +96,7 @@ def test_without_root_the_command_is_given(host: Path, monkeypatch: pytest.Monke
 def test_another_distribution_is_left_alone(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools, "_os_release", lambda: "ID=fedora\n")
     with pytest.raises(HostError, match="mytool is missing"):
-        tools.need("mytool", "mypackage", progress=QuietProgress())
+        tools.need("mytool", "mypackage", say=silent)
     assert not (host / "log").exists()
 
 

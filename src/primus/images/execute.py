@@ -120,13 +120,13 @@ class Workshop:
 
     def _debs(self, action: Action, scratch: Path) -> Iterator[Entry]:
         from primus.images.rootfs import root_entries
-        from primus.images.tools import need
         from primus.images.unpacked import over_entries
+        from primus.sandbox.tools import need
 
         if "over" in action.spec:
             yield from over_entries(action.files, scratch, find=self._file)
             return
-        mmdebstrap = need("mmdebstrap", "mmdebstrap", progress=self.progress)
+        mmdebstrap = need("mmdebstrap", "mmdebstrap", say=self.progress.say)
         yield from root_entries(
             action.files,
             str(action.spec["suite"]),
@@ -172,7 +172,7 @@ class Workshop:
                 outputs=out,
                 env={},
                 log=log,
-                engine=choose(self.engine),
+                engine=choose(self.engine, self.progress.say),
             )
             if code != 0:
                 raise self._failed(f"compiling bytecode of {action.name}", code, log)
@@ -195,7 +195,7 @@ class Workshop:
             outputs=out,
             env={**environment, "PYTHONPATH": "/in", "PYTHONDONTWRITEBYTECODE": "1"},
             log=log,
-            engine=choose(self.engine),
+            engine=choose(self.engine, self.progress.say),
         )
         if code != 0:
             raise self._failed(f"compiling {action.name}", code, log)
@@ -224,7 +224,7 @@ class Workshop:
                 outputs=out,
                 env={**_build_env(action.job_bytes), **action.spec["environment"]},  # type: ignore[dict-item]
                 log=log,
-                engine=choose(self.engine),
+                engine=choose(self.engine, self.progress.say),
             )
             if code != 0:
                 raise self._failed(action.name, code, log)

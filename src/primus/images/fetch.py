@@ -19,7 +19,7 @@ from typing import TypeVar
 from primus.errors import HostError
 from primus.images.download import Meter, NotThere, Stopped, WrongBytes, download, speed
 from primus.images.filecache import FileCache
-from primus.images.tools import install
+from primus.sandbox.tools import install
 from primus.progress import Progress
 from primus.versions.archive import LacksPackages
 from primus.versions.indexes import Indexes
@@ -113,7 +113,7 @@ def _installing(call: Callable[[], _T], progress: Progress) -> _T:
         return call()
     except LacksPackages as lacking:
         try:
-            install({package: package for package in lacking.packages}, progress=progress)
+            install({package: package for package in lacking.packages}, say=progress.say)
         except HostError as error:
             raise HostError(f"{lacking.message}; {error.message}", hint=lacking.hint) from error
         return call()

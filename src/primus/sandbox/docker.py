@@ -16,7 +16,18 @@ from primus.errors import HostError
 from primus.sandbox import relay
 from primus.sandbox.inside import FORWARDED
 from primus.sandbox.load import connect, load
-from primus.sandbox.model import Command, RootFs, Stream, check_mounts, final_argv, host_name, image_env
+from primus.sandbox.model import (
+    Command,
+    Devices,
+    Mount,
+    RootFs,
+    Stream,
+    check_mounts,
+    final_argv,
+    host_name,
+    image_env,
+    merged,
+)
 
 if TYPE_CHECKING:
     import docker
@@ -63,6 +74,7 @@ class DockerEngine:
             image = load(root, None, client=client)
             terminal = relay.wanted(command, stdin, stdout)
             options = _options(root, command, image, terminal)
+            _add_devices(options["host"], command.devices, client)
             return _run(client, options, _Streams(stdin, stdout, stderr, terminal))
         except docker.errors.APIError as error:
             raise HostError(f"the Docker engine refuses to run {root.name}: {error.explanation or error}") from error
@@ -110,16 +122,12 @@ def _sweep(client: docker.DockerClient) -> None:
 
 def _options(root: RootFs, command: Command, image: str, terminal: bool) -> dict[str, Any]:
     check_mounts(command)
-    binds = [
-        f"{mount.source.absolute()}:{mount.target}:{'ro' if mount.read_only else 'rw'}" for mount in command.mounts
-    ]
     settings = root.config.get("config") or {}
     host: dict[str, Any] = {
-        "binds": binds,
+        "binds": [_bind(mount) for mount in command.mounts],
         "network_mode": "host" if command.network else "none",
         "shm_size": command.shm_bytes,
         "read_only": command.read_only_root,
-        "devices": [f"{device}:{device}:rwm" for device in command.devices],
     }
     if command.limits.memory_bytes is not None:
         host["mem_limit"] = command.limits.memory_bytes
@@ -143,6 +151,29 @@ def _options(root: RootFs, command: Command, image: str, terminal: bool) -> dict
         options["hostname"] = host_name(root, command)
         host["extra_hosts"] = {options["hostname"]: "127.0.0.1"}
     return options
+
+
+def _add_devices(host: dict[str, Any], devices: tuple[Devices, ...], client: docker.DockerClient) -> None:
+    """Add devices to the host options. CDI devices are the engine's work where it reads specifications (from 25 on)."""
+    from docker.types import DeviceRequest
+
+    names = [part.cdi for part in devices if part.cdi]
+    if names and client.info().get("CDISpecDirs"):
+        host["device_requests"] = [DeviceRequest(driver="cdi", device_ids=names)]
+        devices = tuple(part for part in devices if not part.cdi)
+    ours = merged(devices)
+    if ours.hooks:
+        raise HostError(
+            f"{', '.join(names)} needs hooks, which this Docker engine cannot run: it reads no CDI specifications",
+            hint="use --engine embedded, or Docker 28.2 or newer, or set features.cdi in /etc/docker/daemon.json",
+        )
+    host["binds"] += [_bind(mount) for mount in ours.mounts]
+    host["devices"] = [f"{node.source}:{node.target}:{node.permissions}" for node in ours.nodes]
+    host["group_add"] = [str(group) for group in ours.groups]
+
+
+def _bind(mount: Mount) -> str:
+    return f"{mount.source.absolute()}:{mount.target}:{'ro' if mount.read_only else 'rw'}"
 
 
 def _run(client: docker.DockerClient, options: dict[str, Any], streams: _Streams) -> int:

@@ -1,4 +1,4 @@
-"""The engine without a daemon: namespaces and overlayfs, as root or as an ordinary user."""
+"""The engine without a daemon: an OCI runtime over an overlay of unpacked layers, as root or as an ordinary user."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import threading
@@ -14,19 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError
-from primus.sandbox import cgroups, channel, relay, userns
+from primus.sandbox import cgroups, channel, relay, tools, userns
 from primus.sandbox.inside import FORWARDED
-from primus.sandbox.model import (
-    Command,
-    LayerRef,
-    RootFs,
-    Stream,
-    check_mounts,
-    final_argv,
-    host_name,
-    image_env,
-)
-from primus.sandbox.scratch import scratch
+from primus.sandbox.model import Command, LayerRef, RootFs, Stream, check_mounts, merged
+from primus.sandbox.scratch import Scratch, scratch
+from primus.sandbox.spec import configuration
 from primus.sandbox.unpack import is_unpacked, layer_dir
 
 __all__ = ["EmbeddedEngine", "unpacked_below"]
@@ -38,7 +31,7 @@ def unpacked_below(cache: Path) -> Path:
 
 
 class EmbeddedEngine:
-    """Runs commands with the kernel alone. ``say`` gets one line when something takes long."""
+    """Runs commands with runc (or crun). ``say`` gets one line when something takes long."""
 
     name = "embedded"
 
@@ -53,11 +46,12 @@ class EmbeddedEngine:
     def _lack(self) -> tuple[str, str] | None:
         if platform.system() != "Linux":
             return f"this is {platform.system()}, not Linux", "use --engine docker"
+        if not (_runtime() or tools.installable()):
+            return "no OCI runtime is installed", "as root: apt-get install runc"
         if userns.needed():
             return userns.missing()
-        argv, env = userns.helper("primus.sandbox.probe")
-        probe = subprocess.run(argv, env=env, capture_output=True, check=False)
-        if probe.returncode:
+        probe = ["unshare", "--mount", "--pid", "--net", "--fork", "--mount-proc", "true"]
+        if shutil.which(probe[0]) and subprocess.run(probe, capture_output=True, check=False).returncode:
             return (
                 "this root may not make namespaces",
                 "start the surrounding container with --privileged, or use --engine docker",
@@ -88,51 +82,52 @@ class EmbeddedEngine:
         lack = userns.missing() if userns.needed() else None
         if lack:
             raise HostError(f"the embedded engine cannot run here: {lack[0]}", hint=lack[1])
-        job = _job(root, command, relay.wanted(command, stdin, stdout))
+        runtime = _runtime() or tools.need("runc", "runc", say=self._say)
         lower = [str(path) for path in self.prepare(root)]
-        with scratch(unpacked_below(root.cache.parent / "runs").absolute(), userns.remove) as own:
-            groups = cgroups.limited(own.name, command.limits)
-            try:
-                own.remember(*groups.paths)
-                job["view"].update(lower=lower, scratch=str(own.path))
-                job["cgroup_procs"] = groups.procs
-                code = _start(job, stdin, stdout, stderr)
-                if groups.oom_kills():
-                    amount = (command.limits.memory_bytes or 0) / (1 << 20)
-                    _tell(
-                        stderr,
-                        f"primus: the kernel killed a process: over the memory limit of {amount:.0f} MiB\n",
-                    )
-            finally:
-                groups.remove()
-        return code
+        with scratch(unpacked_below(root.cache.parent / "runs").absolute(), _remove) as own:
+            job = _job(root, command, relay.wanted(command, stdin, stdout), own)
+            job.update(lower=lower, runtime=_words(runtime, own.path, job["limits"]))
+            return _start(job, stdin, stdout, stderr)
 
 
-def _tell(stream: Stream, text: str) -> None:
-    number = stream.fileno() if stream else 2
-    with contextlib.suppress(OSError):
-        os.write(number, text.encode())
+def _runtime() -> Path | None:
+    """The OCI runtime of this machine, runc before crun."""
+    return tools.find("runc") or tools.find("crun")
 
 
-def _job(root: RootFs, command: Command, terminal: bool) -> dict[str, Any]:
-    settings = root.config.get("config") or {}
+def _words(runtime: Path, scratch: Path, limits: str) -> list[str]:
+    words = [str(runtime), "--root", str(scratch / "state"), "--log", str(scratch / "runtime.log"), "--log-format=json"]
+    if limits:
+        return words
+    # Without a limit to enforce, a machine that lets nobody make control groups will do.
+    return [*words, "--cgroup-manager=disabled"] if runtime.name == "crun" else [*words, "--rootless=true"]
+
+
+def _remove(path: Path) -> bool:
+    """Remove a run's control groups, then its files, which name the groups; False when a group is still in use."""
+    if not cgroups.remove(cgroups.made(path / "state")):
+        return False
+    userns.remove(path)
+    return True
+
+
+def _job(root: RootFs, command: Command, terminal: bool, own: Scratch) -> dict[str, Any]:
     check_mounts(command)
+    settings = root.config.get("config") or {}
+    limits = {"memory": command.limits.memory_bytes, "cpu": command.limits.cpus}
     return {
-        "argv": final_argv(root, command),
-        "env": image_env(root, command),
-        "cwd": command.cwd or settings.get("WorkingDir") or "/",
+        "config": configuration(root, command, terminal=terminal, user_namespace=userns.needed()),
+        "container": f"primus-{own.name}",
+        "scratch": str(own.path),
         "user": command.user or settings.get("User") or None,
+        "groups": merged(command.devices).groups,
         "tty": terminal,
         "term": os.environ.get("TERM", "xterm"),
-        "view": {
-            "hostname": host_name(root, command),
-            "network": command.network,
-            "shm_bytes": command.shm_bytes,
-            "read_only_root": command.read_only_root,
-            "mounts": [(str(m.source.absolute()), m.target, not m.read_only) for m in command.mounts],
-            "devices": [str(device) for device in command.devices],
-            "user_namespace": userns.needed(),
-        },
+        "network": command.network,
+        "limits": " or ".join(name for name, value in limits.items() if value is not None),
+        "user_namespace": userns.needed(),
+        # A group of the user's, such as render, is often what opens a device.
+        "keep_groups": bool(merged(command.devices).nodes),
     }
 
 
@@ -150,6 +145,7 @@ def _start(job: dict[str, Any], stdin: Stream, stdout: Stream, stderr: Stream) -
             stderr=stderr,
             env=env,
             cwd="/",
+            keep_groups=job["keep_groups"],
         ) as process:
             os.close(report_write)
             report_write = -1

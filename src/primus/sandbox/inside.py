@@ -1,21 +1,29 @@
-"""The helper process of one embedded run: makes the namespaces, stays outside as their guard, relays signals.
+"""The helper processes of one embedded run, which live and die with the runner.
 
-It is its own interpreter, so that the runner may have threads and the container's first process has none.
+The first enters new mount and pid namespaces, mounts the image's overlay there and waits. The second is process 1 of
+the pid namespace: it starts the OCI runtime, waits for the command and passes signals on. When either ends, however it
+ends, the kernel ends everything in the container.
+
+They are interpreters of their own, so that the runner may have threads and these have none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import shutil
 import signal
-import socket
+import termios
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from primus.errors import PrimusError
-from primus.sandbox import channel, init, relay, syscalls
+from primus.errors import HostError, PrimusError
+from primus.sandbox import cgroups, channel, overlay, syscalls
+from primus.sandbox.syscalls import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
+from primus.sandbox.users import identity
 
 __all__ = ["FORWARDED", "main"]
 
@@ -44,75 +52,185 @@ def main(args: list[str]) -> int:
 
 
 def _guard(job: dict[str, Any], report: int) -> int:
-    watched = {*FORWARDED, signal.SIGCHLD}
-    # Blocked until somebody listens: a signal that comes early then waits, in the container's init too.
-    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    ours, theirs = socket.socketpair()
-    syscalls.unshare(syscalls.CLONE_NEWPID)
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        _first_process(job, report, theirs)
-    theirs.close()
-    terminal: relay.Terminal | None = None
-    code: int | None = None
+    # Blocked, so that a signal that comes early waits until somebody listens.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
+    os.umask(0o022)
+    scratch = Path(job["scratch"])
+    syscalls.unshare(syscalls.CLONE_NEWNS | syscalls.CLONE_NEWPID)
+    syscalls.mount("none", "/", None, MS_REC | MS_PRIVATE)
+    root = overlay.mount_overlay(job["lower"], scratch, user_namespace=job["user_namespace"])
     try:
-        # The init says when it is tied to our life; if we die before the answer, it sees the socket close.
-        if ours.recv(1):
-            ours.send(b"1")
-        if job["tty"]:
-            _, fds, _, _ = socket.recv_fds(ours, 1, 1)
-            terminal = relay.Terminal(fds[0]) if fds else None
-        code = _watch(pid, watched, terminal)
-        return code
+        refused = _bundle(job, str(root))
+        if refused:
+            os.write(2, f"primus: {refused[1]}\n".encode())
+            return refused[0]
+        alive, ours = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours)
+            _first_process(job, report, alive)
+        os.close(alive)
+        return _wait(pid)
     finally:
-        if terminal:
-            terminal.close()
-        if code is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        # Here we are root of the user namespace; the runner may be nobody to these files.
+        syscalls.unmount(root)
         for name in ("upper", "work"):
-            # Here we are root of the user namespace; the runner may be nobody to these files.
-            shutil.rmtree(Path(job["view"]["scratch"], name), ignore_errors=True)
+            shutil.rmtree(scratch / name, ignore_errors=True)
 
 
-def _first_process(job: dict[str, Any], report: int, theirs: socket.socket) -> NoReturn:
+def _bundle(job: dict[str, Any], root: str) -> tuple[int, str] | None:
+    """Finish the configuration by what only the image tells; returns why the command cannot be started, if so."""
+    config = job["config"]
+    process = config["process"]
+    overlay.write_names(root, config["hostname"], network=job["network"])
+    passwd, group = (Path(overlay.resolve_inside(root, f"/etc/{name}")) for name in ("passwd", "group"))
+    who = identity(job["user"], passwd, group)
+    process["user"] = {"uid": who.uid, "gid": who.gid, "additionalGids": [*who.groups, *job["groups"]]}
+    if who.uid:
+        # As an exec by that user would leave it: nothing until it runs a setuid program.
+        process["capabilities"] = {"bounding": process["capabilities"]["bounding"]}
+    env = dict(item.split("=", 1) for item in process["env"])
+    env = {"HOME": who.home, "HOSTNAME": config["hostname"], **({"TERM": job["term"]} if job["tty"] else {}), **env}
+    process["env"] = [f"{key}={value}" for key, value in env.items()]
+    Path(job["scratch"], "config.json").write_text(json.dumps(config))
+    if not (_mapped("uid", who.uid) and _mapped("gid", who.gid)):
+        return 126, f"cannot become user {who.uid}:{who.gid}, which is outside your subordinate ids"
+    mounted = [entry["destination"] for entry in config["mounts"]]
+    return overlay.missing_program(root, process["args"][0], env["PATH"], process["cwd"], mounted)
+
+
+def _mapped(kind: str, number: int) -> bool:
+    ranges = (line.split() for line in Path(f"/proc/self/{kind}_map").read_text().splitlines())
+    return any(int(start) <= number < int(start) + int(count) for start, _, count in ranges)
+
+
+def _first_process(job: dict[str, Any], report: int, alive: int) -> NoReturn:
     code = 125
     try:
         syscalls.die_with_parent()
-        theirs.send(b"1")
-        if theirs.recv(1):
-            code = init.run(job, theirs)
+        # If the guard ended before that, its end of the pipe is closed.
+        if not select.select([alive], [], [], 0)[0]:
+            code = _run(job)
+            _finish(job)
     except (PrimusError, OSError) as error:
         channel.report(report, error)
     finally:
         os._exit(code)
 
 
-def _watch(pid: int, watched: set[signal.Signals], terminal: relay.Terminal | None) -> int:
-    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    for number in watched:
-        signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+def _run(job: dict[str, Any]) -> int:
+    try:
+        syscalls.mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    except OSError as error:
+        raise HostError(
+            f"the kernel refuses a fresh /proc: {error.strerror}",
+            hint="this machine is itself a container that hides parts of /proc; start it with --privileged, "
+            "or use --engine docker",
+        ) from error
+    syscalls.hide()
+    scratch = Path(job["scratch"])
+    words = [*job["runtime"], "run", "--bundle", str(scratch)]
+    if job["tty"]:
+        _terminal_for_the_runtime()
+        # The runtime stays between the two terminals and passes signals on.
+        code = _wait(_start([*words, "--keep", job["container"]]))
+        if code:
+            _raise_logged(job, scratch)
+        return code
+    # The command gets our own descriptors, and is our child once the runtime has ended.
+    pid_file = scratch / "pid"
+    with _owners_kept():
+        _, status = os.waitpid(_start([*words, "--detach", "--pid-file", str(pid_file), job["container"]]), 0)
+    if status:
+        _raise_logged(job, scratch)
+        raise HostError(f"the OCI runtime {job['runtime'][0]} ended with exit code {os.waitstatus_to_exitcode(status)}")
+    return _wait(int(pid_file.read_text()))
+
+
+def _terminal_for_the_runtime() -> None:
+    """Give the runtime what it expects of a user's terminal, where stdin is none."""
+    if os.isatty(0):
+        return
+    if not (os.isatty(1) or os.isatty(2)):
+        # It takes the size from a terminal. Nobody reads this one: what the runtime says is in its log.
+        slave = os.openpty()[1]
+        termios.tcsetwinsize(slave, (24, 80))
+        os.dup2(slave, 2)
+    # The end of a file is a character on a terminal, which the runtime does not write.
+    read, write = os.pipe()
+    if os.fork() == 0:
+        with contextlib.suppress(OSError):
+            while data := os.read(0, 65536):
+                os.write(write, data)
+            os.write(write, b"\x04")
+        os._exit(0)
+    os.dup2(read, 0)
+    os.close(write)
+
+
+def _start(words: list[str]) -> int:
+    # The interpreter ignores SIGPIPE and SIGXFSZ; programs expect neither.
+    defaults = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
+    env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+    return os.posix_spawn(words[0], words, env, setsigmask=[], setsigdef=defaults)
+
+
+@contextlib.contextmanager
+def _owners_kept() -> Iterator[None]:
+    """Undo that the runtime gives stdin, stdout and stderr to the container's user: they may be the host's files."""
+    before = {}
+    for number in (0, 1, 2):
+        with contextlib.suppress(OSError):
+            before[number] = os.fstat(number)
+    yield
+    for number, info in before.items():
+        with contextlib.suppress(OSError):
+            if os.fstat(number).st_uid != info.st_uid:
+                os.fchown(number, info.st_uid, info.st_gid)
+
+
+def _wait(pid: int) -> int:
+    """Pass signals on to ``pid`` until it ends; reap whatever else ends. The exit code, 128+n for signal n."""
     while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            if terminal:
-                terminal.drain()
-            code = os.waitstatus_to_exitcode(status)
-            return 128 - code if code < 0 else code
-        reads, writes = terminal.interests() if terminal else ([], [])
-        ready, writable, _ = select.select([wake_read, *reads], writes, [])
-        if terminal:
-            terminal.move(ready, writable)
-        if wake_read not in ready:
-            continue
-        for got in os.read(wake_read, 512):
-            if terminal and got == signal.SIGWINCH:
-                terminal.resize()
-            elif got != signal.SIGCHLD:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, got)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                done, status = os.waitpid(-1, os.WNOHANG)
+                if done == pid:
+                    code = os.waitstatus_to_exitcode(status)
+                    return 128 - code if code < 0 else code
+                if not done:
+                    break
+        info = signal.sigwaitinfo({*FORWARDED, signal.SIGCHLD})
+        if info.si_signo != signal.SIGCHLD:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, info.si_signo)
+
+
+def _raise_logged(job: dict[str, Any], scratch: Path) -> None:
+    """Raise what the runtime's log says was wrong; return when it says nothing."""
+    told = ""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (scratch / "runtime.log").read_text().splitlines():
+            entry = json.loads(line)
+            if entry.get("level") in ("error", "fatal"):
+                told = str(entry.get("msg", ""))
+    if not told:
+        return
+    if job["limits"] and "cgroup" in told.lower():
+        raise HostError(
+            f"this machine does not let you set a {job['limits']} limit: {told}",
+            hint="run as root, use --engine docker, or start primus without the limit under: "
+            "systemd-run --user --scope -p MemoryMax=… -p CPUQuota=…",
+        )
+    raise HostError(f"the OCI runtime cannot start the container: {told}")
+
+
+def _finish(job: dict[str, Any]) -> None:
+    """Say when the memory limit killed a process, and let the runtime run the hooks for the end."""
+    limit = job["config"]["linux"]["resources"].get("memory", {}).get("limit")
+    if limit and cgroups.oom_kills(cgroups.made(Path(job["scratch"], "state"))):
+        text = f"primus: the kernel killed a process: over the memory limit of {limit / (1 << 20):.0f} MiB\n"
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
+    if job["config"]["hooks"].get("poststop"):
+        os.waitpid(_start([*job["runtime"], "delete", "--force", job["container"]]), 0)

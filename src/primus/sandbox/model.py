@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TypeVar
 
 from primus.errors import InputError
 
 __all__ = [
     "GIB",
     "Command",
+    "DeviceNode",
+    "Devices",
     "Engine",
+    "Hook",
     "LayerRef",
     "Limits",
     "Mount",
@@ -23,9 +26,12 @@ __all__ = [
     "final_argv",
     "host_name",
     "image_env",
+    "merged",
 ]
 
 GIB = 1 << 30
+
+T = TypeVar("T")
 
 # What an engine takes for stdin, stdout and stderr: a file object with a descriptor, or None to inherit.
 Stream = IO[Any] | None
@@ -67,11 +73,77 @@ class RootFs:
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """The host's ``source`` (file or directory) shown at the absolute path ``target`` inside."""
+    """The host's ``source`` (file or directory) at the absolute path ``target`` inside.
+
+    ``options`` are mount options of the OCI runtime specification; None means a private recursive bind mount.
+    """
 
     source: Path
     target: str
     read_only: bool = True
+    options: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceNode:
+    """A device of the host: ``source`` is its node there, ``target`` the path inside.
+
+    ``permissions`` are those of the device control group: letters of ``rwm``. ``mode``, ``uid`` and ``gid`` of the
+    node inside; None keeps the host's.
+    """
+
+    source: Path
+    target: str
+    permissions: str = "rwm"
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """A program of the host that the OCI runtime starts at the moment ``name``; ``timeout`` is in seconds."""
+
+    name: str
+    path: str
+    args: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+    timeout: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Devices for a container, and all that must come with them.
+
+    ``env`` is set inside, ``groups`` are further group ids of the process. ``cdi`` is the qualified name
+    (``vendor.com/class=name``) that all this was read from, for an engine that reads the specifications itself.
+    """
+
+    nodes: tuple[DeviceNode, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    hooks: tuple[Hook, ...] = ()
+    groups: tuple[int, ...] = ()
+    cdi: str = ""
+
+
+def merged(parts: Iterable[Devices]) -> Devices:
+    """All of ``parts`` together, what several of them share once; without a name."""
+    parts = tuple(parts)
+    env: dict[str, str] = {}
+    for part in parts:
+        env.update(part.env)
+    return Devices(
+        nodes=_once(node for part in parts for node in part.nodes),
+        mounts=_once(mount for part in parts for mount in part.mounts),
+        env=env,
+        hooks=_once(hook for part in parts for hook in part.hooks),
+        groups=_once(group for part in parts for group in part.groups),
+    )
+
+
+def _once(items: Iterable[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(items))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +162,14 @@ class Command:
     (``name``, ``uid`` or either with ``:group``) replace the image's. ``entrypoint`` False skips the
     image's Entrypoint. ``network`` False gives an own network with only loopback, True the host's. ``tty``
     None means: a terminal when stdin and stdout are inherited terminals. ``shm_bytes`` is the most that
-    /dev/shm may hold. ``devices`` are host device nodes shown at the same path inside.
+    /dev/shm may hold. ``devices`` are host devices, see :mod:`primus.sandbox.devices`.
     """
 
     argv: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     cwd: str | None = None
     mounts: tuple[Mount, ...] = ()
-    devices: tuple[Path, ...] = ()
+    devices: tuple[Devices, ...] = ()
     limits: Limits = field(default_factory=Limits)
     network: bool = False
     tty: bool | None = None
@@ -143,11 +215,12 @@ def final_argv(root: RootFs, command: Command) -> list[str]:
 
 
 def image_env(root: RootFs, command: Command) -> dict[str, str]:
-    """The environment inside: a PATH, then the image's Env, then the command's. The host's stays out."""
+    """The environment inside: a PATH, the image's Env, the devices', the command's. The host's stays out."""
     env = {"PATH": _DEFAULT_PATH}
     for item in (root.config.get("config") or {}).get("Env") or []:
         key, _, value = str(item).partition("=")
         env[key] = value
+    env.update(merged(command.devices).env)
     env.update(command.env)
     return env
 
@@ -158,15 +231,14 @@ def host_name(root: RootFs, command: Command) -> str:
 
 
 def check_mounts(command: Command) -> None:
-    """InputError for a mount or device that cannot be."""
-    for mount in command.mounts:
+    """InputError for a mount that cannot be made."""
+    for mount in (*command.mounts, *merged(command.devices).mounts):
         if not mount.target.startswith("/") or mount.target.strip("/") in ("", "proc", "sys", "dev"):
-            raise InputError(f"{mount.target!r} is no place for a mount", hint="give an absolute path inside the image")
+            raise InputError(
+                f"{mount.target!r} cannot be the target of a mount", hint="give an absolute path inside the image"
+            )
         if not mount.source.exists():
             raise InputError(
                 f"{mount.source} does not exist, so it cannot be mounted at {mount.target}",
-                hint="make it first",
+                hint="create it first",
             )
-    for device in command.devices:
-        if not str(device).startswith("/dev/") or not device.exists():
-            raise InputError(f"{device} is no device of this machine", hint="ls /dev shows what there is")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,14 +23,13 @@ class Scratch:
     path: Path
     lock: Path
 
-    def remember(self, *cgroups: Path) -> None:
-        """Note control groups to remove should this process be killed."""
-        self.lock.write_text(json.dumps([str(group) for group in cgroups]))
-
 
 @contextlib.contextmanager
-def scratch(base: Path, remove: Callable[[Path], None]) -> Iterator[Scratch]:
-    """Make a directory below ``base``; ``remove`` removes it at the end, and those of killed runs."""
+def scratch(base: Path, remove: Callable[[Path], bool]) -> Iterator[Scratch]:
+    """Make a directory below ``base``; ``remove`` removes it at the end, and those of killed runs.
+
+    What ``remove`` answers False for is left to a later run.
+    """
     try:
         base.mkdir(parents=True, exist_ok=True)
         _sweep(base, remove)
@@ -44,8 +42,8 @@ def scratch(base: Path, remove: Callable[[Path], None]) -> Iterator[Scratch]:
     try:
         yield entry
     finally:
-        remove(entry.path)
-        entry.lock.unlink(missing_ok=True)
+        if remove(entry.path):
+            entry.lock.unlink(missing_ok=True)
         os.close(held)
 
 
@@ -64,7 +62,7 @@ def _create(base: Path) -> tuple[int, Scratch]:
         os.close(held)
 
 
-def _sweep(base: Path, remove: Callable[[Path], None]) -> None:
+def _sweep(base: Path, remove: Callable[[Path], bool]) -> None:
     for lock in base.glob("*.lock"):
         try:
             held = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
@@ -72,29 +70,9 @@ def _sweep(base: Path, remove: Callable[[Path], None]) -> None:
             continue
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(lock.with_suffix(""))
-            # A killed run's processes may take a moment to leave; then the next sweep removes the group.
-            left = [group for group in _groups(lock) if not _gone(group)]
-            if not left:
+            if remove(lock.with_suffix("")):
                 lock.unlink(missing_ok=True)
         except BlockingIOError:
             pass
         finally:
             os.close(held)
-
-
-def _gone(group: Path) -> bool:
-    try:
-        group.rmdir()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return True
-
-
-def _groups(lock: Path) -> list[Path]:
-    try:
-        return [Path(item) for item in json.loads(lock.read_text() or "[]") if "primus-" in item]
-    except (OSError, ValueError):
-        return []

@@ -24,7 +24,7 @@ _Range = tuple[int, int]
 # id maps, become root of it, and exec the real command. It speaks with the parent over two pipes.
 _ENTER = """
 import ctypes, os, sys
-ready, go, parent = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+ready, go, parent, keep_groups = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "keep"
 libc = ctypes.CDLL(None, use_errno=True)
 libc.prctl(1, 9, 0, 0, 0)
 if os.getppid() != parent:
@@ -32,18 +32,23 @@ if os.getppid() != parent:
 if libc.unshare(0x10000000) < 0:
     os.write(ready, str(ctypes.get_errno()).encode())
     os._exit(125)
+if keep_groups:
+    with open("/proc/self/setgroups", "w") as file:
+        file.write("deny")
 os.write(ready, b"0")
 if os.read(go, 1) != b"1":
     os._exit(125)
 os.close(ready); os.close(go)
-os.setgroups([]); os.setresgid(0, 0, 0); os.setresuid(0, 0, 0)
+if not keep_groups:
+    os.setgroups([])
+os.setresgid(0, 0, 0); os.setresuid(0, 0, 0)
 libc.prctl(1, 9, 0, 0, 0)
 if os.getppid() != parent:
     os._exit(137)
 try:
-    os.execvp(sys.argv[4], sys.argv[4:])
+    os.execvp(sys.argv[5], sys.argv[5:])
 except OSError as error:
-    sys.stderr.write(f"{sys.argv[4]}: {error.strerror}\\n")
+    sys.stderr.write(f"{sys.argv[5]}: {error.strerror}\\n")
     os._exit(127 if isinstance(error, FileNotFoundError) else 126)
 """
 
@@ -130,8 +135,13 @@ def _map(ranges: Sequence[_Range], own: int) -> list[str]:
 class Namespace:
     """Starts processes that are root of a new user namespace (or, for root, plain processes)."""
 
-    def start(self, argv: Sequence[str], *, pass_fds: Sequence[int] = (), **options: Any) -> subprocess.Popen[bytes]:
-        """Start ``argv`` and return it running; ``options`` go to Popen. HostError when refused."""
+    def start(
+        self, argv: Sequence[str], *, pass_fds: Sequence[int] = (), keep_groups: bool = False, **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start ``argv`` and return it running; ``options`` go to Popen. HostError when refused.
+
+        With ``keep_groups`` it keeps the user's supplementary groups, and nothing in the namespace can change its own.
+        """
         if not needed():
             return subprocess.Popen(list(argv), pass_fds=tuple(pass_fds), **options)
         lack = missing()
@@ -150,6 +160,7 @@ class Namespace:
                     str(ready_write),
                     str(go_read),
                     str(os.getpid()),
+                    "keep" if keep_groups else "drop",
                     *argv,
                 ],
                 pass_fds=(*pass_fds, ready_write, go_read),

@@ -48,7 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K=V|K",
         help="set a variable; K alone copies yours",
     )
-    parser.add_argument("--device", action="append", default=[], metavar="DEV", help="show a host device inside")
+    parser.add_argument(
+        "--gpus",
+        default="none",
+        metavar="all|N|none",
+        help="give it GPUs of this machine: all, the first N or none (default: none)",
+    )
+    parser.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="DEV",
+        help="give it a device: a node or folder below /dev, or a CDI name such as amd.com/gpu=0",
+    )
     parser.add_argument("--memory", metavar="SIZE", help="most memory, e.g. 2g")
     parser.add_argument("--shm-size", metavar="SIZE", help="most that /dev/shm may hold (default: 8g)")
     parser.add_argument("--cpus", type=float, metavar="N", help="most CPU cores, e.g. 1.5")
@@ -87,6 +99,7 @@ def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
+    from primus.sandbox.devices import gpus, listed
     from primus.sandbox.engines import choose
     from primus.sandbox.model import GIB, Command, Limits
 
@@ -97,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         env=dict(_variable(item) for item in args.env if "=" in item or item in os.environ),
         cwd=args.workdir,
         mounts=tuple(_mount(item) for item in args.volume),
-        devices=tuple(Path(item) for item in args.device),
+        devices=(*gpus(args.gpus), *listed(args.device)),
         limits=Limits(memory_bytes=_bytes("--memory", args.memory), cpus=args.cpus),
         network=args.network == "host",
         tty=args.tty,

@@ -6,36 +6,39 @@ import os
 import shlex
 import shutil
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from primus.errors import HostError
-from primus.progress import Progress
 
-__all__ = ["find", "install", "is_debian_like", "need"]
+__all__ = ["find", "install", "installable", "is_debian_like", "need"]
 
 _LISTS = Path("/var/lib/apt/lists")
 _STALE_S = 24 * 3600
+# Builds run in threads, and apt runs once at a time.
+_installing = threading.Lock()
 
 
-def need(tool: str, package: str, *, progress: Progress) -> Path:
+def need(tool: str, package: str, *, say: Callable[[str], None]) -> Path:
     """Where the executable ``tool`` is, after installing the Debian package ``package`` if it was missing.
 
-    Raises HostError, with the command to type, where it cannot be installed.
+    ``say`` gets a line before anything is installed. Raises HostError, with the command to type, where it cannot be installed.
     """
-    found = find(tool)
-    if found is not None:
-        return found
-    install({tool: package}, progress=progress)
-    found = find(tool)
+    with _installing:
+        found = find(tool)
+        if found is not None:
+            return found
+        install({tool: package}, say=say)
+        found = find(tool)
     if found is None:
         raise HostError(f"package {package} is installed, but brought no {tool}")
     return found
 
 
-def install(packages: Mapping[str, str], *, progress: Progress) -> None:
-    """Install the Debian package of each tool (``packages``: tool → package), and say so first.
+def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:
+    """Install the Debian package of each tool (``packages``: tool → package); ``say`` gets a line first.
 
     Raises HostError, with the command to type, where one cannot be installed; the others are installed all the same.
     """
@@ -43,14 +46,14 @@ def install(packages: Mapping[str, str], *, progress: Progress) -> None:
     verb = "is" if len(packages) == 1 else "are"
     command = ["apt-get", "install", "-y", "--no-install-recommends"]
     typed = shlex.join([*command, *packages.values()])
-    if not is_debian_like(_os_release()) or shutil.which("apt-get") is None:
+    if not _has_apt():
         names = ", ".join(packages.values())
         raise HostError(
             f"{tools} {verb} missing", hint=f"install {names} (the names of the packages on Debian and Ubuntu)"
         )
     if os.geteuid() != 0:
         raise HostError(f"{tools} {verb} missing", hint=f"sudo {typed}")
-    progress.say(f"{tools} {verb} missing: installing with `{typed}`")
+    say(f"{tools} {verb} missing: installing with `{typed}`")
     reason = _apt(["apt-get", "-q", "update"]) if _lists_stale(_LISTS, time.time()) else ""
     if not reason and (reason := _apt([*command, *packages.values()])) and len(packages) > 1:
         # One package that the archive does not have keeps apt from installing the others.
@@ -61,6 +64,15 @@ def install(packages: Mapping[str, str], *, progress: Progress) -> None:
         raise HostError(
             f"{tools} {verb} missing and could not be installed: {reason}", hint=f"try: apt-get update; {typed}"
         )
+
+
+def installable() -> bool:
+    """Whether :func:`install` may install packages here: as root, on Debian or Ubuntu."""
+    return os.geteuid() == 0 and _has_apt()
+
+
+def _has_apt() -> bool:
+    return is_debian_like(_os_release()) and shutil.which("apt-get") is not None
 
 
 def find(tool: str) -> Path | None:

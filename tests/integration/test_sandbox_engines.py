@@ -459,10 +459,10 @@ def test_a_terminal_where_there_is_none(engine, tiny, tmp_path):
     with (tmp_path / "in").open("rb") as i, (tmp_path / "out").open("wb") as o:
         command = Command(argv=("sh", "-c", "stty size; cat; exit 4"), tty=True)
         assert engine.run(tiny, command, stdin=i, stdout=o, stderr=o) == 4
-    assert (tmp_path / "out").read_bytes().replace(b"\r", b"").split() == [b"24", b"80", b"hello", b"hello"]
+    # The terminal may echo the input before the command starts.
+    assert sorted((tmp_path / "out").read_text().split()) == ["24", "80", "hello", "hello"]
 
 
 def test_the_hosts_files_keep_their_owner(engine, tiny, tmp_path):
-    before = (tmp_path / "out").stat().st_uid if (tmp_path / "out").exists() else os.geteuid()
     assert sh(engine, tiny, "echo hi", tmp_path, user="worker")[:2] == (0, "hi\n")
-    assert (tmp_path / "out").stat().st_uid == before
+    assert (tmp_path / "out").stat().st_uid == os.geteuid()

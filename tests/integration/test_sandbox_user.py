@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -168,6 +171,42 @@ def test_isolated_build(user, place):
         "print((place / 'out/f').stat().st_uid == os.getuid())\n"
     )
     assert run(user, place, code) == (0, "0\n0\n/tmp/home\nbuild\n\nTrue\n")
+
+
+def test_system_calls_are_filtered(user, place):
+    script = "busybox unshare -U true 2>/dev/null && echo namespace; grep '^Seccomp:' /proc/self/status"
+    assert run(user, place, SH.format(script, "")) == (0, "Seccomp:\t2\n")
+
+
+@pytest.fixture
+def group(user: str) -> Iterator[str]:
+    subprocess.run(["groupadd", "primus-render"], check=True)
+    subprocess.run(["usermod", "-aG", "primus-render", user], check=True)
+    yield "primus-render"
+    subprocess.run(["gpasswd", "-d", user, "primus-render"], check=True, capture_output=True)
+    subprocess.run(["groupdel", "primus-render"], check=True)
+
+
+def test_a_device_that_a_group_opens(user, group, place):
+    node = Path(f"/dev/primus-test-{random.randrange(10**9)}")
+    os.mknod(node, 0o660 | stat.S_IFCHR, os.makedev(1, 3))
+    try:
+        node.chmod(0o660)
+        shutil.chown(node, group=group)
+        text = {
+            "cdiVersion": "0.6.0",
+            "kind": "amd.com/gpu",
+            "devices": [
+                {"name": "0", "containerEdits": {"deviceNodes": [{"path": "/dev/kfd", "hostPath": str(node)}]}}
+            ],
+        }
+        (place / "amd.json").write_text(json.dumps(text))
+        script = f"echo x > {node} && echo x > /dev/kfd && stat -c '%t %T' /dev/kfd"
+        options = f"devices=(*listed(['{node}']), *gpus('all', folders=[place.parent]))"
+        code = "from primus.sandbox.devices import gpus, listed\n" + SH.format(script, options)
+        assert run(user, place, code) == (0, "1 3\n")
+    finally:
+        node.unlink()
 
 
 def test_the_cache_can_be_removed(user, place):

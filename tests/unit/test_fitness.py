@@ -63,6 +63,18 @@ def test_a_whole_release_may_be_published() -> None:
         ({"records": (record(jobs=NOT_RUN),)}, "ran again, resumed and split its batch"),
         ({"gpu": "mi355x"}, "nothing was trained in this image on mi355x"),
         ({"gpu": "mi355x", "records": (record(gpu="mi300x"),)}, "nothing was trained in this image on mi355x"),
+        (
+            {
+                "gpu": "mi355x",
+                "recipes": ("one", "two"),
+                "records": (record(gpu="mi355x"), record(recipe={"name": "two"})),
+            },
+            "two did not pass a validation in this image on mi355x",
+        ),
+        (
+            {"gpu": "mi355x", "records": (record(gpu="mi355x", jobs=QUICK), record())},
+            "no validation in this image on mi355x ran again",
+        ),
         ({"commit": None}, "the commit it was built from is not known"),
         ({"edited": tuple("vwxyz")}, "files differ from commit cccccccccccc: v, w, x and 2 more"),
     ],

@@ -113,6 +113,12 @@ def test_run_options():
     assert parsed("-t", "cpu", "--no-entrypoint").entrypoint is False
 
 
+def test_devices_and_gpus_of_the_verb():
+    assert parsed("cpu").gpus == "none"
+    args = parsed("cpu", "--gpus", "2", "--device", "/dev/null", "--device", "amd.com/gpu=0")
+    assert (args.gpus, args.device) == ("2", ["/dev/null", "amd.com/gpu=0"])
+
+
 @pytest.mark.parametrize(
     ("text", "amount"),
     [("2g", 2 << 30), ("1.5GiB", 3 << 29), ("512M", 512 << 20), ("1048576", 1 << 20), ("64 mb", 64 << 20)],

@@ -22,7 +22,8 @@ class Found:
 
     ``generations`` has one entry per GPU too: its name in the table, or "" where the product is not known for sure.
     ``vendor`` is "amd", "nvidia" or "" for none. ``usable`` tells that the device nodes training needs can be
-    opened by this user; ``obstacle`` says why not.
+    opened by this user; ``obstacle`` says why not. ``driver`` is the kernel driver's version, or the kernel's where the
+    driver is part of it.
     """
 
     vendor: str = ""
@@ -30,6 +31,7 @@ class Found:
     generations: tuple[str, ...] = ()
     usable: bool = False
     obstacle: str = ""
+    driver: str = ""
 
     @property
     def generation(self) -> str:
@@ -74,7 +76,12 @@ def _amd(root: Path) -> Found | None:
         else f"/{device.relative_to(root)} cannot be opened: pass --device /dev/kfd --device /dev/dri"
     )
     return Found(
-        vendor="amd", names=tuple(names), generations=tuple(generations), usable=not obstacle, obstacle=obstacle
+        vendor="amd",
+        names=tuple(names),
+        generations=tuple(generations),
+        usable=not obstacle,
+        obstacle=obstacle,
+        driver=_driver(root, "amdgpu"),
     )
 
 
@@ -120,7 +127,16 @@ def _nvidia(root: Path) -> Found | None:
         generations=tuple(g.name if g else "" for g in known),
         usable=not obstacle,
         obstacle=obstacle,
+        driver=_driver(root, "nvidia"),
     )
+
+
+def _driver(root: Path, module: str) -> str:
+    own = _lines(root / "sys/module" / module / "version")
+    if own and own[0].strip():
+        return f"{module} {own[0].strip()}"
+    kernel = _lines(root / "proc/sys/kernel/osrelease")
+    return f"{module} of Linux {kernel[0].strip()}" if kernel else ""
 
 
 def name_of_gfx(version: int) -> str:

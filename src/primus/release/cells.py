@@ -25,13 +25,13 @@ class Cell:
         return " ".join([self.recipe, *(word for word in (self.asked.backend, self.asked.mode) if word)])
 
 
-def cells_of(recipes: Iterable[str], *, every: bool) -> tuple[Cell, ...]:
-    """The cells of ``recipes`` as they are trained without a GPU: their proxies.
+def cells_of(recipes: Iterable[str], *, every: bool, gpu: str = CPU) -> tuple[Cell, ...]:
+    """The cells of ``recipes``: their proxies, as they are trained on ``gpu``, a generation or ``cpu``.
 
     With ``every``, each backend and mode that a recipe supports, else its default alone. InputError for a recipe
     that there is not, or that supports nothing.
     """
-    here = Asked(gpu=CPU, proxy=True)
+    here = Asked(gpu=gpu, proxy=True)
     cells: list[Cell] = []
     for name in recipes:
         short = name.rpartition("/")[2].removesuffix(".yaml")

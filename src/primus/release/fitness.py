@@ -36,8 +36,8 @@ class Evidence:
 def objections(evidence: Evidence, *, preview: bool) -> tuple[str, ...]:
     """Why the image may not be published, a sentence each; empty when it may.
 
-    With ``preview`` it is not called a release: then the GPU need not have been trained on, the coverage gate may
-    fail, and the repository may be edited.
+    A release for a GPU must have passed its validations on that GPU. With ``preview`` it is not called a release: then
+    a CPU will do, the coverage gate may fail, and the repository may be edited.
     """
     found = []
     if evidence.preview and not preview:
@@ -56,14 +56,21 @@ def _of_validation(evidence: Evidence, preview: bool) -> list[str]:
     if not evidence.recipes:
         return ["its target names no recipe to validate it with"]
     mine = [r for r in evidence.records if r["image"]["content"] == evidence.content and _passed(r, preview)]
+    where = ""
+    if evidence.gpu and not preview:
+        mine = [record for record in mine if record["gpu"] == evidence.gpu]
+        if not mine:
+            return [
+                f"nothing was trained in this image on {evidence.gpu}: a run on a CPU is no pass for the GPU "
+                "(primus validate, on a machine with that GPU)"
+            ]
+        where = f" on {evidence.gpu}"
     trained = {record["recipe"]["name"] for record in mine}
     found = []
     if lacking := [name for name in evidence.recipes if name not in trained]:
-        found.append(f"{_some(lacking)} did not pass a validation in this image (primus validate --suite quick)")
+        found.append(f"{_some(lacking)} did not pass a validation in this image{where} (primus validate --suite quick)")
     if not any({job["name"] for job in record["jobs"] if job["ran"]} >= _RUNS for record in mine):
-        found.append("no validation in this image ran again, resumed and split its batch (primus validate)")
-    if evidence.gpu and not preview and not any(record["gpu"] == evidence.gpu for record in mine):
-        found.append(f"nothing was trained in this image on {evidence.gpu}: a run on a CPU is no pass for the GPU")
+        found.append(f"no validation in this image{where} ran again, resumed and split its batch (primus validate)")
     return found
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from primus.errors import HostError
 from primus.images.roots import root_of_image
+from primus.release.hardware import NO_GPU, ran_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
     from primus.gates.check import Outcome as Checked
     from primus.gates.model import GateReport
     from primus.images.project import Project
+    from primus.recipes.model import Recipe
     from primus.release.cells import Cell
-    from primus.sandbox.model import Engine, RootFs
+    from primus.release.hardware import Hardware
+    from primus.sandbox.model import Devices, Engine, RootFs
     from primus.training.checks import Verdict
     from primus.training.job import Job, JobResult
     from primus.training.outcome import Outcome
@@ -31,7 +35,6 @@ _JOB_SECONDS = 900
 _TIMED_OUT = 124
 # 128 + SIGINT or SIGTERM: a person ended the job, which proves nothing about the image.
 _INTERRUPTED = (130, 143)
-_NO_GPU = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +56,14 @@ def validate(
     engine: str,
     quiet: bool,
     again: bool = False,
+    hardware: Hardware,
 ) -> list[Validated]:
     """Train each cell in the image of ``target`` and judge it.
 
     A recipe is resolved here and again in the image; a difference between the two fails the record. A cell whose
-    record already passed for the same image content, recipe, suite and GPU is not run again, unless ``again``.
-    KeyboardInterrupt when a job was interrupted: its cell gets no record, those before it keep theirs.
+    record already passed for the same image content, recipe, suite and GPU is not run again, unless ``again``. The
+    jobs get the GPUs of ``hardware``. HostError for a recipe with more ranks than these. KeyboardInterrupt when a job was
+    interrupted: its cell gets no record, those before it keep theirs.
     """
     from primus.gates.check import check_image
     from primus.images.display import choose_progress
@@ -77,24 +82,36 @@ def validate(
     done: list[Validated] = []
     # All of them before the first is trained: a recipe that cannot be planned must not end an hour's work.
     planned = [suite.plan(cell.recipe, _INSIDE, (), cell.asked, level) for cell in cells]
+    for jobs in planned:
+        _enough(suite.recipe_of(jobs), hardware)
     for number, (cell, jobs) in enumerate(zip(cells, planned, strict=True), 1):
         folder = output / target / cell.folder
         shown = f"[{number}/{len(cells)}] {cell}"
-        if not again and (kept := _passed_before(folder, image, jobs)):
+        if not again and (kept := _passed_before(folder, image, jobs, hardware.gpu)):
             done.append(Validated(record=kept, folder=folder, kept=True))
             if not quiet:
                 _say(f"✓ {shown}: passed on {kept['made']}, for this image and recipe; --again runs it again")
             continue
         if not quiet and len(cells) > 1:
             _say(f"▸ {shown}")
-        outcomes = suite.run(jobs, _runner(runner, root, folder, quiet=quiet))
-        evidence = _evidence(project, target, jobs, outcomes, gates, image, runner.name)
+        outcomes = suite.run(jobs, _runner(runner, root, folder, hardware.devices, quiet=quiet))
+        evidence = _evidence(project, target, jobs, outcomes, gates, image, runner.name, hardware)
         done.append(Validated(record=evidence, folder=folder))
         _keep(evidence, folder)
     return done
 
 
-def _runner(runner: Engine, root: RootFs, folder: Path, *, quiet: bool) -> Callable[[Job], JobResult]:
+def _enough(recipe: Recipe, hardware: Hardware) -> None:
+    if hardware.gpu != NO_GPU and recipe.world_size > len(hardware.names):
+        raise HostError(
+            f"{recipe.name} trains on {recipe.world_size} GPUs, and its job gets {len(hardware.names)}",
+            hint="--gpus none validates on the CPU",
+        )
+
+
+def _runner(
+    runner: Engine, root: RootFs, folder: Path, devices: tuple[Devices, ...], *, quiet: bool
+) -> Callable[[Job], JobResult]:
     """What runs a job in a container of its own, ``folder`` being its ``/out``."""
     from primus.sandbox.model import Command, Mount
     from primus.training.job import JobResult
@@ -110,6 +127,7 @@ def _runner(runner: Engine, root: RootFs, folder: Path, *, quiet: bool) -> Calla
             argv=("timeout", "--kill-after=20", str(_JOB_SECONDS), "primus", *job.arguments()),
             env={"PRIMUS_NO_BANNER": "1"},
             mounts=(Mount(source=folder, target=str(_INSIDE), read_only=False),),
+            devices=devices,
             tty=False,
         )
         console = folder / f"{job.name}.console.txt"
@@ -133,7 +151,9 @@ def _said(code: int, output: Path, console: Path) -> str:
     return told[-1] if told else f"the job did not start (exit code {code})"
 
 
-def _passed_before(folder: Path, image: Mapping[str, Any], jobs: Sequence[Job]) -> dict[str, Any] | None:
+def _passed_before(
+    folder: Path, image: Mapping[str, Any], jobs: Sequence[Job], gpu: str = NO_GPU
+) -> dict[str, Any] | None:
     """The record of an earlier validation that proves the same."""
     from primus.training import suite
 
@@ -144,7 +164,7 @@ def _passed_before(folder: Path, image: Mapping[str, Any], jobs: Sequence[Job]) 
             record["image"]["content"] == image["content"]
             and record["recipe"]["sha256"] == recipe.digest
             and record["suite"]["sha256"] == suite.digest(recipe, jobs)
-            and record["gpu"] == _NO_GPU
+            and record["gpu"] == gpu
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -159,19 +179,26 @@ def _evidence(
     gates: Checked,
     image: Mapping[str, Any],
     engine: str,
+    hardware: Hardware,
 ) -> dict[str, Any]:
     from primus.training import record as records
     from primus.training import suite
 
+    on_gpu = [ran_on(hardware.gpu, outcomes)] if hardware.gpu != NO_GPU else []
     return records.make(
         jobs,
         outcomes,
-        [*suite.judge(jobs, outcomes), *map(_gate_verdict, gates.reports)],
+        [*suite.judge(jobs, outcomes), *on_gpu, *map(_gate_verdict, gates.reports)],
         target=target,
         image=image,
-        gpu=_NO_GPU,
+        gpu=hardware.gpu,
         made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        extra={"engine": engine, "gates": gates.as_json(), "not_run": _not_run(project, target)},
+        extra={
+            "engine": engine,
+            "machine": hardware.as_json(),
+            "gates": gates.as_json(),
+            "not_run": _not_run(project, target, hardware),
+        },
     )
 
 
@@ -192,10 +219,13 @@ def _gate_verdict(report: GateReport) -> Verdict:
     return Verdict(name=f"gate {report.gate}", passed=report.passed, reason=report.summary + more)
 
 
-def _not_run(project: Project, target: str) -> list[str]:
-    """What this record does not speak for, in sentences: jobs run on the CPU whatever the image is made for."""
+def _not_run(project: Project, target: str, hardware: Hardware) -> list[str]:
+    """What this record does not prove, in sentences."""
     arch = project.arch(target)
-    return [f"the GPU part ({arch}): the jobs ran on the CPU; nothing here is a pass for the GPU"] if arch else []
+    if not arch or hardware.gpu != NO_GPU:
+        return []
+    why = f" ({hardware.why})" if hardware.why else ""
+    return [f"the GPU part ({arch}): the jobs ran on the CPU{why}; nothing here is a pass for the GPU"]
 
 
 def _content(config: bytes) -> str:

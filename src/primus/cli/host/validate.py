@@ -1,7 +1,8 @@
 """Build the image, train in it and judge the outcome: every job of the suite in a container of its own.
 
+A target for a GPU is validated on the GPUs of this machine if they are that GPU, else on the CPU; the record tells.
 Writes record.json and report.html below out/validation/<target>/<recipe>/. What already passed for the same image
-content, recipe and suite is not run again. Exit code 0: every check passed; 1: a job or a check failed.
+content, recipe, suite and GPU is not run again. Exit code 0: every check passed; 1: a job or a check failed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the evidence (default: out/validation)")
     parser.add_argument("--engine", choices=("auto", "embedded", "docker"), default="auto", help="what runs the jobs")
+    parser.add_argument(
+        "--gpus",
+        metavar="all|N|none",
+        help="GPUs of this machine for the jobs (default: all, where they are what the target is for, else none)",
+    )
     parser.add_argument("--no-build", action="store_true", help="validate the image as it is in the store")
     add_project_options(parser)
     add_build_options(parser)
@@ -48,10 +54,14 @@ def run(args: argparse.Namespace) -> int:
     """Build, train, judge, record."""
     import json
 
+    from primus.release import hardware
     from primus.release.validation import outcome_text, table, validate
 
     project = open_project(args)
-    cells = _cells(project, args)
+    found = hardware.choose(args.gpus, project.gpu(args.target))
+    if not args.json and (found.names or found.why):
+        print(f"GPUs: {', '.join(found.names) or f'none ({found.why})'}", file=sys.stderr)
+    cells = _cells(project, args, found.gpu)
     if not args.no_build:
         _build(args)
     validated = validate(
@@ -63,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         engine=args.engine,
         quiet=args.json,
         again=args.again,
+        hardware=found,
     )
     records = [one.record for one in validated]
     if args.json:
@@ -74,11 +85,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(record["passed"] for record in records) else 1
 
 
-def _cells(project: Project, args: argparse.Namespace) -> tuple[Cell, ...]:
+def _cells(project: Project, args: argparse.Namespace, gpu: str) -> tuple[Cell, ...]:
     import os
 
     from primus.errors import InputError
+    from primus.recipes.choose import CPU
     from primus.release.cells import cells_of
+    from primus.release.hardware import NO_GPU
 
     # The same folder that the image's recipes layer is made from, wherever this code is installed.
     os.environ["PRIMUS_RECIPES"] = str(project.root / "recipes")
@@ -90,7 +103,7 @@ def _cells(project: Project, args: argparse.Namespace) -> tuple[Cell, ...]:
             hint="primus validate --recipe NAME",
         )
     names = (args.recipe,) if args.recipe else own if args.suite else own[:1]
-    return cells_of(names, every=args.suite is not None)
+    return cells_of(names, every=args.suite is not None, gpu=CPU if gpu == NO_GPU else gpu)
 
 
 def _build(args: argparse.Namespace) -> None:

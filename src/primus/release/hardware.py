@@ -1,0 +1,85 @@
+"""The GPUs that a validation uses: which this machine has, and whether the jobs really ran on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from primus.errors import HostError
+from primus.gpus.detect import Found, detect
+from primus.gpus.table import by_product_name
+
+if TYPE_CHECKING:
+    from primus.gpus.model import Generation
+    from primus.sandbox.model import Devices
+    from primus.training.checks import Verdict
+    from primus.training.outcome import Outcome
+
+__all__ = ["NO_GPU", "Hardware", "choose", "ran_on"]
+
+NO_GPU = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What the jobs get.
+
+    ``gpu`` is the generation's name, or "none": they then run on the CPU. ``names`` has one entry per GPU, as the
+    machine shows it; ``driver`` is its version. ``why`` says why there is no GPU, where a target is for one.
+    """
+
+    gpu: str = NO_GPU
+    names: tuple[str, ...] = ()
+    driver: str = ""
+    devices: tuple[Devices, ...] = ()
+    why: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For a record."""
+        return {"gpus": list(self.names), "driver": self.driver}
+
+
+def choose(asked: str | None, wanted: Generation | None) -> Hardware:
+    """The GPUs for ``asked``: ``all``, a number of them, or ``none``.
+
+    None means all, if the target is for a GPU (``wanted``) and this machine has it, else none. HostError when GPUs are
+    asked for that this machine lacks, or whose product is not known for sure: a record must name it.
+    """
+    found = detect()
+    if asked is None:
+        if wanted is None:
+            return Hardware()
+        if found.generation != wanted.name:
+            return Hardware(why=f"the target is for {wanted.title}; this machine: {found.sentence()}")
+        asked = "all"
+    if asked == NO_GPU:
+        return Hardware(why="--gpus none" if wanted else "")
+    from primus.sandbox.devices import gpus
+
+    devices = gpus(asked)
+    if not found.generation:
+        raise HostError(
+            f"--gpus {asked}: the record must name the GPU, and this machine's is not known for sure: "
+            f"{found.sentence() if found.names else 'its driver shows none'}",
+            hint="--gpus none validates on the CPU",
+        )
+    return Hardware(gpu=found.generation, names=_used(found, asked), driver=found.driver, devices=devices)
+
+
+def _used(found: Found, asked: str) -> tuple[str, ...]:
+    return found.names if asked == "all" else found.names[: int(asked)]
+
+
+def ran_on(gpu: str, outcomes: Mapping[str, Outcome]) -> Verdict:
+    """Whether every job computed on a GPU of generation ``gpu``, as its own process saw it."""
+    from primus.training.checks import Verdict
+
+    elsewhere = []
+    for name, left in outcomes.items():
+        shown = left.facts.get("gpu") if left.facts.get("device") == "cuda" else left.facts.get("device", "unknown")
+        known = by_product_name(str(shown))
+        if known is None or known.name != gpu:
+            elsewhere.append(f"{name} ran on {shown}")
+    reason = "; ".join(elsewhere) or f"every job ran on {gpu}"
+    return Verdict(name="on the GPU", passed=bool(outcomes) and not elsewhere, reason=reason)

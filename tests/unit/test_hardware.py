@@ -1,0 +1,140 @@
+"""The GPUs of a validation: which are used, and what proves that the jobs ran on them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus.errors import HostError, InputError
+from primus.gpus.detect import Found, detect
+from primus.gpus.table import generation
+from primus.recipes.resolve import resolve
+from primus.release import hardware
+from primus.release.cells import cells_of
+from primus.release.hardware import Hardware, choose, ran_on
+from primus.release.validation import _enough
+from primus.sandbox.model import Devices
+from primus.training.job import Job
+from primus.training.logs import Series
+from primus.training.outcome import Outcome
+
+NAME = "AMD Instinct MI300X (gfx942)"
+EIGHT = Found(vendor="amd", names=(NAME,) * 8, generations=("mi300x",) * 8, usable=True, driver="amdgpu 6.14.14")
+MI300X = generation("mi300x")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets what this machine shows; the devices are then named after what is asked."""
+
+    def show(found: Found) -> None:
+        monkeypatch.setattr(hardware, "detect", lambda: found)
+        monkeypatch.setattr("primus.sandbox.devices.gpus", lambda asked: (Devices(cdi=f"amd.com/gpu={asked}"),))
+
+    return show
+
+
+def test_a_target_gets_the_gpu_that_it_is_for(machine: Any) -> None:
+    machine(EIGHT)
+    found = choose(None, MI300X)
+    assert (found.gpu, len(found.names), found.driver) == ("mi300x", 8, "amdgpu 6.14.14")
+    assert found.devices[0].cdi == "amd.com/gpu=all"
+    assert found.as_json() == {"gpus": [NAME] * 8, "driver": "amdgpu 6.14.14"}
+
+
+@pytest.mark.parametrize(
+    ("shown", "why"),
+    [
+        (Found(), "none found"),
+        (EIGHT, "8 × AMD Instinct MI300X"),
+        (Found(vendor="amd", names=("unknown AMD GPU",), generations=("",)), "unknown AMD GPU"),
+    ],
+)
+def test_another_machine_validates_on_its_cpu_and_says_why(machine: Any, shown: Found, why: str) -> None:
+    machine(shown)
+    found = choose(None, generation("mi355x"))
+    assert (found.gpu, found.devices) == ("none", ())
+    assert "MI355X" in found.why
+    assert why in found.why
+
+
+def test_a_target_for_the_cpu_gets_no_gpu_unless_asked(machine: Any) -> None:
+    machine(EIGHT)
+    assert choose(None, None) == Hardware()
+    assert choose("none", None) == Hardware()
+    assert choose("none", MI300X).gpu == "none"
+    two = choose("2", None)
+    assert (two.gpu, len(two.names), two.devices[0].cdi) == ("mi300x", 2, "amd.com/gpu=2")
+
+
+def test_an_unknown_gpu_is_never_recorded(machine: Any) -> None:
+    machine(Found(vendor="amd", names=("unknown AMD GPU",), generations=("",)))
+    with pytest.raises(HostError, match="not known for sure: 1 × unknown AMD GPU"):
+        choose("all", MI300X)
+    machine(Found())
+    with pytest.raises(HostError, match="its driver shows none"):
+        choose("all", MI300X)
+
+
+def test_bad_numbers_and_absent_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "detect", lambda: EIGHT)
+    with pytest.raises(InputError, match="--gpus 'many'"):
+        choose("many", MI300X)
+
+
+def outcome(**facts: str) -> Outcome:
+    recipe = resolve("llama3-proxy", ())
+    job = Job(name="base", recipe=recipe, output=Path("base"))
+    return Outcome(job=job, exit_code=0, series=Series(), facts=facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "passed", "reason"),
+    [
+        ({"device": "cuda", "gpu": "AMD Instinct MI300X"}, True, "every job ran on mi300x"),
+        ({"device": "cuda", "gpu": "NVIDIA H200"}, False, "base ran on NVIDIA H200"),
+        ({"device": "cpu"}, False, "base ran on cpu"),
+        ({}, False, "base ran on unknown"),
+    ],
+)
+def test_the_jobs_prove_where_they_ran(facts: dict[str, str], passed: bool, reason: str) -> None:
+    verdict = ran_on("mi300x", {"base": outcome(**facts)})
+    assert (verdict.passed, verdict.reason) == (passed, reason)
+
+
+def test_no_job_proves_nothing() -> None:
+    assert not ran_on("mi300x", {}).passed
+
+
+def test_a_recipe_with_more_ranks_than_gpus() -> None:
+    recipe = resolve("llama3-proxy", ())
+    assert recipe.world_size == 2
+    _enough(recipe, Hardware())
+    _enough(recipe, Hardware(gpu="mi300x", names=(NAME,) * 2))
+    with pytest.raises(HostError, match="trains on 2 GPUs, and its job gets 1"):
+        _enough(recipe, Hardware(gpu="mi300x", names=(NAME,)))
+
+
+def test_cells_for_a_gpu() -> None:
+    (cell,) = cells_of(["llama3-proxy"], every=False, gpu="mi300x")
+    recipe = resolve(cell.recipe, (), cell.asked)
+    assert recipe.gpu == "mi300x"
+    assert "--gpu=mi300x" in Job(name="x", recipe=recipe, output=Path("x")).arguments()
+
+
+@pytest.mark.parametrize(
+    ("files", "driver"),
+    [
+        ({"sys/module/amdgpu/version": "6.14.14\n"}, "amdgpu 6.14.14"),
+        ({"proc/sys/kernel/osrelease": "6.11.0-26\n"}, "amdgpu of Linux 6.11.0-26"),
+        ({}, ""),
+    ],
+)
+def test_the_driver(tmp_path: Path, files: dict[str, str], driver: str) -> None:
+    node = tmp_path / "sys/class/kfd/kfd/topology/nodes/1/properties"
+    for path, text in {**files, str(node.relative_to(tmp_path)): "simd_count 1216\ngfx_target_version 90402\n"}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert detect(tmp_path).driver == driver

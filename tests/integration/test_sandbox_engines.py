@@ -213,6 +213,12 @@ def test_system_calls_are_filtered(engine, tiny, tmp_path, limits):
     assert (code, out.split()) == (0, ["Seccomp:", "2"])
 
 
+def test_nobody_makes_a_device(engine, tiny, tmp_path):
+    # The device of this machine's root file system, say.
+    script = "busybox mknod /dev/disk b 254 0 2>/dev/null && echo made; busybox mkfifo /dev/fifo && echo fifo"
+    assert sh(engine, tiny, script, tmp_path)[1] == "fifo\n"
+
+
 @pytest.fixture
 def specification(tmp_path: Path) -> Iterator[Path]:
     """A CDI specification of a device that acts like /dev/null and a folder, and the device."""

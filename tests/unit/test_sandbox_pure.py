@@ -14,11 +14,12 @@ import pytest
 
 from primus.cli.host import run as run_verb
 from primus.errors import HostError, InputError
-from primus.sandbox import cgroups, channel, userns
+from primus.sandbox import cgroups, channel, embedded, userns
 from primus.sandbox.build import log_tail
+from primus.sandbox.embedded import EmbeddedEngine
 from primus.sandbox.engines import choose
 from primus.sandbox.model import Command, RootFs, final_argv, host_name, image_env
-from primus.sandbox.overlay import resolve_inside
+from primus.sandbox.overlay import missing_program, resolve_inside
 from primus.sandbox.scratch import scratch
 from primus.sandbox.users import identity
 
@@ -73,6 +74,38 @@ def test_links_stay_inside_the_root(tmp_path):
     assert resolve_inside(root, "/new/place") == f"{root}/new/place"
     with pytest.raises(InputError, match="symbolic links"):
         resolve_inside(root, "/loop/x")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tool", None),
+        ("/bin/tool", None),
+        ("bin/tool", None),
+        ("linked", None),
+        ("binary", None),
+        ("/mnt/anything", None),
+        ("nothing", (127, "nothing: not found in the image")),
+        ("/nothing", (127, "/nothing: not found in the image")),
+        ("data", (126, "data: Permission denied")),
+        ("folder", (126, "folder: Permission denied")),
+        ("text", (126, "text: not a program for this machine, and no #! line")),
+        ("orphan", (127, "orphan: its interpreter /bin/gone is not in the image")),
+    ],
+)
+def test_what_can_be_started(tmp_path, name, said):
+    (tmp_path / "bin/folder").mkdir(parents=True)
+    for program, data in {
+        "tool": b"#!/bin/binary -e\n",
+        "binary": b"\x7fELF",
+        "data": b"x",
+        "text": b"hello",
+        "orphan": b"#! /bin/gone\n",
+    }.items():
+        (tmp_path / "bin" / program).write_bytes(data)
+        (tmp_path / "bin" / program).chmod(0o644 if program == "data" else 0o755)
+    (tmp_path / "bin/linked").symlink_to("/bin/tool")
+    assert missing_program(str(tmp_path), name, "/sbin:/bin", "/", ["/mnt"]) == said
 
 
 def root_with(**settings: object) -> RootFs:
@@ -216,6 +249,36 @@ def test_no_engine_is_one_sentence(monkeypatch):
     assert "embedded: broken (fix it)" in text
     assert "docker: no Docker engine answers: its socket does not exist" in text
     assert "\n" not in text
+
+
+def test_no_runtime_is_a_sentence_unless_it_can_be_installed(monkeypatch):
+    monkeypatch.setattr("primus.sandbox.tools.find", lambda _: None)
+    monkeypatch.setattr("primus.sandbox.tools.installable", lambda: False)
+    assert EmbeddedEngine().available() == "no OCI runtime is installed (as root: apt-get install runc)"
+    asked: list[str] = []
+
+    def need(tool: str, package: str, *, say: object) -> Path:
+        asked.append(f"{tool} from {package}")
+        raise HostError("no network")
+
+    monkeypatch.setattr("primus.sandbox.tools.installable", lambda: True)
+    monkeypatch.setattr("primus.sandbox.tools.need", need)
+    monkeypatch.setattr("primus.sandbox.userns.missing", lambda: None)
+    with pytest.raises(HostError, match="no network"):
+        EmbeddedEngine().run(root_with(), Command(argv=("x",)))
+    assert asked == ["runc from runc"]
+
+
+def test_runc_comes_before_crun(monkeypatch):
+    found = {"crun": Path("/usr/bin/crun")}
+    monkeypatch.setattr("primus.sandbox.tools.find", found.get)
+    words = embedded._words(embedded._runtime() or Path(), Path("/s"), "")
+    assert (words[0], words[-1]) == ("/usr/bin/crun", "--cgroup-manager=disabled")
+    found["runc"] = Path("/usr/sbin/runc")
+    words = embedded._words(embedded._runtime() or Path(), Path("/s"), "")
+    assert (words[0], words[-1]) == ("/usr/sbin/runc", "--rootless=true")
+    # With a limit, a group that cannot be made is an error.
+    assert embedded._words(Path("/usr/sbin/runc"), Path("/s"), "memory")[-1] == "--log-format=json"
 
 
 def test_a_silent_engine_costs_two_seconds(monkeypatch, tmp_path):

@@ -128,6 +128,8 @@ def _options(root: RootFs, command: Command, image: str, terminal: bool) -> dict
         "network_mode": "host" if command.network else "none",
         "shm_size": command.shm_bytes,
         "read_only": command.read_only_root,
+        # As in the embedded engine.
+        "cap_drop": ["MKNOD"],
     }
     if command.limits.memory_bytes is not None:
         host["mem_limit"] = command.limits.memory_bytes

@@ -133,7 +133,9 @@ def _run(job: dict[str, Any]) -> int:
     if job["tty"]:
         _terminal_for_the_runtime()
         # The runtime stays between the two terminals and passes signals on.
-        code = _wait(_start([*words, "--keep", job["container"]]))
+        # --keep leaves the control groups, which tell of kills, to us. crun 1.8 does not know it.
+        keep = ["--keep"] if Path(words[0]).name == "runc" else []
+        code = _wait(_start([*words, *keep, job["container"]]))
         if code:
             _raise_logged(job, scratch)
         return code

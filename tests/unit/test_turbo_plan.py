@@ -155,7 +155,7 @@ def test_a_compiler_that_fails_fails_the_build_with_its_words(kit: Kit, monkeypa
         return 1
 
     monkeypatch.setattr("primus.sandbox.build.run_isolated", refuse)
-    monkeypatch.setattr("primus.sandbox.engines.choose", lambda _: None)
+    monkeypatch.setattr("primus.sandbox.engines.choose", lambda *_: None)
     monkeypatch.setattr(Workshop, "root", lambda *_: None)
     project = Project(kit.root)
     project.store.prepare()

@@ -73,8 +73,10 @@ def listed(items: Iterable[str], *, folders: Sequence[Path] = cdi.FOLDERS) -> tu
             found += cdi.read(folders).find([item])
             continue
         path = Path(item)
-        nodes = _nodes_below(path) if path.is_dir() else [path] if _is_device(path) else []
-        if not item.startswith("/dev/") or ".." in path.parts or not nodes:
+        nodes: list[Path] = []
+        if item.startswith("/dev/") and ".." not in path.parts:
+            nodes = _nodes_below(path) if path.is_dir() else [path] if _is_device(path) else []
+        if not nodes:
             raise InputError(
                 f"--device {item!r} is neither a device node below /dev nor a CDI device",
                 hint="--device /dev/kfd, or --device amd.com/gpu=0 as /etc/cdi describes it",

@@ -62,8 +62,8 @@ def validate(
 
     A recipe is resolved here and again in the image; a difference between the two fails the record. A cell whose
     record already passed for the same image content, recipe, suite and GPU is not run again, unless ``again``. The
-    jobs get the GPUs of ``hardware``. HostError for a recipe with more ranks than these. KeyboardInterrupt when a job was
-    interrupted: its cell gets no record, those before it keep theirs.
+    jobs get the GPUs of ``hardware``. HostError for a recipe with more ranks than these. KeyboardInterrupt when a job
+    was interrupted: its cell gets no record, those before it keep theirs.
     """
     from primus.gates.check import check_image
     from primus.images.display import choose_progress

@@ -160,10 +160,11 @@ def test_without_namespaces_the_sentence_comes_first(tmp_path: Path) -> None:
     code = (
         "import sys, types; from pathlib import Path; from primus.images.preflight import preflight;"
         "from primus.images.action import Action; from primus.errors import HostError\n"
-        "from primus.images.project import Project\n"
+        "from primus.images.project import Project; from primus.progress import QuietProgress\n"
         "project = Project.find(Path(sys.argv[1]))\n"
         "action = Action(name='x', kind='wheels', inputs=())\n"
-        "try: preflight(types.SimpleNamespace(engine='embedded', project=project, progress=None), [action], ())\n"
+        "shop = types.SimpleNamespace(engine='embedded', project=project, progress=QuietProgress())\n"
+        "try: preflight(shop, [action], ())\n"
         "except HostError as error: print(error); sys.exit(error.exit_code)\n"
     )
     words = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", code, str(kit.root)]

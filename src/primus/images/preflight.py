@@ -29,17 +29,17 @@ def preflight(workshop: Workshop, todo: Sequence[Action], absent: Iterable[Locke
 
     Raises HostError, in one sentence, for missing namespaces, a missing tool or too little free space.
     """
-    from primus.images.tools import need
     from primus.sandbox import userns
     from primus.sandbox.engines import choose
+    from primus.sandbox.tools import need
 
     bases = [action for action in todo if action.kind == "debs" and "over" not in action.spec]
     if bases:
         if userns.needed() and (lack := userns.missing()) is not None:
             raise HostError(f"this user cannot build a root file system: {lack[0]}", hint=lack[1])
-        need("mmdebstrap", "mmdebstrap", progress=workshop.progress)
+        need("mmdebstrap", "mmdebstrap", say=workshop.progress.say)
     if any(action.kind in ("wheels", "build", "turbo") for action in todo):
-        choose(workshop.engine)
+        choose(workshop.engine, workshop.progress.say).prepare_host()
     project = workshop.project
     scratch = max((_BASE_SCRATCH * sum(f.size for f in action.files) for action in bases), default=0)
     needs = [

@@ -55,6 +55,9 @@ class DockerEngine:
             return f"{error.message} ({error.hint})"
         return None
 
+    def prepare_host(self) -> None:
+        """Do nothing: a Docker engine is not ours to install."""
+
     def run(
         self,
         root: RootFs,

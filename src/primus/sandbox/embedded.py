@@ -58,6 +58,13 @@ class EmbeddedEngine:
             )
         return None
 
+    def prepare_host(self) -> None:
+        """Install runc where no OCI runtime is."""
+        self._runtime()
+
+    def _runtime(self) -> Path:
+        return _runtime() or tools.need("runc", "runc", say=self._say)
+
     def prepare(self, root: RootFs) -> list[Path]:
         """Unpack what is not unpacked yet; returns the layer directories, bottom first."""
         cache = unpacked_below(root.cache)
@@ -82,7 +89,7 @@ class EmbeddedEngine:
         lack = userns.missing() if userns.needed() else None
         if lack:
             raise HostError(f"the embedded engine cannot run here: {lack[0]}", hint=lack[1])
-        runtime = _runtime() or tools.need("runc", "runc", say=self._say)
+        runtime = self._runtime()
         lower = [str(path) for path in self.prepare(root)]
         with scratch(unpacked_below(root.cache.parent / "runs").absolute(), _remove) as own:
             job = _job(root, command, relay.wanted(command, stdin, stdout), own)

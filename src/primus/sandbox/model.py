@@ -188,6 +188,9 @@ class Engine(Protocol):
     def available(self) -> str | None:
         """None when this engine can run here, else one sentence: what is missing and what to do."""
 
+    def prepare_host(self) -> None:
+        """Install what this engine needs and may install; HostError where that fails."""
+
     def run(
         self,
         root: RootFs,

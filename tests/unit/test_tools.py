@@ -42,9 +42,7 @@ def test_a_tool_that_is_there_costs_nothing(host: Path) -> None:
 def test_a_missing_tool_is_installed_and_said_first(host: Path) -> None:
     said: list[str] = []
     assert tools.need("mytool", "mypackage", say=said.append) == host / "bin/mytool"
-    assert said == [
-        "mytool is missing: installing with `apt-get install -y --no-install-recommends mypackage`"
-    ]
+    assert said == ["mytool is missing: installing with `apt-get install -y --no-install-recommends mypackage`"]
     assert (host / "log").read_text().splitlines() == [
         "noninteractive -q update",
         "noninteractive install -y --no-install-recommends mypackage",

@@ -19,8 +19,8 @@ from typing import TypeVar
 from primus.errors import HostError
 from primus.images.download import Meter, NotThere, Stopped, WrongBytes, download, speed
 from primus.images.filecache import FileCache
-from primus.sandbox.tools import install
 from primus.progress import Progress
+from primus.sandbox.tools import install
 from primus.versions.archive import LacksPackages
 from primus.versions.indexes import Indexes
 from primus.versions.lock import LockedFile

@@ -24,7 +24,8 @@ _installing = threading.Lock()
 def need(tool: str, package: str, *, say: Callable[[str], None]) -> Path:
     """Where the executable ``tool`` is, after installing the Debian package ``package`` if it was missing.
 
-    ``say`` gets a line before anything is installed. Raises HostError, with the command to type, where it cannot be installed.
+    ``say`` gets a line before anything is installed. Raises HostError, with the command to type, where it cannot be
+    installed.
     """
     with _installing:
         found = find(tool)

@@ -7,8 +7,8 @@ torchtitan's own trainer without this project's code, ``profile`` writes the tim
 file is written after every variant, and a variant that fails does not stop the others. Variants are run in the order
 given: name one several times, with others in between, to repeat it.
 
-Ranks are forked from a process that has imported the libraries already, and share one compiler cache: a lease of a
-machine is spent on training instead of on starting.
+Ranks are forked from a process that has imported the libraries already, and share one compiler cache, so most of the
+time goes into training.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def _evidence(
             "engine": engine,
             "machine": hardware.as_json(),
             "gates": gates.as_json(),
-            "not_run": _not_run(project, target, hardware),
+            "not_run": _not_run(project, target, hardware, jobs),
         },
     )
 
@@ -219,13 +219,18 @@ def _gate_verdict(report: GateReport) -> Verdict:
     return Verdict(name=f"gate {report.gate}", passed=report.passed, reason=report.summary + more)
 
 
-def _not_run(project: Project, target: str, hardware: Hardware) -> list[str]:
+def _not_run(project: Project, target: str, hardware: Hardware, jobs: Sequence[Job]) -> list[str]:
     """What this record does not prove, in sentences."""
+    from primus.training import proof, suite
+
+    sentences = []
     arch = project.arch(target)
-    if not arch or hardware.gpu != NO_GPU:
-        return []
-    why = f" ({hardware.why})" if hardware.why else ""
-    return [f"the GPU part ({arch}): the jobs ran on the CPU{why}; nothing here is a pass for the GPU"]
+    if arch and hardware.gpu == NO_GPU:
+        why = f" ({hardware.why})" if hardware.why else ""
+        sentences.append(f"the GPU part ({arch}): the jobs ran on the CPU{why}; nothing here is a pass for the GPU")
+    if why_not := proof.unjudged(suite.recipe_of(jobs)):
+        sentences.append(f"the comparison with the reference: {why_not}")
+    return sentences
 
 
 def _content(config: bytes) -> str:

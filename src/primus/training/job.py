@@ -15,6 +15,8 @@ __all__ = ["Job", "JobResult", "step_of"]
 class Job:
     """A run to start. ``output`` is a folder of its own; ``resume_from`` is a checkpoint folder ``…/step-N``.
 
+    A ``judged`` run leaves its batches, gradients and weights, and the reference then repeats it.
+
     Paths are those the job itself sees: inside a container they are the container's.
     """
 
@@ -22,6 +24,7 @@ class Job:
     recipe: Recipe
     output: Path
     resume_from: Path | None = None
+    judged: bool = False
 
     @property
     def first_step(self) -> int:
@@ -37,7 +40,9 @@ class Job:
         """The words after ``primus`` that start this job from a shell."""
         resume = ["--resume-from", str(self.resume_from)] if self.resume_from else []
         choices = self.recipe.asked.words()
-        return ["train", self.recipe.name, *choices, "--output", str(self.output), *resume, *self.recipe.overrides]
+        judged = ["--judge"] if self.judged else []
+        words = ["train", self.recipe.name, *choices, "--output", str(self.output), *resume, *judged]
+        return [*words, *self.recipe.overrides]
 
 
 @dataclass(frozen=True, kw_only=True)

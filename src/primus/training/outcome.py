@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from primus.training import checks, failure, logs
+from primus.training import checks, failure, logs, proof
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
@@ -23,7 +23,9 @@ class Outcome:
 
     ``exit_code`` is the launcher's or, when that was 0, what else went wrong around it; ``facts`` is empty
     when no rank lived long enough to write them; ``seconds`` is wall time of the launcher; ``recipe_sha256``
-    is what the run itself resolved; ``cause`` is the first cause of a failure.
+    is what the run itself resolved; ``cause`` is the first cause of a failure. A judged run has a ``proof``, what the
+    reference found, ``arrivals`` (step → the launcher's clock in seconds) and ``busy`` (step → seconds that
+    writing the evidence took).
     """
 
     job: Job
@@ -34,6 +36,9 @@ class Outcome:
     seconds: float = 0.0
     recipe_sha256: str | None = None
     cause: str = ""
+    proof: Mapping[str, Any] = field(default_factory=dict)
+    arrivals: Mapping[int, float] = field(default_factory=dict)
+    busy: Mapping[int, float] = field(default_factory=dict)
 
 
 def read(job: Job, result: JobResult) -> Outcome:
@@ -52,6 +57,9 @@ def read(job: Job, result: JobResult) -> Outcome:
         argv=tuple(left.get("argv", ())),
         seconds=float(left.get("seconds", 0.0)),
         recipe_sha256=_json(folder / "job.json").get("recipe", {}).get("sha256"),
+        proof=_json(folder / "proof.json"),
+        arrivals={int(step): float(at) for step, at in _json(folder / "clock.json").items()},
+        busy={int(step): float(spent) for step, spent in _json(folder / "witness" / "seconds.json").items()},
         cause=result.said or str(failure.cause(folder, exit_code) or ""),
     )
 
@@ -76,6 +84,7 @@ def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
         checks.finite(outcome.series),
         checks.precision(outcome.facts, job.recipe.get("precision", str)),
         checks.ran_as_asked(outcome.facts, expected_facts(job)),
+        *(_proven(outcome) if job.judged else ()),
     )
     if outcome.exit_code == 0:
         return verdicts
@@ -87,6 +96,19 @@ def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
     }
     why = f"the job failed after step {steps[-1].step}" if steps else "the job failed before its first step"
     return tuple(checks.skipped(verdict, why) if lacking.get(verdict.name) else verdict for verdict in verdicts)
+
+
+def _proven(outcome: Outcome) -> list[Verdict]:
+    """What the reference and the launcher's clock say of a judged run."""
+    if outcome.exit_code != 0:
+        why = Verdict(name="reference", passed=False, reason="")
+        return [checks.skipped(why, "the job failed")]
+    recipe = outcome.job.recipe
+    tokens = recipe.global_batch * recipe.seq_len // recipe.world_size
+    return [
+        *proof.verdicts(outcome.proof, outcome.series),
+        proof.clock(outcome.series, outcome.arrivals, outcome.busy, tokens),
+    ]
 
 
 def _text(path: Path) -> str:

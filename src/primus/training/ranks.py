@@ -23,6 +23,7 @@ def job_file(job: Job) -> str:
         "name": job.name,
         "output": str(job.output),
         "threads": 1,
+        "witness": job.judged,
         "resume_from": str(job.resume_from) if job.resume_from else None,
         "first_step": job.first_step,
         "last_step": job.last_step,

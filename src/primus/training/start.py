@@ -9,11 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 
+import primus
 from primus.errors import HostError, InputError
 from primus.recipes.model import MOCK
 from primus.training import corpus, energy, identity, launch, metrics, outcome, ranks, utilization
 from primus.training.checks import Verdict
+from primus.training.clock import Clock
 from primus.training.files import write_atomically
 from primus.training.finetune import hub
 from primus.training.flux import cache as latents
@@ -103,13 +106,19 @@ def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verd
         job.output / "energy.jsonl", energy.meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
     )
 
+    watch = Clock()
+
     def line(text: str) -> None:
+        watch.line(text)
         used.line(text)
         on_line(text)
 
     ended = launch.run(argv, log=job.output / "log.txt", environment=environment, on_line=line)
     left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}
     write_atomically(job.output / "result.json", json.dumps(left, indent=2) + "\n")
+    if job.judged and ended.exit_code == 0:
+        write_atomically(job.output / "clock.json", json.dumps(watch.arrivals) + "\n")
+        _judge(job)
 
     result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=job.output))
     verdicts = outcome.basic_verdicts(result)
@@ -124,6 +133,16 @@ def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verd
     }
     write_atomically(job.output / "result.json", json.dumps(left, indent=2, ensure_ascii=False) + "\n")
     return result, verdicts, summary
+
+
+def _judge(job: Job) -> None:
+    """Let the reference repeat the run, in a process that nothing of the run's environment reaches."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    # Where this package lies, and nothing else that the caller put on Python's path.
+    environment["PYTHONPATH"] = str(Path(primus.__file__).parents[1])
+    command = [sys.executable, "-s", "-m", "primus.training.reference", str(job.output)]
+    with (job.output / "reference.txt").open("w", encoding="utf-8") as log:
+        subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
 
 
 def run_directly(job: Job) -> JobResult:

@@ -16,7 +16,7 @@ from primus.errors import InputError
 from primus.recipes.choose import CPU
 from primus.recipes.model import Asked, Recipe
 from primus.recipes.resolve import resolve
-from primus.training import checks, metrics, outcome
+from primus.training import checks, metrics, outcome, proof
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
@@ -25,7 +25,7 @@ from primus.training.outcome import Outcome
 __all__ = ["digest", "judge", "plan", "recipe_of", "run"]
 
 # Raised when a rule or the plan changes its meaning: a record of another suite proves something else.
-FORMAT = 2
+FORMAT = 3
 _PRECISION_JOB = "precision-"
 
 
@@ -38,8 +38,9 @@ def plan(
     side of ``accumulation``.
     """
     whole = resolve(recipe, overrides, asked)
+    judged = proof.unjudged(whole) is None
     if level == "quick":
-        return (Job(name="base", recipe=whole, output=root / "base"),)
+        return (Job(name="base", recipe=whole, output=root / "base", judged=judged),)
     middle = whole.get("validation.resume_at", int)
     if middle >= whole.steps:
         raise InputError(
@@ -52,7 +53,7 @@ def plan(
         words = [f"{what}={value}" for what, value in settings.items()]
         return Job(name=name, recipe=resolve(recipe, [*overrides, *words], choices), output=root / name)
 
-    base = job("base", {"checkpoint": middle})
+    base = replace(job("base", {"checkpoint": middle}), judged=judged)
     repeat = job("repeat", {})
     resumed = replace(job("resume", {}), resume_from=base.output / "checkpoint" / f"step-{middle}")
     part = whole.local_batch // whole.get("validation.accumulation", int)

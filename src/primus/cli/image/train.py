@@ -19,7 +19,7 @@ from pathlib import Path
 from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
 from primus.errors import InputError
 from primus.terminal import Screen
-from primus.training import logs, machine, metrics, ranks, start
+from primus.training import logs, machine, metrics, proof, ranks, start
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of
 from primus.training.metrics import Summary
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accept-change", action="append", default=[], metavar="FIELD",
         help="resume though FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint's",
     )  # fmt: skip
+    parser.add_argument("--judge", action="store_true", help="repeat every step in float64 afterwards and compare")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved job and start nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
 
@@ -54,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
         or Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     checkpoint = _checkpoint(options.resume_from) if options.resume_from else None
-    job = Job(name=output.name, recipe=recipe, output=output.absolute(), resume_from=checkpoint)
+    job = Job(name=output.name, recipe=recipe, output=output.absolute(), resume_from=checkpoint, judged=options.judge)
+    if options.judge and (why := "it needs a run from step 1" if checkpoint else proof.unjudged(recipe)):
+        raise InputError(f"--judge: {why}")
     if job.first_step > job.last_step:
         raise InputError(
             f"{checkpoint} is already at step {job.first_step - 1} of {job.last_step}", hint="raise --steps"

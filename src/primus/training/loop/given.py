@@ -42,6 +42,7 @@ class Given:
     data_parallel: int
     accumulation: int
     threads: int
+    witness: bool
 
     @property
     def global_batch(self) -> int:
@@ -69,7 +70,7 @@ def read(folder: Path) -> Given:
             key: job[key]
             for key in (
                 "backend", "mode", "precision", "assets", "column", "identity", "config", "first_step", "last_step",
-                "world_size", "data_parallel", "accumulation", "threads",
+                "world_size", "data_parallel", "accumulation", "threads", "witness",
             )
         },
     )  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from primus.training.witness import whole_parameters
+
 __all__ = ["Batch", "Data", "Session"]
 
 # One micro-batch: tensors whose first dimension counts samples. Language models: ``input_ids`` and ``labels``, both
@@ -74,6 +76,13 @@ class Session(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was loaded into the tensors of :meth:`state_dict`."""
+
+    def whole(self) -> Mapping[str, torch.Tensor]:
+        """All of the job's parameters on rank 0, whole and on the CPU, under the names of one rank that holds them all.
+
+        Other ranks may return less, but all must call it.
+        """
+        return whole_parameters(self.model_parts)
 
     def facts(self) -> dict[str, Any]:
         """What only the backend can say of itself: optimizer, parallel degrees, adapters."""

@@ -15,6 +15,7 @@ from primus.training.loop.process import Process
 from primus.training.loop.report import Report
 from primus.training.loop.schedule import learning_rate
 from primus.training.loop.session import Batch, Data, Session
+from primus.training.witness import Witness
 
 __all__ = ["run"]
 
@@ -33,11 +34,17 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
     if given.resume_from is not None:
         checkpoint.load(given.resume_from, session)
         report.say(f"resumed from {given.resume_from}")
+    witness = Witness(given.output, session.model_parts, session.data_rank, session.whole) if given.witness else None
+    if witness:
+        witness.first_weights(given.first_step - 1)
     gc.collect()
     gc.disable()
     for step in range(given.first_step, given.last_step + 1):
         rate = learning_rate(config, step)
         batches = _batches(given, session, data, step)
+        if witness:
+            for batch in batches:
+                witness.batch(batch["input_ids"], batch["labels"])
         if step == given.first_step:
             report.start()
             with facts.watching(session.model_parts, session.linear_types, compiled=config.compile) as seen:
@@ -50,6 +57,9 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
             with _profiled(given, process) if step == config.profile_step else nullcontext():
                 loss, norm = _step(process, session, data, batches, rate)
             report.step(step, loss, norm, rate)
+        if witness:
+            witness.step(step)
+            report.start()
         if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == given.last_step):
             began = time.perf_counter()
             folder = checkpoint.save(given.output, step, session, given.identity)

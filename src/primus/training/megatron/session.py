@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_model_config
@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from primus.training.loop.given import Given
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch
-from primus.training.megatron import render
+from primus.training.megatron import render, weights
 from primus.training.megatron.config import MegatronConfig
 from primus.training.megatron.model import build, layers_of
 
@@ -40,13 +40,18 @@ class MegatronSession:
         self._seq_len = given.training.seq_len
         self._micro_batch = given.training.micro_batch_size
         self._layers = layers_of(asked)
+        self._tied = given.model.tied_embeddings
         self._attention = asked.attention
         self._torch_fsdp2 = asked.torch_fsdp2
         self.model_parts = build(given.model, given.training, config, asked, on_cpu=process.on_cpu)
         self._ddp = self.model_parts[0].ddp_config
+        settings = _optimizer_config(given, self._ddp)
         self._optimizer = get_megatron_optimizer(
-            _optimizer_config(given, self._ddp), self.model_parts, use_gloo_process_groups=False
+            settings, self.model_parts, get_standard_config_overrides(settings), use_gloo_process_groups=False
         )
+        for group in self._optimizer.param_groups:
+            # Norms and biases do not decay. Megatron leaves the factor to its scheduler, which is not used here.
+            group["weight_decay"] *= group.get("wd_mult", 1.0)
         _fuse(self._inner(), process)
         transformer = get_model_config(self.model_parts[0])
         transformer.finalize_model_grads_func = finalize_model_grads
@@ -145,6 +150,13 @@ class MegatronSession:
                 if "step" in group:
                     key = f"optimizer.{sharded}.{number}.{position}.step"
                     group["step"] = type(group["step"])(state[key])
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """See :meth:`primus.training.loop.session.Session.whole`."""
+        if self._ddp.overlap_param_gather:
+            for part in self.model_parts:
+                part.start_param_sync(force_sync=True)
+        return weights.whole(self.model_parts, tied=self._tied)
 
     def facts(self) -> dict[str, Any]:
         """Whose layers ran, and the layout."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
-__all__ = ["defer", "initialize"]
+__all__ = ["defer", "initialize", "whole"]
 
 Method = Callable[..., Any]
 
@@ -54,6 +55,42 @@ def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool)
         if split >= 0:
             whole = _share(whole, split, group, halves=2 if "linear_fc1" in name else 1)
         parameter.data.copy_(whole)
+
+
+def whole(parts: Sequence[Any], *, tied: bool) -> dict[str, torch.Tensor]:
+    """On rank 0, every parameter and router bias of ``parts`` as one rank would hold it; all ranks call this.
+
+    Raises SystemExit when ranks that must hold the same values do not.
+    """
+    mine: list[tuple[str, int, int, int, torch.Tensor]] = []
+    for part in parts:
+        model = part
+        while hasattr(model, "module"):
+            model = model.module
+        biases = [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias") and b is not None]
+        for name, tensor in [*_named(model, tied=tied), *biases]:
+            split = getattr(tensor, "partition_dim", -1) if getattr(tensor, "tensor_model_parallel", False) else -1
+            local = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            halves = 2 if "linear_fc1" in name else 1
+            mine.append((name, split, halves, _tensor_group(name).rank(), local.detach().cpu().clone()))
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, gathered)
+    pieces: dict[str, dict[int, tuple[int, int, torch.Tensor]]] = {}
+    for row in gathered or ():
+        for name, split, halves, place, tensor in row:
+            known = pieces.setdefault(name, {}).setdefault(place if split >= 0 else 0, (split, halves, tensor))
+            if not torch.equal(known[2], tensor):
+                raise SystemExit(f"the ranks do not hold the same values of {name}")
+    return {name: _joined([row[place] for place in sorted(row)]) for name, row in pieces.items()}
+
+
+def _joined(pieces: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
+    """The inverse of :func:`_share`."""
+    split, halves, first = pieces[0]
+    if split < 0:
+        return first
+    chunks = [tensor.chunk(halves, dim=split) for _, _, tensor in pieces]
+    return torch.cat([chunk[half] for half in range(halves) for chunk in chunks], dim=split)
 
 
 def _kind(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,18 @@ from typing import Any
 from primus.training import facts, identity
 from primus.training.failure import text_of
 from primus.training.ranks import checkpoints
+from primus.training.witness import Witness
 
 __all__ = ["observed_trainer"]
 
 
-def observed_trainer(facts_file: Path, known: Mapping[str, Any], faster: Sequence[str] = ()) -> type:
+def observed_trainer(
+    facts_file: Path, known: Mapping[str, Any], faster: Sequence[str] = (), *, judged: bool = False
+) -> type:
     """torchtitan's Trainer that also writes ``facts_file``, and the identity ``known`` into its checkpoints.
 
-    Only the optimizations named in ``faster`` change the training.
+    Only the optimizations named in ``faster`` change the training. A ``judged`` run also leaves what the reference
+    compares with: :mod:`primus.training.witness`.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.api import CheckpointException
@@ -64,9 +69,21 @@ def observed_trainer(facts_file: Path, known: Mapping[str, Any], faster: Sequenc
             for batch in super().batch_generator(data_iterable):
                 # Told from the tokens themselves: the configuration only says what was asked.
                 self.facts["local_batch_size"], self.facts["seq_len"] = batch[0]["input"].shape
+                if self.witness:
+                    self.witness.batch(batch[0]["input"], batch[1])
                 yield batch
 
         def train_step(self, data_iterator: Any) -> None:
+            if self.witness and "linears" not in self.facts:
+                # A checkpoint is loaded by now.
+                self.witness.first_weights(self.step - 1)
+            self._watched_step(data_iterator)
+            if self.witness:
+                self.witness.step(self.step)
+                # What writing it took belongs to no step's throughput.
+                self.metrics_processor.time_last_log = time.perf_counter()
+
+        def _watched_step(self, data_iterator: Any) -> None:
             if "linears" in self.facts:
                 super().train_step(data_iterator)
                 return
@@ -78,6 +95,7 @@ def observed_trainer(facts_file: Path, known: Mapping[str, Any], faster: Sequenc
             facts.write(facts_file, self.facts)
 
         def train(self) -> None:
+            self.witness = self._witness() if judged else None
             super().train()
             self._seal()
             self.facts["weights_sha256"] = facts.digest(self.model_parts)
@@ -85,5 +103,9 @@ def observed_trainer(facts_file: Path, known: Mapping[str, Any], faster: Sequenc
             if faster:
                 self.facts.update(proof(faster))
             facts.write(facts_file, self.facts)
+
+        def _witness(self) -> Witness:
+            mesh = self.parallel_dims.get_optional_mesh("batch")
+            return Witness(facts_file.parent, self.model_parts, mesh.get_local_rank() if mesh else 0)
 
     return ObservedTrainer

@@ -1,0 +1,214 @@
+"""Verdicts on a run from what the reference found (``proof.json``) and from the launcher's clock.
+
+The limits for float32 leave room for another order of summation and nothing more. For bfloat16 and FP8 they follow
+from the reference itself: how far that precision alone moves its own results.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from primus.recipes.choose import CPU
+from primus.recipes.model import MOCK, Recipe
+from primus.recipes.size import size
+from primus.training.checks import Verdict
+from primus.training.logs import Series
+
+__all__ = ["clock", "unjudged", "verdicts"]
+
+# Largest relative gap in float32: measured gaps are below 1e-7, 1e-5, 2e-6, 1e-4.
+_EXACT = {"loss": 2e-6, "grad_norm": 1e-4, "gradient": 1e-4, "update": 2e-3}
+# Another kernel rounds at other places than the reference does; its error is of the same size.
+_NOISE = 8.0
+# Adam's first steps turn rounding of a gradient near 0 into a whole step of the other sign.
+_UPDATE_FROM_OWN_GRADIENT = {"fp32": 2e-2, "bf16": 0.5, "fp8": 0.5, "mxfp8": 0.5}
+_CLOCK = 1.5
+
+
+# The witness of a run larger than this would take longer to write than the run takes.
+_MOST_BYTES = 1 << 30
+
+
+def unjudged(recipe: Recipe) -> str | None:
+    """Why the reference cannot repeat a run of ``recipe``, in a sentence; None when it can."""
+    if recipe.architecture.family == "flux":
+        return "the reference has no diffusion transformer"
+    if recipe.gpu != CPU:
+        return "the reference repeats small models on a CPU only"
+    for key in recipe.section("assets"):
+        name = recipe.get(f"assets.{key}", str)
+        if name.startswith("hf:"):
+            return f"assets.{key} is on the Hugging Face hub, the reference reads local files only"
+        if key == "corpus" and name != MOCK and not name.endswith((".jsonl", ".json")):
+            return "the reference reads JSON Lines only"
+    if recipe.find("data.column", "text") != "text":
+        return "the reference reads the column text only"
+    if recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0) > 0:
+        return "dropout is random"
+    if 8 * recipe.steps * size(recipe.architecture).total > _MOST_BYTES:
+        return "the run is too large to keep the weights of every step"
+    return None
+
+
+def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
+    """Judge every step: data, parameters, loss, gradients, learning rate, update. No rule passes on no evidence."""
+    steps: Sequence[Mapping[str, Any]] = found.get("steps", ())
+    if problem := found.get("problem"):
+        return [Verdict(name="reference", passed=False, reason=str(problem))]
+    if not steps or not series.steps:
+        return [Verdict(name="reference", passed=False, reason="the reference found no step to repeat")]
+    return [
+        _data(steps),
+        _parameters(found["parameters"]),
+        _moved(found["moved"]),
+        _figure("loss", "reference loss", found, series, [step.loss for step in series.steps]),
+        _figure("grad_norm", "reference gradient norm", found, series, [step.grad_norm for step in series.steps]),
+        _gradients(found),
+        _rates(steps),
+        _updates(found),
+    ]
+
+
+def _data(steps: Sequence[Mapping[str, Any]]) -> Verdict:
+    different = [sentence for step in steps for sentence in step["data"]]
+    return Verdict(
+        name="reference data",
+        passed=not different,
+        reason=_first(different) or "every rank and step had the recipe's own tokens and labels",
+        measured=f"{len(different)} differences in {len(steps)} steps",
+        limit="0",
+    )
+
+
+def _parameters(found: Mapping[str, Any]) -> Verdict:
+    wrong = [f"missing: {name}" for name in found["missing"]]
+    wrong += [f"not in the model: {name}" for name in found["besides"]]
+    wrong += found["shapes"] + found["first_values"]
+    return Verdict(
+        name="reference parameters",
+        passed=not wrong,
+        reason=_first(wrong) or f"{found['count']:,} parameters, {found['trained']:,} of them trained",
+        measured=f"{len(wrong)} differences",
+        limit="0",
+    )
+
+
+def _moved(found: Mapping[str, Any]) -> Verdict:
+    wrong = [f"{name} was never updated" for name in found["still"]]
+    wrong += [f"{name} is frozen and changed" for name in found["frozen_moved"]]
+    return Verdict(
+        name="reference trained weights",
+        passed=not wrong,
+        reason=_first(wrong) or "every trained weight moved, every frozen one stayed",
+        measured=f"{len(wrong)} differences",
+        limit="0",
+    )
+
+
+def _figure(key: str, name: str, found: Mapping[str, Any], series: Series, seen: Sequence[float]) -> Verdict:
+    limit = _limit(key, found)
+    known = {step["step"]: step[key] for step in found["steps"]}
+    gaps = [(_gap(value, known.get(step.step)), step.step) for step, value in zip(series.steps, seen, strict=True)]
+    worst, at = max(gaps)
+    return Verdict(
+        name=name,
+        passed=worst <= limit,
+        reason=f"differs most at step {at}" if worst > limit else f"{len(gaps)} steps agree",
+        measured=f"{worst:.1e}",
+        limit=f"relative gap ≤ {limit:.1e}",
+    )
+
+
+def _gradients(found: Mapping[str, Any]) -> Verdict:
+    name, limit = "reference gradients", _limit("gradient", found)
+    rows = [step for step in found["steps"] if step["own_gradient"]]
+    if not rows:
+        # Megatron keeps gradients in buffers of its own: its weights after each step speak for them.
+        return Verdict(name=name, passed=True, reason="judged by the gradient norm and the updates", limit="–")
+    missing = [f"step {row['step']}: {n} has no gradient" for row in rows for n in row["gradient"]["missing"]]
+    if len(rows) < len(found["steps"]):
+        missing.append(f"the optimizer made {len(rows)} updates in {len(found['steps'])} steps")
+    worst = max(rows, key=lambda row: row["gradient"]["gap"])
+    gap = worst["gradient"]["gap"]
+    passed = gap <= limit and not missing
+    differs = f"{worst['gradient']['name']} differs most, at step {worst['step']}"
+    return Verdict(
+        name=name,
+        passed=passed,
+        reason=_first(missing) or ("every tensor agrees, as the optimizer got it" if passed else differs),
+        measured=f"{gap:.1e}",
+        limit=f"relative gap ≤ {limit:.1e}",
+    )
+
+
+def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
+    wrong = [
+        f"step {step['step']}: {', '.join(f'{rate:g}' for rate in step['rates'])}, not {step['rate']:g}"
+        for step in steps
+        if "rates" in step and any(_gap(rate, step["rate"]) > 1e-6 for rate in step["rates"])
+    ]
+    return Verdict(
+        name="reference learning rate",
+        passed=not wrong,
+        reason=_first(wrong) or "every step had the schedule's",
+        measured=f"{len(wrong)} of {len(steps)} steps differ",
+        limit="0",
+    )
+
+
+def _updates(found: Mapping[str, Any]) -> Verdict:
+    own = all(step["own_gradient"] for step in found["steps"])
+    limit = _EXACT["update"] if own else _UPDATE_FROM_OWN_GRADIENT[found["precision"]]
+    worst = max(found["steps"], key=lambda step: step["update"]["gap"])
+    gap = worst["update"]["gap"]
+    return Verdict(
+        name="reference update",
+        passed=gap <= limit,
+        reason=f"{worst['update']['name']} differs most, at step {worst['step']}"
+        if gap > limit
+        else "every weight is where clipping, AdamW and the schedule put it",
+        measured=f"{gap:.1e} of the update",
+        limit=f"≤ {limit:.1e}",
+    )
+
+
+def _limit(key: str, found: Mapping[str, Any]) -> float:
+    noise = [step["noise"][key] for step in found["steps"] if "noise" in step]
+    return _EXACT[key] + _NOISE * max(noise, default=0.0)
+
+
+def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, float], tokens: int) -> Verdict:
+    """The tokens per second that the run reports, against the launcher's clock.
+
+    ``arrivals``: step → when its line reached the launcher, in seconds; ``busy``: step → seconds that the run spent on
+    evidence after it; ``tokens``: what one rank trains on in a step, from the recipe.
+    """
+    ratios = [
+        (arrivals[step.step] - arrivals[step.step - 1] - busy.get(step.step - 1, 0.0)) * step.tokens_per_second / tokens
+        for step in series.steps
+        if step.step in arrivals and step.step - 1 in arrivals and step.tokens_per_second > 0
+    ]
+    limit = f"×{1 / _CLOCK:.2f} – ×{_CLOCK:g}"
+    if len(ratios) < 3:
+        return Verdict(name="clock", passed=True, reason="fewer than 4 steps: too few to time", limit=limit)
+    ratio = statistics.median(ratios)
+    return Verdict(
+        name="clock",
+        passed=1 / _CLOCK <= ratio <= _CLOCK,
+        reason="tokens per second, as the run reports them, times the seconds between its lines ÷ the tokens of a step",
+        measured=f"×{ratio:.2f}",
+        limit=limit,
+    )
+
+
+def _gap(left: float, right: float | None) -> float:
+    if right is None or math.isnan(left) or math.isnan(right):
+        return float("inf")
+    return abs(left - right) / max(abs(left), abs(right), 1e-30)
+
+
+def _first(items: Sequence[str]) -> str:
+    return items[0] + (f" (and {len(items) - 1} more)" if len(items) > 1 else "") if items else ""

@@ -1,0 +1,17 @@
+"""``python -m primus.training.reference OUTPUT``: judge the run in the folder OUTPUT, write ``proof.json`` there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from primus.training.reference.replay import replay
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    folder = Path(sys.argv[1])
+    found = replay(folder)
+    (folder / "proof.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,320 @@
+"""Decoder-only language models from their definitions: Llama 2 and 3, Mistral, Qwen 2.5, Mixtral, DeepSeek V2 and V3.
+
+Weights are a mapping from Hugging Face's parameter names to tensors; a model is a function of them. Only elementary
+operations are used (products, exponentials, sums), in the precision of the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from primus.recipes.architecture import Architecture, RopeScaling
+
+__all__ = ["Dialect", "Model", "Weights", "shapes"]
+
+Weights = Mapping[str, torch.Tensor]
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """Where backends define a model differently although its sizes are the same.
+
+    ``softmax_mscale``: DeepSeek's YaRN multiplies the attention logits by (0.1 · mscale · ln factor + 1)² (torchtitan
+    0.2.2) instead of scaling the rotation by the quotient of both mscales. ``balance``: which loss balances the
+    experts: "sequence" (DeepSeek-V2, arXiv:2405.04434, eq. 18-21, Megatron's ``seq_aux_loss``), "batch" (Switch
+    Transformer, arXiv:2101.03961, eq. 4), or "none". ``group_best``: how many of a group's best experts stand for it
+    when groups are limited: two in DeepSeek-V3's own code, top_k ÷ top_groups in Megatron; the same for its real sizes.
+    """
+
+    softmax_mscale: bool = False
+    balance: str = "none"
+    group_best: int = 2
+
+
+@dataclass
+class Model:
+    """A language model as a function of its weights.
+
+    ``rounding`` is applied to the inputs, weights and outputs of every product; with a cast to bfloat16 and back, the
+    model shows how far that precision moves its results.
+    """
+
+    sizes: Architecture
+    dialect: Dialect = field(default_factory=Dialect)
+    rounding: Rounding = _exact
+    counts: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Layer → tokens that each expert got, added up over calls."""
+
+    def logits(self, weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss per token."""
+        sizes = self.sizes
+        states = weights["model.embed_tokens.weight"][tokens]
+        balance = states.new_zeros(())
+        for number in range(sizes.layers):
+            layer = f"model.layers.{number}."
+            normed = self._norm(weights[layer + "input_layernorm.weight"], states)
+            attend = self._latent_attention if sizes.mla.kv_lora_rank else self._attention
+            states = states + attend(weights, layer + "self_attn.", normed)
+            normed = self._norm(weights[layer + "post_attention_layernorm.weight"], states)
+            if sizes.moe.experts and number >= sizes.moe.dense_layers:
+                fed, extra = self._experts(weights, layer + "mlp.", normed, number)
+                balance = balance + extra
+            else:
+                fed = self._swiglu(weights, layer + "mlp.", normed)
+            states = states + fed
+        states = self._norm(weights["model.norm.weight"], states)
+        head = weights["model.embed_tokens.weight" if sizes.tied_embeddings else "lm_head.weight"]
+        return self._product(states, head), balance
+
+    def loss(self, weights: Weights, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the cross entropies of all labels ≥ 0, and what is trained on besides (a loss per token)."""
+        logits, balance = self.logits(weights, tokens)
+        trained = labels >= 0
+        chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        losses = _log_sum_exp(logits) - chosen
+        return (losses * trained).sum(), balance
+
+    def _product(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.rounding(states) @ self.rounding(weight).transpose(-1, -2)
+        return self.rounding(out if bias is None else out + bias)
+
+    def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
+        out = self._product(states, weights[name + ".weight"], weights.get(name + ".bias"))
+        if (down := weights.get(name + ".lora_A.weight")) is not None:
+            scale = float(weights[".lora_scale"])
+            out = out + scale * self._product(self._product(states, down), weights[name + ".lora_B.weight"])
+        return out
+
+    def _norm(self, weight: torch.Tensor, states: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        mean = states.square().mean(-1, keepdim=True)
+        return self.rounding(states * (mean + (self.sizes.norm_eps if eps is None else eps)).rsqrt() * weight)
+
+    def _swiglu(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
+        gate = self._linear(weights, name + "gate_proj", states)
+        up = self._linear(weights, name + "up_proj", states)
+        return self._linear(weights, name + "down_proj", self.rounding(gate / (1 + torch.exp(-gate)) * up))
+
+    def _attention(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
+        sizes = self.sizes
+        query, key, value = (
+            self._linear(weights, f"{name}{kind}_proj", states).unflatten(-1, (-1, sizes.head_size)).transpose(1, 2)
+            for kind in "qkv"
+        )
+        cosine, sine = _angles(sizes.head_size, sizes, states)
+        query, key = (_turned(part, cosine, sine) for part in (query, key))
+        # Each head of keys and values serves a run of consecutive heads of queries.
+        key, value = (part.repeat_interleave(sizes.heads // sizes.kv_heads, 1) for part in (key, value))
+        mixed = self._mixed(query, key, value, sizes.head_size**-0.5)
+        return self._linear(weights, name + "o_proj", mixed)
+
+    def _latent_attention(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
+        """DeepSeek-V2's attention (arXiv:2405.04434, section 2.1)."""
+        sizes, mla = self.sizes, self.sizes.mla
+        if mla.q_lora_rank:
+            low = self._linear(weights, name + "q_a_proj", states)
+            query = self._linear(weights, name + "q_b_proj", self._norm(weights[name + "q_a_layernorm.weight"], low))
+        else:
+            query = self._linear(weights, name + "q_proj", states)
+        query = query.unflatten(-1, (sizes.heads, -1)).transpose(1, 2)
+        low = self._linear(weights, name + "kv_a_proj_with_mqa", states)
+        low, shared = low.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
+        wide = self._linear(weights, name + "kv_b_proj", self._norm(weights[name + "kv_a_layernorm.weight"], low))
+        key, value = (
+            wide.unflatten(-1, (sizes.heads, -1)).transpose(1, 2).split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
+        )
+        cosine, sine = _angles(mla.qk_rope_head_dim, sizes, states)
+        magnitude, scale = self._yarn_magnitudes()
+        cosine, sine = cosine * magnitude, sine * magnitude
+        plain, turned = query.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
+        query = torch.cat((plain, _turned(_paired(turned), cosine, sine)), -1)
+        shared = _turned(_paired(shared.unsqueeze(1)), cosine, sine).expand(-1, sizes.heads, -1, -1)
+        key = torch.cat((key, shared), -1)
+        mixed = self._mixed(query, key, value, scale * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5)
+        return self._linear(weights, name + "o_proj", mixed)
+
+    def _yarn_magnitudes(self) -> tuple[float, float]:
+        """What YaRN (arXiv:2309.00071, section 3.4) multiplies the rotation and the attention logits by."""
+        scaling = self.sizes.rope_scaling
+        if scaling.kind != "yarn":
+            return 1.0, 1.0
+
+        def magnitude(scale: float) -> float:
+            return 0.1 * scale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+        if self.dialect.softmax_mscale:
+            return 1.0, magnitude(scaling.mscale) ** 2
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim), magnitude(scaling.mscale_all_dim) ** 2
+
+    def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        """Values mixed by attention [samples, length, heads · size]: each position sees itself and those before it."""
+        length = query.shape[-2]
+        scores = query @ key.transpose(-1, -2) * scale
+        place = torch.arange(length, device=query.device)
+        hidden = place[None, :] > place[:, None]
+        if 0 < self.sizes.window < length:
+            hidden |= place[None, :] <= place[:, None] - self.sizes.window
+        scores = scores.masked_fill(hidden, -torch.inf)
+        mixed = torch.exp(scores - _log_sum_exp(scores).unsqueeze(-1)) @ value
+        return self.rounding(mixed.transpose(1, 2).flatten(-2))
+
+    def _experts(
+        self, weights: Weights, name: str, states: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Routed experts and shared ones, and the balancing loss."""
+        moe = self.sizes.moe
+        samples, length, _ = states.shape
+        flat = states.flatten(0, 1)
+        # Routers compute in full precision in every backend.
+        raw = flat @ weights[name + "gate.weight"].T
+        if moe.score == "softmax":
+            scores = torch.exp(raw - _log_sum_exp(raw).unsqueeze(-1))
+        else:
+            scores = 1 / (1 + torch.exp(-raw))
+        bias = weights.get(name + "gate.e_score_correction_bias")
+        choice = self._limited(scores.detach() if bias is None else scores.detach() + bias)
+        chosen = choice.topk(moe.top_k, -1).indices
+        share = scores.gather(-1, chosen)
+        if moe.normalize_top_k:
+            share = share / share.sum(-1, keepdim=True)
+        share = share * moe.route_scale
+        out = torch.zeros_like(flat)
+        count = torch.bincount(chosen.flatten(), minlength=moe.experts)
+        self.counts[layer] = self.counts.get(layer, torch.zeros_like(count)) + count
+        for number in range(moe.experts):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            if len(token):
+                fed = self._swiglu(weights, f"{name}experts.{number}.", flat[token])
+                out = out.index_add(0, token, fed * share[token, place].unsqueeze(-1))
+        if moe.shared_experts:
+            out = out + self._swiglu(weights, name + "shared_experts.", flat)
+        extra = self._balance(raw, scores, chosen, samples, length)
+        return out.unflatten(0, (samples, length)), extra
+
+    def _limited(self, choice: torch.Tensor) -> torch.Tensor:
+        """DeepSeek-V3: a token chooses among the groups whose two best experts sum up highest."""
+        moe = self.sizes.moe
+        if moe.groups <= 1:
+            return choice
+        grouped = choice.unflatten(-1, (moe.groups, -1))
+        best = grouped.topk(self.dialect.group_best, -1).values.sum(-1).topk(moe.top_groups, -1).indices
+        allowed = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
+        return grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def _balance(
+        self, raw: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, samples: int, length: int
+    ) -> torch.Tensor:
+        """Coefficient × experts × Σ (share of tokens sent to the expert × its mean score), per sequence or batch."""
+        moe, kind = self.sizes.moe, self.dialect.balance
+        if not moe.auxiliary_loss or kind == "none":
+            return raw.new_zeros(())
+        scores = scores / scores.sum(-1, keepdim=True)
+        sent = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
+        if kind == "batch":
+            sent, mean = sent.mean(0), scores.mean(0)
+        else:
+            sent = sent.unflatten(0, (samples, length)).mean(1)
+            mean = scores.unflatten(0, (samples, length)).mean(1)
+        total = (sent * mean).sum() * moe.experts / moe.top_k
+        return moe.auxiliary_loss * (total if kind == "batch" else total / samples)
+
+
+def _log_sum_exp(values: torch.Tensor) -> torch.Tensor:
+    top = values.detach().amax(-1, keepdim=True)
+    return (torch.exp(values - top).sum(-1, keepdim=True).log() + top).squeeze(-1)
+
+
+def _paired(states: torch.Tensor) -> torch.Tensor:
+    """DeepSeek's rotary pairs are neighbours; the rotation below pairs element i with element i + size / 2."""
+    return torch.cat((states[..., 0::2], states[..., 1::2]), -1)
+
+
+def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotate each pair (i, i + size / 2) by the angle of its position (RoFormer, arXiv:2104.09864, eq. 34)."""
+    left, right = states.chunk(2, -1)
+    return torch.cat((left * cosine - right * sine, right * cosine + left * sine), -1)
+
+
+def _angles(size: int, model: Architecture, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine [length, size / 2] of the rotary angles."""
+    place = torch.arange(0, size, 2, dtype=like.dtype, device=like.device)
+    frequencies = _stretched(float(model.rope_theta) ** (-place / size), size, model.rope_theta, model.rope_scaling)
+    angles = torch.arange(like.shape[-2], dtype=like.dtype, device=like.device)[:, None] * frequencies[None, :]
+    return angles.cos(), angles.sin()
+
+
+def _stretched(frequencies: torch.Tensor, size: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
+    """Llama 3.1's stretching (its model card) or YaRN's (arXiv:2309.00071, eq. 18-23)."""
+    if scaling.kind == "llama3":
+        turns = scaling.original_max_position * frequencies / (2 * math.pi)
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    elif scaling.kind == "yarn":
+
+        def dimension(turns: float) -> float:
+            return size * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(dimension(scaling.beta_fast)), 0)
+        high = min(math.ceil(dimension(scaling.beta_slow)), size - 1)
+        place = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+        kept = 1 - (place - low) / max(high - low, 0.001)
+    else:
+        return frequencies
+    kept = kept.clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every parameter that the model has, by Hugging Face's name, with its shape."""
+    width, moe, mla = model.hidden_size, model.moe, model.mla
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (model.vocab_size, width),
+        "model.norm.weight": (width,),
+    }
+    if not model.tied_embeddings:
+        found["lm_head.weight"] = (model.vocab_size, width)
+
+    def swiglu(name: str, size: int) -> None:
+        found[name + "gate_proj.weight"] = found[name + "up_proj.weight"] = (size, width)
+        found[name + "down_proj.weight"] = (width, size)
+
+    for number in range(model.layers):
+        layer = f"model.layers.{number}."
+        found[layer + "input_layernorm.weight"] = found[layer + "post_attention_layernorm.weight"] = (width,)
+        attention = layer + "self_attn."
+        if mla.kv_lora_rank:
+            per_head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+            if mla.q_lora_rank:
+                found[attention + "q_a_proj.weight"] = (mla.q_lora_rank, width)
+                found[attention + "q_a_layernorm.weight"] = (mla.q_lora_rank,)
+                found[attention + "q_b_proj.weight"] = (model.heads * per_head, mla.q_lora_rank)
+            else:
+                found[attention + "q_proj.weight"] = (model.heads * per_head, width)
+            found[attention + "kv_a_proj_with_mqa.weight"] = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
+            found[attention + "kv_a_layernorm.weight"] = (mla.kv_lora_rank,)
+            found[attention + "kv_b_proj.weight"] = (
+                model.heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank,
+            )  # fmt: skip
+            found[attention + "o_proj.weight"] = (width, model.heads * mla.v_head_dim)
+        else:
+            for kind, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
+                found[f"{attention}{kind}_proj.weight"] = (heads * model.head_size, width)
+                if model.qkv_bias:
+                    found[f"{attention}{kind}_proj.bias"] = (heads * model.head_size,)
+            found[attention + "o_proj.weight"] = (width, model.heads * model.head_size)
+        if moe.experts and number >= moe.dense_layers:
+            found[layer + "mlp.gate.weight"] = (moe.experts, width)
+            for expert in range(moe.experts):
+                swiglu(f"{layer}mlp.experts.{expert}.", moe.ffn_size)
+            if moe.shared_experts:
+                swiglu(layer + "mlp.shared_experts.", moe.ffn_size * moe.shared_experts)
+        else:
+            swiglu(layer + "mlp.", model.ffn_size)
+    return found

@@ -1,0 +1,118 @@
+"""Clipping, learning rates and AdamW, from their definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["AdamW", "Settings", "clipped", "norm_of", "rate", "settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What decides an update. ``decay_vectors``: whether weight decay applies to norms and biases too."""
+
+    lr: float
+    min_lr: float
+    schedule: str
+    warmup: int
+    warmup_divisor: int
+    decay_from: int
+    steps: int
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    max_norm: float
+    decay_vectors: bool = True
+
+
+def settings(job: Mapping[str, Any]) -> Settings:
+    """The settings that the recipe of ``job`` asks for, with the backend's documented defaults."""
+    config, backend = job["config"], job["backend"]
+    if backend == "torchtitan":
+        steps, warmup = int(config["training.steps"]), int(config.get("lr_scheduler.warmup_steps", 200))
+        total = int(config.get("lr_scheduler.total_steps") or steps)
+        ratio = config.get("lr_scheduler.decay_ratio")
+        warmup = min(warmup, total)
+        decay = total - warmup if ratio is None else min(round(total * ratio), total - warmup)
+        peak = float(config.get("optimizer.lr", 8e-4))
+        return Settings(
+            lr=peak, min_lr=peak * float(config.get("lr_scheduler.min_lr_factor", 0.0)),
+            schedule=str(config.get("lr_scheduler.decay_type", "linear")), warmup=warmup, warmup_divisor=warmup,
+            # The first decaying step is one later than the last stable one; the last step's rate is not 0.
+            decay_from=total + 1 - decay, steps=total + 1,
+            beta1=float(config.get("optimizer.beta1", 0.9)), beta2=float(config.get("optimizer.beta2", 0.95)),
+            eps=float(config.get("optimizer.eps", 1e-8)),
+            weight_decay=float(config.get("optimizer.weight_decay", 0.1)),
+            max_norm=float(config.get("training.max_norm", 1.0)),
+        )  # fmt: skip
+
+    def key(name: str, default: float) -> float:
+        return float(config.get(f"training.{name}", default))
+
+    steps, warmup = int(config.get("training.steps", 50)), int(config.get("training.warmup_steps", 0))
+    return Settings(
+        lr=key("lr", 3e-4), min_lr=key("min_lr", 0.0), schedule=str(config.get("training.lr_schedule", "constant")),
+        warmup=warmup, warmup_divisor=warmup + 1, decay_from=warmup, steps=steps, beta1=key("beta1", 0.9),
+        beta2=key("beta2", 0.95), eps=key("eps", 1e-8), weight_decay=key("weight_decay", 0.1),
+        max_norm=key("max_norm", 1.0), decay_vectors=backend != "megatron",
+    )  # fmt: skip
+
+
+def rate(given: Settings, step: int) -> float:
+    """The learning rate of ``step`` (the first is 1): linear warm-up, then constant or decaying to ``min_lr``."""
+    if step <= given.warmup:
+        return given.lr * step / given.warmup_divisor
+    if given.schedule == "constant" or step < given.decay_from:
+        return given.lr
+    done = min(1.0, (step - given.decay_from) / max(1, given.steps - given.decay_from))
+    left = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "sqrt": 1 - math.sqrt(done)}
+    return given.min_lr + (given.lr - given.min_lr) * left[given.schedule]
+
+
+def norm_of(gradients: Mapping[str, torch.Tensor]) -> float:
+    """The length of all gradients as one vector."""
+    return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
+
+
+def clipped(gradients: Mapping[str, torch.Tensor], norm: float, limit: float) -> dict[str, torch.Tensor]:
+    """``gradients`` shortened to ``limit`` where ``norm`` exceeds it (with PyTorch's 1e-6 in the quotient)."""
+    factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
+    return {name: gradient * factor for name, gradient in gradients.items()}
+
+
+@dataclass
+class AdamW:
+    """Adam with decoupled weight decay (arXiv:1711.05101, algorithm 2)."""
+
+    given: Settings
+    first: dict[str, torch.Tensor] = field(default_factory=dict)
+    second: dict[str, torch.Tensor] = field(default_factory=dict)
+    step: int = 0
+
+    def update(
+        self, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], lr: float
+    ) -> dict[str, torch.Tensor]:
+        """The weights after one update. A weight without gradient stays as it is."""
+        given = self.given
+        self.step += 1
+        after = {}
+        for name, weight in weights.items():
+            gradient = gradients.get(name)
+            if gradient is None:
+                after[name] = weight
+                continue
+            first = self.first.get(name, torch.zeros_like(weight)) * given.beta1 + (1 - given.beta1) * gradient
+            second = self.second.get(name, torch.zeros_like(weight)) * given.beta2
+            second = second + (1 - given.beta2) * gradient.square()
+            self.first[name], self.second[name] = first, second
+            direction = first / (1 - given.beta1**self.step)
+            direction = direction / ((second / (1 - given.beta2**self.step)).sqrt() + given.eps)
+            decay = given.weight_decay if weight.ndim > 1 or given.decay_vectors else 0.0
+            after[name] = weight * (1 - lr * decay) - lr * direction
+        return after

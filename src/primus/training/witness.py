@@ -1,0 +1,111 @@
+"""What a judged run leaves behind for the reference: batches, gradients, learning rates and weights of every step.
+
+The files of ``OUTPUT/witness`` are written from the tensors that the model, its loss and its optimizer really use:
+
+- ``batch-STEP-RANK.pt``: ``inputs`` and ``labels``, a tensor per micro-batch, and ``data_rank``, which share of the
+  data the rank takes;
+- ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped) and ``rates``, the learning rate of each
+  parameter; absent where a backend keeps gradients out of its parameters;
+- ``seconds.json``: how long writing all this took after each step;
+- ``weights-STEP.pt``: ``weights`` after the step, whole, by the backend's own names; step 0 before the first update.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+__all__ = ["Witness", "whole_parameters"]
+
+# Gives all of this job's parameters on rank 0, whole, by name. Every rank calls it.
+Whole = Callable[[], Mapping[str, torch.Tensor]]
+
+
+class Witness:
+    """Writes what one rank saw. Methods that take all ranks are called on all of them in the same order."""
+
+    def __init__(
+        self, output: Path, parts: Sequence[torch.nn.Module], data_rank: int, whole: Whole | None = None
+    ) -> None:
+        self._data_rank = data_rank
+        self._folder = output / "witness"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._parts = parts
+        self._whole = whole or (lambda: whole_parameters(parts))
+        self._inputs: list[torch.Tensor] = []
+        self._labels: list[torch.Tensor] = []
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._rates: dict[str, float] = {}
+        self._names = {id(p): name for part in parts for name, p in part.named_parameters()}
+        self._hook = register_optimizer_step_pre_hook(self._before_update)
+        self._seconds: dict[int, float] = {}
+
+    def batch(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+        """Take a micro-batch of the step in progress."""
+        self._inputs.append(inputs.detach().cpu().clone())
+        self._labels.append(labels.detach().cpu().clone())
+
+    def first_weights(self, step: int) -> None:
+        """Take the weights before the first update; ``step`` is the last step that is done. All ranks."""
+        self._weights(step)
+
+    def step(self, step: int) -> None:
+        """Write what was seen of ``step`` and the weights after it. All ranks."""
+        began = time.perf_counter()
+        batch = {"data_rank": self._data_rank, "inputs": self._inputs, "labels": self._labels}
+        torch.save(batch, self._folder / f"batch-{step}-{_rank()}.pt")
+        self._inputs, self._labels = [], []
+        if _rank() == 0 and self._rates:
+            torch.save({"gradients": self._gradients, "rates": self._rates}, self._folder / f"update-{step}.pt")
+        self._gradients, self._rates = {}, {}
+        self._weights(step)
+        self._seconds[step] = round(time.perf_counter() - began, 4)
+        if _rank() == 0:
+            (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
+
+    def _weights(self, step: int) -> None:
+        weights = self._whole()
+        if _rank() == 0:
+            waiting = self._folder / f"weights-{step}.waiting"
+            torch.save({"weights": dict(weights)}, waiting)
+            os.replace(waiting, self._folder / f"weights-{step}.pt")  # noqa: PTH105
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_given: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is None:
+                    continue
+                self._rates[name] = float(group["lr"])
+                if parameter.grad is not None:
+                    gradient = _whole_tensor(parameter.grad)
+                    if _rank() == 0:
+                        self._gradients[name] = gradient
+
+
+def whole_parameters(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer of ``parts``, gathered from its shards; a copy on the CPU."""
+    found: dict[str, torch.Tensor] = {}
+    for part in parts:
+        stored = part.state_dict(keep_vars=True)
+        for name, tensor in stored.items():
+            if isinstance(tensor, torch.Tensor):
+                found[name] = _whole_tensor(tensor)
+    return found
+
+
+def _whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().cpu().clone()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -2,9 +2,9 @@
 
     python many.py LIST
 
-Each line of LIST is ``FOLDER FAULT`` (FAULT ``-``: none). A folder holds the files of a job as ``primus train`` writes
-them; afterwards it holds what ``primus train --judge`` leaves: log, figures, witness, proof. The reference runs in a
-process that never saw the fault.
+Each line of LIST is ``FOLDER FAULT BACKEND WORD …`` (FAULT ``-``: none; words as in ``silent_jobs``). The folder then
+holds what ``primus train --judge`` leaves: log, figures, witness, proof. The reference runs in a process that never saw
+the fault.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
-if Path("/faults").is_dir():
-    sys.path.insert(0, "/faults")
-
-RANKS = 2
+from silent_jobs import SILENT, job_of, write
 
 
 def forked(work: Callable[[], None], into: int | None = None) -> int:
@@ -60,8 +56,6 @@ def rank(folder: Path, job: dict[str, Any], number: int, port: int, fault: str) 
         "HF_HOME": str(folder / "cache" / "hf"), "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     if fault != "-":
-        from silent import SILENT
-
         case = SILENT[fault]
         case.change(importlib.import_module(case.module))
     name = f"primus.training.{job['backend']}.entry"
@@ -112,7 +106,8 @@ def main() -> None:
                  "primus.training.reference.replay"):  # fmt: skip
         importlib.import_module(name)
     for number, row in enumerate(Path(sys.argv[1]).read_text().splitlines()):
-        folder, fault = row.split()
+        folder, fault, backend, *words = row.split()
+        write(job_of(Path(folder), backend, tuple(words)))
         began = time.monotonic()
         log = (Path(folder) / "reference.txt").open("w")
         port = 20000 + (os.getpid() + number) % 20000

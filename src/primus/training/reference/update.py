@@ -55,7 +55,8 @@ def settings(job: Mapping[str, Any]) -> Settings:
     def key(name: str, default: float) -> float:
         return float(config.get(f"training.{name}", default))
 
-    steps, warmup = int(config.get("training.steps", 50)), int(config.get("training.warmup_steps", 0))
+    warmup = int(config.get("training.warmup_steps", 0))
+    steps = int(config.get("training.decay_steps", 0)) or int(config.get("training.steps", 50))
     return Settings(
         lr=key("lr", 3e-4), min_lr=key("min_lr", 0.0), schedule=str(config.get("training.lr_schedule", "constant")),
         warmup=warmup, warmup_divisor=warmup + 1, decay_from=warmup, steps=steps, beta1=key("beta1", 0.9),

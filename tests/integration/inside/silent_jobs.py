@@ -1,4 +1,4 @@
-"""Jobs for the silent faults, and their verdicts."""
+"""Small judged jobs, healthy or with a silent fault, and what their checks say."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from primus.recipes.resolve import resolve
 from primus.training import outcome, ranks
 from primus.training.job import Job, JobResult
 
-sys.path.insert(0, str(Path(__file__).with_name("faults")))
+# In the image the faults are mounted at /faults.
+sys.path += [str(Path(__file__).parents[1] / "faults"), "/faults"]
 from silent import SILENT
 
-__all__ = ["SILENT", "failed", "prepared"]
-
-_WORDS = ("steps=6",)
+__all__ = ["SILENT", "failed", "job_of", "write"]
 
 
-def prepared(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:
-    """A small job of ``backend`` in ``folder``, its files written; ``--recipe``, ``--mode``, ``--precision`` choose."""
+def job_of(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:
+    """A job of six steps of ``backend`` in ``folder``; words ``--recipe=``, ``--mode=``, ``--precision=`` choose."""
     chosen = dict(word.removeprefix("--").split("=") for word in words if word.startswith("--"))
-    settings = [*_WORDS, *(word for word in words if not word.startswith("--"))]
+    settings = ["steps=6", *(word for word in words if not word.startswith("--"))]
     name = chosen.get("recipe", "llama3.1-8b")
     if name.startswith("llama"):
         settings.append("model.layers=2")
     mode = chosen.get("mode", "full" if backend == "finetune" else "pretrain")
     asked = Asked(backend=backend, mode=mode, gpu="cpu", proxy=True, precision=chosen.get("precision", "fp32"))
-    job = Job(name="base", recipe=resolve(name, settings, asked), output=folder, judged=True)
-    folder.mkdir(parents=True)
+    return Job(name="base", recipe=resolve(name, settings, asked), output=folder, judged=True)
+
+
+def write(job: Job) -> None:
+    """Make the job's folder with the files that its ranks read."""
+    job.output.mkdir(parents=True)
     for file, text in ranks.files(job).items():
-        (folder / file).write_text(text, encoding="utf-8")
-    return job
+        (job.output / file).write_text(text, encoding="utf-8")
 
 
 def failed(job: Job) -> list[str]:

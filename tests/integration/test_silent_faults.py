@@ -1,0 +1,70 @@
+"""Silent faults in real two-rank runs: the loss falls and nothing complains, but the reference names each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).with_name("inside")))
+from silent_jobs import SILENT, failed, job_of
+
+from primus.training.job import Job
+
+pytestmark = pytest.mark.integration
+
+INSIDE = Path(__file__).with_name("inside")
+BACKENDS = ("torchtitan", "fsdp", "finetune", "megatron")
+# One of each class of fault, over all backends: CI runs these; `--slow` runs all.
+QUICK = (
+    "torchtitan_attention_not_causal", "torchtitan_rate_zero_later", "fsdp_labels_equal_inputs",
+    "fsdp_tokens_counted_twice", "finetune_adapter_scaled_twice", "megatron_labels_rolled",
+)  # fmt: skip
+
+Run = Callable[[dict[str, tuple[str, tuple[str, ...], str]]], dict[str, Job]]
+
+
+@pytest.fixture(scope="module")
+def run(python: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Name → (backend, words, fault or "-"), all trained one after the other in the cpu image."""
+
+    def train(cases: dict[str, tuple[str, tuple[str, ...], str]]) -> dict[str, Job]:
+        root = tmp_path_factory.mktemp("silent")
+        rows = [" ".join((str(root / name), fault, backend, *words)) for name, (backend, words, fault) in cases.items()]
+        (root / "list").write_text("\n".join(rows))
+        ended = subprocess.run(
+            [*python, str(INSIDE / "many.py"), str(root / "list")], capture_output=True, text=True, check=False,
+            timeout=60 * len(cases) + 120,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        return {name: job_of(root / name, backend, words) for name, (backend, words, _) in cases.items()}
+
+    return train
+
+
+def _missed(jobs: dict[str, Job]) -> list[str]:
+    rows = []
+    for name, job in jobs.items():
+        found = failed(job)
+        if not set(found) & set(SILENT[name].names) or "exit code" in found:
+            rows.append(f"{name}: expected one of {SILENT[name].names}, failed: {found or 'nothing'}")
+    return rows
+
+
+def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(run: Run) -> None:
+    healthy = {f"healthy_{backend}": (backend, (), "-") for backend in BACKENDS}
+    faulty = {name: (SILENT[name].backend, SILENT[name].words, name) for name in QUICK}
+    jobs = run(healthy | faulty)
+    assert {name: failed(jobs[name]) for name in healthy} == {name: [] for name in healthy}
+    assert _missed({name: jobs[name] for name in faulty}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_every_silent_fault_is_named(run: Run) -> None:
+    assert len(SILENT) >= 60
+    jobs = run({name: (case.backend, case.words, name) for name, case in SILENT.items()})
+    assert _missed(jobs) == []

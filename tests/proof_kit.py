@@ -1,0 +1,23 @@
+"""What the reference writes of a run that it agrees with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["evidence"]
+
+
+def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
+    """The content of ``proof.json`` for step → (loss, gradient norm) of a healthy run in float32."""
+    rows = [
+        {
+            "step": step, "data": [], "loss": loss, "grad_norm": norm, "rate": 0.01, "rates": [0.01],
+            "own_gradient": True, "gradient": {"gap": 1e-6, "name": "a", "missing": []},
+            "update": {"gap": 0.0, "name": ""},
+        }
+        for step, (loss, norm) in seen.items()
+    ]  # fmt: skip
+    parameters = {"missing": [], "besides": [], "shapes": [], "first_values": [], "count": 10, "trained": 10}
+    moved: dict[str, list[str]] = {"still": [], "frozen_moved": []}
+    return {"precision": "fp32", "steps": rows, "parameters": parameters, "moved": moved}

@@ -1,0 +1,95 @@
+"""Verdicts from what the reference found: each fault in the evidence fails its own check."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+from primus.training import proof, suite
+from primus.training.logs import Series, Step
+from proof_kit import evidence
+
+STEPS = 6
+SEEN = {step: (7.0 - step, 1.0) for step in range(1, STEPS + 1)}
+
+
+def series(rate: float = 100.0) -> Series:
+    """The healthy run itself."""
+    steps = [
+        Step(step=n, loss=7.0 - n, grad_norm=1.0, tokens_per_second=rate, memory_gib=1.0) for n in range(1, STEPS + 1)
+    ]
+    return Series(steps=tuple(steps), exact=True)
+
+
+def failing(found: dict[str, Any], run: Series | None = None) -> list[str]:
+    """The names of the verdicts that did not pass."""
+    return [verdict.name for verdict in proof.verdicts(found, run or series()) if not verdict.passed]
+
+
+def test_a_healthy_run_passes() -> None:
+    assert failing(evidence(SEEN)) == []
+
+
+CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("reference data", lambda e: e["steps"][2]["data"].append("step 3, rank 0: 10% of the labels are other tokens")),
+    ("reference parameters", lambda e: e["parameters"]["missing"].append("model.layers.1.mlp.up_proj.weight")),
+    ("reference parameters", lambda e: e["parameters"]["first_values"].append("a equals b")),
+    ("reference trained weights", lambda e: e["moved"]["still"].append("a")),
+    ("reference trained weights", lambda e: e["moved"]["frozen_moved"].append("a")),
+    ("reference loss", lambda e: e["steps"][4].update(loss=2.0001)),
+    ("reference loss", lambda e: e["steps"].pop()),
+    ("reference gradient norm", lambda e: e["steps"][0].update(grad_norm=1.001)),
+    ("reference gradients", lambda e: e["steps"][5]["gradient"].update(gap=1e-3)),
+    ("reference gradients", lambda e: e["steps"][5]["gradient"]["missing"].append("a")),
+    ("reference gradients", lambda e: e["steps"][3].update(own_gradient=False)),
+    ("reference learning rate", lambda e: e["steps"][1].update(rates=[0.01, 0.0])),
+    ("reference update", lambda e: e["steps"][1]["update"].update(gap=0.1)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES)
+def test_a_difference_fails_the_check_that_it_belongs_to(name: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    found = copy.deepcopy(evidence(SEEN))
+    change(found)
+    assert name in failing(found)
+
+
+@pytest.mark.parametrize("found", [{}, {"steps": []}, {"problem": "the run left no weights-3.pt"}])
+def test_no_evidence_is_no_pass(found: dict[str, Any]) -> None:
+    assert failing(found) == ["reference"]
+    assert failing(evidence(SEEN), Series()) == ["reference"]
+
+
+def test_bounds_of_a_rounded_precision_follow_from_its_own_noise() -> None:
+    found = evidence(SEEN) | {"precision": "bf16"}
+    for row in found["steps"]:
+        row["noise"] = {"loss": 1e-4, "grad_norm": 1e-3, "gradient": 1e-2}
+        row["gradient"]["gap"] = 2e-2
+    assert failing(found) == []
+    found["steps"][2]["gradient"]["gap"] = 2e-1
+    assert failing(found) == ["reference gradients"]
+
+
+@pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (2.0, False), (0.4, False)])
+def test_the_launchers_clock_judges_the_throughput(factor: float, passed: bool) -> None:
+    # 200 tokens a step at 100 tokens/s: two seconds between lines, half a second of them for evidence.
+    arrivals = {step: 2.5 * step for step in range(1, STEPS + 1)}
+    verdict = proof.clock(series(100.0 * factor), arrivals, dict.fromkeys(arrivals, 0.5), tokens=200)
+    assert verdict.passed is passed
+
+
+def test_a_short_run_is_too_short_to_time() -> None:
+    assert "too few" in proof.clock(series(), {1: 0.0, 2: 2.0}, {}, tokens=200).reason
+
+
+def test_what_the_reference_cannot_repeat_is_said() -> None:
+    flux = resolve("flux.1-dev", [], Asked(gpu="cpu", proxy=True))
+    llama = resolve("llama3.1-8b", [], Asked(gpu="cpu", proxy=True))
+    assert "diffusion" in str(proof.unjudged(flux))
+    assert proof.unjudged(llama) is None
+    assert suite.plan("llama3.1-8b", llama.path, (), Asked(gpu="cpu", proxy=True), "quick")[0].judged

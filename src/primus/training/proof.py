@@ -58,6 +58,8 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
     steps: Sequence[Mapping[str, Any]] = found.get("steps", ())
     if problem := found.get("problem"):
         return [Verdict(name="reference", passed=False, reason=str(problem))]
+    if not steps and "parameters" in found and not (parameters := _parameters(found["parameters"])).passed:
+        return [parameters]
     if not steps or not series.steps:
         return [Verdict(name="reference", passed=False, reason="the reference found no step to repeat")]
     return [

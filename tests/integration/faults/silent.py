@@ -24,6 +24,7 @@ class Silent(NamedTuple):
 
 DATA, LOSS = "reference data", "reference loss"
 NORM, GRADIENTS = "reference gradient norm", "reference gradients"
+LOGGED = "steps logged"
 RATE, UPDATE = "reference learning rate", "reference update"
 PARAMETERS, MOVED, CLOCK = "reference parameters", "reference trained weights", "clock"
 
@@ -335,12 +336,7 @@ def noise_in_gradients(module: Any) -> None:
 
 @silent("parallel", "torchtitan", "torchtitan.models.llama3.infra.parallelize", NORM, GRADIENTS)
 def gradients_halved(module: Any) -> None:
-    def shard(original: Any, model: Any, *given: Any, **named: Any) -> Any:
-        out = original(model, *given, **named)
-        model.set_gradient_divide_factor(2.0)
-        return out
-
-    wrap(module, "apply_fsdp", shard)
+    module.disable_fsdp_gradient_division = lambda model: None
 
 
 @silent("precision", "torchtitan", TITAN_MODEL, LOSS, GRADIENTS)
@@ -380,7 +376,7 @@ def throughput_doubled(module: Any) -> None:
     )
 
 
-@silent("metrics", "torchtitan", TITAN_METRICS, LOSS)
+@silent("metrics", "torchtitan", TITAN_METRICS, LOSS, LOGGED)
 def smoothed_loss(module: Any) -> None:
     kept: list[float] = []
 
@@ -391,7 +387,7 @@ def smoothed_loss(module: Any) -> None:
     wrap(module.MetricsProcessor, "log", log)
 
 
-@silent("metrics", "torchtitan", TITAN_METRICS, NORM)
+@silent("metrics", "torchtitan", TITAN_METRICS, NORM, LOGGED)
 def norm_after_clipping(module: Any) -> None:
     wrap(
         module.MetricsProcessor,

@@ -39,6 +39,9 @@ def replay(output: Path) -> dict[str, Any]:
     try:
         before = _weights(job, sizes, folder, first - 1)
         found["parameters"] = _parameters(job, sizes, before)
+        if found["parameters"]["missing"] or found["parameters"]["shapes"]:
+            # Another model: there is nothing to repeat.
+            return found
         replayed = _Replay(job, sizes, folder)
         for step in range(first, last + 1):
             after = _weights(job, sizes, folder, step)

@@ -22,13 +22,17 @@ def elf(
     abi: int = 0,
     kind: int = 3,
     soname: str = "",
+    needed: Sequence[str] = (),
 ) -> bytes:
     """A 64-bit ELF file (by default an x86-64 shared object) with these sections."""
     parts: list[tuple[str, int, bytes, int]] = [(name, 1, data, 0) for name, data in (sections or {}).items()]
-    if soname:
-        strings = b"\0" + soname.encode() + b"\0"
+    if soname or needed:
+        strings, entries = b"\0", b""
+        for tag, name in [(1, one) for one in needed] + ([(14, soname)] if soname else []):
+            entries += struct.pack("<2Q", tag, len(strings))
+            strings += name.encode() + b"\0"
         parts.append((".dynstr", 3, strings, 0))
-        parts.append((".dynamic", 6, struct.pack("<4Q", 14, 1, 0, 0), len(parts)))
+        parts.append((".dynamic", 6, entries + struct.pack("<2Q", 0, 0), len(parts)))
     names = b"\0"
     offsets = []
     for name, *_ in (*parts, (".shstrtab",)):

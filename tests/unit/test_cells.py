@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from primus.cli.host.validate import _planned
 from primus.errors import InputError
+from primus.gates.check import Outcome
+from primus.gates.model import Finding, GateReport
 from primus.images.project import Project
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
@@ -59,14 +63,17 @@ def record(jobs: tuple[Job, ...]) -> dict[str, Any]:
     return {
         "passed": True, "gpu": "none", "made": "2026-11-20T20:00:00Z", "image": {"content": "sha256:1"},
         "recipe": {"sha256": recipe.digest, "precision": "fp32"}, "suite": {"sha256": suite.digest(recipe, jobs)},
-        "verdicts": [{"name": "finite", "passed": True}], "jobs": [{"series": [{"loss": 7.0}, {"loss": 3.0}]}],
+        "verdicts": [{"name": "base: finite", "passed": True}, {"name": "gate budget", "passed": True}],
+        "jobs": [{"series": [{"loss": 7.0}, {"loss": 3.0}]}],
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("key", "inner", "value"),
     [
-        ("passed", None, False),
+        ("verdicts", None, [{"name": "base: finite", "passed": False}, {"name": "gate budget", "passed": True}]),
+        ("verdicts", None, []),
+        ("verdicts", None, [{"name": "base: finite", "passed": True}, {"name": "gate budget", "passed": False}]),
         ("gpu", None, "h200"),
         ("image", "content", "sha256:2"),
         ("recipe", "sha256", "0"),
@@ -77,18 +84,61 @@ def test_only_a_record_of_the_same_is_kept(
     tmp_path: Path, jobs: tuple[Job, ...], key: str, inner: str | None, value: object
 ) -> None:
     image = {"content": "sha256:1"}
-    assert _passed_before(tmp_path, image, jobs) is None
+    gates = said()
+    assert _passed_before(tmp_path, image, jobs, gates) is None
     made = record(jobs)
     (tmp_path / "record.json").write_text(json.dumps(made))
-    assert _passed_before(tmp_path, image, jobs) == made
+    assert _passed_before(tmp_path, image, jobs, gates) == made
     if inner is None:
         made[key] = value
     else:
         made[key][inner] = value
     (tmp_path / "record.json").write_text(json.dumps(made))
-    assert _passed_before(tmp_path, image, jobs) is None
+    assert _passed_before(tmp_path, image, jobs, gates) is None
     (tmp_path / "record.json").write_text("{broken")
-    assert _passed_before(tmp_path, image, jobs) is None
+    assert _passed_before(tmp_path, image, jobs, gates) is None
+
+
+def test_jobs_of_a_preview_are_kept_while_its_gates_say_the_same(tmp_path: Path, jobs: tuple[Job, ...]) -> None:
+    made = record(jobs)
+    made |= {"passed": False, "verdicts": [made["verdicts"][0], {"name": "gate budget", "passed": False}]}
+    (tmp_path / "record.json").write_text(json.dumps(made))
+    failing = said(Finding(gate="budget", severity="error", message="too large"))
+    assert _passed_before(tmp_path, {"content": "sha256:1"}, jobs, failing) == made
+    assert _passed_before(tmp_path, {"content": "sha256:1"}, jobs, said()) is None
+
+
+@pytest.mark.parametrize("target", ["mi300x", "mi325x", "mi350x", "mi355x"])
+def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(target: str, tmp_path: Path) -> None:
+    project = Project.find(ROOT)
+    assert sorted(project.target(target).recipes) == names()
+    planned = _planned(project, _asked(target))
+    (first, level), *rest = planned
+    assert (first.recipe, level) == ("llama3-proxy", "standard")
+    assert {level for _, level in rest} == {"quick"}
+    ways = {str(cell) for cell in cells_of(names(), every=True)}
+    assert {str(cell) for cell, _ in rest} == {f"{way} {precision}" for way in ways for precision in ("fp32", "bf16")}
+    (job,) = suite.plan("llama3.1-8b", tmp_path, (), rest[-1][0].asked, "quick")
+    assert job.recipe.precision == "bf16"
+    assert len({cell.folder for cell, _ in planned}) == len(planned)
+
+
+def test_one_recipe_alone_and_the_cpu_target_have_the_standard_suite() -> None:
+    project = Project.find(ROOT)
+    for asked in (_asked("cpu"), _asked("mi355x", recipe="mistral-7b")):
+        ((_, level),) = _planned(project, asked)
+        assert level == "standard"
+    assert {level for _, level in _planned(project, _asked("cpu", suite="full"))} == {"full"}
+
+
+def _asked(target: str, recipe: str | None = None, suite: str | None = None) -> argparse.Namespace:
+    return argparse.Namespace(target=target, recipe=recipe, suite=suite)
+
+
+def said(*findings: Finding) -> Outcome:
+    """What the gates say of an image when one of them finds this."""
+    report = GateReport(gate="budget", summary="", findings=findings)
+    return Outcome(target="cpu", ref="v26.11-cpu", digest="sha256:1", reports=(report,))
 
 
 def test_the_table_names_what_failed(tmp_path: Path, jobs: tuple[Job, ...]) -> None:
@@ -101,6 +151,6 @@ def test_the_table_names_what_failed(tmp_path: Path, jobs: tuple[Job, ...]) -> N
     )
     first, second, last = text.splitlines()
     assert first.startswith("✓ one")
-    assert first.endswith("1 checks  (kept)")
+    assert first.endswith("2 checks  (kept)")
     assert "✗ base: finite" in second
     assert last == "FAILED: 1 of 2 passed"

@@ -31,7 +31,7 @@ from primus.gates.codeobjects import Code, bundle_targets, code_in
 from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.msgpack import unpack
 from primus.gates.prune import prunable, pruning
-from primus.gates.sonames import soname_of
+from primus.gates.sonames import library_of
 from primus.images.archs import in_entry_id, in_path, of_flags, runs_on
 from primus.images.left_out import LeftOut
 
@@ -189,7 +189,7 @@ def test_whatever_a_file_holds_it_is_read_or_refused(
         at = int(place * len(data))
         data[at : at + len(value)] = value
     cut = bytes(data[: int(len(data) * (0.3 + keep))])
-    for read in (lambda: look("lib/x.co", cut), lambda: soname_of("lib/libx.so", io.BytesIO(cut))):
+    for read in (lambda: look("lib/x.co", cut), lambda: library_of("lib/libx.so", io.BytesIO(cut), len(cut))):
         with contextlib.suppress(ValueError):
             read()
 

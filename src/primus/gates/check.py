@@ -13,6 +13,7 @@ from primus.errors import InputError
 from primus.gates.coherence import coherence
 from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.litter import litter, secrets_in
+from primus.gates.loadable import loadable
 from primus.gates.model import Finding, GateReport
 from primus.gates.pins import pinned_packages, python_packages
 from primus.gates.prune import pruning
@@ -157,6 +158,7 @@ def judge(project: Project, examined: Examined) -> Outcome:
             components={component: pin.version for component, pin in pins.items() if pin.version},
         ),
         shared_names([(layer, f.libraries) for layer, f in facts]),
+        loadable([(layer, f.libraries) for layer, f in facts]),
         _with_settings(
             litter([(layer, f.traces) for layer, f in facts], lambda layer: layer not in published), image.config
         ),

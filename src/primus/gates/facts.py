@@ -20,7 +20,7 @@ from primus.gates.codeobjects import Code, code_in, is_kernel_file, is_triton_me
 from primus.gates.contents import Kind, Member, walk
 from primus.gates.litter import Scanner, Trace, path_traces, reads_text, text_traces
 from primus.gates.rules import rules
-from primus.gates.sonames import Library, soname_of
+from primus.gates.sonames import Library, library_of
 from primus.gates.versions_inside import Stated, stated_in, states_versions
 from primus.images import wholefile
 from primus.images.archs import in_path
@@ -108,7 +108,7 @@ class Examiner:
         try:
             if (found := code_in(seen.path, file, seen.size)) is not None:
                 self._code.append(found)
-            if seen.scanner.elf and (library := soname_of(seen.path, file)) is not None:
+            if seen.scanner.elf and (library := library_of(seen.path, file, seen.size)) is not None:
                 self._libraries.append(library)
         except ValueError as error:
             self._unreadable[seen.path] = str(error)
@@ -224,7 +224,7 @@ def _loads(data: bytes) -> LayerFacts:
             )
             for row in known["code"]
         ),
-        libraries=tuple(Library(**row) for row in known["libraries"]),
+        libraries=tuple(Library(**{**row, "needed": tuple(row["needed"])}) for row in known["libraries"]),
         stated=tuple(Stated(**row) for row in known["stated"]),
         traces=tuple(Trace(**row) for row in known["traces"]),
         unreadable=known["unreadable"],

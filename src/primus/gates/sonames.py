@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import IO
 
 from primus.gates.model import Finding, GateReport
-from primus.images.elf import AMDGPU, DYN, read_elf, soname_in
+from primus.images.elf import AMDGPU, DYN, linked_in, read_elf
 
-__all__ = ["Library", "owner_of", "shared_names", "soname_of"]
+__all__ = ["Library", "library_of", "owner_of", "shared_names"]
 
 _GATE = "overlap"
 _LIBRARY = re.compile(r"lib[^/]*\.so(\.[0-9.]+)?")
@@ -24,10 +24,17 @@ _SITE = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """A shared library's path and the name it gives itself (empty when it gives none)."""
+    """A file that the dynamic loader can load: a shared library, an extension module, or a program.
+
+    ``soname`` is the name it gives itself (empty when it gives none), ``needed`` are the names it needs, ``machine``
+    is the ELF number of its processor, ``size`` its bytes.
+    """
 
     path: str
     soname: str = ""
+    needed: tuple[str, ...] = ()
+    machine: int = 0
+    size: int = 0
 
     @property
     def names(self) -> set[str]:
@@ -36,17 +43,16 @@ class Library:
         return {n for n in (self.soname, file if _LIBRARY.fullmatch(file) else "") if n and not _MODULE.fullmatch(n)}
 
 
-def soname_of(path: str, stream: IO[bytes]) -> Library | None:
-    """The ELF file as a library; None when it is none (a program, a kernel, an object file).
+def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
+    """The ELF file as the loader sees it; None for a kernel or an object file, which it does not load.
 
     Raises ValueError when the file is damaged.
     """
     elf = read_elf(stream)
     if elf.kind != DYN or elf.machine == AMDGPU:
         return None
-    soname = soname_in(elf, stream)
-    library = Library(path=path, soname=soname)
-    return library if library.names else None
+    linked = linked_in(elf, stream)
+    return Library(path=path, soname=linked.soname, needed=linked.needed, machine=elf.machine, size=size)
 
 
 def owner_of(layer: str, path: str) -> str:
@@ -61,7 +67,7 @@ def shared_names(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
     count = 0
     for layer, libraries in layers:
         for library in libraries:
-            count += 1
+            count += bool(library.names)
             for name in library.names:
                 places.setdefault(name, {}).setdefault(owner_of(layer, library.path), (layer, library.path))
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}

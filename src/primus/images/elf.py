@@ -9,12 +9,13 @@ import struct
 from dataclasses import dataclass
 from typing import IO
 
-__all__ = ["AMDGPU", "DYN", "Elf", "Section", "read_elf", "soname_in"]
+__all__ = ["AMDGPU", "DYN", "Elf", "Linked", "Section", "linked_in", "read_elf"]
 
 AMDGPU = 224
 DYN = 3
 _NOBITS = 8
 _DYNAMIC = 6
+_DT_NEEDED = 1
 _DT_SONAME = 14
 # Class → form of the header after e_ident, of a section's header, and of an entry of the dynamic section.
 _FORMS = {1: ("HHIIIIIHHHHHH", "IIIIIIIIII", "iI"), 2: ("HHIQQQIHHHHHH", "IIQQQQIIQQ", "qQ")}
@@ -81,20 +82,32 @@ def _read(stream: IO[bytes]) -> Elf:
     return Elf(kind=kind, machine=machine, flags=flags, abi=ident[8], form=entry, sections=sections)
 
 
-def soname_in(elf: Elf, stream: IO[bytes]) -> str:
-    """The name the library gives itself, empty when it gives none. Raises ValueError when the file is damaged."""
+@dataclass(frozen=True, kw_only=True)
+class Linked:
+    """What the dynamic loader reads of a library: its own name (empty when it gives none), and those it needs."""
+
+    soname: str = ""
+    needed: tuple[str, ...] = ()
+
+
+def linked_in(elf: Elf, stream: IO[bytes]) -> Linked:
+    """The names in the file's dynamic section. Raises ValueError when the file is damaged."""
+    soname, needed = "", []
     try:
         for section in elf.sections:
             if section.kind == _DYNAMIC:
                 strings = elf.sections[section.link]
                 data = _bytes(stream, section.offset, section.size)
                 data = data[: len(data) - len(data) % struct.calcsize(elf.form)]
+                names = _bytes(stream, strings.offset, strings.size)
                 for tag, value in struct.iter_unpack(elf.form, data):
                     if tag == _DT_SONAME:
-                        return _text(_bytes(stream, strings.offset, strings.size), value)
+                        soname = _text(names, value)
+                    elif tag == _DT_NEEDED:
+                        needed.append(_text(names, value))
     except (struct.error, IndexError, OverflowError) as error:
         raise ValueError(f"a damaged ELF file: {error}") from None
-    return ""
+    return Linked(soname=soname, needed=tuple(needed))
 
 
 def _bytes(stream: IO[bytes], at: int, size: int) -> bytes:

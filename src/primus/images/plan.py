@@ -12,7 +12,7 @@ from primus.images.action import Action, ImagePlan, Input
 from primus.images.canonical import key_of
 from primus.images.layer import assembler, rewriter
 from primus.images.prefix import Prefix
-from primus.images.skeleton import console_script, distribution, environment, working_folders
+from primus.images.skeleton import console_script, distribution, environment, shell_setup, working_folders
 from primus.images.source import WHEEL_SCRIPT
 from primus.images.target import build_root, normalised
 from primus.images.trim import TRIM, VARIANT
@@ -267,7 +267,7 @@ def _tree(project: Project, component: str, pin: Pin, where: str, prefix: Prefix
     to = (pin.to or "/").replace("{site}", prefix.site if prefix else "").strip("/")
     extra = dict(working_folders(to, (path for path, _, _ in tree)))
     if component == "primus":
-        extra = {**distribution(to), **console_script(to)}
+        extra = {**distribution(to), **console_script(to), **shell_setup(to)}
     return Action(
         name=component,
         kind="files",

@@ -12,11 +12,29 @@ from primus import __version__
 from primus.images.prefix import Prefix
 from primus.images.tar import Entry
 
-__all__ = ["console_script", "distribution", "environment", "inline_entries", "working_folders"]
+__all__ = ["console_script", "distribution", "environment", "inline_entries", "shell_setup", "working_folders"]
 
 Inline = Mapping[str, Mapping[str, object]]
 WORKSPACE = "workspace"
 _OPEN: Mapping[str, object] = {"folder": True, "mode": 0o1777}
+# A login shell starts from the distribution's own PATH. Nothing is started here: a shell must open at once.
+_PROFILE = """\
+case ":$PATH:" in
+*:/{bin}:*) ;;
+*) PATH="/{bin}:$PATH" ;;
+esac
+export PATH
+if [ -n "${{BASH_VERSION-}}" ]; then
+    # Status 124 tells bash to try again with the completion that argcomplete has registered by then.
+    _primus_first_tab() {{ eval "$(register-python-argcomplete primus)" && return 124; }}
+    complete -F _primus_first_tab primus
+fi
+"""
+# What the image's entry point gives to an interactive bash that is no login shell; such a bash reads no profile.
+_BASHRC = """\
+if [ -r ~/.bashrc ]; then . ~/.bashrc; fi
+. /etc/profile.d/primus.sh
+"""
 
 
 def environment(prefix: Prefix, system: bool = False) -> Inline:
@@ -65,6 +83,18 @@ def console_script(package: str) -> Inline:
     root = PurePosixPath(package).parents[3]
     script = f"#!/{root}/bin/python3\nimport sys\n\nfrom primus.cli.main import main\n\nsys.exit(main())\n"
     return {f"{root}/bin/primus": {"text": script, "mode": 0o755}}
+
+
+def shell_setup(package: str) -> Inline:
+    """Files that make ``primus`` known to every bash, with completion on Tab, login shell or not.
+
+    The entry point (``primus.system.banner``) names the second file to shells that are no login shells.
+    """
+    bin_folder = PurePosixPath(package).parents[3] / "bin"
+    return {
+        "etc/profile.d/primus.sh": {"text": _PROFILE.format(bin=bin_folder)},
+        "etc/primus/bashrc": {"text": _BASHRC},
+    }
 
 
 def inline_entries(inline: Inline) -> list[Entry]:

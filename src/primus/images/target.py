@@ -51,6 +51,11 @@ class Target:
     entrypoint: tuple[str, ...] = described("Command that every command line is given to.", default=())
     command: tuple[str, ...] = described("Command line when none is given.", default=())
     recipes: tuple[str, ...] = described("Recipes that validate it, the default first.", default=())
+    trained_in: tuple[Literal["fp32", "bf16", "fp8", "mxfp8"], ...] = described(
+        "Precisions in which `validate` trains every recipe once, besides the first recipe's own suite; a recipe is "
+        "left out where it, its backend or the machine has no such precision. None: the first recipe alone.",
+        default=(),
+    )
     workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
     compression: Literal["zstd", "gzip"] = described("How layers are compressed.", default="zstd")
     arch: Literal["gfx942", "gfx950", "sm_90"] | None = described(

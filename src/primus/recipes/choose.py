@@ -9,12 +9,12 @@ from primus.errors import InputError, nearest
 from primus.recipes.backends import backends
 from primus.recipes.model import CHOICES, Asked, Setting
 
-__all__ = ["CPU", "PRECISIONS", "among", "choose", "computes", "supported"]
+__all__ = ["CPU", "PRECISIONS", "PROXY_PRECISION", "among", "choose", "computes", "supported"]
 
 CPU = "cpu"
 PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
 # A proxy proves code, and the small rounding of fp32 lets its checks be tight.
-_PROXY_PRECISION = "fp32"
+PROXY_PRECISION = "fp32"
 
 
 def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[str, ...]]:
@@ -57,7 +57,7 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
     offered = list(cells[str(backend.value), str(mode.value)])
     fallback = settings
     if proxy.value is True:
-        offered = list(dict.fromkeys([_PROXY_PRECISION, *offered]))
+        offered = list(dict.fromkeys([PROXY_PRECISION, *offered]))
         fallback = {}
     precision = _pick("precision", asked.precision, fallback, offered, {"backend": backend, "mode": mode})
     _computable(str(precision.value), str(gpu.value), str(backend.value), precision.origin)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from primus.errors import InputError
 from primus.recipes import load
-from primus.recipes.choose import CPU, supported
+from primus.recipes.choose import CPU, PROXY_PRECISION, computes, supported
 from primus.recipes.model import Asked
 
 __all__ = ["Cell", "cells_of"]
@@ -22,14 +22,18 @@ class Cell:
     folder: str
 
     def __str__(self) -> str:
-        return " ".join([self.recipe, *(word for word in (self.asked.backend, self.asked.mode) if word)])
+        chosen = (self.asked.backend, self.asked.mode, self.asked.precision)
+        return " ".join([self.recipe, *(word for word in chosen if word)])
 
 
-def cells_of(recipes: Iterable[str], *, every: bool, gpu: str = CPU) -> tuple[Cell, ...]:
+def cells_of(
+    recipes: Iterable[str], *, every: bool, gpu: str = CPU, precisions: Sequence[str] = ()
+) -> tuple[Cell, ...]:
     """The cells of ``recipes``: their proxies, as they are trained on ``gpu``, a generation or ``cpu``.
 
-    With ``every``, each backend and mode that a recipe supports, else its default alone. InputError for a recipe
-    that there is not, or that supports nothing.
+    With ``every``, each backend and mode that a recipe supports, else its default alone; with ``precisions``, each of
+    those that the backend computes there for this recipe, else the proxy's own. InputError for an unknown recipe,
+    or one that supports nothing.
     """
     here = Asked(gpu=gpu, proxy=True)
     cells: list[Cell] = []
@@ -41,10 +45,14 @@ def cells_of(recipes: Iterable[str], *, every: bool, gpu: str = CPU) -> tuple[Ce
         ways = supported(load.read(load.find(name)).settings)
         if not ways:
             raise InputError(f"recipe {name} supports nothing", where=str(load.find(name)))
-        cells += [
-            Cell(
+        for (backend, mode), offered in ways.items():
+            way = Cell(
                 recipe=name, asked=replace(here, backend=backend, mode=mode), folder=f"{short}-{backend}-{mode}"
-            )
-            for backend, mode in ways
-        ]  # fmt: skip
+            )  # fmt: skip
+            fits = [p for p in precisions if p in {PROXY_PRECISION, *offered} and computes(gpu, p, backend)]
+            cells += [_in_precision(way, precision) for precision in fits] if precisions else [way]
     return tuple(cells)
+
+
+def _in_precision(cell: Cell, precision: str) -> Cell:
+    return replace(cell, asked=replace(cell.asked, precision=precision), folder=f"{cell.folder}-{precision}")

@@ -21,6 +21,7 @@ _RULES = (
     ("pruning", "GPU code for other architectures"),
     ("versions", "versions inside the image are those of the lock"),
     ("overlap", "library names with two owners"),
+    ("loadable", "libraries that nothing in the image can load"),
     ("litter", "secrets, insecure apt settings, caches, build paths"),
     ("budget", "compressed size"),
 )
@@ -71,7 +72,7 @@ def _findings(records: Mapping[str, Record]) -> list[str]:
     rows = []
     for target, record in records.items():
         passed = {gate["gate"]: gate["passed"] for gate in record["gates"]}
-        cells = ["✓" if passed[name] else "**✗**" for name, _ in _RULES if name in passed]
+        cells = [{True: "✓", False: "**✗**", None: "–"}[passed.get(name)] for name, _ in _RULES]
         rows.append((f"`{target}`", record["channel"] + (", preview" if record["preview"] else ""), *cells))
     head = ("target", "channel", *(name for name, _ in _RULES))
     lines = [*table(head, rows), ""]

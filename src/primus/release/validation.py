@@ -35,6 +35,7 @@ _JOB_SECONDS = 900
 _TIMED_OUT = 124
 # 128 + SIGINT or SIGTERM: a person ended the job, which proves nothing about the image.
 _INTERRUPTED = (130, 143)
+_GATE = "gate "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +50,21 @@ class Validated:
 def validate(
     project: Project,
     target: str,
-    cells: Sequence[Cell],
+    cells: Sequence[tuple[Cell, str]],
     *,
-    level: str,
     output: Path,
     engine: str,
     quiet: bool,
     again: bool = False,
     hardware: Hardware,
 ) -> list[Validated]:
-    """Train each cell in the image of ``target`` and judge it.
+    """Train each cell in the image of ``target`` as its level of the suite asks, and judge it.
 
     A recipe is resolved here and again in the image; a difference between the two fails the record. A cell whose
-    record already passed for the same image content, recipe, suite and GPU is not run again, unless ``again``. The
-    jobs get the GPUs of ``hardware``. HostError for a recipe with more ranks than these. KeyboardInterrupt when a job
-    was interrupted: its cell gets no record, those before it keep theirs.
+    record already passed for the same image content, recipe, suite and GPU is not run again, unless ``again``. Of a
+    preview, whose gates may fail, a record counts when the jobs passed and the gates say the same as now. The jobs get
+    the GPUs of ``hardware``. HostError for a recipe with more ranks than these. KeyboardInterrupt when a job was
+    interrupted: its cell gets no record, those before it keep theirs.
     """
     from primus.gates.check import check_image
     from primus.images.display import choose_progress
@@ -81,16 +82,16 @@ def validate(
     }
     done: list[Validated] = []
     # All of them before the first is trained: a recipe that cannot be planned must not end an hour's work.
-    planned = [suite.plan(cell.recipe, _INSIDE, (), cell.asked, level) for cell in cells]
+    planned = [suite.plan(cell.recipe, _INSIDE, (), cell.asked, level) for cell, level in cells]
     for jobs in planned:
         _enough(suite.recipe_of(jobs), hardware)
-    for number, (cell, jobs) in enumerate(zip(cells, planned, strict=True), 1):
+    for number, ((cell, _), jobs) in enumerate(zip(cells, planned, strict=True), 1):
         folder = output / target / cell.folder
         shown = f"[{number}/{len(cells)}] {cell}"
-        if not again and (kept := _passed_before(folder, image, jobs, hardware.gpu)):
+        if not again and (kept := _passed_before(folder, image, jobs, gates, hardware.gpu)):
             done.append(Validated(record=kept, folder=folder, kept=True))
             if not quiet:
-                _say(f"✓ {shown}: passed on {kept['made']}, for this image and recipe; --again runs it again")
+                _say(f"✓ {shown}: trained on {kept['made']} in this image; --again trains it again")
             continue
         if not quiet and len(cells) > 1:
             _say(f"▸ {shown}")
@@ -152,7 +153,7 @@ def _said(code: int, output: Path, console: Path) -> str:
 
 
 def _passed_before(
-    folder: Path, image: Mapping[str, Any], jobs: Sequence[Job], gpu: str = NO_GPU
+    folder: Path, image: Mapping[str, Any], jobs: Sequence[Job], gates: Checked, gpu: str = NO_GPU
 ) -> dict[str, Any] | None:
     """The record of an earlier validation that proves the same."""
     from primus.training import suite
@@ -166,9 +167,13 @@ def _passed_before(
             and record["suite"]["sha256"] == suite.digest(recipe, jobs)
             and record["gpu"] == gpu
         )
+        verdicts: list[dict[str, Any]] = record["verdicts"]
+        judged = {verdict["name"]: verdict["passed"] for verdict in verdicts if verdict["name"].startswith(_GATE)}
+        trained = all(verdict["passed"] for verdict in verdicts if verdict["name"] not in judged)
+        same = same and judged == {f"{_GATE}{report.gate}": report.passed for report in gates.reports}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return record if same and record.get("passed") is True else None
+    return record if same and trained and verdicts else None
 
 
 def _evidence(
@@ -216,7 +221,7 @@ def _gate_verdict(report: GateReport) -> Verdict:
 
     errors = [f for f in report.findings if f.severity == "error"]
     more = f"; {errors[0].path}: {errors[0].message}" if errors else ""
-    return Verdict(name=f"gate {report.gate}", passed=report.passed, reason=report.summary + more)
+    return Verdict(name=f"{_GATE}{report.gate}", passed=report.passed, reason=report.summary + more)
 
 
 def _not_run(project: Project, target: str, hardware: Hardware, jobs: Sequence[Job]) -> list[str]:

@@ -14,10 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["compose", "main", "wanted"]
+__all__ = ["compose", "main", "wanted", "with_bashrc"]
 
 IMAGE_FILE = Path("/etc/primus/image.json")
 SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
+# Completion on Tab; bash reads it when it is interactive and no login shell (those read /etc/profile.d).
+BASHRC = Path("/etc/primus/bashrc")
+_NAMED_BASHRC = frozenset({"--rcfile", "--init-file", "--norc"})
 
 
 def wanted(command: Sequence[str], environment: Mapping[str, str], *, terminal: bool) -> bool:
@@ -41,6 +44,14 @@ def compose(image: Mapping[str, Any], gpu: str) -> str:
         lines += [f"  {name:<{width}}  {version}" for name, version in components.items()]
     lines += [f"  GPU: {gpu}", "  start: primus train llama3-proxy    help: primus --help"]
     return "\n".join(lines) + "\n"
+
+
+def with_bashrc(command: Sequence[str]) -> list[str]:
+    """``command``, for bash with the image's start-up file, unless the command names one or wants none."""
+    first, *rest = command
+    if Path(first).name != "bash" or _NAMED_BASHRC.intersection(rest) or not BASHRC.exists():
+        return list(command)
+    return [first, "--rcfile", str(BASHRC), *rest]
 
 
 def _greet(command: Sequence[str]) -> None:
@@ -67,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     with suppress(Exception):
         _greet(command)
     try:
-        os.execvp(command[0], command)
+        os.execvp(command[0], with_bashrc(command))
     except FileNotFoundError:
         print(f"primus: there is no command {command[0]!r}", file=sys.stderr)
         return 127

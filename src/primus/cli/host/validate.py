@@ -28,12 +28,13 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus validate``."""
     add_target(parser)
-    parser.add_argument("--recipe", metavar="NAME", help="recipe to train (default: the target's first; see --suite)")
+    parser.add_argument("--recipe", metavar="NAME", help="recipe to train (default: those that the target names)")
     parser.add_argument(
         "--suite",
         choices=LEVELS,
-        help="quick: one run; standard: again, resumed and split, too; full: another layout and every precision, too. "
-        "With it, every recipe of the target is trained by every backend and in every mode that it supports",
+        help="quick: one run; standard: also repeated, resumed and with a split batch; full: also in another layout "
+        "and in every precision. With this option, every recipe of the target is trained by every backend and in every "
+        "mode that it supports, in the target's precisions (trained_in)",
     )
     parser.add_argument(
         "--again", action="store_true", help="run also what already passed for the same image and recipe"
@@ -61,14 +62,13 @@ def run(args: argparse.Namespace) -> int:
     found = hardware.choose(args.gpus, project.gpu(args.target))
     if not args.json and (found.names or found.why):
         print(f"GPUs: {', '.join(found.names) or f'none ({found.why})'}", file=sys.stderr)
-    cells = _cells(project, args, found.gpu)
+    planned = _planned(project, args, found.gpu)
     if not args.no_build:
         _build(args)
     validated = validate(
         project,
         args.target,
-        cells,
-        level=args.suite or "standard",
+        planned,
         output=(args.output or project.root / "out" / "validation").absolute(),
         engine=args.engine,
         quiet=args.json,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     )
     records = [one.record for one in validated]
     if args.json:
-        print(json.dumps(records if args.suite else records[0]))
+        print(json.dumps(records if len(planned) > 1 or args.suite else records[0]))
     elif len(validated) == 1:
         print(Screen.of().fit(outcome_text(records[0], validated[0].folder)))
     else:
@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(record["passed"] for record in records) else 1
 
 
-def _cells(project: Project, args: argparse.Namespace, gpu: str) -> tuple[Cell, ...]:
+def _planned(project: Project, args: argparse.Namespace, gpu: str) -> tuple[tuple[Cell, str], ...]:
+    """Each cell to train, with its level of the suite."""
     import os
 
     from primus.errors import InputError
@@ -95,15 +96,22 @@ def _cells(project: Project, args: argparse.Namespace, gpu: str) -> tuple[Cell, 
 
     # The same folder that the image's recipes layer is made from, wherever this code is installed.
     os.environ["PRIMUS_RECIPES"] = str(project.root / "recipes")
-    own = project.target(args.target).recipes
-    if not own and not args.recipe:
+    target = project.target(args.target)
+    if not target.recipes and not args.recipe:
         raise InputError(
             f"target {args.target} names no recipe",
             where=project.target_place(args.target),
             hint="primus validate --recipe NAME",
         )
-    names = (args.recipe,) if args.recipe else own if args.suite else own[:1]
-    return cells_of(names, every=args.suite is not None, gpu=CPU if gpu == NO_GPU else gpu)
+    names = (args.recipe,) if args.recipe else target.recipes
+    device = CPU if gpu == NO_GPU else gpu
+    if args.suite:
+        return tuple((cell, args.suite) for cell in cells_of(names, every=True, gpu=device, precisions=target.trained_in))
+    # One recipe shows that runs repeat and resume; the others only have to train.
+    (first,) = cells_of(names[:1], every=False, gpu=device)
+    whole = target.trained_in and not args.recipe
+    rest = cells_of(names, every=True, gpu=device, precisions=target.trained_in) if whole else ()
+    return (first, "standard"), *((cell, "quick") for cell in rest)
 
 
 def _build(args: argparse.Namespace) -> None:

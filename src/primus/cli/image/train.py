@@ -18,6 +18,7 @@ from pathlib import Path
 
 from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
 from primus.errors import InputError
+from primus.system import mounts
 from primus.terminal import Screen
 from primus.training import logs, machine, metrics, proof, ranks, start
 from primus.training.checks import Verdict
@@ -71,6 +72,8 @@ def run(options: argparse.Namespace) -> int:
     machine.check(recipe)
     start.check_backend(job)
     start.prepare(job)
+    if lost := mounts.warning(job.output):
+        print(f"primus: {lost}", file=sys.stderr)
     if not options.json:
         print(_headline(job), file=sys.stderr)
     progress = _Progress(job, quiet=options.json)
@@ -150,6 +153,10 @@ class _Progress:
             print("  starting the ranks …", end="", file=sys.stderr, flush=True)
 
     def line(self, text: str) -> None:
+        if text.startswith("primus: ") and not self._quiet:
+            # What a rank says of itself, such as how it works around what this PyTorch lacks.
+            self.end()
+            print(f"  {text.rstrip()}", file=sys.stderr, flush=True)
         step = logs.step_in(text)
         if self._quiet or step is None or step.step <= self._last:
             return

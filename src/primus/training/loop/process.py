@@ -14,6 +14,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from primus.training import gloo
 from primus.training.failure import noting
 from primus.training.loop.given import Given, read
 from primus.training.store import choose_store
@@ -68,6 +69,7 @@ def start(given: Given) -> Process:
         torch.set_num_threads(given.threads)
         # All ranks are on this machine. Without a name gloo looks the host's up, which a sandbox may not know.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        gloo.complete()
         dist.init_process_group("gloo", timeout=_PATIENCE)
     if given.training.deterministic:
         # Read by cuBLAS when its handle is made, which nothing has done yet.

@@ -22,9 +22,12 @@ def apply(threads: int) -> None:
     """
     import torch
 
+    from primus.training import gloo
+
     torch.set_num_threads(threads)
     # All ranks are on this machine. Without a name gloo looks the host's up, which a sandbox may not know.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    gloo.complete()
     _device()
     _barrier()
     _gradient_reduction()

@@ -1,0 +1,120 @@
+"""Libraries that nothing in the image can load: bytes that every download pays for.
+
+A package for several CUDA versions brings a library for each and loads the one that fits; the image holds one CUDA.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from primus.gates.model import Finding, GateReport
+from primus.gates.sonames import Library, owner_of
+from primus.images.outline import bytes_text
+
+__all__ = ["loadable", "toolkit_of"]
+
+_GATE = "loadable"
+# Toolkit → the library every image with it has, and how a path names one of its versions: cu12, cuda-12.4, _cuda118.
+_VERSION = r"[-_]?)(\d{2,3})(?:\.\d+)*(?![\d.]*\d)"
+_TOOLKITS = {
+    "CUDA": (re.compile(r"libcudart\.so\.(\d+)"), re.compile(r"(?<![a-z])(cu(?:da)?" + _VERSION)),
+    "ROCm": (re.compile(r"librocm-core\.so\.(\d+)"), re.compile(r"(?<![a-z])(rocm" + _VERSION)),
+}
+# The kernel driver's part of CUDA: the host's container toolkit brings it.
+_OF_THE_HOST = re.compile(r"libcuda\.so\.1|libcudadebugger\.so\.1|libnvidia-[a-z0-9-]+\.so\.\d+|libnvcuvid\.so\.1")
+_MACHINES = {3: "x86", 40: "Arm", 62: "x86-64", 183: "AArch64", 243: "RISC-V"}
+_IMAGE = 62
+
+
+def loadable(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
+    """An error for each library beside which another one is loaded; a warning for one that cannot be loaded at all.
+
+    An error: a variant for another major version of the image's own toolkit, with the right variant beside it. A
+    warning: a library for another processor. A note: a library that needs one which the image does not have.
+    """
+    found = [(layer, library) for layer, libraries in layers for library in libraries]
+    names = {name for _, one in found for name in (one.soname, one.path.rpartition("/")[2])}
+    here = _toolkits(names)
+    paths = {one.path for _, one in found}
+    errors: dict[tuple[str, str, str], list[tuple[str, Library]]] = {}
+    foreign: dict[tuple[str, str], list[tuple[str, Library]]] = {}
+    lacking: dict[tuple[str, str], list[tuple[str, Library]]] = {}
+    for layer, library in found:
+        owner = owner_of(layer, library.path)
+        if library.machine not in (_IMAGE, 0):
+            foreign.setdefault((owner, _MACHINES.get(library.machine, str(library.machine))), []).append(
+                (layer, library)
+            )
+        elif variant := _other_variant(library.path, here, paths):
+            errors.setdefault((owner, *variant), []).append((layer, library))
+        elif missing := [n for n in library.needed if n not in names and not _OF_THE_HOST.fullmatch(n)]:
+            lacking.setdefault((owner, ", ".join(sorted(missing))), []).append((layer, library))
+    findings = [
+        _finding("error", group, f"is for {theirs}, this image has {ours} and loads the library for it")
+        for (_, theirs, ours), group in errors.items()
+    ]
+    findings += [_finding("warning", group, f"is for {machine} processors") for (_, machine), group in foreign.items()]
+    findings += [
+        _finding("note", group, f"needs {missing}, which the image does not have")
+        for (_, missing), group in lacking.items()
+    ]
+    return GateReport(
+        gate=_GATE,
+        summary=f"{len(found)} libraries, modules and programs" + "".join(f"; {k} {v}" for k, v in here.items()),
+        findings=tuple(findings),
+    )
+
+
+def toolkit_of(path: str) -> dict[str, set[int]]:
+    """Toolkit → major versions that the path names."""
+    return {
+        name: {_major(name, match[2]) for match in pattern.finditer(path)}
+        for name, (_, pattern) in _TOOLKITS.items()
+        if pattern.search(path)
+    }
+
+
+def _toolkits(names: Iterable[str]) -> dict[str, int]:
+    """Toolkit → its major version in the image; one that is there in several versions has none."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        for toolkit, (runtime, _) in _TOOLKITS.items():
+            if match := runtime.match(name):
+                found.setdefault(toolkit, set()).add(int(match[1]))
+    return {toolkit: versions.pop() for toolkit, versions in found.items() if len(versions) == 1}
+
+
+def _other_variant(path: str, here: Mapping[str, int], paths: set[str]) -> tuple[str, str] | None:
+    """("CUDA 12", "CUDA 13") when the path names another version than ``here`` and its sibling has the right one."""
+    named = toolkit_of(path)
+    for toolkit, ours in here.items():
+        theirs = named.get(toolkit, set())
+        if not theirs or ours in theirs:
+            continue
+        generic = _generic(path, toolkit)
+        if any(ours in toolkit_of(one).get(toolkit, ()) and _generic(one, toolkit) == generic for one in paths):
+            return f"{toolkit} {min(theirs)}", f"{toolkit} {ours}"
+    return None
+
+
+def _generic(path: str, toolkit: str) -> str:
+    return _TOOLKITS[toolkit][1].sub(r"\1*", path)
+
+
+def _major(toolkit: str, digits: str) -> int:
+    """12 of cu12 and of cuda124; 7 of rocm72, 10 of rocm10 and of rocm101."""
+    return int(digits[0]) if toolkit == "ROCm" and digits[0] > "4" else int(digits[:2])
+
+
+def _finding(severity: str, group: Sequence[tuple[str, Library]], what: str) -> Finding:
+    (layer, first), *rest = sorted(group, key=lambda pair: -pair[1].size)
+    size = sum(library.size for _, library in group)
+    more = f" (and {len(rest)} more beside it)" if rest else ""
+    return Finding(
+        gate=_GATE,
+        severity=severity,  # type: ignore[arg-type]
+        layer=layer,
+        path=first.path,
+        message=f"{what}{more}; {bytes_text(size)} unpacked",
+    )

@@ -1,0 +1,53 @@
+"""Whether a folder outlives the container that a command runs in."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["mount_of", "warning"]
+
+IMAGE_FILE = Path("/etc/primus/image.json")
+MOUNTS = Path("/proc/self/mountinfo")
+# File systems that end with the container: its own writable layer, and memory.
+_OWN = frozenset({"overlay", "tmpfs", "ramfs"})
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+
+
+def mount_of(folder: Path, mountinfo: str) -> tuple[Path, str]:
+    """The mount point that ``folder`` lies on, and the type of its file system; ``mountinfo`` is proc(5)'s text.
+
+    The mount point is ``/`` of type "" where the text names none.
+    """
+    best, kind = Path("/"), ""
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        if len(fields) < 5 or not after:
+            continue
+        point = Path(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4]))
+        # A later mount on the same point covers the earlier one.
+        if folder.is_relative_to(point) and len(point.parts) >= len(best.parts):
+            best, kind = point, after.split()[0]
+    return best, kind
+
+
+def warning(folder: Path) -> str:
+    """One sentence when ``folder`` is lost with this container, with the option that keeps it; "" otherwise.
+
+    Only inside one of our images: elsewhere this is no question.
+    """
+    if not IMAGE_FILE.exists():
+        return ""
+    with suppress(OSError):
+        folder = folder.resolve()
+        point, kind = mount_of(folder, MOUNTS.read_text(encoding="utf-8", errors="surrogateescape"))
+        if point == Path("/") or kind in _OWN:
+            # Over the folder that jobs start in a mount would hide what the image has there.
+            kept = folder if folder.parent in (Path("/"), Path.cwd()) else folder.parent
+            return (
+                f"{folder} is inside the container and is lost when the container is removed\n"
+                f'  → to keep it, start the container with -v "$PWD/{kept.name}:{kept}"'
+            )
+    return ""

@@ -1,0 +1,101 @@
+"""Collectives in 16-bit floats for a gloo that was built without them, such as Debian's.
+
+A tensor of such a dtype travels as float32, which holds each of its values. So nothing that is only moved changes, and
+what is summed over ranks is rounded once, at the end. Sending and receiving look at no dtype and need nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["SENTENCE", "complete", "lacks"]
+
+SENTENCE = "this PyTorch's gloo has no {}: ranks exchange float32 instead, and sums are rounded once"
+
+# torch's operations over all ranks of a group. The first argument of each receives the result.
+_OPERATIONS = (
+    "allreduce_", "allreduce_coalesced_", "reduce_", "reduce_scatter_", "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_", "broadcast_", "allgather_", "_allgather_base_", "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_",
+)  # fmt: skip
+_DTYPES = (torch.bfloat16, torch.float16)
+# torch forgets an implementation with the library that holds it.
+_KEPT: list[torch.library.Library] = []
+
+
+def lacks(dtype: torch.dtype) -> bool:
+    """Whether gloo refuses tensors of ``dtype`` here: a group of this process alone is asked."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    try:
+        group.allreduce([torch.zeros(1, dtype=dtype)]).wait()
+    except RuntimeError as error:
+        # Any other trouble is no answer to the question.
+        if "scalar type" not in str(error):
+            raise
+        return True
+    return False
+
+
+def complete(*, always: bool = False) -> tuple[torch.dtype, ...]:
+    """Let gloo carry the 16-bit floats that it lacks (or both, ``always``) in this process, and return them.
+
+    Rank 0 says so on standard error when the first such tensor comes. Call it once, after GLOO_SOCKET_IFNAME is set
+    and before any collective.
+    """
+    missing = tuple(dtype for dtype in _DTYPES if always or lacks(dtype))
+    if not missing:
+        return ()
+    library = torch.library.Library("c10d", "IMPL")
+    for name in _OPERATIONS:
+        kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")
+        library.impl(name, _widened(kernel, missing), "CPU", with_keyset=True, allow_override=True)
+    _KEPT.append(library)
+    return missing
+
+
+def _widened(kernel: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., Any]:
+    """The operation on float32 copies; when it has ended, its results are written where they belong."""
+
+    def run(keys: Any, *arguments: Any) -> Any:
+        results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def widen(tensor: torch.Tensor, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+            if tensor.dtype not in missing:
+                return tensor
+            _say(tensor.dtype)
+            copies.append((tensor, tensor.to(torch.float32)))
+            return copies[-1][1]
+
+        # What is only read is not written back: it may share its memory with a result.
+        first = _each(arguments[0], lambda tensor: widen(tensor, results))
+        rest = [_each(one, lambda tensor: widen(tensor, [])) for one in arguments[1:]]
+        result = kernel.call_boxed(keys, first, *rest)
+        whole = isinstance(result, (tuple, list))
+        if results:
+            dist.Work.unbox(result[-1] if whole else result).wait()
+            for tensor, copy in results:
+                tensor.copy_(copy)
+        # Some operations return their first argument, too: the caller's own.
+        return (arguments[0], result[-1]) if whole else result
+
+    return run
+
+
+def _each(argument: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``argument``, with every tensor in it, or in lists in it, changed."""
+    if isinstance(argument, torch.Tensor):
+        return change(argument)
+    return [_each(one, change) for one in argument] if isinstance(argument, (list, tuple)) else argument
+
+
+@cache
+def _say(dtype: torch.dtype) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"primus: {SENTENCE.format(str(dtype).removeprefix('torch.'))}", file=sys.stderr, flush=True)

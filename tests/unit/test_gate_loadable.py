@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import pytest
+
+from gpu_files import elf
+from primus.gates.loadable import loadable, toolkit_of
+from primus.gates.model import Finding
+from primus.gates.sonames import Library, library_of
+
+SITE = "opt/venv/lib/python3.11/site-packages"
+CUDA13 = (f"{SITE}/nvidia/cu13/lib/libcudart.so.13", elf(soname="libcudart.so.13"))
+LIBC = ("lib/libc.so.6", elf(soname="libc.so.6"))
+
+
+def found(*files: tuple[str, bytes]) -> Sequence[Finding]:
+    libraries: list[Library] = []
+    for path, data in files:
+        library = library_of(path, io.BytesIO(data), len(data))
+        assert library is not None
+        libraries.append(library)
+    return loadable([("one", libraries)]).findings
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("a/nvidia_cutlass_dsl/cu12/lib/libx.so", {"CUDA": {12}}),
+        ("a/_cutlass_ir.cu13.cpython-311-x86_64-linux-gnu.so", {"CUDA": {13}}),
+        ("a/libbitsandbytes_cuda118.so", {"CUDA": {11}}),
+        ("usr/local/cuda-12.4/lib/libx.so", {"CUDA": {12}}),
+        ("a/libbitsandbytes_rocm72.so", {"ROCm": {7}}),
+        ("a/rocm10/libx.so", {"ROCm": {10}}),
+        ("a/libcudart.so.13", {}),
+        ("a/libcusparse.so.12", {}),
+        ("a/_C_cutlass_90a.abi3.so", {}),
+        ("a/libacu12.so", {}),
+    ],
+)
+def test_a_path_names_its_toolkit(path: str, wanted: dict[str, set[int]]) -> None:
+    assert toolkit_of(path) == wanted
+
+
+@pytest.mark.parametrize("form", ["dsl/{}/lib/libruntime.so", "dsl/_ir.{}.cpython-311.so", "bits/libbits_{}.so"])
+@pytest.mark.parametrize(("other", "own"), [("cu12", "cu13"), ("cuda118", "cuda130"), ("cuda-12.9", "cuda-13.0")])
+def test_a_variant_for_another_cuda_beside_the_right_one_is_an_error(form: str, other: str, own: str) -> None:
+    wrong, right = (f"{SITE}/{form.format(name)}" for name in (other, own))
+    (finding,) = found(CUDA13, (wrong, elf()), (right, elf()))
+    assert (finding.severity, finding.path) == ("error", wrong)
+    assert "this image has CUDA 13" in finding.message
+    # The only variant there is may be one that works with several.
+    assert not found(CUDA13, (wrong, elf()))
+    # Without CUDA in the image none is known to be the right one.
+    assert not found((wrong, elf()), (right, elf()))
+
+
+def test_several_files_of_one_owner_are_one_finding() -> None:
+    files = [(f"{SITE}/dsl/{cuda}/lib{name}.so", elf()) for cuda in ("cu12", "cu13") for name in "abc"]
+    (finding,) = found(CUDA13, *files)
+    assert "(and 2 more beside it)" in finding.message
+
+
+def test_a_library_of_another_processor_is_a_warning() -> None:
+    (finding,) = found(LIBC, (f"{SITE}/dsl/stubs/libx.so", elf(machine=183)))
+    assert (finding.severity, "AArch64" in finding.message) == ("warning", True)
+
+
+def test_a_library_that_needs_what_is_not_there_is_a_note() -> None:
+    needs = elf(needed=["libc.so.6", "libfabric.so.1", "libcuda.so.1", "libnvidia-ml.so.1"])
+    (finding,) = found(LIBC, ("lib/libx.so", needs))
+    assert (finding.severity, finding.path) == ("note", "lib/libx.so")
+    assert finding.message.startswith("needs libfabric.so.1, which")
+    assert not found(LIBC, ("lib/libx.so", needs), ("lib/libfabric.so.1", elf()))

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primus.system import mounts
+
+ROOT = "1 0 0:50 / / rw,relatime - overlay overlay rw,lowerdir=/x\n"
+OUT = "2 1 8:1 /home/me/out /workspace/runs rw,relatime - ext4 /dev/sda1 rw\n"
+SHM = "3 1 0:51 / /dev/shm rw,nosuid - tmpfs shm rw\n"
+SPACE = "4 1 8:1 /data /data/my\\040runs rw - xfs /dev/sdb1 rw\n"
+FUSE_ROOT = "1 0 0:50 / / rw,relatime - fuse.fuse-overlayfs fuse-overlayfs rw\n"
+
+
+@pytest.fixture
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that takes itself for a container of ours; returns its mountinfo."""
+    image, info = tmp_path / "image.json", tmp_path / "mountinfo"
+    image.write_text("{}")
+    monkeypatch.setattr(mounts, "IMAGE_FILE", image)
+    monkeypatch.setattr(mounts, "MOUNTS", info)
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/workspace"))
+    return info
+
+
+@pytest.mark.parametrize(
+    ("table", "folder", "lost"),
+    [
+        (ROOT, "/workspace/runs/a", '-v "$PWD/runs:/workspace/runs"'),
+        (FUSE_ROOT, "/workspace/runs/a", '-v "$PWD/runs:/workspace/runs"'),
+        (ROOT, "/workspace/a", '-v "$PWD/a:/workspace/a"'),
+        (ROOT, "/a", '-v "$PWD/a:/a"'),
+        (ROOT + SHM, "/dev/shm/runs/a", '-v "$PWD/runs:/dev/shm/runs"'),
+        (ROOT + OUT, "/workspace/runs/a", ""),
+        (ROOT + OUT, "/workspace/runs", ""),
+        (ROOT + OUT, "/workspace/runs2/a", '-v "$PWD/runs2:/workspace/runs2"'),
+        (ROOT + SPACE, "/data/my runs/a", ""),
+        # Covered by a later mount: what is written there is lost.
+        (ROOT + OUT + "5 1 0:52 / /workspace/runs rw - tmpfs none rw\n", "/workspace/runs/a", "-v "),
+        ("broken\n\n1 2 - \n", "/workspace/runs/a", "-v "),
+    ],
+)
+def test_a_folder_without_a_mount_is_said_to_be_lost(inside: Path, table: str, folder: str, lost: str) -> None:
+    inside.write_text(table)
+    said = mounts.warning(Path(folder))
+    assert lost in said if lost else said == ""
+
+
+def test_elsewhere_nothing_is_said(inside: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    inside.write_text(ROOT)
+    monkeypatch.setattr(mounts, "IMAGE_FILE", tmp_path / "nothing")
+    assert mounts.warning(Path("/workspace/runs/a")) == ""
+    monkeypatch.setattr(mounts, "IMAGE_FILE", tmp_path)
+    inside.unlink()
+    assert mounts.warning(Path("/workspace/runs/a")) == ""

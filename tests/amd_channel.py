@@ -37,7 +37,14 @@ REPOSITORIES = {"aiter": "amd-aiter", "Primus-Turbo": "primus-turbo"}
 # Real ones: these build.
 BUILD_TOOLS = ("pip", "setuptools", "wheel", "packaging")
 # What the loopback index of PyPI has beside the pins, so that torch, Flash Attention and builds find what they need.
-OTHERS = {"filelock": "3.20.0", "einops": "0.8.2", "ninja": "1.11.1.3", "setuptools-scm": "10.3.4"}
+OTHERS = {
+    "numpy": "2.5.5",
+    "pybind11": "3.0.4",
+    "filelock": "3.20.0",
+    "einops": "0.8.2",
+    "ninja": "1.11.1.3",
+    "setuptools-scm": "10.3.4",
+}
 LOCAL = ("src/primus", "recipes", "images/workspace")
 LIBRARIES = "_rocm_sdk_libraries"
 
@@ -54,6 +61,7 @@ def channel_versions(indexes: Mapping[str, str], image: str, commits: Mapping[st
     head = head.replace("      - libpython3.11-stdlib\n", "      - dash\n      - gzip\n      - libpython3.11-stdlib\n")
     head = head.replace("      - python3.11-minimal\n", "      - python3.11-minimal\n      - tar\n", 1)
     text = f"{head}\n  bookworm:\n{rest}".replace("debs: [g++, libpython3.12-dev, make]", "debs: [make]")
+    text = text.replace("debs: [g++, libpython3-dev]", "debs: [make]")
     for name, (url, commit) in commits.items():
         found = re.search(rf"git: https://\S+/{name}\n +commit: ([0-9a-f]{{40}})", text)
         assert found is not None
@@ -79,13 +87,11 @@ def make_channel_wheels(amd: Path, pypi: Path, pins: Mapping[str, Pin], arch: st
         make_wheel(pypi, name, version)
     make_wheel(amd, "rocm-sdk-devel", rocm or "")
     _selector(amd, rocm or "")
-    flash = next(pin.version for pin in pins.values() if pin.sdist == "flash-attn")
-    _source(
-        pypi,
-        "flash_attn",
-        flash or "",
-        f"from setuptools import setup\nsetup(name='flash-attn', version='{flash}', py_modules=['setup'])\n",
-    )
+    for name in ("flash-attn", "megatron-core"):
+        version = next(pin.version for pin in pins.values() if pin.sdist == name) or ""
+        module = name.replace("-", "_")
+        setup = f"from setuptools import setup\nsetup(name='{name}', version='{version}', py_modules=['{module}'])\n"
+        _source(pypi, module, version, setup)
 
 
 def _inside(component: str, rocm: str, arch: str) -> tuple[tuple[str, ...], dict[str, bytes]]:
@@ -123,6 +129,7 @@ def _source(folder: Path, name: str, version: str, setup: str) -> None:
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w") as archive:
         _add(archive, f"{name}-{version}/setup.py", setup.encode())
+        _add(archive, f"{name}-{version}/{name}.py")
     # The same source must have the same bytes each time it is offered.
     (folder / f"{name}-{version}.tar.gz").write_bytes(gzip.compress(plain.getvalue(), mtime=0))
 
@@ -235,7 +242,7 @@ def make_base(folder: Path) -> str:
         return gzip.compress(plain.getvalue(), mtime=0), hashlib.sha256(plain.getvalue()).hexdigest()
 
     folders = {"type": tarfile.DIRTYPE, "mode": 0o755}
-    tools = ("mkdir", "cat", "printf", "rm", "ls", "env", "true")
+    tools = ("mkdir", "cat", "sed", "printf", "rm", "ls", "env", "true")
     merged = [(name, b"", {"type": tarfile.SYMTYPE, "linkname": f"usr/{name}"}) for name in ("bin", "lib", "lib64")]
     lower = [
         *((name, b"", folders) for name in ("etc", "usr", "usr/bin", "usr/lib", "usr/lib64", "proc", "dev", "sys")),

@@ -98,3 +98,14 @@ def test_the_suite_passes(python: list[str], tmp_path: Path, name: str, precisio
     asked = Asked(backend="megatron", gpu="cpu", proxy=True, precision=precision)
     jobs = suite.plan(name, tmp_path, words, asked)
     assert failing(suite.judge(jobs, suite.run(jobs, lambda job: train(python, job)))) == []
+
+
+def test_an_images_choice_of_attention_is_no_error(
+    python: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images for AMD GPUs choose Transformer Engine's attention; Megatron's ``auto`` refuses any choice but its own."""
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
+    asked = Asked(backend="megatron", gpu="cpu", proxy=True)
+    job = Job(name="run", recipe=resolve("qwen2.5-7b", ["training.steps=2"], asked), output=tmp_path / "run")
+    assert train(python, job).exit_code == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from primus.gpus import detect
+from primus.images.skeleton import shell_setup
 from primus.system import banner
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -172,3 +173,45 @@ def test_a_preview_says_what_it_lacks() -> None:
     )
     assert "PREVIEW, no release: PyTorch has no GPU support in it" in text
     assert "PREVIEW" not in banner.compose({"release": "v26.11", "preview": None}, "none")
+
+
+@pytest.mark.parametrize(
+    ("command", "added"),
+    [
+        (["bash"], True),
+        (["/bin/bash", "-ic", "true"], True),
+        (["bash", "--rcfile", "mine"], False),
+        (["bash", "--norc"], False),
+        (["sh"], False),
+        (["primus", "train", "bash"], False),
+    ],
+)
+def test_bash_gets_the_images_start_up_file(
+    command: list[str], added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(banner, "BASHRC", tmp_path / "bashrc")
+    assert banner.with_bashrc(command) == command, "an image without the file"
+    (tmp_path / "bashrc").touch()
+    wanted = [command[0], "--rcfile", str(tmp_path / "bashrc"), *command[1:]] if added else command
+    assert banner.with_bashrc(command) == wanted
+
+
+def test_a_login_shell_finds_primus_and_loads_its_completion_at_the_first_tab(tmp_path: Path) -> None:
+    profile = shell_setup("opt/venv/lib/python3.11/site-packages/primus")["etc/profile.d/primus.sh"]["text"]
+    (tmp_path / "primus.sh").write_text(str(profile))
+    tool = tmp_path / "register-python-argcomplete"
+    tool.write_text('#!/bin/sh\necho "complete -W words $1"\n')
+    tool.chmod(0o755)
+    script = '. ./primus.sh; . ./primus.sh; echo "$PATH"; _primus_first_tab; echo "$?"; complete -p primus'
+    ended = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eu", "-c", script.replace("_tab;", "_tab || echo again;")],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.split("\n")[:2] == [f"/opt/venv/bin:{tmp_path}:/usr/bin:/bin", "again"]
+    assert "complete -W 'words' primus" in ended.stdout
+    # Other shells read the file, too.
+    subprocess.run(["dash", "-eu", str(tmp_path / "primus.sh")], env={"PATH": "/bin"}, check=True)

@@ -26,6 +26,10 @@ _OPERATIONS = (
     "allgather_into_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_",
 )  # fmt: skip
 _DTYPES = (torch.bfloat16, torch.float16)
+# The implementation for CUDA does the same as the one for the CPU, which is replaced: it hands the tensors to the
+# group's backend, and gloo is registered for both. Called by its key it runs without the interpreter's lock. With that
+# held, ranks hang: gloo's threads take it while they hold the lock of the queue that the call waits for.
+_ORIGINAL = torch._C.DispatchKey.CUDA
 # torch forgets an implementation with the library that holds it.
 _KEPT: list[torch.library.Library] = []
 
@@ -54,16 +58,15 @@ def complete(*, always: bool = False) -> tuple[torch.dtype, ...]:
         return ()
     library = torch.library.Library("c10d", "IMPL")
     for name in _OPERATIONS:
-        kernel = torch.library.get_kernel(f"c10d::{name}", "CPU")
-        library.impl(name, _widened(kernel, missing), "CPU", with_keyset=True, allow_override=True)
+        library.impl(name, _widened(getattr(torch.ops.c10d, name).default, missing), "CPU", allow_override=True)
     _KEPT.append(library)
     return missing
 
 
-def _widened(kernel: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., Any]:
+def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., Any]:
     """The operation on float32 copies; when it has ended, its results are written where they belong."""
 
-    def run(keys: Any, *arguments: Any) -> Any:
+    def run(*arguments: Any) -> Any:
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def widen(tensor: torch.Tensor, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -76,7 +79,7 @@ def _widened(kernel: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., Any
         # What is only read is not written back: it may share its memory with a result.
         first = _each(arguments[0], lambda tensor: widen(tensor, results))
         rest = [_each(one, lambda tensor: widen(tensor, [])) for one in arguments[1:]]
-        result = kernel.call_boxed(keys, first, *rest)
+        result = operation._op_dk(_ORIGINAL, first, *rest)
         whole = isinstance(result, (tuple, list))
         if results:
             dist.Work.unbox(result[-1] if whole else result).wait()

@@ -20,7 +20,7 @@ from primus.errors import InputError
 if TYPE_CHECKING:
     from primus.sandbox.model import Mount
 
-EXAMPLE = "primus run cpu -v $PWD/out:/out -e HF_TOKEN --memory 8g -- primus train llama3-8b --steps 10"
+EXAMPLE = "primus run cpu -v $PWD/runs:/workspace/runs --memory 8g -- primus train llama3-proxy --steps 10"
 
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?$", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}

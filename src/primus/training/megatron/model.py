@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from primus.training.megatron.sharded import ShardedParallel
 
 __all__ = ["build", "configure", "layers_of"]
+
+_ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def layers_of(asked: MegatronConfig) -> str:
@@ -66,6 +72,19 @@ def configure(
     return (MLATransformerConfig if model.mla.kv_lora_rank else TransformerConfig)(**given)
 
 
+@contextmanager
+def _attention_of_environment(transformer: TransformerConfig) -> Iterator[None]:
+    """Let Transformer Engine's variables choose the attention where the job leaves it to ``auto``.
+
+    Megatron's ``auto`` asserts that each of them is unset or 1, and an image for AMD GPUs sets NVTE_FLASH_ATTN=0. A
+    backend that the job names wins over the environment.
+    """
+    chosen = {name: os.environ.pop(name) for name in _ATTENTION_VARIABLES if name in os.environ}
+    yield
+    if transformer.attention_backend == AttnBackend.auto:
+        os.environ.update(chosen)
+
+
 def build(
     model: Architecture, training: LoopConfig, config: dict[str, Any], asked: MegatronConfig, *, on_cpu: bool
 ) -> list[DistributedDataParallel | ShardedParallel]:
@@ -80,14 +99,15 @@ def build(
     parts = []
     for stage in range(virtual or 1):
         place = {"vp_stage": stage if virtual else None}
-        part = GPTModel(
-            config=transformer,
-            transformer_layer_spec=_spec(transformer, asked, layers, **place),
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
-            **render.gpt(model, training.seq_len),
-            **place,
-        )
+        with _attention_of_environment(transformer):
+            part = GPTModel(
+                config=transformer,
+                transformer_layer_spec=_spec(transformer, asked, layers, **place),
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
+                **render.gpt(model, training.seq_len),
+                **place,
+            )
         if not on_cpu:
             part.cuda(torch.cuda.current_device())
         weights.initialize(part, methods, training.seed, tied=model.tied_embeddings)

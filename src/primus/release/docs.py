@@ -124,7 +124,8 @@ def _targets(project: Project) -> str:
             of_channel = Project(project.root, channel=channel)
             lock, preview = of_channel.lock(name), of_channel.choice(name).preview
             fresh = lock is not None and not drift(lock, of_channel.request(name))
-            files = f"{len(lock.files)} | {sum(f.size for f in lock.files) / 1e6:,.0f} MB" if lock else "– | –"
+            fetched = lock.distinct if lock else ()
+            files = f"{len(fetched)} | {sum(f.size for f in fetched) / 1e6:,.0f} MB" if lock else "– | –"
             status = "locked" if fresh else "its lock is stale" if lock else "not locked yet"
             record = records.get(name, {"channel": None, "lock": None})
             image = "– | not judged yet"

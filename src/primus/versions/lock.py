@@ -137,6 +137,11 @@ class Lock:
     pins: Mapping[str, str]
     files: tuple[LockedFile, ...]
 
+    @property
+    def distinct(self) -> tuple[LockedFile, ...]:
+        """Each file once: the root of a build holds the base's packages too, and they are fetched once."""
+        return tuple({f.sha256: f for f in self.files}.values())
+
     def of(self, kind: Kind, base: str | None = None) -> tuple[LockedFile, ...]:
         """The files of one kind: of ``base``, or the image's own (debs: of every base)."""
         every = kind == "deb" and base is None

@@ -88,7 +88,7 @@ def _lock(project: Project, requests: Sequence[Request], args: argparse.Namespac
             changes = compare(previous, lock)
             if previous != lock:
                 project.write_lock(request.target, lock)
-            outcome.append({"lock": name, "files": len(lock.files), "changes": [asdict(c) for c in changes]})
+            outcome.append({"lock": name, "files": len(lock.distinct), "changes": [asdict(c) for c in changes]})
             if not args.json:
                 progress.say(_table(name, lock, changes))
     if args.json:
@@ -117,8 +117,8 @@ def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:
 
 
 def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
-    size = sum(f.size for f in lock.files)
-    head = f"{name}: {len(lock.files)} files, {size / 1e6:,.1f} MB"
+    size = sum(f.size for f in lock.distinct)
+    head = f"{name}: {len(lock.distinct)} files, {size / 1e6:,.1f} MB"
     if not changes:
         return f"{head}; nothing changed"
     if all(change.old is None for change in changes) and len(changes) == len(lock.files):

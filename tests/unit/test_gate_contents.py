@@ -181,7 +181,7 @@ def test_programs_modules_and_own_copies_share_no_name() -> None:
 )
 def test_litter_is_found(path: str, text: str, rule: str) -> None:
     assert [found for found, _ in traces(path, text)] == [rule]
-    report = litter([("layer", observe([member(path, text)], [b"/srv/build/tree"]).traces)], lambda _: True)
+    report = litter([("layer", observe([member(path, text)], [b"/srv/build/tree"]).traces)], lambda *_: True)
     assert not report.passed
     assert (report.findings[0].layer, report.findings[0].path) == ("layer", path)
 
@@ -262,11 +262,11 @@ def test_published_packages_warn_where_our_own_files_fail() -> None:
             member("a/liby.so", elf({".debug_str": b"\0/home/runner/x/z\0"})),
         ]
     ).traces
-    report = litter([("wheel", found)], lambda _: False)
+    report = litter([("wheel", found)], lambda *_: False)
     assert report.passed
     assert [(f.severity, f.path) for f in report.findings] == [("warning", "a/key.pem"), ("note", "a/libx.so")]
     assert report.findings[1].message.startswith("2 published files name the machine they were made on")
-    assert litter([("wheel", found)], lambda _: True).findings[2].severity == "error"
+    assert litter([("wheel", found)], lambda *_: True).findings[2].severity == "error"
 
 
 # Sizes

@@ -12,7 +12,7 @@ from primus import __version__
 from primus.errors import InputError
 from primus.gates.coherence import coherence
 from primus.gates.coverage import coverage, gpu_libraries
-from primus.gates.litter import litter, secrets_in
+from primus.gates.litter import Trace, litter, secrets_in
 from primus.gates.loadable import loadable
 from primus.gates.model import Finding, GateReport
 from primus.gates.pins import pinned_packages, python_packages
@@ -141,6 +141,14 @@ def judge(project: Project, examined: Examined) -> Outcome:
     if "primus" in pins:
         wheels["primus-images"] = __version__
     published = {a.name for a in actions if a.kind in ("image", "wheels", "kernels") and not a.needs}
+    bases = {a.name for a in actions if a.kind == "debs"}
+
+    def is_ours(layer: str, trace: Trace) -> bool:
+        # Below /usr lie the packages' own files, such as libgnutls with the key it tests itself with; keys that are
+        # made when a package is installed lie in /etc or /var.
+        packaged = layer in bases and trace.rule == "secret" and trace.path.startswith("usr/")
+        return layer not in published and not packaged
+
     # The packages of a base's image are locked as its layers, not one by one.
     given = {a.name for a in actions if a.kind == "image"}
     left_out = LeftOut.sum(layer.left_out for layer in image.layers)
@@ -159,9 +167,7 @@ def judge(project: Project, examined: Examined) -> Outcome:
         ),
         shared_names([(layer, f.libraries) for layer, f in facts]),
         loadable([(layer, f.libraries) for layer, f in facts]),
-        _with_settings(
-            litter([(layer, f.traces) for layer, f in facts], lambda layer: layer not in published), image.config
-        ),
+        _with_settings(litter([(layer, f.traces) for layer, f in facts], is_ours), image.config),
         _budget(project, image),
         *_turbo(project, image),
     )

@@ -189,13 +189,16 @@ def path_traces(path: str, kind: str) -> list[Trace]:
     ][:1]
 
 
-def litter(layers: Iterable[tuple[str, Iterable[Trace]]], is_ours: Callable[[str], bool]) -> GateReport:
-    """Errors for what must go; what published packages bring along is a warning, or one note per layer."""
+def litter(layers: Iterable[tuple[str, Iterable[Trace]]], is_ours: Callable[[str, Trace], bool]) -> GateReport:
+    """Errors for what must go; what published packages bring along is a warning, or one note per layer.
+
+    ``is_ours`` tells of a layer and a trace in it whether the build made the file.
+    """
     findings: list[Finding] = []
     for layer, traces in layers:
-        ours = is_ours(layer)
         paths: dict[str, str] = {}
         for trace in traces:
+            ours = is_ours(layer, trace)
             severity = _FIXED.get(trace.rule) or ("error" if ours else "warning")
             if trace.rule == "build path" and not ours:
                 paths.setdefault(trace.path, trace.seen)

@@ -224,10 +224,10 @@ def test_an_index_that_does_not_answer_is_a_sentence_in_seconds(
         old = next(line for line in text.splitlines() if line.startswith("  rocm-pytorch:"))
         kit.write("versions.yaml", text.replace(old, f"  rocm-pytorch: {{channel: amd, url: {address}}}"))
         cause = "connection refused" if how == "closed" else "no answer in time"
-        kit.edit("images/mi355x.yaml", "components: [pytorch,", "components: [peft, pytorch,")
+        kit.edit("images/mi355x.yaml", "  - peft\n", "")
         refused(kit, "lock", "mi355x", "--channel", "amd", address=address, cause=cause)
         refused(kit, "build", "mi355x", "--channel", "amd", address=address, cause=cause)
-        kit.edit("images/mi355x.yaml", "[peft, pytorch,", "[pytorch,")
+        kit.edit("images/mi355x.yaml", "  - accelerate\n", "  - peft\n  - accelerate\n")
         lock = json.loads((kit.root / "images/locks/amd/mi355x.json").read_text())
         lock["files"] = [{**f, "index": "rocm-pytorch"} if "index" in f else f for f in lock["files"]]
         kit.write("images/locks/amd/mi355x.json", json.dumps(lock))

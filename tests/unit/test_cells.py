@@ -112,7 +112,7 @@ def test_jobs_of_a_preview_are_kept_while_its_gates_say_the_same(tmp_path: Path,
 def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(target: str, tmp_path: Path) -> None:
     project = Project.find(ROOT)
     assert sorted(project.target(target).recipes) == names()
-    planned = _planned(project, _asked(target))
+    planned = _planned(project, _asked(target), "cpu")
     (first, level), *rest = planned
     assert (first.recipe, level) == ("llama3-proxy", "standard")
     assert {level for _, level in rest} == {"quick"}
@@ -126,9 +126,9 @@ def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(target: 
 def test_one_recipe_alone_and_the_cpu_target_have_the_standard_suite() -> None:
     project = Project.find(ROOT)
     for asked in (_asked("cpu"), _asked("mi355x", recipe="mistral-7b")):
-        ((_, level),) = _planned(project, asked)
+        ((_, level),) = _planned(project, asked, "cpu")
         assert level == "standard"
-    assert {level for _, level in _planned(project, _asked("cpu", suite="full"))} == {"full"}
+    assert {level for _, level in _planned(project, _asked("cpu", suite="full"), "cpu")} == {"full"}
 
 
 def _asked(target: str, recipe: str | None = None, suite: str | None = None) -> argparse.Namespace:

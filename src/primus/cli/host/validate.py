@@ -106,7 +106,8 @@ def _planned(project: Project, args: argparse.Namespace, gpu: str) -> tuple[tupl
     names = (args.recipe,) if args.recipe else target.recipes
     device = CPU if gpu == NO_GPU else gpu
     if args.suite:
-        return tuple((cell, args.suite) for cell in cells_of(names, every=True, gpu=device, precisions=target.trained_in))
+        cells = cells_of(names, every=True, gpu=device, precisions=target.trained_in)
+        return tuple((cell, args.suite) for cell in cells)
     # One recipe shows that runs repeat and resume; the others only have to train.
     (first,) = cells_of(names[:1], every=False, gpu=device)
     whole = target.trained_in and not args.recipe

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from primus.training.job import Job
 pytestmark = pytest.mark.integration
 
 INSIDE = Path(__file__).with_name("inside")
+RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "silent-faults.json"
 BACKENDS = ("torchtitan", "fsdp", "finetune", "megatron")
 # One of each class of fault, over all backends: CI runs these; `--slow` runs all.
 QUICK = (
@@ -62,9 +65,37 @@ def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(run: Run) -> Non
     assert _missed({name: jobs[name] for name in faulty}) == []
 
 
+def test_the_references_models_are_those_of_transformers(python: list[str]) -> None:
+    ended = subprocess.run(
+        [*python, str(INSIDE / "reference_models.py")], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    gaps = dict(line.split() for line in ended.stdout.splitlines())
+    assert len(gaps) == 5
+    assert all(float(gap) < 1e-5 for gap in gaps.values()), gaps
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_every_silent_fault_is_named(run: Run) -> None:
+def test_every_silent_fault_is_named(run: Run, request: pytest.FixtureRequest) -> None:
     assert len(SILENT) >= 60
     jobs = run({name: (case.backend, case.words, name) for name, case in SILENT.items()})
     assert _missed(jobs) == []
+    if request.config.getoption("--record-faults"):
+        rows = [
+            {
+                "fault": name.removeprefix(f"{case.backend}_").replace("_", " "),
+                "kind": case.kind,
+                "backend": case.backend,
+                "named_by": failed(jobs[name]),
+            }
+            for name, case in SILENT.items()
+        ]
+        facts = json.loads((jobs[next(iter(jobs))].output / "facts.json").read_text())
+        record = {
+            "command": "pytest tests/integration/test_silent_faults.py --record-faults",
+            "date": datetime.now(UTC).date().isoformat(),
+            "versions": facts["versions"],
+            "faults": rows,
+        }
+        RECORD.write_text(json.dumps(record, indent=1) + "\n")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["faults_page"]
 
 _SOURCE = "benchmarks/results/faults.json"
+_SILENT = "benchmarks/results/silent-faults.json"
 
 
 def faults_page(result: Mapping[str, Any]) -> str:
     """The page about one session; every figure in it stands in the result. KeyError when it is no such record."""
     rows = result["faults"]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(result["versions"].items()))
+    if "named_by" in rows[0]:
+        return _silent_page(result, rows, versions)
     kinds = list(dict.fromkeys(row["fault"] for row in rows))
     return "\n".join(
         [
@@ -30,6 +33,30 @@ def faults_page(result: Mapping[str, Any]) -> str:
             "| fault | backend | check that caught it | measured | limit | what it said |",
             "|---|---|---|---|---|---|",
             *(_row(row) for kind in kinds for row in rows if row["fault"] == kind),
+            "",
+        ]
+    )
+
+
+def _silent_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], versions: str) -> str:
+    named = sum(bool(row["named_by"]) for row in rows)
+    return "\n".join(
+        [
+            f"<!-- Generated from {_SILENT} by `nox -s docs`; do not edit. -->",
+            "# Silent faults",
+            "",
+            f"Recorded on {result['date']} by `{result['command']}`. Each of {len(rows)} faults was put into a real "
+            f"run of two ranks on a CPU; {named} were named by at least one check. None ends the run. "
+            "What decides each class of fault: [validation](../validation.md#the-reference).",
+            "",
+            f"- In the runs: {versions}",
+            "",
+            "| class | fault | backend | checks that failed |",
+            "|---|---|---|---|",
+            *(
+                f"| {row['kind']} | {row['fault']} | {row['backend']} | {', '.join(row['named_by']) or 'none'} |"
+                for row in sorted(rows, key=lambda row: str(row["kind"]))
+            ),
             "",
         ]
     )

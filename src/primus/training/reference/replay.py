@@ -93,7 +93,8 @@ class _Replay:
 
     def _batches(self, step: int) -> list[str]:
         """Which micro-batches the run trained on are not those of the recipe."""
-        different = []
+        different: list[str] = []
+        shares: list[int] = []
         for file in sorted(self._folder.glob(f"batch-{step}-*.pt")):
             seen = torch.load(file, weights_only=True)
             rank = int(seen["data_rank"])
@@ -106,9 +107,14 @@ class _Replay:
                 elif not torch.equal(whole, mine):
                     share = float((whole != mine).float().mean())
                     different.append(f"step {step}, rank {rank}: {share:.0%} of the {name} are other tokens")
-        expected = self._job["world_size"]
-        if (count := len(list(self._folder.glob(f"batch-{step}-*.pt")))) != expected:
-            different.append(f"step {step}: {count} of {expected} ranks left their batch")
+            shares.append(rank)
+        ranks, parallel = self._job["world_size"], self._job["data_parallel"]
+        if len(shares) != ranks:
+            different.append(f"step {step}: {len(shares)} of {ranks} ranks left their batch")
+        elif any(shares.count(share) != ranks // parallel for share in range(parallel)):
+            different.append(
+                f"step {step}: the ranks took the shares {shares} of the data, not {parallel} different ones"
+            )
         return different
 
     def _gradients(self, step: int, weights: Tensors, model: Model | None = None) -> tuple[float, Tensors]:

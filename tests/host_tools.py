@@ -6,7 +6,9 @@ one sentence for each, and the tests that need it are skipped with the same reas
 
 from __future__ import annotations
 
+import platform
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,11 +26,24 @@ PACKAGES = {
     "skopeo": "skopeo",
     "busybox": "busybox-static",
     "git": "git",
+    "docker-buildx": "docker-buildx",
 }
+PLUGINS = [Path(f"/usr/{lib}/docker/cli-plugins/docker-buildx") for lib in ("libexec", "lib", "local/lib")]
+
+
+def _codename() -> str:
+    """The release of Debian or Ubuntu; empty elsewhere."""
+    try:
+        return platform.freedesktop_os_release().get("VERSION_CODENAME", "")
+    except OSError:
+        return ""
 
 
 def there(program: str) -> bool:
     """Whether the program can be used here."""
+    if program == "docker-buildx":
+        # bookworm's docker client builds with BuildKit by itself; that of later releases needs this plugin.
+        return any(path.exists() for path in PLUGINS) or _codename() == "bookworm"
     found = tools.find(program)
     # Debian's package busybox is linked to libc, which the tests' tiny images do not hold.
     return found is not None and (program != "busybox" or b"/ld-linux" not in found.read_bytes())

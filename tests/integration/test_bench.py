@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a private dockerd needs root")
-@needs("dockerd")
+@needs("dockerd", "docker-buildx")
 def test_a_quick_benchmark_measures_both_sides(tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
     command = [sys.executable, "-m", "benchmarks.engine", "--quick", "--out", str(out)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from primus.errors import InputError
@@ -45,11 +46,12 @@ def _plan(project: Project, name: str, *, locked: bool, offline: bool, quiet: bo
         if locked or offline:
             raise InputError(sentence, where=_place(project, stale), hint=f"primus lock {name}, and commit the result")
         from primus.images.display import choose_progress
+        from primus.sandbox.tools import with_packages
         from primus.versions.relock import resolve
 
         print(f"! {sentence}; locking it again", file=sys.stderr)
         with choose_progress(quiet) as progress:
-            lock = resolve(request, previous=lock, progress=progress)
+            lock = with_packages(partial(resolve, request, previous=lock, progress=progress), say=progress.say)
         project.write_lock(name, lock)
     return plan_image(project, name, lock)
 
@@ -159,6 +161,7 @@ def _relock(
     project: Project, plans: Sequence[ImagePlan], gone: Sequence[LockedFile], progress: Progress
 ) -> list[ImagePlan]:
     """Resolve again what no source has any more, and plan anew."""
+    from primus.sandbox.tools import with_packages
     from primus.versions.relock import resolve
 
     progress.say(f"! no longer to be had: {', '.join(f.label for f in gone)}; locking again what holds them")
@@ -166,7 +169,9 @@ def _relock(
     for plan in plans:
         lock = project.lock(plan.target)
         if lock is not None and any(f in lock.files for f in gone):
-            lock = resolve(project.request(plan.target), previous=lock, gone=gone, progress=progress)
+            request = project.request(plan.target)
+            call = partial(resolve, request, previous=lock, gone=gone, progress=progress)
+            lock = with_packages(call, say=progress.say)
             project.write_lock(plan.target, lock)
         result.append(plan_image(project, plan.target, lock))
     return result

@@ -14,14 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
 
 from primus.errors import HostError
 from primus.images.download import Meter, NotThere, Stopped, WrongBytes, download, speed
 from primus.images.filecache import FileCache
 from primus.progress import Progress
-from primus.sandbox.tools import install
-from primus.versions.archive import LacksPackages
+from primus.sandbox.tools import with_packages
 from primus.versions.indexes import Indexes
 from primus.versions.lock import LockedFile
 from primus.versions.pool import Pool, locate
@@ -31,7 +29,6 @@ from primus.versions.sources import Sources, ask, ask_host
 
 __all__ = ["FetchResult", "GoneError", "fetch", "missing"]
 
-_T = TypeVar("_T")
 # Smaller files only move the bar of all: a line each for a hundred small debs hides what matters.
 _OWN_BAR = 16_000_000
 
@@ -98,25 +95,13 @@ def fetch(
         python = [f for f in wanted if f.kind in ("wheel", "sdist") and f.index is None]
         indexes = places.indexes if python else None
         named = sorted({suite for base in bases for suite in suites[base]})
-        _installing(partial(ask_host, indexes=indexes, python=python, suites=named), progress)
+        with_packages(partial(ask_host, indexes=indexes, python=python, suites=named), say=progress.say)
         progress.start("fetch", "fetch", size)
         work = _Work(places, cache, progress)
         # Long files first: the last one alone on the line would be the longest wait.
         work.run(sorted(wanted, key=lambda f: -f.size), jobs)
     progress.finish("fetch", f"{len(wanted)} files, {speed(size, began)}")
     return FetchResult(fetched=wanted, kept=kept, size=size)
-
-
-def _installing(call: Callable[[], _T], progress: Progress) -> _T:
-    """What ``call`` returns, after installing the packages that it lacks."""
-    try:
-        return call()
-    except LacksPackages as lacking:
-        try:
-            install({package: package for package in lacking.packages}, say=progress.say)
-        except HostError as error:
-            raise HostError(f"{lacking.message}; {error.message}", hint=lacking.hint) from error
-        return call()
 
 
 class _Places:
@@ -150,7 +135,7 @@ class _Places:
         for base in sorted({f.base for f in self._wanted if f.kind == "deb" and f.base}):
             debs = [f for f in self._wanted if f.base == base]
             where = (self._suites[base], self._architecture, self._spill)
-            pools[base] = _installing(partial(locate, debs, *where), self._progress)
+            pools[base] = with_packages(partial(locate, debs, *where), say=self._progress.say)
         return pools
 
     def pool(self, base: str, stop: threading.Event) -> Pool:

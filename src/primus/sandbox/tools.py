@@ -10,11 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from primus.errors import HostError
+from primus.versions.archive import LacksPackages
 
-__all__ = ["find", "install", "installable", "is_debian_like", "need"]
+__all__ = ["find", "install", "installable", "is_debian_like", "need", "with_packages"]
 
+_T = TypeVar("_T")
 _LISTS = Path("/var/lib/apt/lists")
 _STALE_S = 24 * 3600
 # Builds run in threads, and apt runs once at a time.
@@ -65,6 +68,21 @@ def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:
         raise HostError(
             f"{tools} {verb} missing and could not be installed: {reason}", hint=f"try: apt-get update; {typed}"
         )
+
+
+def with_packages(call: Callable[[], _T], *, say: Callable[[str], None]) -> _T:
+    """What ``call`` returns, after installing the packages of this host that it turns out to lack.
+
+    Raises HostError where they cannot be installed.
+    """
+    try:
+        return call()
+    except LacksPackages as lacking:
+        try:
+            install({package: package for package in lacking.packages}, say=say)
+        except HostError as error:
+            raise HostError(f"{lacking.message}; {error.message}", hint=lacking.hint) from error
+        return call()
 
 
 def installable() -> bool:

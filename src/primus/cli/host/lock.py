@@ -76,7 +76,10 @@ def _check(project: Project, requests: Sequence[Request], as_json: bool) -> int:
 
 
 def _lock(project: Project, requests: Sequence[Request], args: argparse.Namespace) -> int:
+    from functools import partial
+
     from primus.images.display import choose_progress
+    from primus.sandbox.tools import with_packages
     from primus.versions.relock import Known, resolve
 
     outcome: list[dict[str, Any]] = []
@@ -84,7 +87,8 @@ def _lock(project: Project, requests: Sequence[Request], args: argparse.Namespac
     with choose_progress(args.json) as progress:
         for request in requests:
             name, previous = _name(project, request), project.lock(request.target)
-            lock = resolve(request, previous=previous, refresh=args.refresh, known=known, progress=progress)
+            call = partial(resolve, request, previous=previous, refresh=args.refresh, known=known, progress=progress)
+            lock = with_packages(call, say=progress.say)
             changes = compare(previous, lock)
             if previous != lock:
                 project.write_lock(request.target, lock)

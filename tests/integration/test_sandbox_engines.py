@@ -392,7 +392,8 @@ def test_sigterm_ends_a_command_without_handler(engine, tmp_path):
 
 def test_killed_runner_leaves_nothing(engine, tmp_path):
     one, two = (str(random.randrange(10**6, 10**9)) for _ in "ab")
-    script = f"echo ready; sleep {one} & sleep {two}"
+    # busybox of Ubuntu has a sleep inside its shell.
+    script = f"echo ready; /bin/sleep {one} & /bin/sleep {two}"
     with runner(engine, tmp_path, script, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as process:
         assert process.stdout.readline() == b"ready\n"
         for _ in range(100):

@@ -80,7 +80,8 @@ class Ours:
     def build(self, targets: Sequence[str]) -> tuple[str, Finished]:
         """Build the targets in one call."""
         done = run(self.command(targets))
-        return done.lines[-1], done
+        # With nothing to do, the line begins with words and a time.
+        return done.lines[-1].split()[-1], done
 
     def forget(self) -> None:
         """Remove the store, and what is remembered of the project's files."""

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from primus.errors import InputError
 
 __all__ = ["Document", "Key", "Plain", "Scalar", "Tree", "Values", "parse", "parse_values", "read", "read_values"]
-__all__ += ["scalar", "spell", "value"]
+__all__ += ["refuse_special", "scalar", "spell", "value"]
 
 Scalar: TypeAlias = str | int | float | bool | None
 Plain: TypeAlias = "str | list[Plain] | dict[str, Plain] | None"
@@ -102,8 +102,15 @@ def read_values(path: Path, name: str | None = None, *, keep_last: bool = False)
     return parse_values(_text(path, name or str(path)), name or str(path), keep_last=keep_last)
 
 
+def refuse_special(path: Path, shown: str) -> None:
+    """InputError for a pipe or a device, which would block the reader or never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError("this is not a regular file", where=shown)
+
+
 def _text(path: Path, shown: str) -> str:
     try:
+        refuse_special(path, shown)
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError("there is no such file", where=shown) from None
@@ -219,7 +226,7 @@ class _Builder:
         self.places: dict[Key, tuple[int, int]] = {}
         self.origins: dict[Key, tuple[int, int]] = {}
         self._anchors: dict[str, _Node | None] = {}  # None: still open
-        self._count = 0
+        self._count = self._length = 0
 
     def build(self, text: str) -> Tree:
         import yaml
@@ -237,7 +244,7 @@ class _Builder:
             raise InputError(f"this is not YAML: {error.problem or error.context}", where=where) from None
         except yaml.YAMLError as error:
             raise InputError(f"this is not YAML: {' '.join(str(error).split())}", where=self.name) from None
-        self._count = 0
+        self._count = self._length = 0
         return self._expand(node, (), 0) if node is not None else None
 
     def _error(self, message: str, place: tuple[int, int], hint: str | None = None) -> InputError:
@@ -279,7 +286,7 @@ class _Builder:
         node = _Node(place)
         if isinstance(event, yaml.ScalarEvent):
             # A plain scalar's style is None to the parser written in Python and "" to the one in C.
-            node.scalar, node.plain = str(event.value), not event.style
+            node.scalar, node.plain = self._checked(event), not event.style
         elif isinstance(event, yaml.SequenceStartEvent):
             node.items = []
             while not isinstance(event_inside := next(events), yaml.SequenceEndEvent):
@@ -302,6 +309,12 @@ class _Builder:
 
         if not isinstance(event, yaml.ScalarEvent) or event.tag is not None or event.value == "<<":
             raise self._error("a key must be plain text", _mark(event))
+        return self._checked(event)
+
+    def _checked(self, event: Any) -> str:
+        # An escape can spell it; no path, variable or argument can hold it.
+        if "\0" in event.value:
+            raise self._error("the character U+0000 is not allowed", _mark(event))
         return str(event.value)
 
     def _expand(self, node: _Node, key: Key, depth: int) -> Tree:
@@ -317,6 +330,9 @@ class _Builder:
                 self.places[(*key, word)] = place
                 result[word] = self._expand(inner, (*key, word), depth + 1)
             return result
+        self._length += len(node.scalar)
+        if self._length > _MOST_CHARACTERS:
+            raise self._error(f"more than {_MOST_CHARACTERS:,} characters of text, aliases included", node.place)
         if not node.plain:
             return node.scalar
         if not self.typed:

@@ -196,6 +196,8 @@ def test_runs_of_one_name_are_told_apart(make: Make, tmp_path: Path, capsys: pyt
         ({"result.json": "{}"}, "'passed' is missing"),
         ({"result.json": '{"passed": true, "seconds": 1, "verdicts": [3], "summary": {}}'}, "not what primus writes"),
         ({"job.json": "\x00"}, "not JSON"),
+        ({"metrics.jsonl": '{"step": 1, "loss": 1' + "0" * 400 + "}"}, "not what primus writes"),
+        ({"job.json": "[" * 100_000}, "not JSON: nested too deeply"),
         ({"job.json": None}, "holds no job.json"),
         ({"job.json": '{"settings": {}, "recipe": {"name": "x", "overrides": []}, "backend": "jax"}'}, "not what"),
     ],

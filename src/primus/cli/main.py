@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 
@@ -46,6 +47,48 @@ def _usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code: 0 ok, 1 failed check or job, 2 bad input, 3 environment."""
     args = list(sys.argv[1:] if argv is None else argv)
+    _streams()
+    try:
+        code = _main(args)
+        sys.stdout.flush()
+    except OSError as error:
+        return _failed(f"primus {args[0]}" if args else "primus", error)
+    return code
+
+
+def _streams() -> None:
+    """Closed standard streams become /dev/null, and text is UTF-8 whatever the locale, as JSON documents must be."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def _failed(name: str, error: OSError) -> int:
+    """Say what the operating system refused; the exit code."""
+    if isinstance(error, BrokenPipeError):
+        # The reader (`| head`) has had enough; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141  # as a shell sees a process that SIGPIPE ended
+    where = f" ({str(error.filename)[:200]})" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        print(f"{name}: the disk is full{where}\n  → free some space and run it again", file=sys.stderr)
+        if not where:  # what could not be written may be standard output; the same again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 3
+    print(f"{name}: {(error.strerror or str(error)).lower()}{where}", file=sys.stderr)
+    return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR) else 3
+
+
+def _main(args: list[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:
         _complete()
     if not args or args[0] in ("-h", "--help", "help"):
@@ -92,6 +135,11 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
 
     from primus.errors import HostError, PrimusError
 
+    try:
+        os.getcwd()  # noqa: PTH109 - pathlib costs start-up time
+    except FileNotFoundError:
+        print(f"primus {verb}: the current folder does not exist any more\n  → change to another", file=sys.stderr)
+        return HostError.exit_code
     module = importlib.import_module(f"primus.cli.{name}")
     parser = argparse.ArgumentParser(
         prog=f"primus {verb}",
@@ -102,20 +150,9 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
     module.add_arguments(parser)
     try:
         code: int = module.run(parser.parse_args(words))
-        sys.stdout.flush()
     except PrimusError as error:
         print(f"primus {verb}: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        # The reader (`| head`) has had enough; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # as a shell sees a process that SIGPIPE ended
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        where = f" ({error.filename})" if error.filename else ""
-        print(f"primus {verb}: the disk is full{where}\n  → free some space and run it again", file=sys.stderr)
-        return HostError.exit_code
     except KeyboardInterrupt:
         print(f"primus {verb}: interrupted; what was finished is kept, run it again to go on", file=sys.stderr)
         return 130

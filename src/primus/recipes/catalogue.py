@@ -60,6 +60,7 @@ def entries() -> Iterator[Entry]:
     for name in load.names():
         path = load.find(name)
         settings = load.read(path).settings
+        _text(settings, "model.family", path)
         sizes = architecture({k.removeprefix("model."): s.value for k, s in settings.items() if k.startswith("model.")})
         for (backend, mode), precisions in supported(settings).items():
             yield Entry(

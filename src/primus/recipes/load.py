@@ -11,7 +11,7 @@ from pathlib import Path
 from primus.errors import InputError, nearest
 from primus.recipes.known import check_choice, check_word
 from primus.recipes.model import Scalar, Setting, Value
-from primus.yamlfile import Key, Tree, Values, parse_values
+from primus.yamlfile import Key, Tree, Values, parse_values, refuse_special
 
 __all__ = ["Case", "Source", "beside", "find", "folder", "names", "no_recipes", "parse", "read"]
 
@@ -125,6 +125,7 @@ def _collect(
 
 def _parsed(path: Path) -> tuple[Source, list[Setting]]:
     try:
+        refuse_special(path, str(path))
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8 text (byte {error.start})", where=str(path)) from error

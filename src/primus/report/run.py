@@ -10,6 +10,7 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.recipes.backends import backend
+from primus.yamlfile import refuse_special
 
 __all__ = ["Run", "read", "read_all"]
 
@@ -77,9 +78,11 @@ def read(path: Path) -> Run:
         path = path / "record.json"
     try:
         run = _job(path) if path.is_dir() else _record(path)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"not what primus writes: {missing}", where=str(path), hint=_NOT_OURS) from None
+    if not all(isinstance(word, str) for word in (run.recipe, run.backend, run.mode, run.precision)):
+        raise InputError("not what primus writes: recipe and choices must be text", where=str(path), hint=_NOT_OURS)
     if not run.series:
         raise InputError("the run logged no step", where=str(path), hint="its log.txt says why")
     return run
@@ -162,6 +165,8 @@ def _json(path: Path) -> dict[str, Any]:
 def _parsed(text: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
+    except RecursionError:
+        raise InputError("not JSON: nested too deeply", where=where, hint=_NOT_OURS) from None
     except ValueError as error:
         raise InputError(f"not JSON: {error}", where=where, hint=_NOT_OURS) from None
     if not isinstance(value, dict):
@@ -170,6 +175,7 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
+    refuse_special(path, str(path))
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

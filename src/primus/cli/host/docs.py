@@ -22,8 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write or check; the exit code."""
+    from primus.errors import InputError
     from primus.release import docs
 
+    if not (args.project / "versions.yaml").is_file():
+        raise InputError(f"there is no versions.yaml in {args.project}")
     if args.vendored:
         from primus.release.vendor import VENDORED, refresh
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from primus.recipes.choose import PRECISIONS
 from primus.recipes.load import names
@@ -59,12 +60,19 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     add_named(parser, "mode", "pretrain, full or lora")
     add_named(parser, "precision", ", ".join(PRECISIONS))
     add_named(parser, "gpu", "generation to resolve for (default: the machine's)")
-    parser.add_argument("--nodes", type=int, metavar="N", help="machines that take part (default: 1)")
+    parser.add_argument("--nodes", type=_whole, metavar="N", help="machines that take part (default: 1)")
     parser.add_argument("--proxy", action="store_true", default=None, help="the small model of the same code path")
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes on each machine")
-    parser.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of weights and data")
+    parser.add_argument("--ranks", type=_whole, metavar="N", help="processes on each machine")
+    parser.add_argument("--steps", type=_whole, metavar="N", help="optimizer steps")
+    parser.add_argument("--seed", type=_whole, metavar="N", help="seed of weights and data")
     parser.add_argument("--turbo", metavar="auto|off|NAME,…", help="optimizations to use (primus turbo list)")
+
+
+def _whole(text: str) -> int:
+    # int() would take "1_0", " 2", other scripts' digits and numbers of any length, which YAML does not.
+    if not re.fullmatch(r"-?[0-9]{1,64}", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text[:40]!r}")
+    return int(text)
 
 
 def resolved(options: argparse.Namespace) -> Recipe:

@@ -33,7 +33,7 @@ EXAMPLE = "primus train llama3-proxy --steps 30 optimizer.lr=0.005"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_recipe(parser)
-    parser.add_argument("--output", type=Path, help="folder of this run (default: runs/RECIPE-TIME)")
+    parser.add_argument("--output", help="folder of this run (default: runs/RECIPE-TIME)")
     add_choices(parser)
     parser.add_argument("--resume-from", type=Path, metavar="DIR", help="a checkpoint, or a run: its newest one")
     parser.add_argument(
@@ -51,9 +51,12 @@ def run(options: argparse.Namespace) -> int:
     The folder of the run is left in ``options.output``.
     """
     recipe = resolved(options)
+    if options.accept_change and not options.resume_from:
+        raise InputError("--accept-change needs --resume-from")
     output = options.output = (
-        options.output
-        or Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
+        _folder(options.output)
+        if options.output is not None
+        else Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     checkpoint = _checkpoint(options.resume_from) if options.resume_from else None
     job = Job(name=output.name, recipe=recipe, output=output.absolute(), resume_from=checkpoint, judged=options.judge)
@@ -96,6 +99,17 @@ def run(options: argparse.Namespace) -> int:
         unit = "GPU" if outcome.facts.get("device") == "cuda" else "rank"
         _show_end(job, verdicts, metrics.sentence(summary, unit), summary, outcome.seconds)
     return 0 if passed else 1
+
+
+def _folder(text: str | Path) -> Path:
+    """The folder that --output names. InputError where there is something else."""
+    if not str(text):
+        raise InputError("--output is empty")
+    path = Path(text)
+    for part in (path, *path.parents):
+        if part.exists() and not part.is_dir():
+            raise InputError(f"{part} is not a folder", hint="choose another --output")
+    return path
 
 
 def _checkpoint(path: Path) -> Path:

@@ -1,0 +1,139 @@
+"""Faults of the surroundings and hostile files: each ends in one sentence and the right exit code, never in a hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.errors import InputError
+from primus.recipes import load
+from primus.yamlfile import parse, parse_values, read
+
+ROOT = Path(__file__).parents[2]
+PRIMUS = f"{sys.executable} -m primus.cli.main"
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    env = {**os.environ, **environment}
+    return subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, timeout=30, check=False)
+
+
+@pytest.mark.parametrize("verb", ["show llama3-proxy", "list --json", "releases", "--version", "--help"])
+def test_closed_output_is_like_dev_null(verb: str) -> None:
+    done = shell(f"{PRIMUS} {verb} >&-")
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("verb", ["--version", "--help", "list"])
+def test_output_that_cannot_be_written_is_a_sentence(verb: str) -> None:
+    done = shell(f"{PRIMUS} {verb} >/dev/full")
+    assert done.returncode == 3
+    assert b"the disk is full" in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert b"Exception" not in done.stderr
+    assert shell(f"set -o pipefail; {PRIMUS} {verb} | true").stderr == b""
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}])
+def test_output_is_utf_8_whatever_the_locale(environment: dict[str, str]) -> None:
+    done = shell(f"{PRIMUS} show llama3-proxy", **environment)
+    assert done.returncode == 0
+    assert "×" in done.stdout.decode()
+
+
+@pytest.mark.parametrize("verb", ["show llama3-proxy", "releases", "plan cpu", "docs --check"])
+def test_a_deleted_current_folder_is_a_sentence(verb: str, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = shell(f"cd {gone} && rmdir {gone} && {PRIMUS} {verb}", PYTHONPATH=str(ROOT / "src"))
+    assert done.returncode == 3
+    assert b"the current folder does not exist any more" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_path_that_is_too_long_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "a" * 300 + ".yaml"]) == 2
+    assert main(["show", "a/" * 3000 + "a.yaml"]) == 2
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"uses: [{'a' * 300}]\n")
+    assert main(["show", str(recipe)]) == 2
+    assert capsys.readouterr().err.count("too long") == 3
+
+
+@pytest.mark.parametrize("verb", ["import-exp", "report"])
+@pytest.mark.parametrize("special", ["fifo", "/dev/zero"])
+def test_what_is_no_file_is_not_opened(verb: str, special: str, tmp_path: Path) -> None:
+    path = Path(special) if special.startswith("/") else tmp_path / special
+    if path.parent == tmp_path:
+        os.mkfifo(path)
+    done = shell(f"timeout 8 {PRIMUS} {verb} {path}")
+    assert done.returncode == 2
+    assert b"not a regular file" in done.stderr
+    with pytest.raises(InputError, match="not a regular file"):
+        read(Path("/dev/null"))
+
+
+def test_aliases_of_long_text_are_limited_too() -> None:
+    text = "a: &a " + "x" * 100_000 + "\nb: [" + ",".join(["*a"] * 15_000) + "]\n"
+    began = time.process_time()
+    for reader in (parse, parse_values):
+        with pytest.raises(InputError, match="aliases included"):
+            reader(text, "f")
+    assert time.process_time() - began < 1
+
+
+def test_text_with_a_null_character_is_refused(tmp_path: Path) -> None:
+    for reader in (parse, parse_values):
+        with pytest.raises(InputError, match=r"U\+0000"):
+            reader('a: ["b\\0c"]', "f")
+        with pytest.raises(InputError, match=r"U\+0000"):
+            reader('"b\\0c": 1', "f")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text('uses: ["a\\0b"]\n')
+    with pytest.raises(InputError, match=r"U\+0000"):
+        load.read(recipe)
+
+
+def test_a_folder_of_other_files_has_no_recipes_to_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other.yaml").write_text("services: {web: {image: x}}\n")
+    monkeypatch.setenv("PRIMUS_RECIPES", str(tmp_path))
+    assert main(["list"]) == 2
+    assert "other.yaml:1:1: model.family is missing" in capsys.readouterr().err
+
+
+def test_docs_outside_a_project_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs", "--check", "--project", str(tmp_path)]) == 2
+    assert f"there is no versions.yaml in {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["nodes", "ranks", "steps", "seed"])
+@pytest.mark.parametrize("text", ["1_0", "３", " 2", "+2", "9" * 5000])
+def test_numbers_of_options_are_plain_digits(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["show", "llama3-proxy", f"--{option}={text}"])
+    assert caught.value.code == 2
+    assert "must be a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--output", ""], "--output is empty"),
+        (["--output", "/dev/null"], "/dev/null is not a folder"),
+        (["--output", "/dev/null/run"], "/dev/null is not a folder"),
+        (["--accept-change", "nope"], "--accept-change needs --resume-from"),
+    ],
+)
+def test_train_refuses_options_that_cannot_hold(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "llama3-proxy", "--dry-run", *options]) == 2
+    assert says in capsys.readouterr().err

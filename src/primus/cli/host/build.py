@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from primus.cli.host.common import add_planning_options, open_project, targets_of
+from primus.errors import PrimusError
 
 if TYPE_CHECKING:
     from primus.images.action import ImagePlan
@@ -52,16 +53,19 @@ def run(args: argparse.Namespace) -> int:
     from primus.gates.rules import rules
     from primus.images.builder import build_images, plan_images
 
-    plans = plan_images(project, names, locked=args.locked, offline=args.offline, quiet=args.json)
+    try:
+        plans = plan_images(project, names, locked=args.locked, offline=args.offline, quiet=args.json)
+    except PrimusError:
+        # Which lock is stale depends on the channel.
+        _say_channels(project, names)
+        raise
     done = [] if args.rehash else [current(project.store, plan, rules()) for plan in plans]
     built = [image for image in done if image is not None]
     if len(built) < len(plans):
         from primus.gates.admit import Gatekeeper
         from primus.gates.pins import check_pins
 
-        for name in names:
-            if len(project.target(name).channels) > 1:
-                print(f"{name}: channel {project.choice(name).channel}, {project.choice(name).reason}", file=sys.stderr)
+        _say_channels(project, names)
         # Before gigabytes are fetched for an image that could not pass.
         for name in names:
             if not project.choice(name).preview:
@@ -109,6 +113,13 @@ def _remember(project: Project, plans: Sequence[ImagePlan], built: Sequence[Buil
 
     for plan, image in zip(plans, built, strict=True):
         remember(project, plan, image, _name(image), began_ns)
+
+
+def _say_channels(project: Project, names: Sequence[str]) -> None:
+    """Say which channel builds each target that has several, and why."""
+    for name in names:
+        if len(project.target(name).channels) > 1:
+            print(f"{name}: channel {project.choice(name).channel}, {project.choice(name).reason}", file=sys.stderr)
 
 
 def _outcome(built: Sequence[Built]) -> str:

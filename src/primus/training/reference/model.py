@@ -44,33 +44,35 @@ class Dialect:
 class Model:
     """A language model as a function of its weights.
 
-    ``rounding`` is applied to the inputs, weights and outputs of every product; with a cast to bfloat16 and back, the
-    model shows how far that precision moves its results.
+    ``factors`` is applied to the inputs and weights of every product of a linear layer, ``between`` to all that passes
+    from one operation to the next. With casts to a narrow type and back, the model shows how far that precision moves
+    its results.
     """
 
     sizes: Architecture
     dialect: Dialect = field(default_factory=Dialect)
-    rounding: Rounding = _exact
+    factors: Rounding = _exact
+    between: Rounding = _exact
     counts: dict[int, torch.Tensor] = field(default_factory=dict)
     """Layer → tokens that each expert got, added up over calls."""
 
     def logits(self, weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss per token."""
         sizes = self.sizes
-        states = weights["model.embed_tokens.weight"][tokens]
+        states = self.between(weights["model.embed_tokens.weight"][tokens])
         balance = states.new_zeros(())
         for number in range(sizes.layers):
             layer = f"model.layers.{number}."
             normed = self._norm(weights[layer + "input_layernorm.weight"], states)
             attend = self._latent_attention if sizes.mla.kv_lora_rank else self._attention
-            states = states + attend(weights, layer + "self_attn.", normed)
+            states = self.between(states + attend(weights, layer + "self_attn.", normed))
             normed = self._norm(weights[layer + "post_attention_layernorm.weight"], states)
             if sizes.moe.experts and number >= sizes.moe.dense_layers:
                 fed, extra = self._experts(weights, layer + "mlp.", normed, number)
                 balance = balance + extra
             else:
                 fed = self._swiglu(weights, layer + "mlp.", normed)
-            states = states + fed
+            states = self.between(states + fed)
         states = self._norm(weights["model.norm.weight"], states)
         head = weights["model.embed_tokens.weight" if sizes.tied_embeddings else "lm_head.weight"]
         return self._product(states, head), balance
@@ -84,8 +86,8 @@ class Model:
         return (losses * trained).sum(), balance
 
     def _product(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = self.rounding(states) @ self.rounding(weight).transpose(-1, -2)
-        return self.rounding(out if bias is None else out + bias)
+        out = self.factors(states) @ self.factors(weight).transpose(-1, -2)
+        return self.between(out if bias is None else out + bias)
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         out = self._product(states, weights[name + ".weight"], weights.get(name + ".bias"))
@@ -96,12 +98,12 @@ class Model:
 
     def _norm(self, weight: torch.Tensor, states: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         mean = states.square().mean(-1, keepdim=True)
-        return self.rounding(states * (mean + (self.sizes.norm_eps if eps is None else eps)).rsqrt() * weight)
+        return self.between(states * (mean + (self.sizes.norm_eps if eps is None else eps)).rsqrt() * weight)
 
     def _swiglu(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         gate = self._linear(weights, name + "gate_proj", states)
         up = self._linear(weights, name + "up_proj", states)
-        return self._linear(weights, name + "down_proj", self.rounding(gate / (1 + torch.exp(-gate)) * up))
+        return self._linear(weights, name + "down_proj", self.between(gate / (1 + torch.exp(-gate)) * up))
 
     def _attention(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         sizes = self.sizes
@@ -163,8 +165,8 @@ class Model:
         if 0 < self.sizes.window < length:
             hidden |= place[None, :] <= place[:, None] - self.sizes.window
         scores = scores.masked_fill(hidden, -torch.inf)
-        mixed = torch.exp(scores - _log_sum_exp(scores).unsqueeze(-1)) @ value
-        return self.rounding(mixed.transpose(1, 2).flatten(-2))
+        mixed = self.between(torch.exp(scores - _log_sum_exp(scores).unsqueeze(-1))) @ value
+        return self.between(mixed.transpose(1, 2).flatten(-2))
 
     def _experts(
         self, weights: Weights, name: str, states: torch.Tensor, layer: int

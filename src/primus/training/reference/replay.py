@@ -10,12 +10,13 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from primus.recipes.architecture import Architecture, rebuilt
+from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
 from primus.training.reference import data, update
 from primus.training.reference.model import Dialect, Model, shapes
 from primus.training.reference.names import UnknownWeight, to_canonical
@@ -62,7 +63,7 @@ class _Replay:
     def __init__(self, job: dict[str, Any], sizes: Architecture, folder: Path) -> None:
         self._job = job
         self._folder = folder
-        self._sizes = sizes
+        self._sizes = _as_trained(job, sizes)
         self._given = update.settings(job)
         self._optimizer = update.AdamW(self._given)
         self._samples: data.Samples = data.Stream(job) if job["backend"] == "torchtitan" else data.numbered(job)
@@ -88,8 +89,21 @@ class _Replay:
             )
         row["own_gradient"] = seen is not None
         expected = self._optimizer.update(_without_bias(before), used, rate)
-        row["update"] = self._update_gap(before, expected, after)
+        row["update"] = self._update_gap(before, expected, after, judged=None if seen is not None else self._told())
         return row
+
+    def _told(self) -> dict[str, torch.Tensor]:
+        """Which elements of each weight an unknown gradient decides beyond its own rounding.
+
+        Adam's step has the size of the rate however small the gradient is: where a gradient is rounding alone, so is
+        the sign of the step. In float32 that is a thousandth of the tensor's usual gradient, in less a third of it.
+        """
+        exact = self._job["precision"] == "fp32"
+        sizes = {name: second.sqrt() for name, second in self._optimizer.second.items()}
+        usual = {name: float(size.square().mean().sqrt()) for name, size in sizes.items()}
+        least = max(usual.values()) * (1e-6 if exact else 1e-3)
+        share = 1e-3 if exact else 0.3
+        return {name: (size > share * usual[name]) & (usual[name] > least) for name, size in sizes.items()}
 
     def _batches(self, step: int) -> list[str]:
         """Which micro-batches the run trained on are not those of the recipe."""
@@ -136,12 +150,17 @@ class _Replay:
                 loss, balance = model.loss(leaves, one, wanted)
                 (loss / terms + balance / calls).backward()
                 total += float(loss.detach())
-        gradients = {name: leaves[name].grad for name in trained}
-        return total / terms, {name: g for name, g in gradients.items() if g is not None}
+        # An expert that no token chose has a gradient of zeros; its moments still move it.
+        gradients = {
+            name: torch.zeros_like(weights[name]) if leaves[name].grad is None else leaves[name].grad
+            for name in trained
+        }
+        return total / terms, gradients
 
     def _noise(self, step: int, weights: Tensors, loss: float, gradients: Tensors) -> dict[str, float]:
         """How far this precision alone moves loss and gradients: the reference once more, with its rounding."""
-        rounded = Model(self._sizes, self._dialect, _rounding(self._job["precision"]))
+        narrow = self._job["precision"] == "bf16"
+        rounded = Model(self._sizes, self._dialect, factors=_bfloat if narrow else _EightBits.apply, between=_bfloat)
         other, moved = self._gradients(step, weights, rounded)
         norm, changed = update.norm_of(gradients), update.norm_of(moved)
         return {
@@ -150,12 +169,15 @@ class _Replay:
             "gradient": _worst_gap(moved, gradients, norm)["gap"],
         }
 
-    def _update_gap(self, before: Tensors, expected: Tensors, after: Tensors) -> dict[str, Any]:
+    def _update_gap(
+        self, before: Tensors, expected: Tensors, after: Tensors, judged: dict[str, torch.Tensor] | None
+    ) -> dict[str, Any]:
         worst, at = 0.0, ""
         rounding = _ROUNDING[torch.bfloat16 if self._narrow(after) else torch.float32]
         for name, wanted in expected.items():
-            change = float((wanted - before[name]).norm())
-            gap = max(0.0, float((after[name] - wanted).norm()) - rounding * float(wanted.norm()))
+            told = 1.0 if judged is None or name not in judged else judged[name].to(wanted.dtype)
+            change = float(((wanted - before[name]) * told).norm())
+            gap = max(0.0, float(((after[name] - wanted) * told).norm()) - rounding * float(wanted.norm()))
             if not gap:
                 continue
             relative = gap / change if change else math.inf
@@ -181,6 +203,14 @@ def _dialect(job: Mapping[str, Any]) -> Dialect:
             group_best=max(1, moe["top_k"] // moe["top_groups"]),
         )
     return Dialect()
+
+
+def _as_trained(job: Mapping[str, Any], sizes: Architecture) -> Architecture:
+    """torchtitan stretches DeepSeek's positions only where a sequence is longer than the original ones."""
+    short = sizes.rope_scaling.original_max_position >= int(job["config"].get("training.seq_len", 0))
+    if job["backend"] == "torchtitan" and sizes.rope_scaling.kind == "yarn" and short:
+        return replace(sizes, rope_scaling=RopeScaling())
+    return sizes
 
 
 def _weights(job: Mapping[str, Any], sizes: Architecture, folder: Path, step: int) -> Tensors:
@@ -219,7 +249,9 @@ def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -
             strange.append(f"{name} holds one value")
         elif tensor.ndim > 1 and ".lora_" not in name:
             same = [other for other, value in matrices.get(tuple(tensor.shape), []) if torch.equal(value, tensor)]
-            strange += [f"{name} equals {other}" for other in same[:1]]
+            if not (job["backend"] == "torchtitan" and ".experts." in name):
+                # On a CPU torchtitan draws the same numbers on every rank, so ranks share out equal experts.
+                strange += [f"{name} equals {other}" for other in same[:1]]
             matrices.setdefault(tuple(tensor.shape), []).append((name, tensor))
     return {
         "missing": sorted(set(expected) - set(present)),
@@ -251,10 +283,8 @@ def _worst_gap(run: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor],
     return worst
 
 
-def _rounding(precision: str) -> Any:
-    if precision == "bf16":
-        return lambda tensor: tensor.to(torch.bfloat16).to(torch.float64)
-    return _EightBits.apply
+def _bfloat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16).to(torch.float64)
 
 
 class _EightBits(torch.autograd.Function):
@@ -262,11 +292,11 @@ class _EightBits(torch.autograd.Function):
 
     @staticmethod
     def forward(_context: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _scaled(tensor.to(torch.bfloat16).to(torch.float64), torch.float8_e4m3fn)
+        return _scaled(_bfloat(tensor), torch.float8_e4m3fn)
 
     @staticmethod
     def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _scaled(gradient.to(torch.bfloat16).to(torch.float64), torch.float8_e5m2)
+        return _scaled(_bfloat(gradient), torch.float8_e5m2)
 
 
 def _scaled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

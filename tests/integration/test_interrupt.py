@@ -91,7 +91,7 @@ def test_ctrl_c_says_what_is_kept(kit: Kit) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "what was finished is kept" in err
+    assert "finished work is kept" in err
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's mmdebstrap makes its namespaces itself")
@@ -122,7 +122,7 @@ def test_a_builder_that_ends_leaves_no_mmdebstrap_behind(
     _, err = process.communicate(timeout=60)
     if how == signal.SIGINT:
         assert process.returncode == 130
-        assert "what was finished is kept" in err
+        assert "finished work is kept" in err
     # After SIGKILL nobody waits for what the kernel ends then.
     limit = time.monotonic() + 20
     while sleeping() and time.monotonic() < limit:

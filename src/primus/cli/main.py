@@ -15,13 +15,13 @@ __all__ = ["main", "verbs"]
 
 # verb → (module, one line). Modules are imported only when their verb is asked for: start-up is a feature.
 IMAGE_VERBS = {
-    "list": ("image.list_recipes", "list the recipes: model, backend, mode, precisions, GPUs"),
-    "show": ("image.show_recipe", "show a resolved recipe: every value, its origin, its reason"),
+    "list": ("image.list_recipes", "list the recipes with their backends, modes, precisions and GPUs"),
+    "show": ("image.show_recipe", "show every setting of a recipe, its source and its reason"),
     "train": ("image.train", "run a recipe on this machine"),
-    "import-exp": ("image.import_exp", "turn an experiment file of Primus into a recipe"),
+    "import-exp": ("image.import_exp", "convert a Primus experiment file to a recipe"),
     "compat": ("image.compat", "run a command of older documents, such as run_pretrain.sh"),
-    "report": ("image.report", "compare runs: perf.csv, MAD's CSV, one HTML page"),
-    "turbo": ("image.turbo", "optimizations of a run, kernels compiled ahead of time"),
+    "report": ("image.report", "compare runs: perf.csv, MAD's CSV and an HTML page"),
+    "turbo": ("image.turbo", "manage optimizations and kernels compiled ahead of time"),
 }
 
 
@@ -40,7 +40,7 @@ def _usage() -> str:
     width = max(map(len, here))
     lines = [f"  {verb:<{width}}  {line}" for verb, (_, line) in here.items()]
     return "\n".join(
-        ["usage: primus VERB [options]", "", *lines, "", "primus VERB --help shows options and an example."]
+        ["usage: primus VERB [options]", "", *lines, "", "Run `primus VERB --help` for options and an example."]
     )
 
 
@@ -154,7 +154,7 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
         print(f"primus {verb}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"primus {verb}: interrupted; what was finished is kept, run it again to go on", file=sys.stderr)
+        print(f"primus {verb}: interrupted; finished work is kept, run the command again to continue", file=sys.stderr)
         return 130
     return code
 

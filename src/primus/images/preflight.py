@@ -83,5 +83,5 @@ def disk_is_full(log: Path, *places: Path) -> HostError | None:
         return None
     return HostError(
         f"the disk that holds {full or places[0]} is full",
-        hint=f"free some space and run it again: what was finished is kept (log: {log})",
+        hint=f"free some space and run it again: finished work is kept (log: {log})",
     )

@@ -267,6 +267,6 @@ def storage_error(error: OSError, path: Path) -> HostError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return HostError(
             f"the disk that holds {path.parent} is full",
-            hint="free space and run it again: what was finished is kept",
+            hint="free space and run it again: finished work is kept",
         )
     return HostError(f"cannot write {path}: {error.strerror}", hint="check the folder's permissions")

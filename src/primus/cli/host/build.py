@@ -1,7 +1,7 @@
-"""Build images: only what changed, the same bytes for the same input. The last line is the manifest digest.
+"""Build images. Rebuilds only what changed; the last line is the manifest digest.
 
-Each image passes the gates of `primus check` before its name points to it. An image of a preview channel may fail one;
-what it failed is said.
+Each image must pass the gates of `primus check` before it is named. An image of a preview channel may fail a gate; the
+summary names the gates that failed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus build``."""
     add_planning_options(parser)
-    parser.add_argument("--dry-run", action="store_true", help="show the plan and stop, as `primus plan`")
-    parser.add_argument("--rehash", action="store_true", help="read every blob again first; build damaged ones anew")
-    parser.add_argument(
-        "--engine", choices=("auto", "embedded", "docker"), default="auto", help="where sandboxed steps run"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop, like `primus plan`")
+    parser.add_argument("--rehash", action="store_true", help="verify every blob first and rebuild damaged ones")
+    parser.add_argument("--engine", choices=("auto", "embedded", "docker"), default="auto", help="sandbox engine")
 
 
 def run(args: argparse.Namespace) -> int:

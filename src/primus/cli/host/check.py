@@ -1,8 +1,8 @@
-"""Run every gate on a built image: what lies in its layers, not what was asked for.
+"""Run every gate on a built image, using the contents of its layers.
 
-Gates: one ROCm version, GPU code for the target's architecture, kernel files of others, versions as locked, library
-names with two owners, secrets and litter, the size budget, kernels compiled ahead of time. Exit code 1 when one fails.
-Layers are read once; what was seen is kept until the layer or a rule changes.
+The gates check ROCm versions, GPU code for the target's architecture, kernel files of other GPUs, versions against the
+lock, duplicate library names, secrets and unwanted files, the size budget, and kernels compiled ahead of time. Exit
+code 1 if a gate fails. Layers are read once; findings are cached until the layer or a rule changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus check``."""
     add_targets(parser)
-    parser.add_argument("--record", action="store_true", help="keep what was found, for docs/gates.md")
+    parser.add_argument("--record", action="store_true", help="save the findings for docs/gates.md")
     add_project_options(parser)
 
 

@@ -27,10 +27,12 @@ __all__ = [
 
 def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
     """--project, --store and, unless the verb's output is another program's, --json."""
-    parser.add_argument("--project", type=Path, metavar="DIR", help="folder of versions.yaml (default: here or above)")
+    parser.add_argument(
+        "--project", type=Path, metavar="DIR", help="folder with versions.yaml (default: this folder or a parent)"
+    )
     parser.add_argument("--store", type=Path, metavar="DIR", help="image store (default: .primus/store)")
     parser.add_argument(
-        "--channel", choices=("amd", "debian", "pypi"), help="channel to build from (default: the best with a lock)"
+        "--channel", choices=("amd", "debian", "pypi"), help="channel to build from (default: the best one with a lock)"
     )
     if json:
         parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -38,17 +40,20 @@ def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -
 
 def add_target(parser: argparse.ArgumentParser) -> None:
     """TARGET with completion from images/*.yaml."""
-    action = parser.add_argument("target", metavar="TARGET", help="the image, for example cpu")
+    action = parser.add_argument("target", metavar="TARGET", help="name of the image, for example cpu")
     action.completer = complete_target  # type: ignore[attr-defined]
 
 
 def add_targets(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """TARGET... with completion from images/*.yaml, and --all."""
     action = parser.add_argument(
-        "target", nargs="*", metavar="TARGET", help="images to work on, for example cpu" + ("" if required else "; all")
+        "target",
+        nargs="*",
+        metavar="TARGET",
+        help="names of images, for example cpu" + ("" if required else " (default: all)"),
     )
     action.completer = complete_target  # type: ignore[attr-defined]
-    parser.add_argument("--all", action="store_true", help="every target of images/")
+    parser.add_argument("--all", action="store_true", help="all targets in images/")
 
 
 def add_planning_options(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +65,8 @@ def add_planning_options(parser: argparse.ArgumentParser) -> None:
 
 def add_build_options(parser: argparse.ArgumentParser) -> None:
     """--locked and --offline."""
-    parser.add_argument("--locked", action="store_true", help="stop when the lock does not answer versions.yaml")
-    parser.add_argument("--offline", action="store_true", help="use fetched files only, ask no source")
+    parser.add_argument("--locked", action="store_true", help="fail if the lock does not match versions.yaml")
+    parser.add_argument("--offline", action="store_true", help="use only downloaded files; contact no source")
 
 
 def complete_target(prefix: str, **_: object) -> list[str]:

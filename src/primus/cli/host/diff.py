@@ -1,7 +1,6 @@
-"""Compare two releases: components, sizes, GPUs, and the published tables that contradict one another.
+"""Compare two releases: components, sizes, GPUs, and contradictions between their published tables.
 
-Either side may be the present pins: the release of versions.yaml, or one of its targets (v26.11-cpu); versions.yaml
-means them by name.
+Either side may be the current pins: the release in versions.yaml, one of its targets (v26.11-cpu), or `versions.yaml`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Name the inputs that changed since the last build, old → new, with their lines.
+"""Show the inputs that changed since the last build, old → new, with their lines.
 
-Exit code 0 says that there is nothing to do, 1 that a build would do something.
+Exit code 0 if there is nothing to do, 1 if a build would do something.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Put an image into the Docker engine that DOCKER_HOST (or the default socket) names.
+"""Load an image into the Docker engine of DOCKER_HOST (or of the default socket).
 
-Nothing is sent when the engine has the image already. The last line is the image id.
+Nothing is sent if the engine already has the image. The last line is the image ID.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Resolve versions.yaml into exact files: name, version, file name, size, sha256; one lock per target and channel.
+"""Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per target and channel.
 
-Pins that did not change keep the versions locked before, dependencies included; --refresh takes the newest that fit.
+Unchanged pins and their dependencies keep their locked versions. --refresh takes the newest versions that match.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_targets(parser, required=False)
     add_project_options(parser)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a lock is stale")
-    parser.add_argument("--refresh", action="store_true", help="keep no earlier version: newest that fit the pins")
+    parser.add_argument("--refresh", action="store_true", help="take the newest versions that match the pins")
 
 
 def run(args: argparse.Namespace) -> int:

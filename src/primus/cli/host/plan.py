@@ -1,8 +1,8 @@
 """Show what a build would do, layer by layer: + build, = reuse.
 
-Each layer to build has its reason: what changed since the last build. For several targets the layers to reuse are
-only counted, and tables say how many bytes each image shares with the others; --full lists every layer, and which
-images hold it.
+For each layer to build, the plan gives the reason: what changed since the last build. For several targets, it only
+counts the layers to reuse, and shows how many bytes each image shares with the others. --full lists every layer and the
+images that contain it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus plan``."""
     add_planning_options(parser)
-    parser.add_argument("--full", action="store_true", help="for several targets, too: list every layer")
+    parser.add_argument("--full", action="store_true", help="list every layer, also for several targets")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
 """Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations.
 
-Refused with every reason: an image that fails a gate, was not validated as it is, or whose commit is not clean. A
-release's tag is never moved. Exit code 1 when refused. The last line is the image's name by digest.
+An image is refused, with all reasons, if it fails a gate, if exactly this image was not validated, or if its commit is
+not clean. The tag of a release is never moved. Exit code 1 if refused. The last line is the image name with its digest.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preview",
         action="store_true",
-        help="publish as -preview: the GPU need not have been trained on, and the coverage gate may fail",
+        help="publish as -preview: no validation on the GPU is needed, and the coverage gate may fail",
     )
-    parser.add_argument("--records", type=Path, metavar="DIR", help="validations (default: out/validation)")
     parser.add_argument(
-        "--key", metavar="KEY", help="sign with cosign: a key's file or service; its password in COSIGN_PASSWORD"
+        "--records", type=Path, metavar="DIR", help="folder of validation records (default: out/validation)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="judge and show, send nothing and ask no registry")
+    parser.add_argument(
+        "--key", metavar="KEY", help="sign with cosign: key file or key service; password in COSIGN_PASSWORD"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check and print only; contact no registry")
     add_project_options(parser)
 
 

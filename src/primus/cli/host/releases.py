@@ -1,7 +1,7 @@
-"""List the published images, or show everything known of one: versions, sizes, digests, contradicting tables.
+"""List the published images, or show one: versions, sizes, digests, contradictions between tables.
 
-What was not published is shown as not published and never filled in from elsewhere. Inside a project the pins of
-versions.yaml stand on top as the release that comes next.
+Values that were not published are shown as not published; they are never taken from elsewhere. Inside a project, the
+pins of versions.yaml are listed first, as the next release.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_format_options(parser: argparse.ArgumentParser) -> None:
     """--project and the two formats, of which one at most."""
-    parser.add_argument("--project", type=Path, metavar="DIR", help="folder of versions.yaml (default: here or above)")
+    parser.add_argument(
+        "--project", type=Path, metavar="DIR", help="folder with versions.yaml (default: this folder or a parent)"
+    )
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     formats.add_argument("--markdown", action="store_true", help="print Markdown instead of text")

@@ -1,7 +1,7 @@
-"""Run a command inside an image, as the image would run on a cluster.
+"""Run a command in an image, as it would run on a cluster.
 
-The exit code is the command's own: 128+n when signal n ended it, 127 when it is not in the image.
-Without a command, the image's own runs. Changes outside mounts are thrown away.
+The exit code is that of the command: 128+n if signal n ended it, 127 if the image does not contain it.
+Without a command, the image's own command runs. Changes outside mounts are discarded.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("auto", "embedded", "docker"),
         default="auto",
-        help="what runs it (default: auto)",
+        help="sandbox engine (default: auto)",
     )
     parser.add_argument(
-        "-v", "--volume", action="append", default=[], metavar="SRC:DST[:ro]", help="show a host path inside"
+        "-v", "--volume", action="append", default=[], metavar="SRC:DST[:ro]", help="mount a path of this machine"
     )
     parser.add_argument(
         "-e",
@@ -46,39 +46,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="K=V|K",
-        help="set a variable; K alone copies yours",
+        help="set a variable; K alone copies its value from your environment",
     )
     parser.add_argument(
         "--gpus",
         default="none",
         metavar="all|N|none",
-        help="give it GPUs of this machine: all, the first N or none (default: none)",
+        help="GPUs of this machine: all, the first N or none (default: none)",
     )
     parser.add_argument(
         "--device",
         action="append",
         default=[],
         metavar="DEV",
-        help="give it a device: a node or folder below /dev, or a CDI name such as amd.com/gpu=0",
+        help="add a device: a node or folder in /dev, or a CDI name such as amd.com/gpu=0",
     )
-    parser.add_argument("--memory", metavar="SIZE", help="most memory, e.g. 2g")
-    parser.add_argument("--shm-size", metavar="SIZE", help="most that /dev/shm may hold (default: 8g)")
-    parser.add_argument("--cpus", type=float, metavar="N", help="most CPU cores, e.g. 1.5")
-    parser.add_argument("--user", metavar="NAME|UID[:GID]", help="user inside (default: the image's)")
-    parser.add_argument("--workdir", metavar="DIR", help="directory to start in (default: the image's)")
+    parser.add_argument("--memory", metavar="SIZE", help="memory limit, e.g. 2g")
+    parser.add_argument("--shm-size", metavar="SIZE", help="size of /dev/shm (default: 8g)")
+    parser.add_argument("--cpus", type=float, metavar="N", help="CPU limit in cores, e.g. 1.5")
+    parser.add_argument("--user", metavar="NAME|UID[:GID]", help="user in the container (default: the image's)")
+    parser.add_argument("--workdir", metavar="DIR", help="working directory (default: the image's)")
     parser.add_argument(
         "--network",
         choices=("none", "host"),
         default="none",
-        help="own network with only loopback, or this machine's (default: none)",
+        help="none: loopback only; host: this machine's network (default: none)",
     )
     parser.add_argument(
         "--entrypoint",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="start through the image's entrypoint (default: yes)",
+        help="use the image's entrypoint (default: yes)",
     )
-    parser.add_argument("-t", "--tty", action="store_true", default=None, help="give it a terminal in any case")
+    parser.add_argument("-t", "--tty", action="store_true", default=None, help="always allocate a terminal")
     add_project_options(parser, json=False)
 
 

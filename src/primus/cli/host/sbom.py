@@ -1,5 +1,6 @@
-"""Print what a built image is made of: every file of its lock. --json is the SPDX 2.3 document, with checksums and
-package URLs, that `primus publish` lays beside the image.
+"""List the files that a built image is made of, as in its lock.
+
+--json prints the SPDX 2.3 document, with checksums and package URLs, that `primus publish` stores beside the image.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Build the image, train in it and judge the outcome: every job of the suite in a container of its own.
+"""Build the image, train in it and check the results. Each job of the suite runs in its own container.
 
-A target for a GPU is validated on the GPUs of this machine if they are that GPU, else on the CPU; the record tells.
-Writes record.json and report.html below out/validation/<target>/<recipe>/. What already passed for the same image
+If this machine has the GPU that the target is for, all such GPUs are used, otherwise the CPU; the record says which.
+Writes record.json and report.html to out/validation/<target>/<recipe>/. A validation that passed for the same image
 content, recipe, suite and GPU is not run again. Exit code 0: every check passed; 1: a job or a check failed.
 """
 
@@ -37,16 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "mode that it supports, in the target's precisions (trained_in)",
     )
     parser.add_argument(
-        "--again", action="store_true", help="run also what already passed for the same image and recipe"
+        "--again", action="store_true", help="also run what has already passed for the same image and recipe"
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the evidence (default: out/validation)")
-    parser.add_argument("--engine", choices=("auto", "embedded", "docker"), default="auto", help="what runs the jobs")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder for records and reports (default: out/validation)"
+    )
+    parser.add_argument("--engine", choices=("auto", "embedded", "docker"), default="auto", help="sandbox engine")
     parser.add_argument(
         "--gpus",
         metavar="all|N|none",
-        help="GPUs of this machine for the jobs (default: all, where they are what the target is for, else none)",
+        help="GPUs of this machine to use (default: all if the target is for them, otherwise none)",
     )
-    parser.add_argument("--no-build", action="store_true", help="validate the image as it is in the store")
+    parser.add_argument("--no-build", action="store_true", help="validate the image in the store without building")
     add_project_options(parser)
     add_build_options(parser)
 

@@ -1,6 +1,6 @@
-"""Rebuild into an empty store from the same fetched files: the digest must be the same, and every gate must pass.
+"""Rebuild into an empty store from the same downloaded files; compare the digests and run every gate.
 
-Where it is not, the first layer and file that differ are named and the exit code is 1. The gates are those of
+If the digests differ, the first differing layer and file are named, and the exit code is 1. The gates are those of
 `primus check`.
 """
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus verify``."""
     add_targets(parser)
     add_project_options(parser)
-    parser.add_argument("--keep", action="store_true", help="keep the second store when it differs")
+    parser.add_argument("--keep", action="store_true", help="keep the second store if it differs")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Show why an image is as large as it is: layer → folder, unpacked bytes, largest first."""
+"""Show what makes an image large: unpacked bytes per layer and folder, largest first."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus why-size``."""
     add_target(parser)
-    parser.add_argument(
-        "--depth", type=int, default=2, metavar="N", help="levels of folders below a layer (default: 2)"
-    )
+    parser.add_argument("--depth", type=int, default=2, metavar="N", help="depth of folders to show (default: 2)")
     add_project_options(parser)
 
 

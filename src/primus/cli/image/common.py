@@ -17,9 +17,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     """The recipe's name and the settings that replace its own."""
     # argparse alone takes positional words in one go: key=value after an option would be refused.
     parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
-    recipe = parser.add_argument("recipe", metavar="RECIPE", help="a recipe's name, or the path of its file")
+    recipe = parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of its file")
     recipe.completer = complete_recipe  # type: ignore[attr-defined]
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that replace the recipe's")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that override the recipe's")
 
 
 def complete_recipe(prefix: str, **_: object) -> list[str]:
@@ -60,12 +60,12 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     add_named(parser, "mode", "pretrain, full or lora")
     add_named(parser, "precision", ", ".join(PRECISIONS))
     add_named(parser, "gpu", "generation to resolve for (default: the machine's)")
-    parser.add_argument("--nodes", type=_whole, metavar="N", help="machines that take part (default: 1)")
-    parser.add_argument("--proxy", action="store_true", default=None, help="the small model of the same code path")
-    parser.add_argument("--ranks", type=_whole, metavar="N", help="processes on each machine")
-    parser.add_argument("--steps", type=_whole, metavar="N", help="optimizer steps")
-    parser.add_argument("--seed", type=_whole, metavar="N", help="seed of weights and data")
-    parser.add_argument("--turbo", metavar="auto|off|NAME,…", help="optimizations to use (primus turbo list)")
+    parser.add_argument("--nodes", type=_whole, metavar="N", help="number of machines (default: 1)")
+    parser.add_argument("--proxy", action="store_true", default=None, help="train a small model with the same code")
+    parser.add_argument("--ranks", type=_whole, metavar="N", help="processes per machine")
+    parser.add_argument("--steps", type=_whole, metavar="N", help="number of optimizer steps")
+    parser.add_argument("--seed", type=_whole, metavar="N", help="random seed for weights and data")
+    parser.add_argument("--turbo", metavar="auto|off|NAME,…", help="optimizations to use; see `primus turbo list`")
 
 
 def _whole(text: str) -> int:

@@ -1,9 +1,9 @@
-"""Run a command of the documents that came before: what it asks for is found and trained.
+"""Run a command of older documents: find the recipe it asks for and train it.
 
-COMMAND is the script's name and what follows are its own words; the scripts in the image call this. Options of
-primus may stand among them: --dry-run, --proxy, --gpu NAME, --precision NAME, --output DIR, --json, and
---allow-unmapped, which leaves out what no recipe can say instead of refusing. PRIMUS_PROXY=1, PRIMUS_GPU and
-PRIMUS_DRY_RUN=1 do the same from the environment.
+COMMAND is the name of the script, followed by its own options; the scripts in the image call this. These options
+of primus can be added: --dry-run, --proxy, --gpu NAME, --precision NAME, --output DIR, --json, and --allow-unmapped,
+which leaves out what no recipe can express. The environment variables PRIMUS_PROXY=1, PRIMUS_GPU and PRIMUS_DRY_RUN=1
+have the same effect as the options.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("command", metavar="COMMAND", help="as in run_pretrain.sh")
+    parser.add_argument("command", metavar="COMMAND", help="name of a script, such as run_pretrain.sh")
     parser.add_argument("words", metavar="WORD", nargs=argparse.REMAINDER, help="the command's own options")
 
 

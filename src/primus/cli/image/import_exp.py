@@ -1,4 +1,4 @@
-"""Turn an experiment file of Primus into a recipe. Every key that no recipe can say is named with its place."""
+"""Convert a Primus experiment file to a recipe. Keys that no recipe can express are listed with their location."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ EXAMPLE = "primus import-exp my-experiment.yaml --out my-recipe.yaml"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="an experiment: modules.pre_trainer with overrides")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the recipe goes (default: standard output)")
+    parser.add_argument("file", type=Path, metavar="FILE", help="experiment file: modules.pre_trainer with overrides")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument(
         "--nodes", type=_count, metavar="N",
-        help="how many nodes it was written for (default: the fewest that its parallel degrees need)",
+        help="number of nodes it was written for (default: the minimum for its parallel degrees)",
     )  # fmt: skip
     parser.add_argument(
         "--primus", metavar="VERSION",
@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkout that the file is in, or else the newest version that has all of the file's keys)",
     )  # fmt: skip
     parser.add_argument(
-        "--effective", action="store_true", help="print every key that Primus would train with, and make no recipe"
+        "--effective", action="store_true", help="print Primus's merged configuration instead of a recipe"
     )
-    parser.add_argument("--allow-unmapped", action="store_true", help="leave out what no recipe can say")
+    parser.add_argument("--allow-unmapped", action="store_true", help="leave out keys that no recipe can express")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the recipe")
 
 

@@ -1,6 +1,6 @@
-"""List what can be trained: recipe, backend, mode, precisions and the GPUs that compute them.
+"""List the recipes with their backends, modes, precisions and the GPUs that support them.
 
-Every recipe also has a proxy, a small model of the same code path, which --proxy trains on a CPU.
+Every recipe also has a proxy: a small model that uses the same code. --proxy trains it, also on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _CHOICES = ("backend", "mode", "precision", "gpu")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    name = parser.add_argument("name", metavar="NAME", nargs="?", default="", help="only recipes whose name has this")
+    name = parser.add_argument(
+        "name", metavar="NAME", nargs="?", default="", help="only recipes whose names contain this"
+    )
     name.completer = complete_recipe  # type: ignore[attr-defined]
     for choice in _CHOICES:
         add_named(parser, choice, f"only with this {choice}")

@@ -1,7 +1,7 @@
-"""Compare finished runs: perf.csv in madengine's columns, perf_MODEL.csv in MAD's, report.html with the curves.
+"""Compare finished runs: perf.csv (madengine's columns), perf_MODEL.csv (MAD's) and report.html with curves.
 
-RUN is the folder of a `primus train`, or the record.json of a `primus validate`. The first is the one that the
-others are held against. Exit code 0: written, whether the runs passed or not; 2: bad input.
+RUN is the folder of a `primus train` run, or the record.json of a `primus validate`. The first run is the baseline.
+Exit code 0: the report was written, whether the runs passed or not; 2: invalid input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ EXAMPLE = "primus report runs/before runs/after --out report"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, or a record.json")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("report"), help="where to write (./report)")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("report"), help="output folder (default: report)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 

@@ -1,7 +1,7 @@
-"""Show a recipe as it would run: every setting with the place it comes from, and why where sources disagree.
+"""Show a recipe as it would run: every setting with its source, and why if sources disagree.
 
-RECIPE is a recipe's name or the path of its file; key=value words override single settings, as for train.
-Nothing is started and no GPU is needed: --gpu names the one to resolve for.
+RECIPE is the name of a recipe or the path of its file. key=value arguments override settings, as for train.
+Nothing is started and no GPU is needed: --gpu names the GPU to resolve the recipe for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Run a recipe on this machine: start its ranks, show the loss as it falls, judge the outcome.
+"""Run a recipe on this machine: start its ranks, show the loss, and check the results.
 
-RECIPE is a recipe's name or the path of its file. key=value words override single settings; keys of the
-backend may be given without its name, and what every backend has by one word, as in steps=5 or tp=2.
-Exit code 0: trained and every check passed; 1: the job or a check failed; 2: bad input; 3: torch or torchtitan
+RECIPE is the name of a recipe or the path of its file. key=value arguments override settings. The name of the backend
+can be omitted from its keys, and settings that all backends share have short names, as in steps=5 or tp=2.
+Exit code 0: trained, and every check passed; 1: the job or a check failed; 2: invalid input; 3: torch or torchtitan
 is missing.
 """
 
@@ -33,14 +33,16 @@ EXAMPLE = "primus train llama3-proxy --steps 30 optimizer.lr=0.005"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_recipe(parser)
-    parser.add_argument("--output", help="folder of this run (default: runs/RECIPE-TIME)")
+    parser.add_argument("--output", help="output folder (default: runs/RECIPE-TIME)")
     add_choices(parser)
-    parser.add_argument("--resume-from", type=Path, metavar="DIR", help="a checkpoint, or a run: its newest one")
+    parser.add_argument(
+        "--resume-from", type=Path, metavar="DIR", help="a checkpoint, or a run (its newest checkpoint)"
+    )
     parser.add_argument(
         "--accept-change", action="append", default=[], metavar="FIELD",
-        help="resume though FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint's",
+        help="resume even if FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint",
     )  # fmt: skip
-    parser.add_argument("--judge", action="store_true", help="repeat every step in float64 afterwards and compare")
+    parser.add_argument("--judge", action="store_true", help="afterwards, repeat every step in float64 and compare")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved job and start nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
 

@@ -1,11 +1,11 @@
-"""Optimizations of training runs, and kernels compiled ahead of time: list, compile, check, interpret.
+"""Manage optimizations for training runs and kernels compiled ahead of time.
 
-`list` shows what `primus train --turbo` takes, with its state on this machine, and the kernels of the other verbs.
-
-`check` runs each kernel forward and backward on the GPU that is here, compares it with plain PyTorch and counts
-compilations. Without a GPU, or with --pretend, it asks for all kernels as if one were there, and runs none.
-`interpret` runs small ones on the CPU through Triton's interpreter and compares them with plain PyTorch. Exit code 1: a
-kernel was compiled, failed, or was wrong; 3: torch, Triton or a library is missing.
+`list` shows the values for `primus train --turbo`, whether this machine supports them, and the kernels.
+`compile` compiles the kernels of the catalogue.
+`check` runs each kernel forward and backward on this machine's GPU, compares it with plain PyTorch and counts
+compilations. Without a GPU, or with --pretend, it requests all kernels as if a GPU were present, and runs none.
+`interpret` runs small kernels on the CPU with Triton's interpreter and compares them with plain PyTorch. Exit code 1: a
+kernel was compiled, failed, or gave a wrong result; 3: torch, Triton or a library is missing.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _IMAGE = Path("/etc/primus/image.json")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("what", choices=("list", "compile", "check", "interpret"))
-    parser.add_argument("--gpu", help="target whose GPU is meant (default: the image's)")
-    parser.add_argument("--kernel", action="append", default=[], help="only this one of the catalogue; repeatable")
+    parser.add_argument("--gpu", help="target whose GPU to use (default: the image's)")
+    parser.add_argument("--kernel", action="append", default=[], help="only this kernel of the catalogue; repeatable")
     parser.add_argument(
-        "--out", type=Path, help=f"compile: folder to write (default: ${{PRIMUS_TRITON_BAKED}} or {_BAKED})"
+        "--out", type=Path, help=f"compile: output folder (default: ${{PRIMUS_TRITON_BAKED}} or {_BAKED})"
     )
-    parser.add_argument("--pretend", action="store_true", help="check: ask for kernels and run none")
-    parser.add_argument("--all", action="store_true", help="check: every call of the catalogue, also on a real GPU")
+    parser.add_argument("--pretend", action="store_true", help="check: request the kernels but run none")
+    parser.add_argument("--all", action="store_true", help="check: run every call of the catalogue, also on a real GPU")
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -57,7 +58,10 @@ def test_a_document_that_cannot_be_read_is_the_cause(
 ) -> None:
     job = proxy(tmp_path / "job", f"assets.corpus={bad_corpus}", backend=backend)
     left = outcome.read(job, train(python, job))
-    assert left.cause.startswith(f"rank 0: {bad_corpus}:201: expected text or chat messages")
+    # Both ranks of torchtitan tokenize on their own, and either may meet the document first.
+    assert re.match(rf"rank [01]: {re.escape(str(bad_corpus))}:201: expected text or chat messages", left.cause), (
+        left.cause
+    )
 
 
 @pytest.mark.parametrize("backend", ["torchtitan", "fsdp", "megatron"])

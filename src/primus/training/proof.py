@@ -36,6 +36,10 @@ def unjudged(recipe: Recipe) -> str | None:
     """Why the reference cannot repeat a run of ``recipe``, in a sentence; None when it can."""
     if recipe.architecture.family == "flux":
         return "the reference has no diffusion transformer"
+    if recipe.precision != "fp32":
+        return f"its limits for {recipe.precision} are not established for every recipe"
+    if recipe.architecture.mla.kv_lora_rank:
+        return "its limits for latent attention with experts are not established"
     if recipe.gpu != CPU:
         return "the reference repeats small models on a CPU only"
     for key in recipe.section("assets"):

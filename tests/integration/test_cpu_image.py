@@ -237,10 +237,10 @@ def fetch(repository: str, digest: str, folder: Path) -> bytes:
     return (folder / layer["digest"].removeprefix("sha256:")).read_bytes()
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(2700)
 def test_every_recipe_trains_by_every_backend_and_in_every_mode(cpu_image: Kit, tmp_path: Path) -> None:
     words = ("validate", "cpu", "--locked", "--suite", "quick", "--output", str(tmp_path))
-    result = cpu_image.primus(*words, timeout=1700)
+    result = cpu_image.primus(*words, timeout=2600)
     assert result.code == 0, result.out + result.err
     lines = result.out.splitlines()
     recipes = cpu_image.root / "recipes"

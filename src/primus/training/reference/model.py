@@ -53,8 +53,6 @@ class Model:
     dialect: Dialect = field(default_factory=Dialect)
     factors: Rounding = _exact
     between: Rounding = _exact
-    counts: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Layer → tokens that each expert got, added up over calls."""
 
     def logits(self, weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss per token."""
@@ -68,7 +66,7 @@ class Model:
             states = self.between(states + attend(weights, layer + "self_attn.", normed))
             normed = self._norm(weights[layer + "post_attention_layernorm.weight"], states)
             if sizes.moe.experts and number >= sizes.moe.dense_layers:
-                fed, extra = self._experts(weights, layer + "mlp.", normed, number)
+                fed, extra = self._experts(weights, layer + "mlp.", normed)
                 balance = balance + extra
             else:
                 fed = self._swiglu(weights, layer + "mlp.", normed)
@@ -168,9 +166,7 @@ class Model:
         mixed = self.between(torch.exp(scores - _log_sum_exp(scores).unsqueeze(-1))) @ value
         return self.between(mixed.transpose(1, 2).flatten(-2))
 
-    def _experts(
-        self, weights: Weights, name: str, states: torch.Tensor, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _experts(self, weights: Weights, name: str, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Routed experts and shared ones, and the balancing loss."""
         moe = self.sizes.moe
         samples, length, _ = states.shape
@@ -189,8 +185,6 @@ class Model:
             share = share / share.sum(-1, keepdim=True)
         share = share * moe.route_scale
         out = torch.zeros_like(flat)
-        count = torch.bincount(chosen.flatten(), minlength=moe.experts)
-        self.counts[layer] = self.counts.get(layer, torch.zeros_like(count)) + count
         for number in range(moe.experts):
             token, place = (chosen == number).nonzero(as_tuple=True)
             if len(token):

@@ -105,7 +105,7 @@ def test_the_refusal_gives_the_words_that_take_the_weights_own(tmp_path: Path) -
     with pytest.raises(InputError) as refused:
         hub.check(folder, whole("llama3.1-8b"), 4096)
     assert refused.value.where == str(folder / "config.json")
-    words = (refused.value.hint or "").removeprefix("take theirs: ").split()
+    words = (refused.value.hint or "").removeprefix("use the settings of the weights: ").split()
     assert words == ["model.vocab_size=128264", "model.rope_scaling.kind=none"]
     taken = resolve("llama3.1-8b", words, Asked(gpu="mi300x", backend="finetune")).architecture
     hub.check(folder, taken, 4096)

@@ -68,7 +68,7 @@ def test_another_gpu_is_another_image_of_the_same_layers(kit: Kit) -> None:
         (
             "name: COLOR, value: red",
             "name: RCCL_WARP_SPEED_AUTO, value: '0'",
-            "images/demo.yaml:8:5: RCCL_WARP_SPEED_AUTO is said twice: the environment of mi355x sets 0 already",
+            "images/demo.yaml:8:5: RCCL_WARP_SPEED_AUTO is set twice: the environment of mi355x sets 0 already",
         ),
         (
             "environment:\n",
@@ -136,7 +136,7 @@ def test_merging(own: dict[str, str], gpu: str | None) -> None:
     )
     table = {v.name: v.value for v in environment(gpu)} if gpu else {}
     if any(table.get(name) == value for name, value in own.items()):
-        with pytest.raises(InputError, match="is said twice"):
+        with pytest.raises(InputError, match="is set twice"):
             environment_of(target, load_table(), lambda *key: "here")
     else:
         assert environment_of(target, load_table(), lambda *key: "here") == {**table, **own}

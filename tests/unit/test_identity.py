@@ -70,7 +70,7 @@ def test_a_difference_is_refused_unless_it_is_named(tmp_path: Path, words: list[
     with pytest.raises(InputError) as refused:
         identity.check(folder, other)
     assert told in refused.value.message
-    assert refused.value.hint == f"to go on all the same: --accept-change {field}"
+    assert refused.value.hint == f"to resume anyway: --accept-change {field}"
     for accepted in (field, field.partition(".")[0], "all"):
         identity.check(folder, other, ["seed", accepted])
 
@@ -132,13 +132,13 @@ def test_the_command_refuses_with_exit_code_2(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"", "no safetensors file"),
-        (b"\xff" * 100, "no safetensors file"),
-        (b"\x02\0\0\0\0\0\0\0[]", "no safetensors file"),
+        (b"", "not a safetensors file"),
+        (b"\xff" * 100, "not a safetensors file"),
+        (b"\x02\0\0\0\0\0\0\0[]", "not a safetensors file"),
         (
             (text := json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode())
             and len(text).to_bytes(8, "little") + text + b"\0" * 8,
-            "cut off",
+            "truncated",
         ),
     ],
 )

@@ -171,7 +171,7 @@ def test_volumes():
     assert not run_verb._mount("/a:/b").read_only
     assert not run_verb._mount("/a:/b:rw").read_only
     for bad in ("/a", "/a:b", ":/b", "/a:/b:no", "a:b:/c:ro"):
-        with pytest.raises(InputError, match="no volume"):
+        with pytest.raises(InputError, match="not a volume"):
             run_verb._mount(bad)
 
 

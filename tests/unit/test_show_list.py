@@ -106,8 +106,8 @@ def test_filters_of_list(words: list[str], pairs: list[tuple[str, str]], capsys:
     ("words", "message"),
     [
         (["--gpu", "mi355"], "did you mean 'mi355x'"),
-        (["--mode", "lora"], "no recipe is like that"),
-        (["nothing"], "no recipe is like that"),
+        (["--mode", "lora"], "no recipe matches"),
+        (["nothing"], "no recipe matches"),
     ],
 )
 def test_what_is_not_there_is_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

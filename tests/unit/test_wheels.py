@@ -30,7 +30,7 @@ def test_report_hash_may_be_missing_but_never_another_kind(archive: dict[str, ob
 
 
 def test_report_with_an_sdist_is_refused() -> None:
-    with pytest.raises(InputError, match="which is no wheel"):
+    with pytest.raises(InputError, match="which is not a wheel"):
         parse_report({"install": [_item("https://h/a-1.tar.gz")]})
 
 
@@ -57,7 +57,7 @@ def test_a_version_nobody_has_names_nearest_and_latest() -> None:
 
 def test_an_unknown_name_is_told_from_an_unknown_version() -> None:
     error = explain("ERROR: Could not find a version that satisfies the requirement nix==1 (from versions: none)")
-    assert "no wheel of nix lies on the Python indexes" in error.message
+    assert "no wheel of nix is on the Python indexes" in error.message
 
 
 def test_a_conflict_is_one_sentence_with_both_sides() -> None:

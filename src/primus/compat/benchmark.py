@@ -114,7 +114,7 @@ def program(name: str, words: Sequence[str]) -> Request:
     """A command without a model on its line: FluxBenchmark's ``launcher.py``, torchtitan's ``run_llama_train.sh``."""
     if words:
         raise InputError(
-            f"{words[0]!r} is not understood here", where=name,
+            f"{words[0]!r} is not supported here", where=name,
             hint=f"primus train {commands()['programs'][name]['recipe']} takes settings as key=value",
         )  # fmt: skip
     what = commands()["programs"][name]

@@ -147,7 +147,7 @@ class _Transfer:
             if faults >= _FAULTS:
                 raise HostError(
                     f"{redact(self.url)} cannot be fetched: {reason}, {_FAULTS} times",
-                    hint="run it again: it goes on where it stopped",
+                    hint="run it again to continue the download",
                 )
             if self.stop.wait(_FIRST_WAIT_S * 2 ** (faults - 1)):
                 raise Stopped

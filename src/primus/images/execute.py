@@ -244,7 +244,7 @@ class Workshop:
         for needed in action.needs:
             record = self.project.store.record("actions", needed.key)
             if record is None:
-                raise HostError(f"{needed.name} has no outcome in the store", hint="build again")
+                raise HostError(f"{needed.name} has no result in the store", hint="build again")
             wheel = record["wheel"]
             yield LockedFile(kind="wheel", name=str(needed.spec["package"]), version="", **wheel)
 
@@ -267,7 +267,7 @@ class Workshop:
             self.files.drop(file.sha256)
             raise HostError(
                 f"the fetched {file.file} is damaged: its bytes no longer hash to sha256:{file.sha256}",
-                hint="it was taken out of the file cache; build again to fetch it anew",
+                hint="it was removed from the file cache; build again to download it",
             )
         return self.files.path(file.sha256)
 

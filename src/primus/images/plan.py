@@ -165,9 +165,9 @@ def _kernels(project: Project, base: str, lock: Lock | None, name: str, tool: st
     where, kernels, arch = project.base_place(base), project.versions.bases[base].kernels, project.arch(name)
     if arch is None:
         raise InputError(
-            f"base {base} keeps kernel files apart per GPU, and {name} has none",
+            f"base {base} has separate kernel files per GPU, but {name} has no GPU",
             where=project.target_place(name),
-            hint="say which: gpu",
+            hint="set `gpu`",
         )
     debs = tuple(f for f in _need(lock, name).of("deb", base) if f.name in kernels)
     return Action(
@@ -253,7 +253,9 @@ def _check_deb(project: Project, name: str, pin: Pin, lock: Lock | None, where: 
     base = project.choice(name).base
     version = next((f.version for f in _need(lock, name).of("deb", base) if f.name == pin.deb), None)
     if version is None:
-        raise InputError(f"base {base} brings no {pin.deb}", where=where, hint=f"add it under bases.{base}.packages")
+        raise InputError(
+            f"base {base} does not contain {pin.deb}", where=where, hint=f"add it under bases.{base}.packages"
+        )
     if upstream(version) != pin.version:
         raise InputError(
             f"{pin.text} is pinned, base {base} has {upstream(version)}", where=where, hint=f"pin {upstream(version)}"
@@ -331,7 +333,9 @@ def _build(
     lock = _need(lock, name)
     source = next((f for f in lock.of("git" if pin.git else "sdist") if f.name == package), None)
     if source is None or source.version != pin.version or (pin.commit or "") not in source.file:
-        raise InputError(f"{pin.text} is pinned, the lock of {name} has not got it", where=where, hint="primus lock")
+        raise InputError(
+            f"{pin.text} is pinned, the lock of {name} has no entry for it", where=where, hint="primus lock"
+        )
     root, wheels = build_root(package), lock.of("wheel", build_root(package))
     own = _root(project, project.choice(name).base or "", lock, name, tool, root) if build.debs else base
     if lacking := [one for one in build.built if one not in made]:

@@ -122,7 +122,7 @@ def _workplace(scratch: Path) -> Iterator[Path]:
         return
     if (lack := userns.missing()) is not None:
         what, fix = lack
-        raise HostError(f"this user may not build a root file system: {what}", hint=fix)
+        raise HostError(f"this user cannot build a root file system: {what}", hint=fix)
     with tempfile.TemporaryDirectory(prefix="primus-base-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -163,7 +163,7 @@ def tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
             if not path or path == "." or any(fnmatch.fnmatchcase(path, pattern) for pattern in left_out):
                 continue
             if member.type not in kinds:
-                raise CheckFailed(f"the base holds /{path}, which is no file, folder or link")
+                raise CheckFailed(f"the base holds /{path}, which is not a file, folder or link")
             yield Entry(
                 path=path,
                 kind=kinds[member.type],  # type: ignore[arg-type]

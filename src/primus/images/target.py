@@ -131,7 +131,7 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
         own.add(variable.name)
         if result.get(variable.name) == variable.value:
             raise InputError(
-                f"{variable.name} is said twice: the environment of {target.gpu} sets {variable.value} already",
+                f"{variable.name} is set twice: the environment of {target.gpu} sets {variable.value} already",
                 where=where("environment", index),
                 hint="leave it out here",
             )
@@ -142,7 +142,7 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
 def request_of(versions: Versions, name: str, channel: str, base: str | None, pins: Mapping[str, Pin]) -> Request:
     """What the target asks of the sources: the input of its lock. Raises InputError for a base that is not there."""
     if base and base not in versions.bases:
-        raise InputError(f"{name}: no base is called {base!r}", hint="bases stand in versions.yaml")
+        raise InputError(f"{name}: no base is called {base!r}", hint="bases are defined in versions.yaml")
     python = versions.bases[base].python if base else ""
     builds = {build_root(p.source): p.build for p in pins.values() if p.source and p.build}
     indexes = {n: index.url for n, index in versions.indexes.items() if index.channel == channel}

@@ -55,6 +55,6 @@ def identity(spec: str | None, passwd: Path, group: Path) -> Identity:
     elif name:
         groups = tuple(int(r[2]) for r in known if len(r) > 3 and name in r[3].split(","))
     if uid >= 1 << 32 or gid >= 1 << 32:
-        raise InputError(f"{spec!r} is no user: ids go up to {(1 << 32) - 1}")
+        raise InputError(f"{spec!r} is not a user: IDs go up to {(1 << 32) - 1}")
     home = (row[5] if row else "") or ("/root" if uid == 0 and row is None else "/")
     return Identity(uid=uid, gid=gid, groups=groups, home=home, name=name)

@@ -89,7 +89,7 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
             return
         raise InputError(
             f"the checkpoint does not say what it was trained from: it has no {FILE}", where=str(folder),
-            hint=f"--accept-change {ALL} resumes from it all the same",
+            hint=f"--accept-change {ALL} resumes from it anyway",
         )  # fmt: skip
     _check_files(folder, content)
     saved: dict[str, Any] = content["identity"]
@@ -101,14 +101,16 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
     left = [field for field in wrong if field in _NEVER or not any(_covers(name, field) for name in accepted)]
     if left:
         told = [f"{field} was {_shown(wrong[field][0])}, and is {_shown(wrong[field][1])} now" for field in left]
-        raise InputError(f"the checkpoint is of another run: {'; '.join(told)}", where=str(folder), hint=_hint(left))
+        raise InputError(
+            f"the checkpoint belongs to another run: {'; '.join(told)}", where=str(folder), hint=_hint(left)
+        )
 
 
 def _hint(left: Sequence[str]) -> str:
     never = [field for field in left if field in _NEVER]
     if never:
         return f"a checkpoint cannot be taken to another {' or '.join(never)}"
-    return "to go on all the same: " + " ".join(f"--accept-change {field}" for field in left)
+    return "to resume anyway: " + " ".join(f"--accept-change {field}" for field in left)
 
 
 def _covers(name: str, field: str) -> bool:

@@ -62,9 +62,9 @@ def header(file: Path) -> Header:
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(file)) from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error):
-        raise InputError("this is no safetensors file, or it is damaged", where=str(file)) from None
+        raise InputError("this is not a safetensors file, or it is damaged", where=str(file)) from None
     if size < end:
-        raise InputError(f"the file is cut off: {size:,} of {end:,} bytes", where=str(file), hint="fetch it again")
+        raise InputError(f"the file is truncated: {size:,} of {end:,} bytes", where=str(file), hint="fetch it again")
     return Header(shapes=shapes, text=text)
 
 

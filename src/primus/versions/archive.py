@@ -136,7 +136,9 @@ def open_archive(
     from which, ``status`` (dpkg's) which are installed. Raises HostError when it is out of reach.
     """
     if shutil.which("apt-get") is None:
-        raise HostError("this host has no apt-get, which resolves Debian packages", hint="run it on Debian or Ubuntu")
+        raise HostError(
+            "apt-get is missing; it is needed to resolve Debian packages", hint="run it on Debian or Ubuntu"
+        )
     with tempfile.TemporaryDirectory(prefix="primus-apt-") as name:
         folder = Path(name)
         for part in ("state/lists/partial", "cache/archives/partial", "sources", "preferences"):

@@ -399,5 +399,5 @@ def _pip_default_index() -> str:
     code = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise HostError("pip does not tell its default index", hint="set one: pip config set global.index-url URL")
+        raise HostError("pip reports no default index", hint="set one: pip config set global.index-url URL")
     return done.stdout.strip()

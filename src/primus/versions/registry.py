@@ -84,7 +84,7 @@ def installed(image: str, architecture: str, layers: tuple[LockedFile, ...], fol
 def _manifest(name: str, digest: str) -> dict[str, Any]:
     data = skopeo("inspect", "--raw", f"docker://{name}@{digest}")
     if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
-        raise HostError(f"the registry of {name} sends other bytes for {digest}", hint="do not trust that registry")
+        raise HostError(f"the registry of {name} sent different bytes for {digest}", hint="do not trust that registry")
     manifest: dict[str, Any] = json.loads(data)
     return manifest
 
@@ -92,7 +92,7 @@ def _manifest(name: str, digest: str) -> dict[str, Any]:
 def skopeo(*words: str) -> bytes:
     """What ``skopeo WORDS`` prints; the last word is the image. HostError says why the registry does not do it."""
     if shutil.which("skopeo") is None:
-        raise HostError("skopeo is missing, which moves images", hint="apt-get install skopeo")
+        raise HostError("skopeo is missing; it is needed to copy images", hint="apt-get install skopeo")
     done = subprocess.run(["skopeo", *words], capture_output=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         raise HostError(

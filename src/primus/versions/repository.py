@@ -117,7 +117,7 @@ def _meant(url: str, address: str) -> str:
 
 def _git(*words: str, about: str, timeout: float | None = None) -> bytes:
     if shutil.which("git") is None:
-        raise HostError("git is missing, which fetches repositories", hint="apt-get install git")
+        raise HostError("git is missing; it is needed to fetch repositories", hint="apt-get install git")
     try:
         done = subprocess.run(
             ["git", *words], capture_output=True, check=False, env=_env(), stdin=subprocess.DEVNULL, timeout=timeout

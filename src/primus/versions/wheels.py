@@ -210,7 +210,7 @@ def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
         file = unquote(urlsplit(info["url"]).path.rpartition("/")[2])
         name = normalise(item["metadata"]["name"])
         if not file.endswith(".whl"):
-            raise InputError(f"{name} would come as {file}, which is no wheel", hint="pin it as an sdist")
+            raise InputError(f"{name} would be installed from {file}, which is not a wheel", hint="pin it as an sdist")
         version = item["metadata"]["version"]
         digest = sha256 if re.fullmatch(r"[0-9a-f]{64}", sha256 or "") else None
         found.append(Found(name=name, version=version, file=file, url=info["url"], sha256=digest))
@@ -295,7 +295,8 @@ def explain(output: str) -> InputError | HostError:
         )
     if "DO NOT MATCH THE HASHES" in output:
         return HostError(
-            "a Python index serves other bytes than it announces", hint="do not trust that index; choose another mirror"
+            "a Python index sent different bytes than it announced",
+            hint="do not trust that index; choose another mirror",
         )
     missing = re.search(
         r"satisfies the requirement ([A-Za-z0-9._-]+)==?=?([^ ]+)[^\n]*\(from versions: ([^)]*)\)", output
@@ -312,7 +313,7 @@ def explain(output: str) -> InputError | HostError:
     if python:
         return InputError(python[1], hint="pin a version for the base's Python")
     lines = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR:")]
-    return InputError("pip found no answer: " + (lines[0] if lines else "no reason given"))
+    return InputError("pip found no solution: " + (lines[0] if lines else "no reason given"))
 
 
 def _no_such(name: str, version: str, offered: Iterable[str], what: str) -> InputError:
@@ -321,7 +322,7 @@ def _no_such(name: str, version: str, offered: Iterable[str], what: str) -> Inpu
     versions = list(dict.fromkeys(offered))
     if not versions:
         return InputError(
-            f"no {what} of {name} lies on the Python indexes of this host",
+            f"no {what} of {name} is on the Python indexes of this host",
             hint="check the name, and that pip's index-url, extra-index-url and find-links reach its channel",
         )
     near = get_close_matches(version, versions, 1, cutoff=0.3)

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     root = image_root(args)
     tag = args.tag or f"rocm/primus:{root.name}"
     if not _TAG.match(tag):
-        raise InputError(f"--tag {tag!r} is no image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
+        raise InputError(f"--tag {tag!r} is not an image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
     sent = 0
 
     def count(amount: int) -> None:

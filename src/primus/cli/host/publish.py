@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not _NAME.match(args.to):
         raise InputError(
-            f"--to {args.to!r} is no repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
+            f"--to {args.to!r} is not a repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
         )
     project = open_project(args)
     records = (args.records or project.root / "out" / "validation").absolute()

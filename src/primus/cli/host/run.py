@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from primus.sandbox.model import GIB, Command, Limits
 
     if args.cpus is not None and not 0.01 <= args.cpus <= 65536:
-        raise InputError(f"--cpus {args.cpus} is no number of cores", hint="at least 0.01, e.g. --cpus 1.5")
+        raise InputError(f"--cpus {args.cpus} is not a number of cores", hint="at least 0.01, e.g. --cpus 1.5")
     command = Command(
         argv=tuple(args.command),
         env=dict(_variable(item) for item in args.env if "=" in item or item in os.environ),
@@ -128,7 +128,7 @@ def _say(text: str) -> None:
 def _variable(item: str) -> tuple[str, str]:
     key, equals, value = item.partition("=")
     if not key or "\0" in item:
-        raise InputError(f"-e {item!r} sets no variable", hint="-e KEY=VALUE, or -e KEY for your own value")
+        raise InputError(f"-e {item!r} is not a variable", hint="-e KEY=VALUE, or -e KEY for your own value")
     return key, value if equals else os.environ[key]
 
 
@@ -136,7 +136,7 @@ def _mount(item: str) -> Mount:
     parts = item.split(":")
     mode = parts.pop() if len(parts) > 2 and parts[-1] in ("ro", "rw") else "rw"
     if len(parts) != 2 or not parts[0] or not parts[1].startswith("/"):
-        raise InputError(f"-v {item!r} is no volume", hint="-v SOURCE:/path/inside, with :ro to forbid writing")
+        raise InputError(f"-v {item!r} is not a volume", hint="-v SOURCE:/path/inside, with :ro to forbid writing")
     from primus.sandbox.model import Mount
 
     return Mount(source=Path(parts[0]).expanduser(), target=parts[1], read_only=mode == "ro")
@@ -148,5 +148,5 @@ def _bytes(option: str, text: str | None) -> int | None:
     found = _SIZE.match(text.strip())
     amount = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
     if amount < 1 << 20:
-        raise InputError(f"{option} {text!r} is no size of at least 1 MiB", hint=f"{option} 512m, {option} 2g")
+        raise InputError(f"{option} {text!r} is not a size of at least 1 MiB", hint=f"{option} 512m, {option} 2g")
     return amount

@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     name = args.target
     image = compose(project.store, plan_image(project, name, project.lock(name)))
     if image is None:
-        raise InputError(f"{project.ref(name)} is not built as versions.yaml has it now", hint=f"primus build {name}")
+        raise InputError(
+            f"{project.ref(name)} is not built from the current versions.yaml", hint=f"primus build {name}"
+        )
     document = bill(project, image, *checkout(project.root))
     print(json.dumps(document, indent=1) if args.json else listing(document))
     return 0

@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return verbs[options.what](options)
     except ModuleNotFoundError as error:
-        raise HostError(f"{error.name} is not installed here", hint="run it in an image that holds it") from error
+        raise HostError(f"{error.name} is not installed here", hint="run it in an image that contains it") from error
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -198,7 +198,7 @@ def _gpu(options: argparse.Namespace) -> Gpu:
         name = json.loads(_IMAGE.read_text(encoding="utf-8"))["target"]
     known = {g.name for g in load_table().generations}
     if name is None or (options.gpu is None and name not in known):
-        raise InputError("for which GPU?", hint="--gpu NAME: " + ", ".join(sorted(known)))
+        raise InputError("no GPU is given", hint="--gpu NAME: " + ", ".join(sorted(known)))
     found = generation(name)
     return Gpu(arch=found.arch, units=found.compute_units)
 

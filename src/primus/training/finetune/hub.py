@@ -66,7 +66,11 @@ def check(folder: Path, model: Architecture, seq_len: int, where: str | None = N
             f"model.{key} is {_shown(mine)}, the weights have {_shown(theirs)}" for key, mine, theirs in found
         )
         words = " ".join(f"model.{key}={_shown(theirs)}" for key, _, theirs in found)
-        raise InputError(f"the recipe is not of these weights: {told}", where=str(file), hint=f"take theirs: {words}")
+        raise InputError(
+            f"the recipe does not match these weights: {told}",
+            where=str(file),
+            hint=f"use the settings of the weights: {words}",
+        )
     longest = config.get("max_position_embeddings", seq_len)
     if seq_len > longest:
         raise InputError(

@@ -80,7 +80,7 @@ def check_weights(folder: Path, model: Architecture, where: str | None = None) -
     }  # fmt: skip
     if wrong := [key for key in mine if mine[key] != theirs[key]]:
         told = "; ".join(f"model.{key} is {mine[key]}, the weights have {theirs[key]}" for key in wrong)
-        raise InputError(f"the recipe is not of these weights: {told}", where=str(file))
+        raise InputError(f"the recipe does not match these weights: {told}", where=str(file))
 
 
 def _shown(shape: tuple[object, ...]) -> str:

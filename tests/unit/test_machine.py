@@ -51,6 +51,8 @@ def machine_of(root: Path, gpu: str = "", count: int = 8, gib: float = 1000, lim
         ("llama3.1-8b", Asked(gpu="mi355x", proxy=True, precision="fp8"), [], {}, "a CPU does not compute fp8"),
         ("llama3.1-70b", Asked(gpu="h200"), ["ranks=1"], {"gpu": "h200"}, "70.6 B parameters need at least 1,051 GiB"),
         ("deepseek-v3", Asked(gpu="mi300x", nodes=1), ["ep=8"], {"gpu": "mi300x"}, "and AMD Instinct MI300X has 192"),
+        ("llama3.1-8b", Asked(gpu="mi300x"), ["local_batch=16"], {"gpu": "mi300x"}, "a micro batch of 16 needs about"),
+        ("llama3.1-70b", Asked(gpu="h200"), ["local_batch=8"], {"gpu": "h200"}, "a micro batch of 8 needs about"),
         ("llama3.1-8b", Asked(gpu="cpu", proxy=True), [], {"gib": 0.001}, "this machine has 0 GiB"),
         ("llama3.1-8b", Asked(gpu="cpu", proxy=True), [], {"limit": "1000000"}, "this machine has 0 GiB"),
         ("llama3.1-8b", Asked(gpu="cpu", proxy=True), ["model.layers=90000"], {"gib": 24}, "has 24 GiB"),
@@ -113,3 +115,8 @@ def test_the_error_offers_the_small_form_at_once(capsys: pytest.CaptureFixture[s
     assert code == (3 if words else 2)
     assert "--proxy trains its small form here" in said
     assert "--dry-run" in said
+
+
+def test_force_starts_what_is_predicted_not_to_fit(tmp_path: Path) -> None:
+    recipe = resolve("llama3.1-8b", ["local_batch=16"], Asked(gpu="mi300x"))
+    machine.check(recipe, machine_of(tmp_path, gpu="mi300x"), force=True)

@@ -17,6 +17,7 @@ __all__ = ["main", "verbs"]
 IMAGE_VERBS = {
     "list": ("image.list_recipes", "list the recipes with their backends, modes, precisions and GPUs"),
     "show": ("image.show_recipe", "show every setting of a recipe, its source and its reason"),
+    "fit": ("image.fit", "predict a recipe's memory and its largest micro batch"),
     "train": ("image.train", "run a recipe on this machine"),
     "import-exp": ("image.import_exp", "convert a Primus experiment file to a recipe"),
     "compat": ("image.compat", "run a command of older documents, such as run_pretrain.sh"),

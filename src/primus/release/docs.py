@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from primus.errors import InputError
 from primus.release.faults_page import faults_page
 from primus.release.gpu_results_page import gpu_results_page
+from primus.release.memory_page import memory_page
 from primus.release.primus_import_page import primus_import_page
 from primus.release.timing_pages import assembly_page, benchmark_page, launcher_page, turbo_page
 from primus.versions.lock import drift
@@ -150,5 +151,6 @@ _PAGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "gpu": gpu_results_page,
     "import": primus_import_page,
     "launcher": launcher_page,
+    "memory": memory_page,
     "turbo": turbo_page,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from primus.errors import HostError
 from primus.gpus.detect import Found, detect
 from primus.gpus.table import generation, load_table
 from primus.recipes.choose import CPU
+from primus.recipes.memory import ERROR_BAND, gpu_bytes, largest_batch, predict
 from primus.recipes.model import Recipe
 from primus.recipes.size import readable, size
 
@@ -22,17 +24,20 @@ _ON_CPU = ("fp32", "bf16")
 _FLOAT32, _BFLOAT16 = 4, 2
 
 
-def check(recipe: Recipe, root: Path = Path("/")) -> None:
+def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False) -> None:
     """HostError when this machine (its files below ``root``) lacks the recipe's GPUs, or memory for it.
 
-    A proxy made for a GPU may run without one, on the CPU, in a precision that a CPU computes. GPUs that no table knows
-    are taken for what the recipe says: nothing can be told from them.
+    ``force`` leaves out the predicted memory of activations. A proxy made for a GPU may run without one, on the CPU, in
+    a precision that a CPU computes. GPUs that no table knows are taken for what the recipe says: nothing can be told
+    from them.
     """
     found = detect(root)
     on_cpu = recipe.gpu == CPU or not found.names
     if recipe.gpu != CPU:
         _check_gpus(recipe, found)
-    _check_memory(recipe, None if on_cpu else generation(recipe.gpu).memory.gb * 2**30, root)
+    _check_memory(recipe, None if on_cpu else gpu_bytes(recipe.gpu), root)
+    if not on_cpu and not force:
+        _check_activations(recipe)
 
 
 def _check_gpus(recipe: Recipe, found: Found) -> None:
@@ -62,21 +67,36 @@ def _check_gpus(recipe: Recipe, found: Found) -> None:
         )
 
 
-def _check_memory(recipe: Recipe, gpu_bytes: float | None, root: Path) -> None:
-    per_rank = least_bytes(recipe, offload=gpu_bytes is not None)
-    if gpu_bytes is None:
+def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
+    per_rank = least_bytes(recipe, offload=gpu_has is not None)
+    if gpu_has is None:
         needed, there, what = per_rank * recipe.get("ranks", int), host_bytes(root), "this machine"
     else:
-        needed, there, what = per_rank, gpu_bytes, generation(recipe.gpu).title
+        needed, there, what = per_rank, gpu_has, generation(recipe.gpu).title
     if there and needed > there:
         count = readable(size(recipe.architecture).total)
         raise HostError(
             f"weights, gradients and optimizer states of {count} parameters need at least {needed / 2**30:,.0f} GiB "
-            f"{'per rank' if gpu_bytes is not None else 'on all ranks here'}, and {what} has {there / 2**30:,.0f} GiB",
+            f"{'per rank' if gpu_has is not None else 'on all ranks here'}, and {what} has {there / 2**30:,.0f} GiB",
             hint=f"fewer model.layers, or more nodes; {_SHOW}"
             if recipe.get("proxy", bool)
             else f"more ranks or nodes share them; {_SMALL}",
         )
+
+
+def _check_activations(recipe: Recipe) -> None:
+    """HostError when the predicted memory exceeds the GPU's by more than the prediction may err."""
+    there, needed = gpu_bytes(recipe.gpu) or math.inf, predict(recipe).least
+    if needed * (1 - ERROR_BAND[recipe.backend]) <= there:
+        return
+    fits = largest_batch(recipe, there)
+    batch = recipe.knows.keys["local_batch"]
+    raise HostError(
+        f"a micro batch of {recipe.local_batch} needs about {needed / 2**30:,.0f} GiB per rank, and "
+        f"{generation(recipe.gpu).title} has {there / 2**30:,.0f} GiB",
+        hint=(f"{batch}={fits} fits" if fits else "more nodes, or recomputed activations, need less")
+        + "; `primus fit` shows every term; --force starts it anyway",
+    )
 
 
 def least_bytes(recipe: Recipe, *, offload: bool = False) -> float:

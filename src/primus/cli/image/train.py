@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="resume even if FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint",
     )  # fmt: skip
     parser.add_argument("--judge", action="store_true", help="afterwards, repeat every step in float64 and compare")
+    parser.add_argument("--force", action="store_true", help="start even if the predicted memory exceeds the GPU's")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved job and start nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
 
@@ -74,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     start.check_resume(job, [field for word in options.accept_change for field in word.split(",")])
     start.check_weights(job)
     start.check_data(job)
-    machine.check(recipe)
+    machine.check(recipe, force=options.force)
     start.check_backend(job)
     start.prepare(job)
     if lost := mounts.warning(job.output):

@@ -1,0 +1,96 @@
+"""Predict the memory that a recipe needs on one GPU, and the largest micro batch that fits.
+
+RECIPE is the name of a recipe or the path of its file; key=value arguments override settings, as for train. Nothing is
+started and no GPU is needed: --gpu names the GPU to predict for.
+Exit code 0: it fits; 1: it does not; 2: invalid input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from primus.cli.image.common import add_choices, add_recipe, resolved
+from primus.errors import InputError
+from primus.gpus.table import generation
+from primus.recipes.choose import CPU
+from primus.recipes.memory import ERROR_BAND, USABLE, Memory, gpu_bytes, largest_batch, predict
+from primus.recipes.model import Recipe
+from primus.recipes.size import readable, size
+from primus.terminal import Screen
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+EXAMPLE = "primus fit llama3.1-70b --gpu mi325x --precision fp8"
+_GIB = 2**30
+_WHAT = {
+    "weights": "the rank's part of the weights",
+    "gradients": "the rank's part of the gradients",
+    "optimizer": "the rank's part of the optimizer states",
+    "unsharded": "layers at work: their whole weights and gradients",
+    "activations": "kept from the forward for the backward pass",
+    "loss": "logits and their gradients",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_recipe(parser)
+    add_choices(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the prediction. Returns 0 when it fits, else 1; raises InputError."""
+    recipe = resolved(options)
+    total = gpu_bytes(recipe.gpu)
+    if total is None:
+        raise InputError(
+            f"--gpu {CPU}: memory is predicted for GPUs only", hint="name one, as in --gpu mi300x; proxies need none"
+        )
+    memory, available = predict(recipe), USABLE * total
+    largest = largest_batch(recipe, available)
+    if options.json:
+        print(json.dumps(_document(recipe, memory, available, largest), indent=2))
+    else:
+        print("\n".join(_lines(recipe, memory, available, largest, Screen.of())))
+    return 0 if memory.peak <= available else 1
+
+
+def _document(recipe: Recipe, memory: Memory, available: float, largest: int) -> dict[str, object]:
+    return {
+        "recipe": recipe.name,
+        "backend": recipe.backend,
+        "mode": recipe.mode,
+        "precision": recipe.precision,
+        "gpu": recipe.gpu,
+        "world_size": recipe.world_size,
+        "micro_batch": recipe.local_batch,
+        "max_micro_batch": largest,
+        "fits": memory.peak <= available,
+        "bytes": {name: round(value) for name, value in asdict(memory).items()},
+        "peak_bytes": round(memory.peak),
+        "least_bytes": round(memory.least),
+        "available_bytes": round(available),
+        "error_band": ERROR_BAND[recipe.backend],
+    }
+
+
+def _lines(recipe: Recipe, memory: Memory, available: float, largest: int, screen: Screen) -> Iterator[str]:
+    gpu, band = generation(recipe.gpu), ERROR_BAND[recipe.backend]
+    yield (
+        f"{recipe.name}: {readable(size(recipe.architecture).total)} parameters, {recipe.backend} {recipe.mode} "
+        f"{recipe.precision}, {recipe.world_size} × {gpu.title}, micro batch {recipe.local_batch}"
+    )
+    rows = [(name, f"{value / _GIB:,.1f} GiB", _WHAT[name]) for name, value in asdict(memory).items()]
+    yield from screen.table([*rows, ("peak", f"{memory.peak / _GIB:,.1f} GiB", f"± {band:.0%}")], indent="  ")
+    there = f"{available / _GIB:,.1f} GiB, {USABLE:.0%} of the GPU's {gpu.memory.gb:,.0f}"
+    if memory.peak <= available:
+        yield f"fits: {there}"
+    elif memory.least <= available / USABLE:
+        yield f"tight: more than {there}; the allocator must give memory back in every step, which costs speed"
+    else:
+        yield f"does not fit: more than {there}"
+    yield f"largest micro batch that fits: {largest}" if largest else "no micro batch fits"

@@ -1,0 +1,64 @@
+"""docs/benchmarks/h200-memory.md: predicted memory beside what was measured, and beside published batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from primus.recipes.memory import USABLE, gpu_bytes, largest_batch, predict
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+
+__all__ = ["memory_page"]
+
+_SOURCE = "benchmarks/results/h200-memory.json"
+_GIB = 2**30
+
+
+def memory_page(result: Mapping[str, Any]) -> str:
+    """The page; measured figures stand in the result, predicted ones are computed from the recipes as they are."""
+    published = result["published"]
+    cells = list(_cells(published["cells"]))
+    near = sum(abs(fits - batch) <= 1 for *_, batch, fits in cells)
+    return "\n".join(
+        [
+            f"<!-- Generated from {_SOURCE} by `nox -s docs`; do not edit. -->",
+            "# Predicted and measured memory",
+            "",
+            f"{result['what']} *predicted* is what `primus fit` says for the same settings. Settings that do not "
+            "appear here, such as pipeline stages or other GPUs, are predicted by the same formulas and have not been "
+            "measured.",
+            "",
+            "| recipe | backend | precision | settings | measured GiB | predicted GiB | error | source |",
+            "|---|---|---|---|---|---|---|---|",
+            *(_row(row) for row in result["rows"]),
+            "",
+            "## Published batches",
+            "",
+            f"{published['source']}. {near} of {len(cells)} predictions are at most one away. Where more fits than is "
+            "published, speed may have decided. Where less fits, the published batch makes the allocator give memory "
+            f"back in every step: at most {USABLE:.0%} of a GPU's memory are used here.",
+            "",
+            "| recipe | precision | GPU | published micro batch | largest that `primus fit` allows |",
+            "|---|---|---|---|---|",
+            *(f"| {' | '.join(map(str, cell))} |" for cell in cells),
+            "",
+        ]
+    )
+
+
+def _row(row: Mapping[str, Any]) -> str:
+    asked = Asked(backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200")
+    predicted, measured = predict(resolve(row["recipe"], row["words"], asked)).peak / _GIB, row["measured_gib"]
+    backend = f"{row['backend']} {row['mode']}" if row["mode"] != "pretrain" else row["backend"]
+    return (
+        f"| {row['recipe']} | {backend} | {row['precision']} | {', '.join(f'`{word}`' for word in row['words'])} "
+        f"| {measured:.1f} | {predicted:.1f} | {predicted / measured - 1:+.1%} | {row['source']} |"
+    )
+
+
+def _cells(cells: list[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, int, int]]:
+    for cell in cells:
+        recipe = resolve(cell["recipe"], [], Asked(backend="torchtitan", precision=cell["precision"], gpu=cell["gpu"]))
+        there = gpu_bytes(cell["gpu"]) or 0.0
+        yield cell["recipe"], cell["precision"], cell["gpu"], cell["micro_batch"], largest_batch(recipe, USABLE * there)

@@ -203,11 +203,27 @@ def test_what_only_the_host_can_start_is_refused(
 ) -> None:
     monkeypatch.setenv("EXP", "examples/megatron/configs/llama2_7B-pretrain.yaml")
     monkeypatch.delenv("SLURM_NODEID", raising=False)
+    monkeypatch.setattr("primus.cli.image.compat.find_spec", lambda name: None)  # as in the image
     assert main(["compat", "run_slurm_pretrain.sh"]) == 3
     assert "a job of Slurm is started outside of the image" in capsys.readouterr().err
     monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "2")
     assert main(["compat", "run_pretrain.sh"]) == 3
     assert main(["compat", "madengine", "run", "--tags", "pyt_train_flux"]) == 3
+
+
+def test_the_slurm_wrapper_renders_a_job_outside_of_the_image(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    monkeypatch.setenv("EXP", "examples/megatron/configs/MI300X/llama3.1_8B-BF16-pretrain.yaml")
+    monkeypatch.setenv("NNODES", "8")
+    monkeypatch.setenv("DOCKER_IMAGE", "rocm/primus:v26.11-mi300x")
+    assert main(["compat", "run_slurm_pretrain.sh", "--dry-run", "--train_iters", "5"]) == 0
+    script = capfd.readouterr().out
+    assert "#SBATCH --nodes=8" in script
+    assert "rocm/primus:v26.11-mi300x" in script or "container" not in script
+    assert "--nodes=8" in script
+    assert "megatron.training.steps=5" in script
 
 
 def test_setting_up_installs_nothing_and_names_what_is_missing(

@@ -305,7 +305,14 @@ def test_several_nodes_meet_at_an_address(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="MASTER_ADDR is not set"):
         ranks.argv(job, "python", {"SLURM_NODEID": "1"})
     words = " ".join(ranks.argv(job, "python", {"NODE_RANK": "1", "MASTER_ADDR": "first"}))
-    assert "--nnodes 2 --node-rank 1 --master-addr first --master-port 29500" in words
+    assert "--nnodes 2 --rdzv-backend c10d --rdzv-id x --rdzv-endpoint first:29500" in words
+    assert "is_host=false" in words
+    assert str(tmp_path / "node-1") in words
+    given = {"SLURM_NODEID": "0", "MASTER_ADDR": "first", "MASTER_PORT": "1", "RDZV_ID": "7-0"}
+    words = " ".join(ranks.argv(job, "python", given))
+    assert "--rdzv-id 7-0 --rdzv-endpoint first:1 --rdzv-conf is_host=true" in words
+    with pytest.raises(InputError, match="from 0 to 1, not '2'"):
+        ranks.argv(job, "python", {"NODE_RANK": "2", "MASTER_ADDR": "first"})
 
 
 def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:

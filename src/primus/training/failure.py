@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Failure", "cause", "noting", "text_of"]
+__all__ = ["Failure", "cause", "note", "noting", "text_of"]
 
 _FOLDER = "failures"
 _LONGEST = 600
@@ -25,7 +25,7 @@ _DERIVED = re.compile(
     r"|Watchdog caught|failed to recv|Socket Timeout|wait timeout after|Timed out waiting"
 )
 _EXCEPTION = re.compile(
-    r"^(?:\[rank\d+\]: ?)?(?P<text>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$"
+    r"^(?:\[rank\d+\]: ?)*(?P<text>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$"
 )
 # torchrun's report of a rank that a signal ended.
 _SIGNALLED = re.compile(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\) received by PID")
@@ -67,13 +67,17 @@ def noting(output: Path) -> Iterator[None]:
 
 
 def _note(output: Path, error: BaseException) -> None:
-    rank = os.environ.get("RANK", "0")
-    note = {"time": time.time(), "rank": int(rank), "text": text_of(error)}
+    note(output, int(os.environ.get("RANK", "0")), text_of(error))
+
+
+def note(output: Path, rank: int, text: str) -> None:
+    """Leave ``text`` as the failure of ``rank``, with the time, in the job's folder."""
+    content = {"time": time.time(), "rank": rank, "text": text}
     with suppress(OSError):
         folder = output / "cache" / _FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         waiting = folder / f".{rank}"
-        waiting.write_text(json.dumps(note), encoding="utf-8")
+        waiting.write_text(json.dumps(content), encoding="utf-8")
         waiting.replace(folder / f"{rank}.json")
 
 
@@ -115,7 +119,7 @@ def cause(output: Path, exit_code: int) -> Failure | None:
         return None
     lines = [_COLOUR.sub("", line) for line in _read(output / "log.txt").splitlines()]
     notes = _notes(output)
-    own = [note for note in notes if not _DERIVED.search(note.text)]
+    own = [one for one in notes if not _DERIVED.search(one.text)]
     raised = [Failure(text=match["text"]) for line in lines if (match := _EXCEPTION.match(line.strip()))]
     first = [failure for failure in raised if not _DERIVED.search(failure.text)]
     found = next(iter([*own, *_signalled(lines), *first, *notes, *raised]), None)
@@ -140,8 +144,8 @@ def _notes(output: Path) -> list[Failure]:
     found = []
     for file in (output / "cache" / _FOLDER).glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            note = json.loads(file.read_text(encoding="utf-8"))
-            found.append((float(note["time"]), Failure(text=str(note["text"]), rank=int(note["rank"]))))
+            left = json.loads(file.read_text(encoding="utf-8"))
+            found.append((float(left["time"]), Failure(text=str(left["text"]), rank=int(left["rank"]))))
     return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -35,12 +35,18 @@ def run(
     log: Path,
     environment: Mapping[str, str],
     on_line: Callable[[str], None] = lambda _line: None,
+    patience: float = 0,
+    on_silence: Callable[[int], None] = lambda _launcher: None,
 ) -> Ended:
     """Run ``argv``, write all it prints to ``log`` and pass each line to ``on_line``.
 
     SIGINT and SIGTERM end the ranks first (after ``GRACE_SECONDS`` by force), then raise KeyboardInterrupt.
-    No process of the job outlives this call, even when the launcher itself was killed.
+    No process of the job outlives this call, even when the launcher itself was killed. After ``patience`` seconds
+    without a line (0: never) ``on_silence`` is called once with the
+    launcher's process id and must make the ranks end; ``GRACE_SECONDS`` later the
+    launcher is ended, too.
     """
+    heard = [time.monotonic()]
     _adopt_orphans()
     others = _children(os.getpid())
     started = time.monotonic()
@@ -55,11 +61,12 @@ def run(
             for line in process.stdout or ():
                 file.write(line)
                 file.flush()
+                heard[0] = time.monotonic()
                 on_line(line)
 
         reader = threading.Thread(target=copy, daemon=True)
         reader.start()
-        code = _wait(process, stop)
+        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence)
         # Ranks run in sessions of their own; whatever the launcher left is ours now.
         _end(_children(os.getpid()) - others)
         reader.join(timeout=10)
@@ -70,12 +77,18 @@ def run(
     return Ended(exit_code=code, seconds=time.monotonic() - started)
 
 
-def _wait(process: subprocess.Popen[str], stop: threading.Event) -> int:
+def _wait(
+    process: subprocess.Popen[str], stop: threading.Event, silent: Callable[[], bool], on_silence: Callable[[int], None]
+) -> int:
+    until = float("inf")
     while True:
         try:
             return process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
-            if stop.is_set():
+            if until == float("inf") and silent():
+                on_silence(process.pid)
+                until = time.monotonic() + GRACE_SECONDS
+            if stop.is_set() or time.monotonic() > until:
                 break
     process.terminate()
     try:

@@ -53,7 +53,7 @@ def read(job: Job, result: JobResult) -> Outcome:
         job=job,
         exit_code=exit_code,
         series=logs.with_joules(logs.with_exact(series, exact), joules),
-        facts=_json(folder / "facts.json"),
+        facts=_json(folder / "facts.json") or _json(job.output / "facts.json"),
         argv=tuple(left.get("argv", ())),
         seconds=float(left.get("seconds", 0.0)),
         recipe_sha256=_json(folder / "job.json").get("recipe", {}).get("sha256"),

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
+from primus.system import network
 from primus.training import identity
 from primus.training.job import Job
 from primus.turbo.optimizations import chosen
 
-__all__ = ["argv", "checkpoints", "environment", "expected_facts", "files", "job_file"]
+__all__ = ["argv", "checkpoints", "environment", "expected_facts", "files", "folder_of_node", "job_file", "node_rank"]
+
+# torchrun's store for several nodes: a node may wait this long for the first one, whose image may still be pulled.
+_MEETING_SECONDS = 600
 
 
 def job_file(job: Job) -> str:
@@ -69,13 +73,45 @@ def argv(job: Job, python: str, given: Mapping[str, str]) -> list[str]:
     """The command that starts all ranks of ``job`` on this machine, in the environment ``given``."""
     backend = job.recipe.backend
     words = ["--job.config_file", str(job.output / "torchtitan.toml")] if backend == "torchtitan" else [str(job.output)]
+    # With several nodes each rank also writes files of its own: the log of a node mixes the lines of its ranks.
+    tee = ["--tee", "3"] if job.recipe.get("nodes", int) > 1 else []
     return [
         python, "-m", "torch.distributed.run",
         "--nproc-per-node", str(job.recipe.get("ranks", int)),
         *_meeting(job, given),
-        "--log-dir", str(job.output / "cache" / "torchrun"),
+        *tee, "--log-dir", str(folder_of_node(job, given) / "cache" / "torchrun"),
         "-m", f"primus.training.{backend}.entry", *words,
     ]  # fmt: skip
+
+
+def node_rank(job: Job, given: Mapping[str, str]) -> int:
+    """The number of this machine among the job's nodes: NODE_RANK, or what Slurm says. InputError when neither tells.
+
+    A job of one node has node 0 only, whatever the environment says.
+    """
+    nodes = job.recipe.get("nodes", int)
+    if nodes == 1:
+        return 0
+    name, text = next(
+        ((name, given[name]) for name in ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX") if given.get(name)),
+        ("NODE_RANK", ""),
+    )
+    if not text:
+        raise InputError(
+            f"{nodes} nodes: NODE_RANK is not set on this machine",
+            where=job.recipe.settings["nodes"].origin,
+            hint="`primus launch slurm` starts all nodes; by hand, on each of them: "
+            "MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
+        )
+    if not (text.isascii() and text.isdigit() and int(text) < nodes):
+        raise InputError(f"must be a whole number from 0 to {nodes - 1}, not {text!r}", where=f"{name}={text}")
+    return int(text)
+
+
+def folder_of_node(job: Job, given: Mapping[str, str]) -> Path:
+    """Where this machine keeps what belongs to it alone: its log and caches. Node 0 uses the job's own folder."""
+    node = node_rank(job, given) if str(given.get("NODE_RANK")) != "$NODE_RANK" else 0
+    return job.output / f"node-{node}" if node else job.output
 
 
 def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
@@ -88,16 +124,24 @@ def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
             "--rdzv-backend", "c10d", "--rdzv-endpoint", str(job.output / "cache" / "rendezvous"),
             "--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1",
         ]  # fmt: skip
-    rank, address = given.get("NODE_RANK") or given.get("SLURM_NODEID"), given.get("MASTER_ADDR")
-    if rank is None or not address:
+    shown = given.get("NODE_RANK") == "$NODE_RANK"
+    first = shown or node_rank(job, given) == 0
+    address, port = given.get("MASTER_ADDR"), given.get("MASTER_PORT") or "29500"
+    if not address:
         raise InputError(
-            f"{nodes} nodes: {'NODE_RANK' if rank is None else 'MASTER_ADDR'} is not set on this machine",
+            f"{nodes} nodes: MASTER_ADDR is not set on this machine",
             where=job.recipe.settings["nodes"].origin,
             hint="on each node: MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
         )
+    own = given.get("NODE_ADDR") or (address if first else network.own_address(address))
     return [
-        "--nnodes", str(nodes), "--node-rank", rank,
-        "--master-addr", address, "--master-port", given.get("MASTER_PORT", "29500"),
+        "--nnodes", str(nodes), "--rdzv-backend", "c10d",
+        # Agents of another job, or of an earlier attempt of this one, that find the same port are turned away.
+        "--rdzv-id", given.get("RDZV_ID") or job.name,
+        "--rdzv-endpoint", f"{address}:{port}",
+        "--rdzv-conf", f"is_host={'true' if first else 'false'},read_timeout={_MEETING_SECONDS},"
+        f"join_timeout={_MEETING_SECONDS}",
+        *(["--local-addr", own] if own else []),
     ]  # fmt: skip
 
 
@@ -106,8 +150,15 @@ def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
 
     The root file system may be read-only, the user id unknown to the system and HOME not writable.
     """
-    cache = job.output / "cache"
+    cache = folder_of_node(job, given) / "cache"
     made = dict(given)
+    if job.recipe.get("nodes", int) > 1:
+        # Without it, NCCL and gloo may take a bridge of a container engine, which no other node can reach.
+        if interface := network.interface_towards(given.get("MASTER_ADDR", "")):
+            made.setdefault("NCCL_SOCKET_IFNAME", interface)
+            made.setdefault("GLOO_SOCKET_IFNAME", interface)
+        # As torch marks a traceback. By default every line begins with the name of torchrun's role.
+        made.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: ")
     if not any(str(setting.value).startswith("hf:") for setting in job.recipe.settings.values()):
         made |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(cache / "huggingface")}
     made |= {
@@ -123,6 +174,8 @@ def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
     # torchrun's own default, which it only announces loudly when it is not set.
     made.setdefault("OMP_NUM_THREADS", "1")
     made.setdefault("USER", "primus")
+    # A rank that is ended by SIGABRT or SIGSEGV prints where it was.
+    made.setdefault("PYTHONFAULTHANDLER", "1")
     return made
 
 

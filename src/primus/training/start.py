@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from pathlib import Path
 import primus
 from primus.errors import HostError, InputError
 from primus.recipes.model import MOCK
-from primus.training import corpus, energy, identity, launch, metrics, outcome, ranks, utilization
+from primus.training import checks, corpus, energy, hang, identity, launch, metrics, outcome, ranks, utilization
 from primus.training.checks import Verdict
 from primus.training.clock import Clock
 from primus.training.files import write_atomically
@@ -26,6 +27,9 @@ from primus.training.outcome import Outcome
 from primus.turbo.optimizations import chosen, missing_packages
 
 __all__ = ["check_backend", "check_data", "check_resume", "check_weights", "prepare", "run_directly", "start"]
+
+# A node whose ranks all wait for another node's rank gives that node time to name it.
+_OTHERS_NAME_IT = 5.0
 
 
 def check_backend(job: Job) -> None:
@@ -86,25 +90,34 @@ def _importable(name: str) -> bool:
 
 
 def prepare(job: Job) -> None:
-    """Make the job's folder and write what the ranks read. InputError when the folder holds another run."""
-    if (job.output / "log.txt").exists() or (job.output / "checkpoint").exists():
-        raise InputError(f"{job.output} already holds a run", hint="choose another --output, or delete it")
+    """Make the job's folder and write what the ranks read. InputError when the folder holds another run.
+
+    The nodes of a job share the folder. Each writes the same files whole, so none waits for another.
+    """
+    own = ranks.folder_of_node(job, os.environ)
+    if (own / "log.txt").exists() or (own == job.output and (job.output / "checkpoint").exists()):
+        raise InputError(f"{own} already holds a run", hint="choose another --output, or delete it")
     made = ranks.files(job)
     try:
-        (job.output / "cache").mkdir(parents=True, exist_ok=True)
+        (own / "cache").mkdir(parents=True, exist_ok=True)
         for name, text in made.items():
-            (job.output / name).write_text(text, encoding="utf-8")
+            write_atomically(job.output / name, text)
     except OSError as error:
         raise HostError(f"cannot write to {job.output}: {error.strerror}", hint="choose another --output") from error
 
 
-def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verdict, ...], Summary]:
-    """Run ``job``, which :func:`prepare` prepared, and judge it by the rules that hold for any run."""
+def start(
+    job: Job, on_line: Callable[[str], None], patience: float = 0
+) -> tuple[Outcome, tuple[Verdict, ...], Summary]:
+    """Run ``job``, which :func:`prepare` prepared, and judge it by the rules that hold for any run.
+
+    Node 0 judges for all. On another node the only verdict is the exit code. After ``patience`` seconds in which no
+    rank prints a line (0: never), the ranks are ended and the one that hangs is named.
+    """
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
-    used = energy.Log(
-        job.output / "energy.jsonl", energy.meter(job.recipe.gpu, job.recipe.get("ranks", int), environment)
-    )
+    own = ranks.folder_of_node(job, os.environ)
+    used = energy.Log(own / "energy.jsonl", energy.meter(job.recipe.gpu, job.recipe.get("ranks", int), environment))
 
     watch = Clock()
 
@@ -113,25 +126,36 @@ def start(job: Job, on_line: Callable[[str], None]) -> tuple[Outcome, tuple[Verd
         used.line(text)
         on_line(text)
 
-    ended = launch.run(argv, log=job.output / "log.txt", environment=environment, on_line=line)
+    hung: list[int] = []
+
+    def silent(launcher: int) -> None:
+        hung.append(launcher)
+        hang.end_ranks(launcher, job.output, patience)
+
+    ended = launch.run(
+        argv, log=own / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent
+    )
+    if hung and not hang.name_hung(own / "log.txt", job.output, patience) and job.recipe.get("nodes", int) > 1:
+        time.sleep(_OTHERS_NAME_IT)
     left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}
-    write_atomically(job.output / "result.json", json.dumps(left, indent=2) + "\n")
-    if job.judged and ended.exit_code == 0:
+    write_atomically(own / "result.json", json.dumps(left, indent=2) + "\n")
+    first = own == job.output
+    if first and job.judged and ended.exit_code == 0:
         write_atomically(job.output / "clock.json", json.dumps(watch.arrivals) + "\n")
         _judge(job)
 
-    result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=job.output))
-    verdicts = outcome.basic_verdicts(result)
+    result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=own))
+    verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
     done = utilization.work(job.recipe, result.facts)
     summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done)
-    write_atomically(job.output / "metrics.jsonl", metrics.as_json_lines(result.series, done))
+    write_atomically(own / "metrics.jsonl", metrics.as_json_lines(result.series, done))
     left |= {
         "passed": all(verdict.passed for verdict in verdicts),
         **({"cause": result.cause} if result.cause else {}),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "summary": asdict(summary),
     }
-    write_atomically(job.output / "result.json", json.dumps(left, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(own / "result.json", json.dumps(left, indent=2, ensure_ascii=False) + "\n")
     return result, verdicts, summary
 
 

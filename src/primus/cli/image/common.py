@@ -10,7 +10,16 @@ from primus.recipes.load import names
 from primus.recipes.model import Asked, Recipe
 from primus.recipes.resolve import resolve
 
-__all__ = ["add_choices", "add_named", "add_recipe", "complete_recipe", "offered", "resolved", "short_origin"]
+__all__ = [
+    "add_choices",
+    "add_named",
+    "add_recipe",
+    "complete_recipe",
+    "offered",
+    "resolved",
+    "seconds",
+    "short_origin",
+]
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +82,14 @@ def _whole(text: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,64}", text):
         raise argparse.ArgumentTypeError(f"must be a whole number, not {text[:40]!r}")
     return int(text)
+
+
+def seconds(text: str) -> int:
+    """A duration on the command line, in whole seconds."""
+    number = _whole(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative: {text}")
+    return number
 
 
 def resolved(options: argparse.Namespace) -> Recipe:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from primus.cli.image import train
@@ -98,6 +101,8 @@ def run(options: argparse.Namespace) -> int:
     request = requested(
         command, words, environment, allow_unmapped=own.allow_unmapped, precision=own.precision
     )  # fmt: skip
+    if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment and find_spec("primus.launch"):
+        return _launch_slurm(request, environment, own)
     request = _for_this_machine(request, own)
     for sentence in request.says:
         print(f"{command}: {sentence}", file=sys.stderr)
@@ -115,6 +120,29 @@ def run(options: argparse.Namespace) -> int:
     if request.benchmark and not own.dry_run:
         _write_csv(command, *request.benchmark, options.output)
     return code
+
+
+def _launch_slurm(request: Request, environment: Mapping[str, str], own: argparse.Namespace) -> int:
+    """Submit the request as a job of Slurm and wait for it, as the script did. Returns the job's exit code."""
+    if own.proxy:
+        from primus.recipes.backends import backend
+
+        knows = backend(request.asked.backend or "torchtitan")
+        request = pretrain.for_proxy(request, [knows.key("steps"), knows.key("seed")])
+    gpu = own.gpu or request.asked.gpu or request.gpu_of_path
+    request = replace(request, asked=replace(request.asked, gpu=gpu))
+    words = ["launch", "slurm", *request.train()]
+    words += ["--image", environment["DOCKER_IMAGE"]] if environment.get("DOCKER_IMAGE") else ["--container", "none"]
+    words += [word for name, value in request.environment.items() for word in ("--env", f"{name}={value}")]
+    words += ["--output", own.output] if own.output else []
+    words += ["--dry-run"] if own.dry_run else ["--wait"]
+    words += ["--json"] if own.json else []
+    for sentence in request.says:
+        if not sentence.startswith("DOCKER_IMAGE "):
+            print(f"run_slurm_pretrain.sh: {sentence}", file=sys.stderr)
+    print(f"run_slurm_pretrain.sh: → primus {shlex.join(words)}", file=sys.stderr)
+    # A process of its own: what ships inside the image does not import what starts jobs from outside.
+    return subprocess.run([sys.executable, "-m", "primus.cli.main", *words], check=False).returncode
 
 
 def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
@@ -188,7 +216,7 @@ def _startable(command: str, environment: Mapping[str, str], request: Request) -
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
         raise HostError(
             "a job of Slurm is started outside of the image",
-            hint="srun this image's run_pretrain.sh on each node, with MASTER_ADDR set to the first",
+            hint="`primus launch slurm` on a login node; primus compat run_slurm_pretrain.sh does the same there",
         )
     if command in ("run_k8s_pretrain.sh", "madengine"):
         raise HostError(

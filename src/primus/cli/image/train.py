@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
+from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, short_origin
 from primus.errors import InputError
 from primus.system import mounts
 from primus.terminal import Screen
@@ -41,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accept-change", action="append", default=[], metavar="FIELD",
         help="resume even if FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stall-timeout", type=seconds, default=1800, metavar="S",
+        help="end the job after S seconds without a line from any rank, and name the rank that hangs (0: never)",
     )  # fmt: skip
     parser.add_argument("--judge", action="store_true", help="afterwards, repeat every step in float64 and compare")
     parser.add_argument("--force", action="store_true", help="start even if the predicted memory exceeds the GPU's")
@@ -83,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.json:
         print(_headline(job), file=sys.stderr)
     progress = _Progress(job, quiet=options.json)
-    outcome, verdicts, summary = start.start(job, progress.line)
+    outcome, verdicts, summary = start.start(job, progress.line, options.stall_timeout)
     progress.end()
     passed = all(verdict.passed for verdict in verdicts)
     if options.json:

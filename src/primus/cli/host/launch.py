@@ -1,0 +1,136 @@
+"""Run a recipe on several machines: render the job first, then hand it to Slurm.
+
+`slurm` renders a batch script and submits it. One task per node runs `primus train`; the ranks meet on the first node.
+A preempted job, and one that lost a node, returns to the queue and continues from its newest checkpoint.
+The plan is shown before anything is submitted: nodes, mesh, tokens per step. --dry-run only prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from primus.cli.image.common import add_choices, add_recipe, resolved, seconds
+from primus.errors import InputError
+from primus.gpus.detect import detect
+from primus.gpus.table import load_table
+from primus.launch import slurm
+from primus.launch.plan import Plan
+from primus.recipes.model import Recipe
+
+__all__ = ["EXAMPLE", "add_arguments", "run"]
+
+EXAMPLE = "primus launch slurm llama3.1-70b --nodes 8 --gpu mi300x --image rocm/primus:v26.11-mi300x --dry-run"
+
+
+class _Words(argparse.ArgumentParser):
+    """A parser that takes key=value words after options, too."""
+
+    _inside = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._inside:
+            return super().parse_known_args(args, namespace)
+        self._inside = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._inside = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    systems = parser.add_subparsers(dest="system", metavar="SYSTEM", required=True, parser_class=_Words)
+    add_slurm(systems.add_parser("slurm", help="a batch job of Slurm", description="Run a recipe as a job of Slurm."))
+
+
+def add_slurm(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `launch slurm`."""
+    add_recipe(parser)
+    add_choices(parser)
+    add_common(parser)
+    site = parser.add_argument_group("Slurm")
+    site.add_argument("--container", choices=slurm.CONTAINERS, help="how a node runs the image (default: what is here)")
+    site.add_argument("--partition", default="", help="partition to run in")
+    site.add_argument("--account", default="", help="account to charge")
+    site.add_argument("--qos", default="", help="quality of service")
+    site.add_argument("--time", default="", metavar="LIMIT", help="time limit, for example 12:00:00")
+    site.add_argument("--exclude", default="", metavar="NODES", help="nodes to leave out, for example node[3,7]")
+    site.add_argument("--interface", default="", metavar="NAME", help="network interface (default: each node finds it)")
+    site.add_argument("--port", type=seconds, default=0, help="port of the rendezvous (default: from the job's number)")
+    site.add_argument(
+        "--grace", type=seconds, default=60, metavar="S", help="warning before preemption (default: 60 s)"
+    )
+    site.add_argument("--restarts", type=seconds, default=20, metavar="N", help="times to requeue (default: 20)")
+    site.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="option for sbatch; repeatable")
+    site.add_argument("--wait", action="store_true", help="wait for the job, and end with its exit code")
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of every scheduler."""
+    parser.add_argument("--image", default="", help="image that the nodes run")
+    parser.add_argument("--name", default="", help="name of the job (default: from the recipe)")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs"), metavar="DIR", help="folder that all nodes share (default: runs)"
+    )
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME[=VALUE]", help="variable for the ranks; repeatable"
+    )
+    parser.add_argument("--mount", action="append", default=[], type=Path, metavar="DIR", help="folder to mount")
+    parser.add_argument("--stall-timeout", type=seconds, default=1800, metavar="S", help="as in `primus train`")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Render, show, submit. Returns 0, or the job's exit code with --wait; raises InputError and HostError."""
+    plan = Plan(recipe=_recipe(options), stall_timeout=options.stall_timeout)
+    return _slurm(options, plan)
+
+
+def _recipe(options: argparse.Namespace) -> Recipe:
+    """The recipe for the nodes' GPU, which this machine need not have: --gpu, or the one that the image is for."""
+    if options.gpu is None:
+        words = re.split(r"[-_.:/]", options.image)
+        options.gpu = next((one.name for one in load_table().generations if one.name in words), None)
+    try:
+        return resolved(options)
+    except InputError:
+        if options.gpu is not None or detect().names:
+            raise
+    options.gpu = load_table().generations[0].name
+    found = resolved(options)
+    print(f"primus launch: resolved for {options.gpu}; --gpu NAME names the GPU of the nodes", file=sys.stderr)
+    return found
+
+
+def _slurm(options: argparse.Namespace, plan: Plan) -> int:
+    if plan.nodes < 1:
+        raise InputError(f"--nodes {plan.nodes}: at least one node is needed")
+    site = slurm.Site(
+        container=options.container or (slurm.container_here() if options.image else "none"),
+        image=options.image, output=options.output.absolute(), name=options.name, partition=options.partition,
+        account=options.account, qos=options.qos, time=options.time, exclude=options.exclude,
+        interface=options.interface, grace=options.grace, restarts=options.restarts, port=options.port,
+        environment=tuple(options.env), mounts=tuple(path.absolute() for path in options.mount),
+        extra=tuple(options.sbatch),
+    )  # fmt: skip
+    text = slurm.script(plan, site)
+    document: dict[str, Any] = {"plan": plan.document(), "container": site.container, "script": text}
+    if options.dry_run:
+        print(json.dumps(document, indent=2, ensure_ascii=False) if options.json else text, end="")
+        if options.json:
+            print()
+        return 0
+    if not options.json:
+        print("\n".join(plan.lines()), file=sys.stderr)
+    code, number = slurm.submit(text, site.output, wait=options.wait)
+    if options.json:
+        print(json.dumps({**document, "job": int(number), "exit_code": code if options.wait else None}, indent=2))
+    else:
+        print(f"job {number} → {site.output / number}, log {site.output}/slurm-{number}.txt")
+    return code

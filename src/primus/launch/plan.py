@@ -1,0 +1,124 @@
+"""What a job on several nodes computes: its mesh, batch and tokens per step. Shown before a scheduler is asked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from primus.errors import InputError
+from primus.gpus.table import generation, load_table
+from primus.recipes.choose import CPU
+from primus.recipes.model import CHOICES, Recipe
+
+__all__ = ["Plan", "refuse_secrets", "vendor"]
+
+# What a value looks like that must not be written into a script or manifest: Hugging Face, W&B, GitHub, AWS, bearer.
+_SECRET = re.compile(r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|\b[0-9a-f]{40}\b|Bearer \S+")
+_SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)$", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A resolved recipe, and the words of ``primus train`` that start it on each node.
+
+    ``memory`` is a predicted peak in bytes per GPU; None where nothing predicts it.
+    """
+
+    recipe: Recipe
+    stall_timeout: int = 1800
+    memory: float | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Machines."""
+        return self.recipe.get("nodes", int)
+
+    @property
+    def ranks(self) -> int:
+        """Processes on each machine; on GPUs, each has one."""
+        return self.recipe.get("ranks", int)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of each machine."""
+        return 0 if self.recipe.gpu == CPU else self.ranks
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """Steps between two checkpoints; 0: none are written."""
+        return self.recipe.find(self.recipe.knows.key("checkpoint"), 0)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Parallel degrees above 1: data, replicas, tensor, pipeline, context, expert."""
+        degrees = {kind: self.recipe.degree(kind) for kind in ("replicas", "tp", "pp", "cp", "ep")}
+        return {"dp": self.recipe.data_parallel} | {kind: degree for kind, degree in degrees.items() if degree > 1}
+
+    @cached_property
+    def command(self) -> tuple[str, ...]:
+        """The words after ``primus``; a node adds its own --output and --resume-from.
+
+        Every choice is spelt out: a node must not decide by what it finds there.
+        """
+        recipe = self.recipe
+        chosen = [f"--{name}={recipe.get(name, str)}" for name in CHOICES[:4]]
+        proxy = "--proxy" if recipe.get("proxy", bool) else "proxy=false"
+        words = [word for word in recipe.overrides if not word.startswith("proxy=")]
+        stall = [f"--stall-timeout={self.stall_timeout}"]
+        # A file of the user's own is mounted at the same path.
+        name = str(recipe.path) if "/" in recipe.name else recipe.name
+        found = ("train", name, *chosen, f"--nodes={self.nodes}", *stall, proxy, *words)
+        refuse_secrets(found)
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """The plan as JSON holds it; sizes in tokens, memory in bytes."""
+        recipe = self.recipe
+        return {
+            "recipe": recipe.name, "backend": recipe.backend, "mode": recipe.mode, "precision": recipe.precision,
+            "gpu": recipe.gpu, "nodes": self.nodes, "ranks_per_node": self.ranks, "world_size": recipe.world_size,
+            "mesh": self.mesh, "global_batch": recipe.global_batch, "accumulation": recipe.accumulation,
+            "tokens_per_step": recipe.global_batch * recipe.seq_len, "steps": recipe.steps,
+            "checkpoint_interval": self.checkpoint_interval, "memory_bytes_per_gpu": self.memory,
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """The plan for people, a line for each subject."""
+        recipe = self.recipe
+        mesh = " × ".join(f"{name} {degree}" for name, degree in self.mesh.items())
+        unit = "images" if recipe.architecture.family == "flux" else "sequences"
+        tokens = "" if unit == "images" else f", {recipe.global_batch * recipe.seq_len:,} tokens"
+        memory = f"{self.memory / 2**30:.1f} GiB per GPU" if self.memory is not None else "not predicted"
+        every = self.checkpoint_interval
+        return [
+            f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}",
+            f"nodes        {self.nodes} × {self.ranks} ranks = {recipe.world_size}",
+            f"mesh         {mesh}",
+            f"step         {recipe.global_batch:,} {unit}{tokens}; gradient accumulation {recipe.accumulation}",
+            f"memory       {memory}",
+            f"checkpoints  every {every} steps" if every else
+            f"checkpoints  none: a restarted job begins at step 1 ({recipe.knows.key('checkpoint')}=N writes them)",
+        ]  # fmt: skip
+
+
+def vendor(gpu: str) -> str:
+    """``amd`` or ``nvidia``; empty for ``cpu``."""
+    if gpu == CPU:
+        return ""
+    arch = generation(gpu).arch
+    return next(one.vendor for one in load_table().archs if one.arch == arch)
+
+
+def refuse_secrets(words: Sequence[str]) -> None:
+    """InputError when a word holds what looks like a secret: scripts and manifests are read by others."""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if _SECRET.search(word) or (equals and value and _NAME.fullmatch(name) and _SECRET_NAME.search(name)):
+            raise InputError(
+                f"{name[:40] if equals else word[:6] + '…'}: this looks like a secret, and others can read job files",
+                hint="export it, and pass its name only: --env HF_TOKEN",
+            )

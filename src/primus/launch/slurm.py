@@ -1,0 +1,268 @@
+"""A job of Slurm: the batch script for ``sbatch``, from a plan and the site's options."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from primus.errors import HostError, InputError
+from primus.launch.plan import Plan, refuse_secrets, vendor
+
+__all__ = ["CONTAINERS", "FORWARDED", "Container", "Site", "container_here", "script", "submit"]
+
+Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
+CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
+# What each task needs to find the others; the rest of the environment stays outside of a container.
+FORWARDED = (
+    "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT", "NODE_ADDR",
+)  # fmt: skip
+# Passed on by name where they are set when the job runs. Their values are never written down.
+_BY_NAME = (
+    "HF_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_DEBUG",
+)  # fmt: skip
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,@:+-]*")
+_TIME = re.compile(r"\d+|\d+:\d{2}(:\d{2})?|\d+-\d{1,2}(:\d{2}){0,2}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(=.*)?", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What the cluster's owner decides. Empty texts leave the choice to Slurm.
+
+    ``grace`` is how many seconds before its end the job is told. ``environment`` holds ``NAME`` or ``NAME=VALUE``;
+    ``mounts`` are folders that appear at the same path inside the container. ``extra`` are options of sbatch as they
+    are.
+    """
+
+    container: Container = "none"
+    image: str = ""
+    output: Path = Path("runs")
+    name: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time: str = ""
+    exclude: str = ""
+    interface: str = ""
+    grace: int = 60
+    restarts: int = 20
+    port: int = 0
+    environment: tuple[str, ...] = ()
+    mounts: tuple[Path, ...] = ()
+    extra: tuple[str, ...] = ()
+    command: str = "primus"
+
+    def __post_init__(self) -> None:
+        if self.container != "none" and not self.image:
+            raise InputError(f"--container {self.container} needs --image", hint="--image rocm/primus:v26.11-mi300x")
+        for option, text in (("partition", self.partition), ("account", self.account), ("qos", self.qos)):
+            if text and not _WORD.fullmatch(text):
+                raise InputError(f"--{option}: {text!r} is not a name of Slurm", hint="letters, digits and _.,@:+-")
+        if self.time and not _TIME.fullmatch(self.time):
+            raise InputError(
+                f"--time: {self.time!r} is not a duration of Slurm", hint="MINUTES, HH:MM:SS or D-HH:MM:SS"
+            )
+        for word in self.environment:
+            if not _VARIABLE.fullmatch(word):
+                raise InputError(f"--env: {word!r} is neither NAME nor NAME=VALUE")
+        for text in (self.image, self.exclude, self.interface, self.name, *self.extra, str(self.output)):
+            if any(not character.isprintable() for character in text):
+                raise InputError(f"{text!r} holds a control character")
+        refuse_secrets((*self.environment, *self.extra, self.image))
+
+
+def container_here() -> Container:
+    """The container runtime of this cluster: pyxis where srun knows it, else the first program that is installed."""
+    if srun := shutil.which("srun"):
+        told = subprocess.run([srun, "--help"], capture_output=True, text=True, check=False, timeout=20)
+        if "--container-image" in told.stdout:
+            return "pyxis"
+    found: Container | None = next((one for one in CONTAINERS[1:4] if shutil.which(one)), None)
+    return found or "none"
+
+
+def script(plan: Plan, site: Site) -> str:
+    """The batch script. It holds no secret, and nothing in it depends on the machine that renders it."""
+    name = site.name or "primus-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(plan.recipe.name).name.removesuffix(".yaml"))
+    options = {
+        "job-name": name, "nodes": plan.nodes, "ntasks-per-node": 1, "gpus-per-node": plan.gpus or None,
+        "exclusive": True, "partition": site.partition, "account": site.account, "qos": site.qos, "time": site.time,
+        "exclude": site.exclude, "requeue": True, "open-mode": "append", "signal": f"B:USR1@{site.grace}",
+        "output": f"{site.output / 'slurm-%j.txt'}",
+    }  # fmt: skip
+    head = [
+        f"#SBATCH --{key}" + ("" if value is True else f"={shlex.quote(str(value))}")
+        for key, value in options.items()
+        if value
+    ]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *head,
+            *(f"#SBATCH {option}" for option in site.extra),
+            "#",
+            *(f"# {line}" for line in plan.lines()),
+            "",
+            *_exports(site),
+            _BODY.format(
+                steps=plan.recipe.steps,
+                restarts=site.restarts,
+                root=shlex.quote(str(site.output)),
+                port=site.port or "$((20000 + SLURM_JOB_ID % 20000))",
+                task=_task(plan, site),
+                srun=_srun(plan, site),
+            ),
+        ]
+    )
+
+
+def _exports(site: Site) -> list[str]:
+    given = [word for word in site.environment if "=" in word]
+    lines = [f"export {name}={shlex.quote(value)}" for name, _, value in (word.partition("=") for word in given)]
+    if site.interface:
+        name = shlex.quote(site.interface)
+        lines += [f"export NCCL_SOCKET_IFNAME={name} GLOO_SOCKET_IFNAME={name}"]
+    return lines
+
+
+_BODY = """\
+set -uo pipefail
+steps={steps} restarts={restarts}
+run={root}/$SLURM_JOB_ID
+attempt=${{SLURM_RESTART_COUNT:-0}}
+export OUTPUT=$run/attempt-$attempt
+mkdir -p "$run" || exit 3
+
+say() {{ printf 'primus: %s\\n' "$*" >&2; }}
+
+# Ranks meet on the first node. Slurm's own address of a node can differ from its name.
+address() {{ scontrol show node --oneliner "$1" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p'; }}
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR MASTER_PORT={port} RDZV_ID=$SLURM_JOB_ID-$attempt NODE_ADDRESSES
+MASTER_ADDR=$(address "${{nodes[0]}}")
+NODE_ADDRESSES=$(for node in "${{nodes[@]}}"; do address "$node"; done | tr '\\n' ' ')
+
+# A restarted job continues from the newest whole checkpoint of its earlier attempts. The last step's is left out: what
+# is repeated after the one before it is judged.
+newest=0
+export RESUME_FROM=
+for folder in "$run"/attempt-*/checkpoint/step-*; do
+    [[ -f $folder/.metadata && -f $folder/recipe.json ]] || continue
+    step=${{folder##*/step-}}
+    if ((step < steps && step > newest)); then newest=$step RESUME_FROM=$folder; fi
+done
+say "job $SLURM_JOB_ID, attempt $attempt, nodes ${{nodes[*]}}, meeting at $MASTER_ADDR:$MASTER_PORT"
+[[ -z $RESUME_FROM ]] || say "continuing from $RESUME_FROM"
+
+requeue() {{
+    if ((attempt >= restarts)); then
+        say "$1; not requeued: this was attempt $attempt, and --restarts is $restarts"
+        exit 1
+    fi
+    say "$1; requeued"
+    scontrol requeue "$SLURM_JOB_ID" || exit 1
+    sleep 60 # Slurm ends this script
+    exit 1
+}}
+
+# Slurm announces preemption and the time limit by USR1. The ranks end first; the job then goes back to the queue.
+told= srun=
+end() {{ told=$1; [[ -z $srun ]] || kill -TERM "$srun" 2>/dev/null; }}
+trap 'end USR1' USR1
+trap 'end TERM' TERM
+
+{task}
+{srun} &
+srun=$!
+[[ -z $told ]] || kill -TERM "$srun"
+while :; do
+    wait "$srun"
+    code=$?
+    kill -0 "$srun" 2>/dev/null || break # a trap interrupts wait
+done
+((code == 0)) && exit 0
+[[ $told == USR1 ]] && requeue "the job was told to end"
+[[ $told == TERM ]] && exit "$code"
+# A node that does not answer explains the failure: the job runs again. Otherwise the worst exit code is the job's.
+for node in "${{nodes[@]}}"; do
+    timeout 60 srun --overlap --gres=none --nodes=1 --ntasks=1 --nodelist="$node" --time=1 true >/dev/null 2>&1 ||
+        requeue "node $node does not answer"
+done
+say "failed with exit code $code; the reason is in $OUTPUT/log.txt"
+exit "$code"
+"""
+
+
+def _task(plan: Plan, site: Site) -> str:
+    """The shell function of one node. Quotes within are for the node's shell."""
+    words = shlex.join(plan.command)
+    train = f'{words} --output "$OUTPUT" ${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
+    own = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
+    if site.container in ("none", "pyxis"):
+        text = f"{own}; exec {site.command} {train}"
+    else:
+        text = f"{own}; exec {_engine(plan, site)} {site.command} {train}"
+    return f"task={shlex.quote(text)}"
+
+
+def _names(site: Site) -> list[str]:
+    return list(dict.fromkeys([*FORWARDED, *_BY_NAME, *(word.partition("=")[0] for word in site.environment)]))
+
+
+def _mounts(plan: Plan, site: Site) -> list[str]:
+    own = [plan.recipe.path.parent] if "/" in plan.recipe.name else []
+    return [shlex.quote(str(path)) for path in (site.output, *site.mounts, *own)]
+
+
+def _engine(plan: Plan, site: Site) -> str:
+    """The words that run a command in a container on this node, with the rights that its GPUs need and no others."""
+    image, maker = shlex.quote(site.image), vendor(plan.recipe.gpu)
+    if site.container == "apptainer":
+        gpus = {"amd": ["--rocm"], "nvidia": ["--nv"]}.get(maker, [])
+        binds = [word for path in _mounts(plan, site) for word in ("--bind", path)]
+        source = image if re.match(r"[./]|\w+://", site.image) else f"docker://{image}"
+        return " ".join(["apptainer", "exec", *gpus, *binds, source])
+    words = [site.container, "run", "--rm", "--network", "host", "--ipc", "host", "--ulimit", "memlock=-1"]
+    if maker == "amd":
+        words += ["--device", "/dev/kfd", "--device", "/dev/dri"]
+        words += ["$(stat -c '--group-add %g' /dev/kfd /dev/dri/renderD* | sort -u)"]
+    elif maker == "nvidia":
+        words += ["--gpus", "all"] if site.container == "docker" else ["--device", "nvidia.com/gpu=all"]
+    words += ["$([[ ! -e /dev/infiniband ]] || echo --device /dev/infiniband)"]
+    words += [word for path in _mounts(plan, site) for word in ("-v", f"{path}:{path}")]
+    words += [word for name in _names(site) for word in ("-e", name)]
+    return " ".join([*words, image])
+
+
+def _srun(plan: Plan, site: Site) -> str:
+    # One task's failure ends the others, and the highest exit code is srun's.
+    words = ["srun", "--nodes", str(plan.nodes), "--ntasks", str(plan.nodes), "--ntasks-per-node=1"]
+    words += ["--kill-on-bad-exit=1", "--wait=0", "--label"]
+    if site.container == "pyxis":
+        mounts = ",".join(f"{path}:{path}" for path in _mounts(plan, site))
+        words += [f"--container-image={shlex.quote(site.image)}", f"--container-mounts={mounts}"]
+        words += ["--no-container-mount-home", f"--container-env={','.join(_names(site))}"]
+    return " ".join([*words, 'bash -c "$task"'])
+
+
+def submit(text: str, folder: Path, *, wait: bool = False, options: Sequence[str] = ()) -> tuple[int, str]:
+    """Hand the script to sbatch; the job's number and the exit code (of the job, with ``wait``; else 0).
+
+    HostError where sbatch is missing or refuses the job.
+    """
+    if shutil.which("sbatch") is None:
+        raise HostError("sbatch is not installed here", hint="run it on a login node; --dry-run prints the script")
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["sbatch", "--parsable", *(["--wait"] if wait else []), *options]
+    done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+    number = done.stdout.strip().partition(";")[0]
+    if not number.isdigit():
+        told = " ".join(done.stderr.split()) or "it gave no reason"
+        raise HostError(f"sbatch refused the job: {told}", hint="--dry-run prints the script")
+    return (done.returncode if wait else 0), number

@@ -1,0 +1,73 @@
+"""A job that no longer advances: end its ranks so that each says where it is, and name the one the others wait for."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from primus.training import failure
+
+__all__ = ["end_ranks", "name_hung"]
+
+_DUMP = re.compile(r"^\[rank(?P<rank>\d+)\]: (?P<text>.*)$")
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+# Where a rank waits for the others. Backward passes enter collectives from C++, below autograd's frame.
+_WAITING = re.compile(r"torch/distributed/|_engine_run_backward|torch/autograd/graph\.py")
+
+
+def end_ranks(launcher: int, output: Path, seconds: float) -> None:
+    """End all ranks below the process ``launcher``: by SIGABRT, at which Python prints where it is.
+
+    A rank that is stopped cannot print. It is noted as hung in the job's folder and killed.
+    """
+    for pid, rank in _ranks(launcher).items():
+        state = _state(pid)
+        if state in "TtD":
+            what = "stopped (SIGSTOP, or a debugger)" if state in "Tt" else "waiting for a disk or a device"
+            failure.note(output, rank, f"hung: no progress for {seconds:g} s; its process is {what}")
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL if state in "Tt" else signal.SIGABRT)
+
+
+def name_hung(log: Path, output: Path, seconds: float) -> list[int]:
+    """Ranks in ``log`` whose dump shows that they were not waiting for others. Each is noted in the job's folder."""
+    stacks: dict[int, list[re.Match[str]]] = {}
+    dumped: set[int] = set()
+    with suppress(OSError):
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if not (dump := _DUMP.match(line)):
+                continue
+            rank = int(dump["rank"])
+            # The dump shows other threads first; the main one receives the signal.
+            if dump["text"].startswith("Current thread 0x"):
+                dumped.add(rank)
+            elif rank in dumped and (frame := _FRAME.search(dump["text"])):
+                stacks.setdefault(rank, []).append(frame)
+    hung = [rank for rank, frames in stacks.items() if not any(_WAITING.search(f["file"]) for f in frames)]
+    for rank in hung:
+        top = stacks[rank][0]
+        place = f"{top['function']} ({Path(top['file']).name}:{top['line']})"
+        failure.note(output, rank, f"hung: no progress for {seconds:g} s; it is in {place}")
+    return sorted(hung)
+
+
+def _ranks(launcher: int) -> dict[int, int]:
+    """Process → rank, of the launcher's children: the ranks themselves, not the processes that they start."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError, IndexError, KeyError):
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == launcher:
+                    words = (entry / "environ").read_bytes().split(b"\0")
+                    given = dict(word.split(b"=", 1) for word in words if b"=" in word)
+                    found[int(entry.name)] = int(given[b"RANK"])
+    return found
+
+
+def _state(pid: int) -> str:
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "?"

@@ -1,0 +1,165 @@
+"""A real Slurm on this machine: its own munged, slurmctld and one slurmd for each of several virtual nodes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+
+
+def missing() -> str:
+    """Why no Slurm can run here; empty when it can."""
+    os.environ["PATH"] += ":/usr/sbin"
+    lacking = [name for name in PROGRAMS if shutil.which(name) is None]
+    if lacking:
+        return f"{', '.join(lacking)} not installed (apt-get install slurm-wlm munge)"
+    return "" if os.geteuid() == 0 else "slurmd needs root"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Slurm:
+    """The cluster below ``folder``; nodes n1, n2, … with eight fake GPUs each."""
+
+    def __init__(self, folder: Path, nodes: int = 3) -> None:
+        self.folder = folder
+        self.names = [f"n{number}" for number in range(1, nodes + 1)]
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        for name in ("munge", "state", "gpus", *(f"spool/{name}" for name in self.names)):
+            (folder / name).mkdir(parents=True)
+        for number in range(8):
+            (folder / "gpus" / str(number)).touch()
+        self._configure()
+        try:
+            self._start_munge()
+            self._start("slurmctld", "slurmctld", "-D", "-c")
+            for name in self.names:
+                self.start_node(name)
+            self._until_idle()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _configure(self) -> None:
+        folder, host, cpus = self.folder, socket.gethostname().partition(".")[0], os.cpu_count() or 1
+        lines = [
+            "ClusterName=test", f"SlurmctldHost={host}(127.0.0.1)", f"SlurmctldPort={_free_port()}",
+            "SlurmUser=root", "SlurmdUser=root", "AuthType=auth/munge",
+            f"AuthInfo=socket={folder}/munge/socket,cred_expire=1", "CryptoType=crypto/munge",
+            f"StateSaveLocation={folder}/state", f"SlurmdSpoolDir={folder}/spool/%n",
+            f"SlurmctldPidFile={folder}/slurmctld.pid", f"SlurmdPidFile={folder}/%n.pid",
+            f"SlurmctldLogFile={folder}/slurmctld.log", f"SlurmdLogFile={folder}/%n.log",
+            "SelectType=select/cons_tres", "ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none",
+            "MpiDefault=none", "ReturnToService=2", "GresTypes=gpu", "JobAcctGatherType=jobacct_gather/none",
+            "AccountingStorageType=accounting_storage/none", "SlurmdTimeout=10", "KillWait=10", "MessageTimeout=10",
+            "UnkillableStepTimeout=30", "JobRequeue=1", "SchedulerParameters=sched_interval=2,batch_sched_delay=1",
+            *(
+                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs={cpus} "
+                "RealMemory=1000 Gres=gpu:8"
+                for name in self.names
+            ),
+            f"PartitionName=main Nodes={','.join(self.names)} Default=YES MaxTime=60 State=UP OverSubscribe=EXCLUSIVE",
+        ]  # fmt: skip
+        (folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+        files = ",".join(str(folder / "gpus" / str(number)) for number in range(8))
+        (folder / "gres.conf").write_text("".join(f"Name=gpu File={one}\n" for one in files.split(",")))
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+    def _start_munge(self) -> None:
+        folder = self.folder / "munge"
+        (folder / "key").write_bytes(os.urandom(128))
+        (folder / "key").chmod(0o400)
+        self._start(
+            "munged", "munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={folder}/socket",
+            f"--pid-file={folder}/pid", f"--log-file={folder}/log", f"--seed-file={folder}/seed",
+        )  # fmt: skip
+        deadline = time.monotonic() + 20
+        while not (folder / "socket").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def _start(self, name: str, *words: str) -> None:
+        with (self.folder / f"{name}.out").open("ab") as out:
+            self._daemons[name] = subprocess.Popen(
+                words, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            )
+
+    def start_node(self, name: str) -> None:
+        """Start the slurmd of a node."""
+        self._start(name, "slurmd", "-D", "-c", "-N", name)
+
+    def kill_node(self, name: str) -> None:
+        """End the node's slurmd and all that it started, at once, as a power failure does."""
+        daemon = self._daemons.pop(name)
+        tasks = []
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                words = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+                if (
+                    f"SLURMD_NODENAME={name}".encode() in words
+                    and f"SLURM_CONF={self.folder}/slurm.conf".encode() in words
+                ):
+                    tasks.append(int(entry.name))
+        # slurmstepd itself carries no node's name. It goes first, or it would report how its tasks ended.
+        parents = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in tasks}
+        steps = [pid for pid in parents if "slurmstepd" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")]
+        for pid in [daemon.pid, *steps, *tasks]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        daemon.wait()
+
+    def _until_idle(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            told = self.run("sinfo", "--noheader", "--format=%T", "--Node", check=False).stdout.split()
+            if told and all(state == "idle" for state in told):
+                return
+            time.sleep(0.5)
+        logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(self.folder.glob("*.log")))
+        raise AssertionError(f"Slurm did not start: {told}\n{logs}")
+
+    def run(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a command of Slurm."""
+        return subprocess.run(words, env=self.environment, capture_output=True, text=True, check=check, timeout=120)
+
+    def job(self, number: str) -> dict[str, str]:
+        """What scontrol tells of a job: JobState, ExitCode, Restarts, NodeList, …"""
+        told = self.run("scontrol", "show", "job", number, "--oneliner").stdout
+        return dict(word.split("=", 1) for word in told.split() if "=" in word)
+
+    def ended(self, number: str, seconds: float = 300) -> dict[str, str]:
+        """The job, once it is over."""
+        deadline = time.monotonic() + seconds
+        while True:
+            job = self.job(number)
+            if job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
+                return job
+            if job["Reason"] == "BeginTime":  # Slurm delays a requeued job by two minutes
+                self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+            assert time.monotonic() < deadline, job
+            time.sleep(1)
+
+    def stop(self) -> None:
+        """End every daemon and the steps below them."""
+        with suppress(Exception):
+            self.run("scancel", "--state=RUNNING", "--state=PENDING", "--full", check=False)
+            time.sleep(1)
+        for process in reversed(list(self._daemons.values())):
+            process.terminate()
+        for process in self._daemons.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+                continue
+            process.kill()
+            process.wait()

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.errors import InputError
+from primus.launch import slurm
+from primus.launch.plan import Plan
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+from primus.training import hang
+
+SITE = slurm.Site(container="docker", image="rocm/primus:v26.11-mi300x", output=Path("/shared/my runs"))
+
+
+def plan(*words: str, nodes: int = 8, gpu: str = "mi300x", recipe: str = "llama3.1-70b") -> Plan:
+    return Plan(recipe=resolve(recipe, words, Asked(nodes=nodes, gpu=gpu)))
+
+
+@pytest.mark.parametrize("container", slurm.CONTAINERS)
+@pytest.mark.parametrize("gpu", ["mi300x", "h200"])
+def test_every_script_is_one_that_bash_accepts(container: slurm.Container, gpu: str) -> None:
+    site = slurm.Site(
+        container=container, image="a/b:c", output=Path("/shared/my runs"), environment=("A=it's", "HF_TOKEN")
+    )
+    text = slurm.script(plan(gpu=gpu, recipe="llama3.1-8b"), site)
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False).stderr == ""
+    assert ("--device /dev/kfd" in text) == (gpu == "mi300x" and container in ("docker", "podman"))
+    # Comments of sbatch end at the first command.
+    assert text.index("#SBATCH --nodes=8") < text.index("set -uo")
+
+
+def test_the_script_names_the_plan_first_and_asks_for_what_the_job_needs() -> None:
+    text = slurm.script(plan("lr=1e-4"), SITE)
+    for line in (
+        "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue", "#SBATCH --signal=B:USR1@60",
+        "# nodes        8 × 8 ranks = 64", "tokens", "--kill-on-bad-exit=1", "torchtitan.optimizer.lr=1e-4",
+        "--gpu=mi300x", "scontrol show hostnames", "RDZV_ID=$SLURM_JOB_ID-$attempt",
+    ):  # fmt: skip
+        assert line in text, line
+    assert str(Path.cwd()) not in text
+
+
+@pytest.mark.parametrize(
+    "word", ["HF_TOKEN=hf_abcdefghijklmnopqrstuvwx", "MY_SECRET=x", "WANDB_API_KEY=1", "X=ghp_0123456789abcdefghij0123"]
+)
+def test_a_secret_is_refused_and_a_name_is_passed_on(word: str) -> None:
+    with pytest.raises(InputError, match="looks like a secret"):
+        slurm.Site(environment=(word,))
+    site = slurm.Site(container="docker", image="a", environment=("HF_TOKEN",))
+    assert "-e HF_TOKEN" in slurm.script(plan(), site)
+
+
+def test_no_value_of_the_environment_reaches_the_script(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecretverysecretvery")
+    assert main(["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--nodes", "2", "--image", "a", "--dry-run"]) == 0
+    assert "verysecret" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--time", "soon"], "not a duration"),
+        (["--partition", "a b"], "not a name of Slurm"),
+        (["--env", "1A=2"], "neither NAME nor NAME=VALUE"),
+        (["--container", "docker"], "needs --image"),
+        (["--nodes", "0"], "nodes"),
+        (["--sbatch=--comment=\nrm"], "control character"),
+        (["steps=0"], "steps"),
+    ],
+)
+def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "slurm", "llama3.1-8b", "--gpu", "mi300x", "--nodes", "2", "--dry-run", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_gpu_is_the_images_or_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "slurm", "llama3.1-70b", "--nodes", "8", "--precision", "fp8", "--dry-run"]
+    assert main(words) == 0
+    told = capsys.readouterr()
+    assert "--gpu=mi300x" in told.out
+    assert "resolved for mi300x" in told.err
+    assert main([*words, "--image", "rocm/primus:v26.11-mi355x-preview"]) == 0
+    assert "--gpu=mi355x" in capsys.readouterr().out
+
+
+def test_the_document_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["launch", "slurm", "deepseek-16b", "--gpu", "mi300x", "--nodes", "2", "--dry-run", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["world_size"] == 16
+    assert found["plan"]["mesh"]["ep"] == 8
+    assert found["plan"]["tokens_per_step"] == found["plan"]["global_batch"] * 4096
+    assert found["script"].startswith("#!/bin/bash\n")
+
+
+def body(
+    tmp_path: Path, srun: str, *, restart: int = 0, steps: int = 50, more: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a rendered script for real; Slurm's commands are small scripts that note how they were called."""
+    tools = tmp_path / "bin"
+    tools.mkdir(exist_ok=True)
+    calls = tmp_path / "calls"
+    for name, text in {
+        "srun": srun,
+        "scontrol": 'case "$*" in *hostnames*) echo n1; echo n2;; *node*) echo "Name=n NodeAddr=10.0.0.1 X=1";; esac',
+        "sleep": "exit 0",
+    }.items():
+        (tools / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {calls}\n{text}\n')
+        (tools / name).chmod(0o755)
+    site = slurm.Site(output=tmp_path / "runs", restarts=3)
+    text = slurm.script(plan(f"steps={steps}", nodes=2), site)
+    environment = {
+        **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_RESTART_COUNT": str(restart),
+    }  # fmt: skip
+    return subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
+
+
+def checkpoint(tmp_path: Path, attempt: int, step: int, *, whole: bool = True) -> None:
+    folder = tmp_path / f"runs/7/attempt-{attempt}/checkpoint/step-{step}"
+    folder.mkdir(parents=True)
+    (folder / ".metadata").touch()
+    if whole:
+        (folder / "recipe.json").touch()
+
+
+def test_a_restarted_job_takes_the_newest_whole_checkpoint_before_the_last_step(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 0, 8)
+    checkpoint(tmp_path, 1, 20)
+    checkpoint(tmp_path, 1, 30, whole=False)
+    checkpoint(tmp_path, 1, 50)
+    done = body(tmp_path, 'echo "from $RESUME_FROM to $OUTPUT at $MASTER_ADDR:$MASTER_PORT $RDZV_ID"', restart=2)
+    assert done.returncode == 0, done.stderr
+    assert "attempt-1/checkpoint/step-20 to" in done.stdout
+    assert "7/attempt-2 at 10.0.0.1:20007 7-2" in done.stdout
+
+
+def test_the_exit_code_of_the_ranks_is_the_jobs(tmp_path: Path) -> None:
+    done = body(tmp_path, "[[ $* == *--overlap* ]] || exit 9")
+    assert done.returncode == 9
+    assert "failed with exit code 9" in done.stderr
+    assert "requeue" not in (tmp_path / "calls").read_text()
+
+
+def test_a_node_that_does_not_answer_requeues_until_the_limit(tmp_path: Path) -> None:
+    lost = "[[ $* == *--nodelist=n2* ]] && exit 1; [[ $* == *--overlap* ]] || exit 9"
+    done = body(tmp_path, lost)
+    assert "node n2 does not answer; requeued" in done.stderr
+    assert "scontrol requeue 7" in (tmp_path / "calls").read_text()
+    (tmp_path / "calls").unlink()
+    assert "not requeued" in body(tmp_path, lost, restart=3).stderr
+    assert "scontrol requeue" not in (tmp_path / "calls").read_text()
+
+
+def test_a_warning_ends_the_ranks_and_requeues(tmp_path: Path) -> None:
+    said = body(
+        tmp_path, 'trap "echo ended; exit 143" TERM; kill -USR1 $PPID; for i in {1..100}; do /bin/sleep 0.1; done'
+    )
+    assert "ended" in said.stdout
+    assert "the job was told to end; requeued" in said.stderr
+
+
+DUMP = """\
+[rank0]: Fatal Python error: Aborted
+[rank0]: Current thread 0x1 (most recent call first):
+[rank0]:   File "/x/torch/distributed/distributed_c10d.py", line 7 in all_reduce
+[rank0]:   File "/x/entry.py", line 3 in main
+[rank1]: Fatal Python error: Aborted
+[rank1]: Thread 0x2 (most recent call first):
+[rank1]:   File "/x/torch/distributed/agent.py", line 1 in watch
+[rank1]: Current thread 0x1 (most recent call first):
+[rank1]:   File "/x/data.py", line 12 in read
+[rank1]:   File "/x/entry.py", line 3 in main
+"""
+
+
+def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text(DUMP)
+    assert hang.name_hung(tmp_path / "log.txt", tmp_path, 30) == [1]
+    noted = json.loads((tmp_path / "cache/failures/1.json").read_text())
+    assert re.search(r"hung: no progress for 30 s; it is in read \(data\.py:12\)", noted["text"])

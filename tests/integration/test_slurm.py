@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("PRIMUS_TEST_PYTHON", "")
 WHY = slurm_kit.missing() or ("" if PYTHON else "PRIMUS_TEST_PYTHON names no Python with torch")
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.skipif(bool(WHY), reason=WHY)]
-STEPS = 120
+STEPS = 80
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_a_lost_node_requeues_the_job_which_ends_at_the_same_loss(
     slurm: Slurm, folder: Path, undisturbed: Launched
 ) -> None:
     job = Launched(slurm, folder / "runs")
-    job.reach(50)
+    job.reach(45)
     slurm.kill_node("n2")
     try:
         assert job.ended()["JobState"] == "COMPLETED", job.said()
@@ -158,6 +158,7 @@ def test_a_killed_rank_fails_the_job_which_says_why(slurm: Slurm, folder: Path) 
     ended = job.ended()
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), job.said()
     assert ended["ExitCode"] != "0:0"
+    assert "ended by signal 9" in job.said() or "Signal 9 (SIGKILL)" in job.said()
 
 
 def test_a_hung_rank_ends_and_is_named(slurm: Slurm, folder: Path) -> None:

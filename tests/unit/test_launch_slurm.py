@@ -40,7 +40,7 @@ def test_the_script_names_the_plan_first_and_asks_for_what_the_job_needs() -> No
     text = slurm.script(plan("lr=1e-4"), SITE)
     for line in (
         "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8", "#SBATCH --requeue", "#SBATCH --signal=B:USR1@60",
-        "# nodes        8 × 8 ranks = 64", "tokens", "--kill-on-bad-exit=1", "torchtitan.optimizer.lr=1e-4",
+        "# nodes        8 × 8 ranks = 64", "tokens", "--kill-on-bad-exit=0 --wait=60", "torchtitan.optimizer.lr=1e-4",
         "--gpu=mi300x", "scontrol show hostnames", "RDZV_ID=$SLURM_JOB_ID-$attempt",
     ):  # fmt: skip
         assert line in text, line

@@ -241,9 +241,9 @@ def _engine(plan: Plan, site: Site) -> str:
 
 
 def _srun(plan: Plan, site: Site) -> str:
-    # One task's failure ends the others, and the highest exit code is srun's.
+    # The highest exit code is srun's. Tasks end by themselves when one fails, and say why; what is left is then killed.
     words = ["srun", "--nodes", str(plan.nodes), "--ntasks", str(plan.nodes), "--ntasks-per-node=1"]
-    words += ["--kill-on-bad-exit=1", "--wait=0", "--label"]
+    words += ["--kill-on-bad-exit=0", "--wait=60", "--label"]
     if site.container == "pyxis":
         mounts = ",".join(f"{path}:{path}" for path in _mounts(plan, site))
         words += [f"--container-image={shlex.quote(site.image)}", f"--container-mounts={mounts}"]

@@ -2,7 +2,8 @@
 
 `slurm` renders a batch script and submits it. One task per node runs `primus train`; the ranks meet on the first node.
 A preempted job, and one that lost a node, returns to the queue and continues from its newest checkpoint.
-The plan is shown before anything is submitted: nodes, mesh, tokens per step. --dry-run only prints.
+The plan is shown before anything is submitted: nodes, mesh, tokens per step. --dry-run prints what would be submitted,
+--json prints one JSON document.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
     rows = [
         {
             "step": step, "data": [], "loss": loss, "grad_norm": norm, "rate": 0.01, "rates": [0.01],
-            "own_gradient": True, "gradient": {"gap": 1e-6, "name": "a", "missing": []},
-            "update": {"gap": 0.0, "name": ""},
+            "own_gradient": True, "gaps": {"a.weight": (1e-6, "a.1.weight")}, "missing": [], "stale": [],
+            "update": {"gap": 0.0, "name": ""}, "closest": 1.0,
         }
         for step, (loss, norm) in seen.items()
     ]  # fmt: skip

@@ -44,11 +44,12 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("reference loss", lambda e: e["steps"][4].update(loss=2.0001)),
     ("reference loss", lambda e: e["steps"].pop()),
     ("reference gradient norm", lambda e: e["steps"][0].update(grad_norm=1.001)),
-    ("reference gradients", lambda e: e["steps"][5]["gradient"].update(gap=1e-3)),
-    ("reference gradients", lambda e: e["steps"][5]["gradient"]["missing"].append("a")),
+    ("reference gradients", lambda e: e["steps"][5]["gaps"].update({"b.weight": (1e-3, "b.0.weight")})),
+    ("reference gradients", lambda e: e["steps"][5]["missing"].append("a")),
     ("reference gradients", lambda e: e["steps"][3].update(own_gradient=False)),
     ("reference learning rate", lambda e: e["steps"][1].update(rates=[0.01, 0.0])),
     ("reference update", lambda e: e["steps"][1]["update"].update(gap=0.1)),
+    ("reference update", lambda e: e["steps"][1]["stale"].append("a")),
 ]
 
 
@@ -65,13 +66,23 @@ def test_no_evidence_is_no_pass(found: dict[str, Any]) -> None:
     assert failing(evidence(SEEN), Series()) == ["reference"]
 
 
-def test_bounds_of_a_rounded_precision_follow_from_its_own_noise() -> None:
+def test_bounds_of_a_rounded_precision_follow_from_its_own_noise_for_each_kind_of_tensor() -> None:
     found = evidence(SEEN) | {"precision": "bf16"}
     for row in found["steps"]:
-        row["noise"] = {"loss": 1e-4, "grad_norm": 1e-3, "gradient": 1e-2}
-        row["gradient"]["gap"] = 2e-2
+        row["gaps"] = {"a.weight": (2e-2, "a.1.weight"), "b.weight": (1e-6, "b.1.weight")}
+    found["steps"][0]["noise"] = {
+        "loss": 1e-4, "grad_norm": 1e-3, "gaps": {"a.weight": (1e-2, "a.0.weight"), "b.weight": (1e-6, "b.0.weight")}
+    }  # fmt: skip
     assert failing(found) == []
-    found["steps"][2]["gradient"]["gap"] = 2e-1
+    found["steps"][2]["gaps"]["b.weight"] = (2e-2, "b.1.weight")
+    assert failing(found) == ["reference gradients"]
+
+
+def test_only_a_step_in_which_a_token_may_go_to_either_expert_has_wider_bounds() -> None:
+    found = evidence(SEEN)
+    found["steps"][3] |= {"gaps": {"a.weight": (0.05, "a.1.weight")}, "closest": 1e-8}
+    assert failing(found) == []
+    found["steps"][3]["closest"] = 1e-3
     assert failing(found) == ["reference gradients"]
 
 

@@ -1,7 +1,6 @@
 """Verdicts on a run from what the reference found (``proof.json``) and from the launcher's clock.
 
-The limits for float32 leave room for another order of summation and nothing more. For bfloat16 and FP8 they follow
-from the reference itself: how far that precision alone moves its own results.
+Limits follow from the reference itself: how far the run's precision alone moves its own results.
 """
 
 from __future__ import annotations
@@ -19,12 +18,16 @@ from primus.training.logs import Series
 
 __all__ = ["clock", "unjudged", "verdicts"]
 
-# Largest relative gap in float32: measured gaps are below 1e-7, 1e-5, 2e-6, 1e-4.
-_EXACT = {"loss": 2e-6, "grad_norm": 1e-4, "gradient": 1e-4, "update": 2e-3}
-# Another kernel rounds at other places than the reference does; its error is of the same size.
-_NOISE = 8.0
-# Adam's first steps turn rounding of a gradient near 0 into a whole step of the other sign.
-_UPDATE_FROM_OWN_GRADIENT = {"fp32": 2e-2, "bf16": 0.5, "fp8": 0.5, "mxfp8": 0.5}
+# What float32 may differ by besides the noise: libraries add in other orders than the reference, norms for one in
+# float32 throughout. Measured: 7e-7, 5e-6, 5e-6.
+_LEAST = {"loss": 2e-6, "grad_norm": 5e-5, "gradient": 5e-5}
+# How far a run's error may exceed that of the reference in the same precision. Measured: loss 3, norm 1, gradients 3.4.
+_NOISE = {"loss": 8.0, "grad_norm": 2.0, "gradient": 8.0}
+# An update is repeated from the run's own gradient, whatever the precision of the model.
+_UPDATE = 2e-3
+# Where the scores of two experts are closer than float32 tells apart, a token may go to either.
+_TIE = 3e-6
+_TIED = {"loss": 1e-3, "grad_norm": 2e-2, "gradient": 0.3}
 _CLOCK = 1.5
 
 
@@ -36,10 +39,10 @@ def unjudged(recipe: Recipe) -> str | None:
     """Why the reference cannot repeat a run of ``recipe``, in a sentence; None when it can."""
     if recipe.architecture.family == "flux":
         return "the reference has no diffusion transformer"
-    if recipe.precision != "fp32":
-        return f"its limits for {recipe.precision} are not established for every recipe"
-    if recipe.architecture.mla.kv_lora_rank:
-        return "its limits for latent attention with experts are not established"
+    if recipe.precision == "mxfp8":
+        return "the reference does not round to MX formats"
+    if recipe.precision == "fp8" and recipe.backend not in {"torchtitan", "fsdp"}:
+        return f"the reference does not round to FP8 as {recipe.backend} does"
     if recipe.gpu != CPU:
         return "the reference repeats small models on a CPU only"
     for key in recipe.section("assets"):
@@ -115,36 +118,46 @@ def _moved(found: Mapping[str, Any]) -> Verdict:
 
 
 def _figure(key: str, name: str, found: Mapping[str, Any], series: Series, seen: Sequence[float]) -> Verdict:
-    limit = _limit(key, found)
-    known = {step["step"]: step[key] for step in found["steps"]}
-    gaps = [(_gap(value, known.get(step.step)), step.step) for step, value in zip(series.steps, seen, strict=True)]
-    worst, at = max(gaps)
+    known = {step["step"]: step for step in found["steps"]}
+    noise = max((step["noise"][key] for step in found["steps"] if "noise" in step), default=0.0)
+    gaps = []
+    for step, value in zip(series.steps, seen, strict=True):
+        own = known.get(step.step, {})
+        limit = _limit(key, noise, own)
+        gap = _gap(value, own.get(key))
+        gaps.append((gap / limit, gap, limit, step.step))
+    share, gap, limit, at = max(gaps)
     return Verdict(
         name=name,
-        passed=worst <= limit,
-        reason=f"differs most at step {at}" if worst > limit else f"{len(gaps)} steps agree",
-        measured=f"{worst:.1e}",
+        passed=share <= 1,
+        reason=f"differs most at step {at}" if share > 1 else f"{len(gaps)} steps agree",
+        measured=f"{gap:.1e}",
         limit=f"relative gap ≤ {limit:.1e}",
     )
 
 
 def _gradients(found: Mapping[str, Any]) -> Verdict:
-    name, limit = "reference gradients", _limit("gradient", found)
+    """Each kind of tensor has a limit of its own, from its noise at the steps where the reference found it."""
     rows = [step for step in found["steps"] if step["own_gradient"]]
-    if not rows:
-        # Megatron keeps gradients in buffers of its own: its weights after each step speak for them.
-        return Verdict(name=name, passed=True, reason="judged by the gradient norm and the updates", limit="–")
-    missing = [f"step {row['step']}: {n} has no gradient" for row in rows for n in row["gradient"]["missing"]]
+    wrong = [f"step {row['step']}: {name} has no gradient" for row in rows for name in row["missing"]]
     if len(rows) < len(found["steps"]):
-        missing.append(f"the optimizer made {len(rows)} updates in {len(found['steps'])} steps")
-    worst = max(rows, key=lambda row: row["gradient"]["gap"])
-    gap = worst["gradient"]["gap"]
-    passed = gap <= limit and not missing
-    differs = f"{worst['gradient']['name']} differs most, at step {worst['step']}"
+        wrong.append(f"the optimizer made {len(rows)} updates in {len(found['steps'])} steps")
+    noise: dict[str, float] = {}
+    for step in found["steps"]:
+        for kind, (gap, _) in step.get("noise", {}).get("gaps", {}).items():
+            noise[kind] = max(noise.get(kind, 0.0), gap)
+    gaps = [(0.0, 0.0, _LEAST["gradient"], 0, "")]
+    for row in rows:
+        for kind, (gap, name) in row["gaps"].items():
+            limit = _limit("gradient", noise.get(kind, 0.0), row)
+            gaps.append((gap / limit, gap, limit, row["step"], name))
+    share, gap, limit, at, name = max(gaps)
+    if share > 1:
+        wrong.append(f"{name} differs most, at step {at}")
     return Verdict(
-        name=name,
-        passed=passed,
-        reason=_first(missing) or ("every tensor agrees, as the optimizer got it" if passed else differs),
+        name="reference gradients",
+        passed=not wrong,
+        reason=_first(wrong) or "every tensor agrees, as the optimizer got it",
         measured=f"{gap:.1e}",
         limit=f"relative gap ≤ {limit:.1e}",
     )
@@ -166,24 +179,27 @@ def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
 
 
 def _updates(found: Mapping[str, Any]) -> Verdict:
-    own = all(step["own_gradient"] for step in found["steps"])
-    limit = _EXACT["update"] if own else _UPDATE_FROM_OWN_GRADIENT[found["precision"]]
     worst = max(found["steps"], key=lambda step: step["update"]["gap"])
     gap = worst["update"]["gap"]
+    wrong = [f"{worst['update']['name']} differs most, at step {worst['step']}"] if gap > _UPDATE else []
+    wrong += [
+        f"step {step['step']}: {name} is not the optimizer's, rounded"
+        for step in found["steps"]
+        for name in step["stale"]
+    ]
     return Verdict(
         name="reference update",
-        passed=gap <= limit,
-        reason=f"{worst['update']['name']} differs most, at step {worst['step']}"
-        if gap > limit
-        else "every weight is where clipping, AdamW and the schedule put it",
+        passed=not wrong,
+        reason=_first(wrong) or "every weight is where clipping, AdamW and the schedule put it",
         measured=f"{gap:.1e} of the update",
-        limit=f"≤ {limit:.1e}",
+        limit=f"≤ {_UPDATE:.1e}",
     )
 
 
-def _limit(key: str, found: Mapping[str, Any]) -> float:
-    noise = [step["noise"][key] for step in found["steps"] if "noise" in step]
-    return _EXACT[key] + _NOISE * max(noise, default=0.0)
+def _limit(key: str, noise: float, step: Mapping[str, Any]) -> float:
+    """The largest relative gap at a step, in a run whose precision alone moves the reference by ``noise``."""
+    least = _TIED[key] if step.get("closest", 1.0) < _TIE else _LEAST[key]
+    return least + _NOISE[key] * noise
 
 
 def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, float], tokens: int) -> Verdict:

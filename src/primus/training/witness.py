@@ -4,10 +4,12 @@ The files of ``OUTPUT/witness`` are written from the tensors that the model, its
 
 - ``batch-STEP-RANK.pt``: ``inputs`` and ``labels``, a tensor per micro-batch, and ``data_rank``, which share of the
   data the rank takes;
-- ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped) and ``rates``, the learning rate of each
-  parameter; absent where a backend keeps gradients out of its parameters;
+- ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped), ``rates``, the learning rate of each
+  parameter or group, and ``stale``, the parameters that are not the rounded weights of the optimizer; absent when no
+  optimizer ran;
 - ``seconds.json``: how long writing all this took after each step;
 - ``weights-STEP.pt``: ``weights`` after the step, whole, by the backend's own names; step 0 before the first update.
+  Where the optimizer keeps float32 weights of its own, these.
 """
 
 from __future__ import annotations
@@ -15,31 +17,46 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["Witness", "whole_parameters"]
+__all__ = ["Taken", "Witness", "whole_parameters"]
 
-# Gives all of this job's parameters on rank 0, whole, by name. Every rank calls it.
-Whole = Callable[[], Mapping[str, torch.Tensor]]
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What one update took: gradients by name, rates by name or group, and the parameters that it left behind."""
+
+    gradients: Mapping[str, torch.Tensor]
+    rates: Mapping[str, float]
+    stale: Sequence[str] = field(default_factory=list)
+
+
+class Trained(Protocol):
+    """Gives all of this job's parameters, and what its last update took, on rank 0, whole. Every rank calls both."""
+
+    def whole(self) -> Mapping[str, torch.Tensor]: ...
+
+    def taken(self) -> Taken | None: ...
 
 
 class Witness:
     """Writes what one rank saw. Methods that take all ranks are called on all of them in the same order."""
 
     def __init__(
-        self, output: Path, parts: Sequence[torch.nn.Module], data_rank: int, whole: Whole | None = None
+        self, output: Path, parts: Sequence[torch.nn.Module], data_rank: int, trained: Trained | None = None
     ) -> None:
         self._data_rank = data_rank
         self._folder = output / "witness"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._parts = parts
-        self._whole = whole or (lambda: whole_parameters(parts))
+        self._trained = trained
         self._inputs: list[torch.Tensor] = []
         self._labels: list[torch.Tensor] = []
         self._gradients: dict[str, torch.Tensor] = {}
@@ -63,8 +80,11 @@ class Witness:
         batch = {"data_rank": self._data_rank, "inputs": self._inputs, "labels": self._labels}
         torch.save(batch, self._folder / f"batch-{step}-{_rank()}.pt")
         self._inputs, self._labels = [], []
-        if _rank() == 0 and self._rates:
-            torch.save({"gradients": self._gradients, "rates": self._rates}, self._folder / f"update-{step}.pt")
+        taken = self._trained.taken() if self._trained else None
+        if taken is None and self._rates:
+            taken = Taken(gradients=self._gradients, rates=self._rates)
+        if _rank() == 0 and taken:
+            torch.save(dict(vars(taken)), self._folder / f"update-{step}.pt")
         self._gradients, self._rates = {}, {}
         self._weights(step)
         self._seconds[step] = round(time.perf_counter() - began, 4)
@@ -72,7 +92,7 @@ class Witness:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
 
     def _weights(self, step: int) -> None:
-        weights = self._whole()
+        weights = self._trained.whole() if self._trained else whole_parameters(self._parts)
         if _rank() == 0:
             waiting = self._folder / f"weights-{step}.waiting"
             torch.save({"weights": dict(weights)}, waiting)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from primus.training.witness import whole_parameters
+from primus.training.witness import Taken, whole_parameters
 
 __all__ = ["Batch", "Data", "Session"]
 
@@ -83,6 +83,10 @@ class Session(Protocol):
         Other ranks may return less, but all must call it.
         """
         return whole_parameters(self.model_parts)
+
+    def taken(self) -> Taken | None:
+        """What the last update took, where torch's optimizers do not update this session's parameters themselves."""
+        return None
 
     def facts(self) -> dict[str, Any]:
         """What only the backend can say of itself: optimizer, parallel degrees, adapters."""

@@ -34,7 +34,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
     if given.resume_from is not None:
         checkpoint.load(given.resume_from, session)
         report.say(f"resumed from {given.resume_from}")
-    witness = Witness(given.output, session.model_parts, session.data_rank, session.whole) if given.witness else None
+    witness = Witness(given.output, session.model_parts, session.data_rank, session) if given.witness else None
     if witness:
         witness.first_weights(given.first_step - 1)
     gc.collect()

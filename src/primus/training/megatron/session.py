@@ -21,6 +21,8 @@ from primus.training.loop.session import Batch
 from primus.training.megatron import render, weights
 from primus.training.megatron.config import MegatronConfig
 from primus.training.megatron.model import build, layers_of
+from primus.training.megatron.updates import Updates
+from primus.training.witness import Taken
 
 __all__ = ["MegatronSession"]
 
@@ -152,11 +154,29 @@ class MegatronSession:
                     group["step"] = type(group["step"])(state[key])
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """See :meth:`primus.training.loop.session.Session.whole`."""
+        """See :meth:`primus.training.loop.session.Session.whole`. In bfloat16, the optimizer's float32 weights."""
+        return weights.whole(self.model_parts, tied=self._tied, value=self._updates().weight)
+
+    def taken(self) -> Taken:
+        """See :meth:`primus.training.loop.session.Session.taken`."""
         if self._ddp.overlap_param_gather:
             for part in self.model_parts:
                 part.start_param_sync(force_sync=True)
-        return weights.whole(self.model_parts, tied=self._tied)
+        updates = self._updates()
+        updated = self.whole()
+        computing = weights.whole(self.model_parts, tied=self._tied)
+        return Taken(
+            gradients=weights.whole(self.model_parts, tied=self._tied, value=updates.gradient),
+            rates={
+                f"{number}.{place}": float(group["lr"])
+                for number, inner in enumerate(self._inner())
+                for place, group in enumerate(inner.param_groups)
+            },
+            stale=[name for name, own in computing.items() if not torch.equal(own, updated[name].to(own.dtype))],
+        )
+
+    def _updates(self) -> Updates:
+        return Updates(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def facts(self) -> dict[str, Any]:
         """Whose layers ran, and the layout."""

@@ -57,10 +57,13 @@ def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool)
         parameter.data.copy_(whole)
 
 
-def whole(parts: Sequence[Any], *, tied: bool) -> dict[str, torch.Tensor]:
+def whole(
+    parts: Sequence[Any], *, tied: bool, value: Callable[[torch.nn.Parameter], torch.Tensor] = _nothing
+) -> dict[str, torch.Tensor]:
     """On rank 0, every parameter and router bias of ``parts`` as one rank would hold it; all ranks call this.
 
-    Raises SystemExit when ranks that must hold the same values do not.
+    ``value`` gives what to gather for a parameter: itself, or a tensor of its shape, such as its gradient. Raises
+    SystemExit when ranks that must hold the same values do not.
     """
     mine: list[tuple[str, int, int, int, torch.Tensor]] = []
     for part in parts:
@@ -70,7 +73,8 @@ def whole(parts: Sequence[Any], *, tied: bool) -> dict[str, torch.Tensor]:
         biases = [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias") and b is not None]
         for name, tensor in [*_named(model, tied=tied), *biases]:
             split = getattr(tensor, "partition_dim", -1) if getattr(tensor, "tensor_model_parallel", False) else -1
-            local = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            local = value(tensor) if isinstance(tensor, torch.nn.Parameter) else tensor
+            local = local.full_tensor() if hasattr(local, "full_tensor") else local
             halves = 2 if "linear_fc1" in name else 1
             mine.append((name, split, halves, _tensor_group(name).rank(), local.detach().cpu().clone()))
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,6 +23,31 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _plain(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return states @ weight.T
+
+
+class _EightBits(torch.autograd.Function):
+    """A product whose factors are rounded to float8_e4m3fn, its gradient to e5m2, each by its largest value."""
+
+    @staticmethod
+    def forward(context: Any, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        states, weight = _scaled(states, torch.float8_e4m3fn), _scaled(weight, torch.float8_e4m3fn)
+        context.save_for_backward(states, weight)
+        return states @ weight.T
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        states, weight = context.saved_tensors
+        gradient = _scaled(gradient, torch.float8_e5m2)
+        return gradient @ weight, gradient.flatten(0, -2).T @ states.flatten(0, -2)
+
+
+def _scaled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    scale = torch.finfo(dtype).max / tensor.abs().amax().clamp(min=1e-12)
+    return (tensor * scale).to(torch.float32).to(dtype).to(tensor.dtype) / scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +70,16 @@ class Dialect:
 class Model:
     """A language model as a function of its weights.
 
-    ``factors`` is applied to the inputs and weights of every product of a linear layer, ``between`` to all that passes
-    from one operation to the next. With casts to a narrow type and back, the model shows how far that precision moves
-    its results.
+    ``between`` is applied to all that passes from one operation to the next. With a cast to a narrow type and back, the
+    model shows how far that precision moves its results. ``eight``: linear layers multiply in FP8, scaled by tensor.
     """
 
     sizes: Architecture
     dialect: Dialect = field(default_factory=Dialect)
-    factors: Rounding = _exact
     between: Rounding = _exact
+    eight: bool = False
+    # How close the scores of an expert that was chosen and of one that was not have come, relative to the former.
+    closest: float = math.inf
 
     def logits(self, weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss per token."""
@@ -73,25 +100,26 @@ class Model:
             states = self.between(states + fed)
         states = self._norm(weights["model.norm.weight"], states)
         head = weights["model.embed_tokens.weight" if sizes.tied_embeddings else "lm_head.weight"]
-        return self._product(states, head), balance
+        return self.between(states @ head.T), balance
 
-    def loss(self, weights: Weights, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the cross entropies of all labels ≥ 0, and what is trained on besides (a loss per token)."""
+    def losses(self, weights: Weights, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cross entropy of each label (0 for a label < 0), and the balancing loss per token."""
         logits, balance = self.logits(weights, tokens)
         trained = labels >= 0
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        losses = _log_sum_exp(logits) - chosen
-        return (losses * trained).sum(), balance
-
-    def _product(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        out = self.factors(states) @ self.factors(weight).transpose(-1, -2)
-        return self.between(out if bias is None else out + bias)
+        return (_log_sum_exp(logits) - chosen) * trained, balance
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
-        out = self._product(states, weights[name + ".weight"], weights.get(name + ".bias"))
+        # Routed experts multiply in groups, which stay in the precision of the weights.
+        multiply = _EightBits.apply if self.eight and ".experts." not in name else _plain
+        out = multiply(states, weights[name + ".weight"])
+        if (bias := weights.get(name + ".bias")) is not None:
+            out = out + bias
+        out = self.between(out)
         if (down := weights.get(name + ".lora_A.weight")) is not None:
-            scale = float(weights[".lora_scale"])
-            out = out + scale * self._product(self._product(states, down), weights[name + ".lora_B.weight"])
+            low = self.between(multiply(states, down))
+            scaled = weights[".lora_scale"] * self.between(multiply(low, weights[name + ".lora_B.weight"]))
+            out = self.between(out + self.between(scaled))
         return out
 
     def _norm(self, weight: torch.Tensor, states: torch.Tensor, eps: float | None = None) -> torch.Tensor:
@@ -179,7 +207,7 @@ class Model:
             scores = 1 / (1 + torch.exp(-raw))
         bias = weights.get(name + "gate.e_score_correction_bias")
         choice = self._limited(scores.detach() if bias is None else scores.detach() + bias)
-        chosen = choice.topk(moe.top_k, -1).indices
+        chosen = self._best(choice)
         share = scores.gather(-1, chosen)
         if moe.normalize_top_k:
             share = share / share.sum(-1, keepdim=True)
@@ -192,8 +220,17 @@ class Model:
                 out = out.index_add(0, token, fed * share[token, place].unsqueeze(-1))
         if moe.shared_experts:
             out = out + self._swiglu(weights, name + "shared_experts.", flat)
-        extra = self._balance(raw, scores, chosen, samples, length)
+        extra = self._balance(raw, scores, samples, length)
         return out.unflatten(0, (samples, length)), extra
+
+    def _best(self, scores: torch.Tensor) -> torch.Tensor:
+        """The experts of each token's highest scores."""
+        count = self.sizes.moe.top_k
+        best = scores.topk(min(count + 1, scores.shape[-1]), -1)
+        if scores.shape[-1] > count:
+            last, other = best.values[:, count - 1], best.values[:, count]
+            self.closest = min(self.closest, float(((last - other) / last.abs().clamp(min=1e-9)).min()))
+        return best.indices[:, :count]
 
     def _limited(self, choice: torch.Tensor) -> torch.Tensor:
         """DeepSeek-V3: a token chooses among the groups whose two best experts sum up highest."""
@@ -205,15 +242,16 @@ class Model:
         allowed = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
         return grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
 
-    def _balance(
-        self, raw: torch.Tensor, scores: torch.Tensor, chosen: torch.Tensor, samples: int, length: int
-    ) -> torch.Tensor:
-        """Coefficient × experts × Σ (share of tokens sent to the expert × its mean score), per sequence or batch."""
+    def _balance(self, raw: torch.Tensor, scores: torch.Tensor, samples: int, length: int) -> torch.Tensor:
+        """Coefficient × experts × Σ (share of tokens sent to the expert × its mean score), per sequence or batch.
+
+        A token counts for its highest scores, whatever bias and groups decided (DeepSeek-V3, arXiv:2412.19437, eq. 18).
+        """
         moe, kind = self.sizes.moe, self.dialect.balance
         if not moe.auxiliary_loss or kind == "none":
             return raw.new_zeros(())
         scores = scores / scores.sum(-1, keepdim=True)
-        sent = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
+        sent = torch.zeros_like(scores).scatter_(1, self._best(scores.detach()), 1.0)
         if kind == "batch":
             sent, mean = sent.mean(0), scores.mean(0)
         else:
@@ -241,10 +279,10 @@ def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> t
 
 def _angles(size: int, model: Architecture, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine [length, size / 2] of the rotary angles."""
-    place = torch.arange(0, size, 2, dtype=like.dtype, device=like.device)
+    place = torch.arange(0, size, 2, dtype=torch.float64, device=like.device)
     frequencies = _stretched(float(model.rope_theta) ** (-place / size), size, model.rope_theta, model.rope_scaling)
-    angles = torch.arange(like.shape[-2], dtype=like.dtype, device=like.device)[:, None] * frequencies[None, :]
-    return angles.cos(), angles.sin()
+    angles = torch.arange(like.shape[-2], dtype=torch.float64, device=like.device)[:, None] * frequencies[None, :]
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def _stretched(frequencies: torch.Tensor, size: int, theta: float, scaling: RopeScaling) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +27,9 @@ __all__ = ["replay"]
 Tensors = dict[str, torch.Tensor]
 _BIAS = ".e_score_correction_bias"
 # Weights and their updates have this many bits: what is smaller than their rounding says nothing.
-_ROUNDING = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
+_ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
+# Steps, spread over the run, at which the reference also finds how far the run's precision moves its results.
+_NOISY = 4
 
 
 def replay(output: Path) -> dict[str, Any]:
@@ -66,44 +69,52 @@ class _Replay:
         self._sizes = _as_trained(job, sizes)
         self._given = update.settings(job)
         self._optimizer = update.AdamW(self._given)
+        self._exact = job["precision"] == "fp32"
+        config = job["config"]
+        key = "training.dtype" if job["backend"] == "torchtitan" else "training.master_dtype"
+        # The weights that the run keeps, not those that it computes with.
+        self._rounding = _ROUNDING[config.get(key, "float32")]
+        first, last = job["first_step"], job["last_step"]
+        self._noisy = {first + number * (last - first) // (_NOISY - 1) for number in range(_NOISY)}
         self._samples: data.Samples = data.Stream(job) if job["backend"] == "torchtitan" else data.numbered(job)
         self._dialect = _dialect(job)
 
     def step(self, step: int, before: Tensors, after: Tensors) -> dict[str, Any]:
         """Figures of one step: what the run had and what the reference has."""
-        different = self._batches(step)
-        losses, gradients = self._gradients(step, before)
+        row: dict[str, Any] = {"step": step, "data": self._batches(step)}
+        noisy = step in self._noisy
+        # In float32, the reference's own rounding is judged where it also computes in float64.
+        model, weights = self._model(), self._rounded(before, torch.float64 if noisy and self._exact else torch.float32)
+        loss, losses, gradients = self._gradients(step, weights, model)
         norm = update.norm_of(gradients)
-        row: dict[str, Any] = {"step": step, "data": different, "loss": losses, "grad_norm": norm}
-        if self._job["precision"] != "fp32":
-            row["noise"] = self._noise(step, before, losses, gradients)
+        row |= {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
         limited = update.clipped(gradients, norm, self._given.max_norm)
         row["rate"] = rate = update.rate(self._given, step)
         seen = _load(self._folder / f"update-{step}.pt")
         used = limited
+        scales = _scales(limited)
         if seen is not None:
             row["rates"] = sorted(set(seen["rates"].values()))
-            used = _wide(to_canonical(self._job["backend"], self._sizes, seen["gradients"]))
-            row["gradient"] = _worst_gap(
-                used, limited, math.sqrt(sum(float(g.square().sum()) for g in limited.values()))
-            )
+            used = to_canonical(self._job["backend"], self._sizes, seen["gradients"])
+            row["missing"] = sorted(set(limited) - set(used))
+            row["gaps"] = _gaps(used, limited, scales)
+        if noisy:
+            row["noise"] = self._noise(step, before, (loss, losses, gradients), limited, scales)
         row["own_gradient"] = seen is not None
-        expected = self._optimizer.update(_without_bias(before), used, rate)
-        row["update"] = self._update_gap(before, expected, after, judged=None if seen is not None else self._told())
+        row["stale"] = seen["stale"] if seen is not None else []
+        expected = self._optimizer.update(_wide(_without_bias(before)), _wide(used), rate)
+        row["update"] = self._update_gap(before, expected, after)
         return row
 
-    def _told(self) -> dict[str, torch.Tensor]:
-        """Which elements of each weight an unknown gradient decides beyond its own rounding.
+    def _model(self) -> Model:
+        """The model in which the run is repeated. FP8's rounding is large and known, so it is repeated as well."""
+        return Model(self._sizes, self._dialect, eight=self._job["precision"] == "fp8")
 
-        Adam's step has the size of the rate however small the gradient is: where a gradient is rounding alone, so is
-        the sign of the step. In float32 that is a thousandth of the tensor's usual gradient, in less a third of it.
-        """
-        exact = self._job["precision"] == "fp32"
-        sizes = {name: second.sqrt() for name, second in self._optimizer.second.items()}
-        usual = {name: float(size.square().mean().sqrt()) for name, size in sizes.items()}
-        least = max(usual.values()) * (1e-6 if exact else 1e-3)
-        share = 1e-3 if exact else 0.3
-        return {name: (size > share * usual[name]) & (usual[name] > least) for name, size in sizes.items()}
+    def _rounded(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
+        """``weights`` as the run computes with them, in ``dtype``."""
+        if self._exact:
+            return {name: tensor.to(dtype) for name, tensor in weights.items()}
+        return {n: (t if n.endswith(_BIAS) else t.to(torch.bfloat16)).to(dtype) for n, t in weights.items()}
 
     def _batches(self, step: int) -> list[str]:
         """Which micro-batches the run trained on are not those of the recipe."""
@@ -131,8 +142,8 @@ class _Replay:
             )
         return different
 
-    def _gradients(self, step: int, weights: Tensors, model: Model | None = None) -> tuple[float, Tensors]:
-        model = model or Model(self._sizes, self._dialect)
+    def _gradients(self, step: int, weights: Tensors, model: Model) -> tuple[float, torch.Tensor, Tensors]:
+        """The mean loss of ``step``, the loss of each label, and the gradients before clipping."""
         trained = {name for name in weights if _trained(self._job, name)}
         leaves = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()}
         if self._job["mode"] == "lora":
@@ -140,55 +151,57 @@ class _Replay:
             leaves[".lora_scale"] = torch.tensor(
                 float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16)), dtype=torch.float64
             )
-        total, ranks = 0.0, self._job["data_parallel"]
+        ranks, found = self._job["data_parallel"], []
         batches = [self._samples.batch(step, rank) for rank in range(ranks)]
         terms = sum(int((labels >= 0).sum()) for _, labels in batches)
         calls = ranks * self._job["accumulation"]
         for inputs, labels in batches:
             pieces = self._job["accumulation"]
             for one, wanted in zip(inputs.chunk(pieces), labels.chunk(pieces), strict=True):
-                loss, balance = model.loss(leaves, one, wanted)
-                (loss / terms + balance / calls).backward()
-                total += float(loss.detach())
+                losses, balance = model.losses(leaves, one, wanted)
+                (losses.sum() / terms + balance / calls).backward()
+                found.append(losses.detach().to(torch.float64).flatten())
         # An expert that no token chose has a gradient of zeros; its moments still move it.
         gradients = {
             name: torch.zeros_like(weights[name]) if leaves[name].grad is None else leaves[name].grad
             for name in trained
         }
-        return total / terms, gradients
+        every = torch.cat(found)
+        return float(every.sum()) / terms, every, gradients
 
-    def _noise(self, step: int, weights: Tensors, loss: float, gradients: Tensors) -> dict[str, float]:
-        """How far this precision alone moves loss and gradients: the reference once more, with its rounding."""
-        narrow = self._job["precision"] == "bf16"
-        rounded = Model(self._sizes, self._dialect, factors=_bfloat if narrow else _EightBits.apply, between=_bfloat)
-        other, moved = self._gradients(step, weights, rounded)
-        norm, changed = update.norm_of(gradients), update.norm_of(moved)
+    def _noise(
+        self, step: int, before: Tensors, own: tuple[float, torch.Tensor, Tensors], limited: Tensors,
+        scales: Mapping[str, float],
+    ) -> dict[str, Any]:  # fmt: skip
+        """How far the run's precision alone moves its results: the reference once more, with that rounding."""
+        loss, losses, gradients = own
+        norm = update.norm_of(gradients)
+        model = self._model()
+        if not self._exact:
+            model.between = _bfloat
+        other, again, moved = self._gradients(step, self._rounded(before, torch.float32), model)
+        # The mean's own error can be small by chance; that of the single labels says how large it may become.
+        spread = float((again - losses).std()) / math.sqrt(len(losses))
+        clipped = update.clipped(moved, update.norm_of(moved), self._given.max_norm)
         return {
-            "loss": abs(other - loss) / loss,
-            "grad_norm": abs(changed - norm) / norm,
-            "gradient": _worst_gap(moved, gradients, norm)["gap"],
+            "loss": max(abs(other - loss), spread) / loss,
+            # A norm errs by no more than its vector does.
+            "grad_norm": math.sqrt(sum(float((moved[n] - g).square().sum()) for n, g in gradients.items())) / norm,
+            "gaps": _gaps(clipped, limited, scales),
         }
 
-    def _update_gap(
-        self, before: Tensors, expected: Tensors, after: Tensors, judged: dict[str, torch.Tensor] | None
-    ) -> dict[str, Any]:
+    def _update_gap(self, before: Tensors, expected: Tensors, after: Tensors) -> dict[str, Any]:
         worst, at = 0.0, ""
-        rounding = _ROUNDING[torch.bfloat16 if self._narrow(after) else torch.float32]
         for name, wanted in expected.items():
-            told = 1.0 if judged is None or name not in judged else judged[name].to(wanted.dtype)
-            change = float(((wanted - before[name]) * told).norm())
-            gap = max(0.0, float(((after[name] - wanted) * told).norm()) - rounding * float(wanted.norm()))
-            if not gap:
-                continue
-            relative = gap / change if change else math.inf
-            if relative > worst:
-                worst, at = relative, name
+            change = float((wanted - before[name]).norm())
+            gap = max(
+                0.0, float((after[name].to(torch.float64) - wanted).norm()) - self._rounding * float(wanted.norm())
+            )
+            if gap:
+                relative = gap / change if change else math.inf
+                if not relative <= worst:
+                    worst, at = relative, name
         return {"gap": min(worst, 1e9), "name": at}
-
-    def _narrow(self, weights: Tensors) -> bool:
-        """Whether the run keeps its weights in bfloat16 (they are widened here without loss)."""
-        matrix = next(tensor for tensor in weights.values() if tensor.ndim > 1)
-        return bool(torch.equal(matrix.bfloat16().to(matrix.dtype), matrix))
 
 
 def _dialect(job: Mapping[str, Any]) -> Dialect:
@@ -215,7 +228,7 @@ def _as_trained(job: Mapping[str, Any], sizes: Architecture) -> Architecture:
 
 def _weights(job: Mapping[str, Any], sizes: Architecture, folder: Path, step: int) -> Tensors:
     seen = torch.load(folder / f"weights-{step}.pt", weights_only=True)
-    return _wide(to_canonical(job["backend"], sizes, seen["weights"]))
+    return to_canonical(job["backend"], sizes, seen["weights"])
 
 
 def _wide(tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -270,35 +283,25 @@ def _moved(job: Mapping[str, Any], first: Tensors, last: Tensors) -> dict[str, l
     return {"still": still, "frozen_moved": [name for name in frozen if not name.endswith(_BIAS)]}
 
 
-def _worst_gap(run: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], whole: float) -> dict[str, Any]:
-    """The tensor whose gradients differ most, relative to its own length or to a thousandth of the whole's."""
-    worst: dict[str, Any] = {"gap": 0.0, "name": "", "missing": sorted(set(own) - set(run))}
+def _scales(gradients: Tensors) -> dict[str, float]:
+    """What a tensor's error is relative to: its own length, or a thousandth of the length of all gradients."""
+    lengths = {name: float(gradient.norm()) for name, gradient in gradients.items()}
+    least = 1e-3 * math.sqrt(sum(length**2 for length in lengths.values()))
+    return {name: max(length, least) or 1.0 for name, length in lengths.items()}
+
+
+def _gaps(run: Mapping[str, torch.Tensor], own: Tensors, scales: Mapping[str, float]) -> dict[str, tuple[float, str]]:
+    """The largest relative error of a gradient, and its tensor's name, for each kind: a name without its numbers.
+
+    Tensors of a kind are alike in all layers and experts, so that the noise of some says what to expect of the others.
+    """
+    worst: dict[str, tuple[float, str]] = {}
     for name, wanted in own.items():
-        if name not in run:
-            continue
-        scale = max(float(wanted.norm()), 1e-3 * whole) or 1.0
-        gap = float((run[name] - wanted).norm()) / scale
-        if not gap <= worst["gap"]:
-            worst |= {"gap": gap if math.isfinite(gap) else 1e9, "name": name}
+        if name in run:
+            kind, gap = re.sub(r"\.\d+", "", name), float((run[name].to(wanted.dtype) - wanted).norm()) / scales[name]
+            worst[kind] = max(worst.get(kind, (0.0, "")), (gap if math.isfinite(gap) else 1e9, name))
     return worst
 
 
 def _bfloat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.bfloat16).to(torch.float64)
-
-
-class _EightBits(torch.autograd.Function):
-    """Round to float8_e4m3fn by the tensor's largest value (gradients to e5m2), as tensorwise scaling does."""
-
-    @staticmethod
-    def forward(_context: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return _scaled(_bfloat(tensor), torch.float8_e4m3fn)
-
-    @staticmethod
-    def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _scaled(_bfloat(gradient), torch.float8_e5m2)
-
-
-def _scaled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    scale = torch.finfo(dtype).max / tensor.abs().amax().clamp(min=1e-12)
-    return (tensor * scale).to(torch.float32).to(dtype).to(torch.float64) / scale
+    return tensor.to(torch.bfloat16).to(tensor.dtype)

@@ -36,6 +36,10 @@ def observed_trainer(
     class ObservedTrainer(base):  # type: ignore[misc,unused-ignore]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
+            for part in self.model_parts:
+                # torchtitan 0.2.2 builds DeepSeek's last norm without the model's epsilon.
+                if (norm := getattr(part, "norm", None)) is not None and norm.eps is None:
+                    norm.eps = self.model_args.norm_eps
             self.facts = {
                 **facts.static(self.model_parts, self.device.type),
                 "accumulation_steps": self.gradient_accumulation_steps,

@@ -1,0 +1,60 @@
+"""What Megatron's optimizers update: the gradients they took and the weights they keep, whole for each parameter.
+
+A distributed optimizer gives each data-parallel rank a range of each parameter. For bfloat16 parameters, any optimizer
+keeps float32 weights of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+__all__ = ["Updates"]
+
+
+class Updates:
+    """Looks up parameters in ``optimizers``, Megatron's. Its methods are called on all ranks, in the same order."""
+
+    def __init__(self, optimizers: Iterable[Any]) -> None:
+        # Parameter -> what the inner optimizer updates for it, and which range of the parameter that is.
+        self._own: dict[torch.nn.Parameter, tuple[torch.Tensor, Any]] = {}
+        self._sharded = False
+        for optimizer in optimizers:
+            places = getattr(optimizer, "model_param_group_index_map", None)
+            self._sharded |= places is not None
+            for parameter, (group, place) in (places or {}).items():
+                updated = optimizer.optimizer.param_groups[group]["params"][place]
+                self._own[parameter] = updated, optimizer._get_model_param_range_map(parameter)["param"]
+
+    def weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The weights that the optimizer keeps for ``parameter``."""
+        return self._whole(parameter, lambda updated: updated)
+
+    def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The gradient that the last update took for ``parameter``, after clipping; NaN where it had none."""
+        return self._whole(parameter, _gradient)
+
+    def _whole(self, parameter: torch.nn.Parameter, of: Any) -> torch.Tensor:
+        if not self._sharded:
+            found: torch.Tensor = of(getattr(parameter, "main_param", parameter))
+            return found.detach()
+        flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if parameter in self._own:
+            updated, where = self._own[parameter]
+            flat[where.start : where.end] = of(updated).detach().float()
+        dense = getattr(parameter, "allreduce", True)
+        group = (
+            parallel_state.get_data_parallel_group(with_context_parallel=True)
+            if dense
+            else parallel_state.get_expert_data_parallel_group()
+        )
+        dist.all_reduce(flat, group=group)
+        return flat.view_as(parameter)
+
+
+def _gradient(updated: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(updated, torch.nan) if updated.grad is None else updated.grad

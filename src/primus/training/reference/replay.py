@@ -30,6 +30,8 @@ _BIAS = ".e_score_correction_bias"
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 # Steps, spread over the run, at which the reference also finds how far the run's precision moves its results.
 _NOISY = 4
+# At other steps, it does so when a gap exceeds so many times the noise of these.
+_SUSPECT = 3.0
 
 
 def replay(output: Path) -> dict[str, Any]:
@@ -69,6 +71,7 @@ class _Replay:
         self._sizes = _as_trained(job, sizes)
         self._given = update.settings(job)
         self._optimizer = update.AdamW(self._given)
+        self._usual: dict[str, float] = {}
         self._exact = job["precision"] == "fp32"
         config = job["config"]
         key = "training.dtype" if job["backend"] == "torchtitan" else "training.master_dtype"
@@ -82,29 +85,40 @@ class _Replay:
     def step(self, step: int, before: Tensors, after: Tensors) -> dict[str, Any]:
         """Figures of one step: what the run had and what the reference has."""
         row: dict[str, Any] = {"step": step, "data": self._batches(step)}
-        noisy = step in self._noisy
+        row["rate"] = rate = update.rate(self._given, step)
+        seen = _load(self._folder / f"update-{step}.pt")
+        used = to_canonical(self._job["backend"], self._sizes, seen["gradients"]) if seen else None
+        regular = step in self._noisy
+        figures, limited = self._figures(step, before, used, noisy=regular)
+        if regular:
+            for kind, (gap, _) in figures["noise"]["gaps"].items():
+                self._usual[kind] = max(self._usual.get(kind, 0.0), gap)
+        elif any(gap > 1e-5 + _SUSPECT * self._usual[kind] for kind, (gap, _) in figures.get("gaps", {}).items()):
+            # Some steps amplify rounding more than others do.
+            figures, limited = self._figures(step, before, used, noisy=True)
+        row |= figures | {"regular": regular, "own_gradient": seen is not None, "stale": seen["stale"] if seen else []}
+        if seen is not None:
+            row["rates"] = sorted(set(seen["rates"].values()))
+        expected = self._optimizer.update(_wide(_without_bias(before)), _wide(limited if used is None else used), rate)
+        row["update"] = self._update_gap(before, expected, after)
+        return row
+
+    def _figures(
+        self, step: int, before: Tensors, used: Tensors | None, *, noisy: bool
+    ) -> tuple[dict[str, Any], Tensors]:
+        """The reference's own figures, the gaps of the gradients ``used`` by the run, and the reference's gradients."""
         # In float32, the reference's own rounding is judged where it also computes in float64.
         model, weights = self._model(), self._rounded(before, torch.float64 if noisy and self._exact else torch.float32)
         loss, losses, gradients = self._gradients(step, weights, model)
         norm = update.norm_of(gradients)
-        row |= {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
+        found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
         limited = update.clipped(gradients, norm, self._given.max_norm)
-        row["rate"] = rate = update.rate(self._given, step)
-        seen = _load(self._folder / f"update-{step}.pt")
-        used = limited
         scales = _scales(limited)
-        if seen is not None:
-            row["rates"] = sorted(set(seen["rates"].values()))
-            used = to_canonical(self._job["backend"], self._sizes, seen["gradients"])
-            row["missing"] = sorted(set(limited) - set(used))
-            row["gaps"] = _gaps(used, limited, scales)
+        if used is not None:
+            found |= {"missing": sorted(set(limited) - set(used)), "gaps": _gaps(used, limited, scales)}
         if noisy:
-            row["noise"] = self._noise(step, before, (loss, losses, gradients), limited, scales)
-        row["own_gradient"] = seen is not None
-        row["stale"] = seen["stale"] if seen is not None else []
-        expected = self._optimizer.update(_wide(_without_bias(before)), _wide(used), rate)
-        row["update"] = self._update_gap(before, expected, after)
-        return row
+            found["noise"] = self._noise(step, before, (loss, losses, gradients), limited, scales)
+        return found, limited
 
     def _model(self) -> Model:
         """The model in which the run is repeated. FP8's rounding is large and known, so it is repeated as well."""

@@ -30,6 +30,8 @@ _LONG = {
     "{long}": "a" * 300,
     "{digits}": "ranks: " + "9" * 5000,
     "ranks={many digits}": "ranks=" + "9" * 5000,
+    "name={long}": "name=" + "a" * 300,
+    "{digits in JSON}": '{"a": ' + "9" * 5000 + "}",
     "{brackets}": "[" * 1_000_000,
     "{keys}": "".join(f"k{n}: 1\n" for n in range(100_000)),
     "{huge}": "# " + "x" * 3_000_000,
@@ -51,6 +53,10 @@ def fault(given: Mapping[str, Any], folder: Path) -> str | None:
             (folder / name).mkdir()
         else:
             (folder / name).write_text(_LONG.get(text, text), encoding="utf-8")
+    for name in given.get("pipes", ()):
+        os.mkfifo(folder / name)
+    for name, target in given.get("links", {}).items():
+        (folder / name).symlink_to(target)
     for name, digits in given.get("hex", {}).items():
         (folder / name).write_bytes(bytes.fromhex(digits))
     variables = {name: value for name, value in os.environ.items() if name not in _STANDING} | given.get("env", {})

@@ -60,6 +60,8 @@ def archive(suite: str, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         command = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=apt,ca-certificates,python3"]
         if suite in UBUNTU:
+            if not all(os.environ.get(name) for name in ("PRIMUS_UBUNTU_MIRROR", "PRIMUS_UBUNTU_KEYRING")):
+                sys.exit(f"{suite}: set PRIMUS_UBUNTU_MIRROR and PRIMUS_UBUNTU_KEYRING to an archive of Ubuntu")
             mirror, keyring = os.environ["PRIMUS_UBUNTU_MIRROR"], os.environ["PRIMUS_UBUNTU_KEYRING"]
             more = ["--components=main,universe", f"--keyring={keyring}", suite, f"{made}.part.tar", *mirror.split()]
         else:

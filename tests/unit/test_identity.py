@@ -66,7 +66,8 @@ def test_a_difference_is_refused_unless_it_is_named(tmp_path: Path, words: list[
     with (tmp_path / "tokenizer/tokenizer.json").open("a") as file:
         file.write(" ")
     folder = kept(tmp_path / "step-5", proxy("model.layers=4"))
-    other = proxy("model.layers=4", *(word.format(tmp=tmp_path) for word in words))
+    same = [] if field == "model.layers" else ["model.layers=4"]
+    other = proxy(*same, *(word.format(tmp=tmp_path) for word in words))
     with pytest.raises(InputError) as refused:
         identity.check(folder, other)
     assert told in refused.value.message

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -193,10 +193,13 @@ def test_runs_of_one_name_are_told_apart(make: Make, tmp_path: Path, capsys: pyt
         ({"metrics.jsonl": "[1]\n"}, "not a JSON object"),
         ({"metrics.jsonl": None}, "the run logged no step"),
         ({"result.json": None}, "has not ended, or was interrupted"),
-        ({"result.json": "{}"}, "'passed' is missing"),
+        ({"result.json": "{}"}, "passed is missing"),
         ({"result.json": '{"passed": true, "seconds": 1, "verdicts": [3], "summary": {}}'}, "not what primus writes"),
         ({"job.json": "\x00"}, "not JSON"),
-        ({"metrics.jsonl": '{"step": 1, "loss": 1' + "0" * 400 + "}"}, "not what primus writes"),
+        (
+            {"metrics.jsonl": '{"step": 1, "loss": 1' + "0" * 400 + "}"},
+            "metrics.jsonl:1: not JSON: a number of 401 digits",
+        ),
         ({"job.json": "[" * 100_000}, "not JSON: nested too deeply"),
         ({"job.json": None}, "holds no job.json"),
         ({"job.json": '{"settings": {}, "recipe": {"name": "x", "overrides": []}, "backend": "jax"}'}, "not what"),
@@ -224,8 +227,55 @@ def test_too_many_runs_the_same_run_and_no_place_to_write(
     assert "9 runs\n  → at most 8" in capsys.readouterr().err
     assert main(["report", folder, folder, *out]) == 2
     assert "named twice" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    assert main(["report", folder, "--out", str(tmp_path / "file")]) == 3
+    assert main(["report", folder, "--out", "/proc/report"]) == 3
+    assert "cannot write to /proc/report" in capsys.readouterr().err
+
+
+# Text with a NUL and a lone surrogate, as escapes in JSON; the last number is infinite as a float.
+HOSTILE = (
+    "null",
+    "-1",
+    "1e999",
+    '""',
+    '"\\u0000"',
+    '"\\ud800"',
+    '"\\u001b[2J"',
+    f'"{"x" * 5000}"',
+    "[1]",
+    "{}",
+    "9" * 400,
+)
+
+
+def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The place of each value in a document; of a list, the first one's."""
+    yield place
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, one in inner:
+        yield from _places(one, (*place, key))
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("name", ["job.json", "result.json", "facts.json", "metrics.jsonl"])
+def test_a_mutated_run_is_reported_or_refused(
+    name: str, hostile: str, make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = make("run"), tmp_path / "out"
+    whole = (folder / name).read_text(encoding="utf-8")
+    first, _, rest = whole.partition("\n") if name == "metrics.jsonl" else (whole, "", "")
+    places = [place for place in _places(json.loads(first)) if place[:1] != ("settings",) or "nodes" in place]
+    for place in places:
+        document: Any = {"": json.loads(first)}
+        holder: Any = document
+        for key in ("", *place)[:-1]:
+            holder = holder[key]
+        holder[("", *place)[-1]] = "HERE"
+        text = json.dumps(document[""]).replace('"HERE"', hostile)
+        (folder / name).write_text(f"{text}\n{rest}", encoding="utf-8")
+        assert main(["report", str(folder), "--out", str(out)]) in (0, 2), place
+        said = "".join(capsys.readouterr())
+        assert "Traceback" not in said
+        assert "\x1b" not in said
 
 
 @pytest.mark.parametrize("kept", [True, False])

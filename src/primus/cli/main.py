@@ -134,6 +134,7 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
     import argparse
     import importlib
 
+    from primus.cli.arguments import utf8_only
     from primus.errors import HostError, PrimusError
 
     try:
@@ -150,6 +151,7 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
     )
     module.add_arguments(parser)
     try:
+        utf8_only(words)
         code: int = module.run(parser.parse_args(words))
     except PrimusError as error:
         print(f"primus {verb}: {error}", file=sys.stderr)

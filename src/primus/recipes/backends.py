@@ -46,6 +46,7 @@ class Backend:
     needs: Mapping[str, str] = field(default_factory=dict)
     bounds: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    inside: Sequence[str] = ()
 
     def key(self, what: str) -> str:
         """The full key of what every backend has: ``steps`` → ``torchtitan.training.steps``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,12 @@ _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
 _DECIDING = ("default.", "supports.")
 
 
-def resolve(name: str, overrides: Sequence[str] = (), asked: Asked | None = None) -> Recipe:
-    """Load recipe ``name`` (or a path to one), choose, apply its cases, then ``key=value`` overrides in order.
+def resolve(
+    name: str, overrides: Sequence[str] = (), asked: Asked | None = None, replacing: Sequence[str] = ()
+) -> Recipe:
+    """Load recipe ``name`` (or a path to one), choose, apply its cases, then the ``key=value`` overrides.
+
+    A key may be overridden once; ``replacing`` are further overrides, which take the place of those of the same key.
 
     Keys of the backend's section may be given without its name: ``training.steps=5``. What every backend has, each
     under a key of its own, may be given by one word: ``steps=5``, ``tp=2``. ``precision=fp8`` and the other choices
@@ -44,13 +49,21 @@ def resolve(name: str, overrides: Sequence[str] = (), asked: Asked | None = None
     knows = backend(facts["backend"])
     settings = {key: s for key, s in settings.items() if not _elsewhere(key, knows)}
     _scale_batch(settings, source, facts, knows)
-    words = [_spelled_out(word, knows) for word in words]
-    given = dict(_override(word, knows) for word in words)
+    spelled: dict[str, str] = {}
+    given: dict[str, Setting] = {}
+    for word in words:
+        key, setting = _override(full := _spelled_out(word, knows), knows)
+        if key in given:
+            raise _twice(key, spelled[key], full)
+        spelled[key], given[key] = full, setting
+    for word in replacing:
+        key, setting = _override(full := _spelled_out(word, knows), knows)
+        spelled[key], given[key] = full, setting
     settings.update(given)
     _shorten_warmup(settings, given, knows)
     _check_keys(settings, path, knows)
     recipe = Recipe(
-        name=name, path=path, settings=settings, overrides=tuple(words), asked=_as_asked(asked, chosen),
+        name=name, path=path, settings=settings, overrides=tuple(spelled.values()), asked=_as_asked(asked, chosen),
         precisions=supported(source.settings)[facts["backend"], facts["mode"]],
     )  # fmt: skip
     _check_sense(recipe)
@@ -70,10 +83,12 @@ def _choices_among(asked: Asked, overrides: Sequence[str]) -> tuple[Asked, list[
         if key not in CHOICES:
             words.append(word)
             continue
+        if (before := getattr(asked, key)) is not None:
+            raise _twice(key, f"{key}={str(before).lower() if key == 'proxy' else before}", word)
         value: object = text
         if key == "nodes":
-            if not text.isdigit():
-                raise InputError(f"nodes must be a whole number, not {text!r}", where="command line: nodes")
+            if not re.fullmatch(r"[0-9]{1,9}", text):
+                raise InputError(f"nodes must be a whole number, not {text[:40]!r}", where="command line: nodes")
             value = int(text)
         elif key == "proxy":
             if text not in ("true", "false"):
@@ -81,6 +96,10 @@ def _choices_among(asked: Asked, overrides: Sequence[str]) -> tuple[Asked, list[
             value = text == "true"
         asked = replace(asked, **{key: value})  # type: ignore[arg-type]
     return asked, words
+
+
+def _twice(key: str, first: str, second: str) -> InputError:
+    return InputError(f"{key} is set twice: {first} and {second}", where="command line", hint="keep one of the two")
 
 
 def _elsewhere(key: str, knows: Backend) -> bool:
@@ -193,6 +212,9 @@ def _check_sense(recipe: Recipe) -> None:
         asset = recipe.asset(name)
         if asset is not None and not _exists(asset):
             refuse(f"assets.{name}", f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
+        if asset is not None and not (asset.is_dir() or (asset.is_file() and name != "tokenizer")):
+            kind = "a folder" if name == "tokenizer" else "a file or a folder"
+            refuse(f"assets.{name}", f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock")
     weights = recipe.section(knows.name).get("weights")
     if isinstance(weights, str) and weights != "random" and not weights.startswith("hf:"):
         folder = Path(weights)

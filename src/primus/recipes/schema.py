@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -21,14 +22,16 @@ from primus.recipes.model import WORDS, Setting, Value
 __all__ = ["RECIPE", "Rule", "backend_rules", "model_rules", "outside"]
 
 _LARGEST = 2**63 - 1
+# What can also be a part of a file's name.
+_WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """What one key accepts: type names (``int``, ``str``, ``list`` ...), one of ``choices``, values within ``bounds``.
 
-    ``items`` are the types of a list's items; ``filled``: text must not be empty. No types at all: only the library's
-    own code can give a value.
+    ``items`` are the types of a list's items; ``filled``: text must not be empty; ``inside``: text is a path inside the
+    run's folder; ``word``: text is one word. No types at all: only the library's own code can give a value.
     """
 
     types: frozenset[str]
@@ -36,6 +39,8 @@ class Rule:
     items: frozenset[str] = frozenset()
     bounds: str | None = None
     filled: bool = False
+    inside: bool = False
+    word: bool = False
     default: Value = None
 
     def objection(self, value: Value) -> str | None:
@@ -48,6 +53,10 @@ class Rule:
             return objection
         if self.filled and not str(value).strip():
             return "must not be empty"
+        if self.inside and isinstance(value, str) and (value.startswith("/") or ".." in value.split("/")):
+            return f"must be a relative path inside the run's folder, not {_short(value)}"
+        if self.word and not _WORD.fullmatch(str(value)):
+            return f"must be at most 100 letters, digits and ._+-, not {_short(value)}"
         for item in value if isinstance(value, list) and self.items else ():
             if (objection := _type_objection(self.items, item)) is not None:
                 return f"holds {item!r}: each item {objection.partition(', not')[0]}"
@@ -80,7 +89,7 @@ def _rule(kind: str, bounds: str | None = None, *, filled: bool = False) -> Rule
 
 
 RECIPE: Mapping[str, Rule] = {
-    "name": _rule("str", filled=True),
+    "name": Rule(types=frozenset({"str"}), filled=True, word=True),
     "description": _rule("str"),
     "ranks": _rule("int", "[1, 1024]"),
     "turbo": Rule(types=frozenset({"str", "list"}), items=frozenset({"str"}), filled=True),
@@ -139,6 +148,7 @@ def backend_rules(name: str) -> Mapping[str, Rule]:
             choices=tuple(entry.get("choices") or knows.choices.get(key, ())),
             items=frozenset(entry.get("items", ())),
             bounds=entry.get("bounds") or knows.bounds.get(key),
+            inside=key in knows.inside,
             default=entry.get("default"),
         )
         for key, entry in content["keys"].items()

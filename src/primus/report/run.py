@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
-from primus.recipes.backends import backend
+from primus.recipes.backends import backends
 from primus.yamlfile import refuse_special
 
 __all__ = ["Run", "read", "read_all"]
 
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
+
+_MOST_DIGITS = 64
+_UNREADABLE = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +83,8 @@ def read(path: Path) -> Run:
         path = path / "record.json"
     try:
         run = _job(path) if path.is_dir() else _record(path)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"not what primus writes: {missing}", where=str(path), hint=_NOT_OURS) from None
-    if not all(isinstance(word, str) for word in (run.recipe, run.backend, run.mode, run.precision)):
-        raise InputError("not what primus writes: recipe and choices must be text", where=str(path), hint=_NOT_OURS)
+    except ValueError as error:
+        raise InputError(f"not what primus writes: {error}", where=str(path), hint=_NOT_OURS) from None
     if not run.series:
         raise InputError("the run logged no step", where=str(path), hint="its log.txt says why")
     return run
@@ -94,84 +96,168 @@ def _job(folder: Path) -> Run:
     if not (folder / "result.json").is_file():
         raise InputError(f"{folder} holds no result.json: the run has not ended, or was interrupted")
     job, left = _json(folder / "job.json"), _json(folder / "result.json")
-    facts = _json(folder / "facts.json") if (folder / "facts.json").is_file() else {}
-    settings = {key: entry["value"] for key, entry in job["settings"].items()}
+    facts = _json(folder / "facts.json") if (folder / "facts.json").is_file() else _Object({})
+    settings = _Object({key: entry.value("value") for key, entry in job.inside("settings").objects()})
     lines = _text(folder / "metrics.jsonl").splitlines() if (folder / "metrics.jsonl").is_file() else []
     series = [_parsed(line, f"{folder / 'metrics.jsonl'}:{number}") for number, line in enumerate(lines, 1)]
-    recipe = job["recipe"]
+    recipe = job.inside("recipe")
     return Run(
-        label=folder.resolve().name,
+        label=_readable(folder.resolve().name),
         source=folder,
-        recipe=recipe["name"],
-        arguments=("train", recipe["name"], *recipe["overrides"]),
-        passed=left["passed"],
-        seconds=float(left["seconds"]),
+        recipe=recipe.text("name"),
+        arguments=("train", recipe.text("name"), *recipe.texts("overrides")),
+        passed=left.flag("passed"),
+        seconds=left.number("seconds"),
         verdicts=_verdicts(left),
-        summary=dict(left["summary"]),
+        summary=_summary(left.inside("summary")),
         series=tuple(map(_step, series)),
-        ranks=int(job["world_size"]),
+        ranks=job.whole("world_size"),
         **_common(job, settings, facts),
     )
 
 
 def _record(path: Path) -> Run:
     record = _json(path)
-    recipe, base = record["recipe"], record["jobs"][0]
+    recipe, jobs = record.inside("recipe"), record.list("jobs")
+    if not jobs:
+        raise ValueError("jobs is empty")
+    base = jobs[0]
     return Run(
-        label=f"{record['target']} {recipe['name']}",
+        label=f"{record.text('target')} {recipe.text('name')}",
         source=path,
-        recipe=recipe["name"],
-        arguments=tuple(base["command"][1:]),
-        passed=record["passed"],
-        seconds=float(base.get("seconds", 0.0)),
+        recipe=recipe.text("name"),
+        arguments=base.texts("command")[1:],
+        passed=record.flag("passed"),
+        seconds=base.number("seconds") if "seconds" in base.fields else 0.0,
         verdicts=_verdicts(record),
-        summary=dict(record["measurements"]),
-        series=tuple(map(_step, base.get("series", ()))),
-        ranks=int(recipe["ranks"]),
-        image=dict(record["image"]),
-        **_common(recipe, recipe["settings"], record["facts"]),
+        summary=_summary(record.inside("measurements")),
+        series=tuple(map(_step, base.list("series"))) if "series" in base.fields else (),
+        ranks=recipe.whole("ranks"),
+        image={key: _readable(value) for key, value in record.inside("image").fields.items() if isinstance(value, str)},
+        **_common(recipe, recipe.inside("settings"), record.inside("facts")),
     )
 
 
-def _common(what: Mapping[str, Any], settings: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    knows = backend(what["backend"])
+def _common(what: _Object, settings: _Object, facts: _Object) -> dict[str, Any]:
+    if (name := what.text("backend")) not in backends():
+        raise ValueError(f"there is no backend {name!r}")
+    knows = backends()[name]
     return {
-        "backend": what["backend"],
-        "mode": what["mode"],
-        "precision": what["precision"],
-        "nodes": int(settings["nodes"]),
-        "local_batch": int(settings[knows.key("local_batch")]),
-        "seq_len": int(settings[knows.key("seq_len")]),
-        "corpus": str(settings.get("assets.corpus", "")),
-        "product": str(facts.get("gpu", "")),
+        "backend": name,
+        "mode": what.text("mode"),
+        "precision": what.text("precision"),
+        "nodes": settings.whole("nodes"),
+        "local_batch": settings.whole(knows.key("local_batch")),
+        "seq_len": settings.whole(knows.key("seq_len")),
+        "corpus": settings.text("assets.corpus") if "assets.corpus" in settings.fields else "",
+        "product": facts.text("gpu") if "gpu" in facts.fields else "",
     }
 
 
-def _verdicts(holder: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    wanted = ("name", "passed", "measured", "limit", "reason")
-    return tuple({key: verdict[key] for key in wanted} for verdict in holder["verdicts"])
+def _verdicts(holder: _Object) -> tuple[Mapping[str, Any], ...]:
+    wanted = ("name", "measured", "limit", "reason")
+    found = holder.list("verdicts")
+    return tuple({key: one.text(key) for key in wanted} | {"passed": one.flag("passed")} for one in found)
 
 
-def _step(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def _summary(found: _Object) -> dict[str, Any]:
+    """Figures, which are numbers or None, and sentences; of the MFU both shares and their peak."""
+    figures: dict[str, Any] = {}
+    for key, value in found.fields.items():
+        if key == "mfu" and value is not None:
+            mfu = found.inside(key)
+            numbers = {name: mfu.number(name) for name in ("causal", "non_causal", "peak_tflops")}
+            figures[key] = numbers | {"dtype": mfu.text("dtype")}
+        elif isinstance(value, str):
+            figures[key] = found.text(key)
+        else:
+            figures[key] = None if value is None else found.number(key)
+    return figures
+
+
+def _step(entry: _Object) -> Mapping[str, Any]:
     """A step whose figures are numbers or None, so that whatever draws them can rely on it."""
-    figures = {key: None if value is None else float(value) for key, value in entry.items()}
-    return {"loss": None, "grad_norm": None, "tokens_per_second": None, **figures, "step": int(entry["step"])}
+    figures = {key: None if value is None else entry.number(key) for key, value in entry.fields.items()}
+    return {"loss": None, "grad_norm": None, "tokens_per_second": None, **figures, "step": entry.whole("step")}
 
 
-def _json(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Object:
+    """A JSON object at ``place`` of its file. Fields are asked for by type: ValueError names one that has another."""
+
+    fields: Mapping[str, Any]
+    place: str = ""
+
+    def value(self, key: str) -> Any:
+        if key not in self.fields:
+            raise ValueError(f"{self.place}{key} is missing")
+        return self.fields[key]
+
+    def text(self, key: str) -> str:
+        return _readable(self._typed(key, str, "text"))
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        found = self._typed(key, list, "a list")
+        if not all(isinstance(item, str) for item in found):
+            raise ValueError(f"{self.place}{key} must hold text only")
+        return tuple(map(_readable, found))
+
+    def flag(self, key: str) -> bool:
+        return bool(self._typed(key, bool, "true or false"))
+
+    def number(self, key: str) -> float:
+        found = self.value(key)
+        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+            raise ValueError(f"{self.place}{key} must be a number, not {found!r:.40}")
+        return float(found)
+
+    def whole(self, key: str) -> int:
+        found = self.number(key)
+        if found < 1 or found != int(found):
+            raise ValueError(f"{self.place}{key} must be a whole number of at least 1, not {self.value(key)!r:.40}")
+        return int(found)
+
+    def inside(self, key: str) -> _Object:
+        return _Object(self._typed(key, dict, "an object"), f"{self.place}{key}.")
+
+    def objects(self) -> Iterator[tuple[str, _Object]]:
+        return ((key, self.inside(key)) for key in self.fields)
+
+    def list(self, key: str) -> Sequence[_Object]:
+        items = {str(number): item for number, item in enumerate(self._typed(key, list, "a list"))}
+        return [one for _, one in _Object(items, f"{self.place}{key}.").objects()]
+
+    def _typed(self, key: str, kind: type, words: str) -> Any:
+        if not isinstance(found := self.value(key), kind):
+            raise ValueError(f"{self.place}{key} must be {words}, not {found!r:.40}")  # noqa: TRY004
+        return found
+
+
+def _readable(text: str) -> str:
+    """``text`` as any file and terminal can show it."""
+    return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _json(path: Path) -> _Object:
     return _parsed(_text(path), str(path))
 
 
-def _parsed(text: str, where: str) -> dict[str, Any]:
+def _parsed(text: str, where: str) -> _Object:
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_short_int)
     except RecursionError:
         raise InputError("not JSON: nested too deeply", where=where, hint=_NOT_OURS) from None
     except ValueError as error:
         raise InputError(f"not JSON: {error}", where=where, hint=_NOT_OURS) from None
     if not isinstance(value, dict):
         raise InputError("not a JSON object", where=where, hint=_NOT_OURS)
-    return value
+    return _Object(value)
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _text(path: Path) -> str:

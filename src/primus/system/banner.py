@@ -77,6 +77,9 @@ def main(argv: Sequence[str]) -> int:
     command = list(argv) or [next((shell for shell in ("/bin/bash", "/bin/sh") if Path(shell).exists()), "sh")]
     with suppress(Exception):
         _greet(command)
+    if not command[0]:
+        print("primus: the command is empty", file=sys.stderr)
+        return 127
     try:
         os.execvp(command[0], with_bashrc(command))
     except FileNotFoundError:

@@ -13,6 +13,7 @@ text through the tokenizer's own chat template.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from primus.errors import HostError, InputError, nearest
+from primus.yamlfile import refuse_special
 
 __all__ = ["COLUMN", "HUB", "Corpus", "check", "documents", "row_reader"]
 
@@ -37,6 +39,7 @@ _Line = tuple[Callable[[], str], bytes]
 _FIRST_DOCUMENTS = 200
 _PLACES = 40
 _FILES = 20
+_MOST_FILES = 100_000
 _LONGEST_LINE = 1 << 20
 # Lines up to a place in the middle of a file are counted only where that takes no time.
 _COUNTED_BYTES = 1 << 30
@@ -76,13 +79,23 @@ def documents(corpus: Corpus) -> Iterator[str]:
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
+        refuse_special(path, str(path))
         return [path]
-    found = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith((".", "_")))
+    found: list[Path] = []
+    for folder, _, names in os.walk(path):
+        for name in names:
+            file = Path(folder, name)
+            if not name.startswith((".", "_")) and file.is_file():
+                found.append(file)
+        if len(found) > _MOST_FILES:
+            raise InputError(
+                f"the folder has more than {_MOST_FILES:,} files", where=str(path), hint="name one below it"
+            )
     forms = {file.suffix.lower() for file in found}
     if len(forms) != 1:
-        kinds = ", ".join(sorted(form or "no suffix" for form in forms)) or "no files"
+        kinds = ", ".join(sorted(form or "no suffix" for form in forms)[:_FILES]) or "no files"
         raise InputError(f"expected files of one form in the folder, found {kinds}", where=str(path), hint=_HINT)
-    return found
+    return sorted(found)
 
 
 def _of_file(corpus: Corpus, file: Path, lines: Callable[[Path], Iterator[_Line]]) -> Iterator[str]:

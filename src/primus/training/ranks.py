@@ -201,7 +201,7 @@ def expected_facts(job: Job) -> dict[str, Any]:
     return asked
 
 
-def checkpoints(output: Path, folder: str = "checkpoint") -> list[Path]:
+def checkpoints(output: Path) -> list[Path]:
     """The checkpoint folders a run left, oldest step first."""
-    found = [path for path in (output / folder).glob("step-*") if path.name[5:].isdigit()]
+    found = [path for path in (output / "checkpoint").glob("step-*") if path.name[5:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[5:]))

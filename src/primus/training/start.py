@@ -65,6 +65,12 @@ def check_data(job: Job) -> None:
             where=recipe.settings["assets.tokenizer"].origin,
             hint="assets.tokenizer=FOLDER names a tokenizer, assets.corpus=mock makes tokens up",
         )
+    if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
+        raise InputError(
+            f"{tokenizer} has no tokenizer.json",
+            where=recipe.settings["assets.tokenizer"].origin,
+            hint="assets.tokenizer=FOLDER names a folder with tokenizer.json",
+        )
     if path is not None:
         column = recipe.find("data.column", "") or None
         corpus.check(corpus.Corpus(path=path, column=column, tokenizer=tokenizer))

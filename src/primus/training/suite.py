@@ -51,7 +51,7 @@ def plan(
 
     def job(name: str, settings: Mapping[str, int], choices: Asked = whole.asked) -> Job:
         words = [f"{what}={value}" for what, value in settings.items()]
-        return Job(name=name, recipe=resolve(recipe, [*overrides, *words], choices), output=root / name)
+        return Job(name=name, recipe=resolve(recipe, whole.overrides, choices, words), output=root / name)
 
     base = replace(job("base", {"checkpoint": middle}), judged=judged)
     repeat = job("repeat", {})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from primus.cli.arguments import folder, path
 from primus.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,9 +28,12 @@ __all__ = [
 def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
     """--project, --store and, unless the verb's output is another program's, --json."""
     parser.add_argument(
-        "--project", type=Path, metavar="DIR", help="folder with versions.yaml (default: this folder or a parent)"
+        "--project",
+        type=path("--project"),
+        metavar="DIR",
+        help="folder with versions.yaml (default: this folder or a parent)",
     )
-    parser.add_argument("--store", type=Path, metavar="DIR", help="image store (default: .primus/store)")
+    parser.add_argument("--store", type=folder("--store"), metavar="DIR", help="image store (default: .primus/store)")
     parser.add_argument(
         "--channel", choices=("amd", "debian", "pypi"), help="channel to build from (default: the best one with a lock)"
     )

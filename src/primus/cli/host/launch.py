@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from primus.cli.arguments import folder, path
 from primus.cli.image.common import add_choices, add_recipe, resolved, seconds
 from primus.errors import InputError
 from primus.gpus.detect import detect
@@ -76,12 +77,18 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", default="", help="image that the nodes run")
     parser.add_argument("--name", default="", help="name of the job (default: from the recipe)")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs"), metavar="DIR", help="folder that all nodes share (default: runs)"
+        "--output",
+        type=folder("--output"),
+        default=Path("runs"),
+        metavar="DIR",
+        help="folder that all nodes share (default: runs)",
     )
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME[=VALUE]", help="variable for the ranks; repeatable"
     )
-    parser.add_argument("--mount", action="append", default=[], type=Path, metavar="DIR", help="folder to mount")
+    parser.add_argument(
+        "--mount", action="append", default=[], type=path("--mount"), metavar="DIR", help="folder to mount"
+    )
     parser.add_argument("--stall-timeout", type=seconds, default=1800, metavar="S", help="as in `primus train`")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from primus.sandbox.load import load
 
     root = image_root(args)
-    tag = args.tag or f"rocm/primus:{root.name}"
+    tag = f"rocm/primus:{root.name}" if args.tag is None else args.tag
     if not _TAG.match(tag):
         raise InputError(f"--tag {tag!r} is not an image name", hint="lower-case NAME:TAG, e.g. rocm/primus:v26.11-cpu")
     sent = 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from primus.cli.arguments import folder
 from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
 from primus.errors import InputError
 
@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="publish as -preview: no validation on the GPU is needed, and the coverage gate may fail",
     )
     parser.add_argument(
-        "--records", type=Path, metavar="DIR", help="folder of validation records (default: out/validation)"
+        "--records",
+        type=folder("--records"),
+        metavar="DIR",
+        help="folder of validation records (default: out/validation)",
     )
     parser.add_argument(
         "--key", metavar="KEY", help="sign with cosign: key file or key service; password in COSIGN_PASSWORD"

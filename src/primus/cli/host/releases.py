@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from primus.cli.arguments import path
 
 if TYPE_CHECKING:
     from primus.images.project import Project
@@ -31,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_format_options(parser: argparse.ArgumentParser) -> None:
     """--project and the two formats, of which one at most."""
     parser.add_argument(
-        "--project", type=Path, metavar="DIR", help="folder with versions.yaml (default: this folder or a parent)"
+        "--project",
+        type=path("--project"),
+        metavar="DIR",
+        help="folder with versions.yaml (default: this folder or a parent)",
     )
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -80,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     history = load_history()
     project = open_pins(args)
     listed = of_image(history, args.image)
-    if args.name:
+    if args.name is not None:
         found = list(choices(history, args.name, project))
         found = _of_image(found, listed, args)
         doubts = unconfirmed(history, args.name)
@@ -94,17 +98,19 @@ def run(args: argparse.Namespace) -> int:
         import json
         from dataclasses import asdict
 
-        errors = dict.fromkeys(e for r in found for e in errors_about(history, r)) if args.name else ()
+        errors = dict.fromkeys(e for r in found for e in errors_about(history, r)) if args.name is not None else ()
         inputs = load_inputs()
         stacks = [s for s in (stack_of(inputs, r.reference) for r in found) if s is not None]
         document = {
             "releases": [show.plain(r) for r in found],
             "unconfirmed_tags": [asdict(t) for t in doubts],
-            "documentation_errors": [asdict(e) for e in (errors if args.name else history.documentation_errors)],
+            "documentation_errors": [
+                asdict(e) for e in (errors if args.name is not None else history.documentation_errors)
+            ],
             "stacks": [asdict(s) for s in stacks],
         }
         print(json.dumps(document, ensure_ascii=False))
-    elif args.name:
+    elif args.name is not None:
         inputs = load_inputs()
         shape = show.one_markdown if args.markdown else show.one_text
         parts = [shape(history, r, stack_of(inputs, r.reference), screen) for r in found]

@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory", metavar="SIZE", help="memory limit, e.g. 2g")
     parser.add_argument("--shm-size", metavar="SIZE", help="size of /dev/shm (default: 8g)")
-    parser.add_argument("--cpus", type=float, metavar="N", help="CPU limit in cores, e.g. 1.5")
+    parser.add_argument("--cpus", type=_cores, metavar="N", help="CPU limit in cores, e.g. 1.5")
     parser.add_argument("--user", metavar="NAME|UID[:GID]", help="user in the container (default: the image's)")
     parser.add_argument("--workdir", metavar="DIR", help="working directory (default: the image's)")
     parser.add_argument(
@@ -103,11 +103,14 @@ def run(args: argparse.Namespace) -> int:
     from primus.sandbox.engines import choose
     from primus.sandbox.model import GIB, Command, Limits
 
-    if args.cpus is not None and not 0.01 <= args.cpus <= 65536:
-        raise InputError(f"--cpus {args.cpus} is not a number of cores", hint="at least 0.01, e.g. --cpus 1.5")
+    if args.command and not args.command[0]:
+        raise InputError("the command is empty", hint="leave it out to run the image's own command")
+    for option in ("user", "workdir"):
+        if getattr(args, option) == "":
+            raise InputError(f"--{option} is empty")
     command = Command(
         argv=tuple(args.command),
-        env=dict(_variable(item) for item in args.env if "=" in item or item in os.environ),
+        env=dict(_variable(item) for item in args.env if "=" in item or item in os.environ or not item),
         cwd=args.workdir,
         mounts=tuple(_mount(item) for item in args.volume),
         devices=(*gpus(args.gpus), *listed(args.device)),
@@ -132,6 +135,13 @@ def _variable(item: str) -> tuple[str, str]:
     return key, value if equals else os.environ[key]
 
 
+def _cores(text: str) -> float:
+    cores = float(text) if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) else 0
+    if not 0.01 <= cores <= 65536:
+        raise InputError(f"--cpus {text[:40]!r} is not a number of cores", hint="at least 0.01, e.g. --cpus 1.5")
+    return cores
+
+
 def _mount(item: str) -> Mount:
     parts = item.split(":")
     mode = parts.pop() if len(parts) > 2 and parts[-1] in ("ro", "rw") else "rw"
@@ -147,6 +157,6 @@ def _bytes(option: str, text: str | None) -> int | None:
         return None
     found = _SIZE.match(text.strip())
     amount = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
-    if amount < 1 << 20:
-        raise InputError(f"{option} {text!r} is not a size of at least 1 MiB", hint=f"{option} 512m, {option} 2g")
+    if not 1 << 20 <= amount < 1 << 60:
+        raise InputError(f"{option} {text[:40]!r} is not a size of at least 1 MiB", hint=f"{option} 512m, {option} 2g")
     return amount

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from primus.cli.arguments import folder
 from primus.cli.host.common import add_build_options, add_project_options, add_target, open_project
 from primus.terminal import Screen
 from primus.training.levels import LEVELS
@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--again", action="store_true", help="also run what has already passed for the same image and recipe"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder for records and reports (default: out/validation)"
+        "--output",
+        type=folder("--output"),
+        metavar="DIR",
+        help="folder for records and reports (default: out/validation)",
     )
     parser.add_argument("--engine", choices=("auto", "embedded", "docker"), default="auto", help="sandbox engine")
     parser.add_argument(

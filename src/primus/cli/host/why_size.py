@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from primus.cli.arguments import whole
 from primus.cli.host.common import add_project_options, add_target, open_project
 
 EXAMPLE = "primus why-size cpu --depth 4"
@@ -14,7 +15,9 @@ __all__ = ["EXAMPLE", "add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus why-size``."""
     add_target(parser)
-    parser.add_argument("--depth", type=int, default=2, metavar="N", help="depth of folders to show (default: 2)")
+    parser.add_argument(
+        "--depth", type=whole(least=0), default=2, metavar="N", help="depth of folders to show (default: 2)"
+    )
     add_project_options(parser)
 
 
@@ -31,6 +34,6 @@ def run(args: argparse.Namespace) -> int:
     with choose_progress(args.json) as progress:
         examined = examine(project, args.target, progress)
     layers = [(layer, facts.folders) for layer, facts in examined.facts.items()]
-    tree = size_tree(examined.image.plan.ref, layers, max(0, args.depth))
+    tree = size_tree(examined.image.plan.ref, layers, args.depth)
     print(json.dumps(tree.as_json()) if args.json else size_text(tree, Screen.of()))
     return 0

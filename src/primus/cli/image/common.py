@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import re
 
+from primus.cli.arguments import whole
 from primus.recipes.choose import PRECISIONS
 from primus.recipes.load import names
 from primus.recipes.model import Asked, Recipe
@@ -20,6 +20,10 @@ __all__ = [
     "seconds",
     "short_origin",
 ]
+
+
+# A duration on the command line, in whole seconds.
+seconds = whole(least=0)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -69,27 +73,12 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     add_named(parser, "mode", "pretrain, full or lora")
     add_named(parser, "precision", ", ".join(PRECISIONS))
     add_named(parser, "gpu", "generation to resolve for (default: the machine's)")
-    parser.add_argument("--nodes", type=_whole, metavar="N", help="number of machines (default: 1)")
+    parser.add_argument("--nodes", type=whole(), metavar="N", help="number of machines (default: 1)")
     parser.add_argument("--proxy", action="store_true", default=None, help="train a small model with the same code")
-    parser.add_argument("--ranks", type=_whole, metavar="N", help="processes per machine")
-    parser.add_argument("--steps", type=_whole, metavar="N", help="number of optimizer steps")
-    parser.add_argument("--seed", type=_whole, metavar="N", help="random seed for weights and data")
+    parser.add_argument("--ranks", type=whole(), metavar="N", help="processes per machine")
+    parser.add_argument("--steps", type=whole(), metavar="N", help="number of optimizer steps")
+    parser.add_argument("--seed", type=whole(), metavar="N", help="random seed for weights and data")
     parser.add_argument("--turbo", metavar="auto|off|NAME,…", help="optimizations to use; see `primus turbo list`")
-
-
-def _whole(text: str) -> int:
-    # int() would take "1_0", " 2", other scripts' digits and numbers of any length, which YAML does not.
-    if not re.fullmatch(r"-?[0-9]{1,64}", text):
-        raise argparse.ArgumentTypeError(f"must be a whole number, not {text[:40]!r}")
-    return int(text)
-
-
-def seconds(text: str) -> int:
-    """A duration on the command line, in whole seconds."""
-    number = _whole(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative: {text}")
-    return number
 
 
 def resolved(options: argparse.Namespace) -> Recipe:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from primus.cli.arguments import new_file, path, whole
 from primus.compat.experiment import experiment, recipe_text
 from primus.compat.merge import Merged, merge
 from primus.compat.pretrain import ALLOW_UNMAPPED
@@ -25,10 +27,14 @@ EXAMPLE = "primus import-exp my-experiment.yaml --out my-recipe.yaml"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("file", type=Path, metavar="FILE", help="experiment file: modules.pre_trainer with overrides")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument(
-        "--nodes", type=_count, metavar="N",
+        "file", type=path("FILE"), metavar="FILE", help="experiment file: modules.pre_trainer with overrides"
+    )
+    parser.add_argument(
+        "--out", type=new_file("--out"), metavar="FILE", help="file to write (default: standard output)"
+    )
+    parser.add_argument(
+        "--nodes", type=whole(least=1), metavar="N",
         help="number of nodes it was written for (default: the minimum for its parallel degrees)",
     )  # fmt: skip
     parser.add_argument(
@@ -43,17 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the recipe")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text!r}")
-    return int(text)
-
-
 def run(options: argparse.Namespace) -> int:
     """Read, translate, write. Returns 0; raises InputError for what cannot be said."""
     merged = merge(options.file, os.environ, version=options.primus)
     if options.effective:
-        return _effective(merged, as_json=options.json)
+        return _print_or_write(options, _effective_json(merged), _effective_text(merged))
     source = experiment(merged)
     done = source.translated()
     nodes = options.nodes or source.least_nodes
@@ -71,27 +71,30 @@ def run(options: argparse.Namespace) -> int:
     except InputError as error:
         raise source.placed(error, done) from error
     text = recipe_text(source, done, nodes)
+    document = {
+        "primus": merged.source,
+        "recipe": source.recipe,
+        "backend": source.backend,
+        "precision": done.choices["precision"],
+        "nodes": nodes,
+        "settings": done.settings,
+        "left_out": done.left_out,
+        "unmapped": [{"where": one.given.where, "key": one.given.key, "why": one.why} for one in done.unmapped],
+        "effective": source.effective,
+        "text": text,
+    }
+    return _print_or_write(options, document, text)
+
+
+def _print_or_write(options: argparse.Namespace, document: Mapping[str, object], text: str) -> int:
+    """Print ``document`` with --json, write ``text`` to --out; print it where neither is asked for."""
     if options.json:
         import json
 
-        document = {
-            "primus": merged.source,
-            "recipe": source.recipe,
-            "backend": source.backend,
-            "precision": done.choices["precision"],
-            "nodes": nodes,
-            "settings": done.settings,
-            "left_out": done.left_out,
-            "unmapped": [{"where": one.given.where, "key": one.given.key, "why": one.why} for one in done.unmapped],
-            "effective": source.effective,
-            "text": text,
-        }
         print(json.dumps(document, indent=2, ensure_ascii=False))
     elif options.out is None:
         print(text, end="")
     if options.out is not None:
-        if options.out.exists():
-            raise InputError(f"{options.out} exists already", hint="choose another --out, or delete it")
         try:
             options.out.write_text(text, encoding="utf-8")
         except OSError as error:
@@ -99,15 +102,12 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _effective(merged: Merged, *, as_json: bool) -> int:
-    """Print the whole configuration, each key with the place that decides it."""
-    if as_json:
-        import json
+def _effective_json(merged: Merged) -> Mapping[str, object]:
+    keys = {key: {"value": one.value, "where": one.where} for key, one in merged.keys.items()}
+    return {"primus": merged.source, "keys": keys}
 
-        keys = {key: {"value": one.value, "where": one.where} for key, one in merged.keys.items()}
-        print(json.dumps({"primus": merged.source, "keys": keys}, indent=2, ensure_ascii=False))
-        return 0
-    print(f"# {merged.path.name} with the presets of {merged.source}")
-    for key, one in sorted(merged.keys.items()):
-        print(f"{key}: {spelt(one.value)}  # {one.where}")
-    return 0
+
+def _effective_text(merged: Merged) -> str:
+    """The whole configuration, each key with the place that decides it."""
+    lines = [f"{key}: {spelt(one.value)}  # {one.where}\n" for key, one in sorted(merged.keys.items())]
+    return f"# {merged.path.name} with the presets of {merged.source}\n{''.join(lines)}"

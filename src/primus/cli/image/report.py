@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
+from primus.cli.arguments import folder, path
 from primus.errors import HostError, InputError
 from primus.report import compare, sheets
 from primus.report.run import Run, read_all
@@ -22,9 +24,9 @@ EXAMPLE = "primus report runs/before runs/after --out report"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run, or a record.json")
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=path("RUN"), help="folder of a run, or a record.json")
     parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path("report"), help="output folder (default: report)"
+        "--out", metavar="DIR", type=folder("--out"), default=Path("report"), help="output folder (default: report)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -57,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:
     """MAD's script writes one file per model."""
-    names = {one.recipe: f"perf_{Path(one.recipe).stem if '/' in one.recipe else one.recipe}.csv" for one in runs}
+    stems = {one.recipe: Path(one.recipe).stem if "/" in one.recipe else one.recipe for one in runs}
+    names = {recipe: f"perf_{re.sub(r'[^A-Za-z0-9._+-]', '_', stem)[:100]}.csv" for recipe, stem in stems.items()}
     return {
         file: sheets.benchmark_csv(
             [row for one in runs if names[one.recipe] == file for row in sheets.benchmark_rows(one)]

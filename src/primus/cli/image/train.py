@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from primus.cli.arguments import folder, path
 from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, short_origin
 from primus.errors import InputError
 from primus.system import mounts
@@ -33,10 +34,15 @@ EXAMPLE = "primus train llama3-proxy --steps 30 optimizer.lr=0.005"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_recipe(parser)
-    parser.add_argument("--output", help="output folder (default: runs/RECIPE-TIME)")
+    parser.add_argument(
+        "--output", type=folder("--output"), metavar="DIR", help="output folder (default: runs/RECIPE-TIME)"
+    )
     add_choices(parser)
     parser.add_argument(
-        "--resume-from", type=Path, metavar="DIR", help="a checkpoint, or a run (its newest checkpoint)"
+        "--resume-from",
+        type=path("--resume-from"),
+        metavar="DIR",
+        help="a checkpoint, or a run (its newest checkpoint)",
     )
     parser.add_argument(
         "--accept-change", action="append", default=[], metavar="FIELD",
@@ -60,10 +66,8 @@ def run(options: argparse.Namespace) -> int:
     recipe = resolved(options)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
-    output = options.output = (
-        _folder(options.output)
-        if options.output is not None
-        else Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    output = options.output = options.output or (
+        Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     checkpoint = _checkpoint(options.resume_from) if options.resume_from else None
     job = Job(name=output.name, recipe=recipe, output=output.absolute(), resume_from=checkpoint, judged=options.judge)
@@ -106,17 +110,6 @@ def run(options: argparse.Namespace) -> int:
         unit = "GPU" if outcome.facts.get("device") == "cuda" else "rank"
         _show_end(job, verdicts, metrics.sentence(summary, unit), summary, outcome.seconds)
     return 0 if passed else 1
-
-
-def _folder(text: str | Path) -> Path:
-    """The folder that --output names. InputError where there is something else."""
-    if not str(text):
-        raise InputError("--output is empty")
-    path = Path(text)
-    for part in (path, *path.parents):
-        if part.exists() and not part.is_dir():
-            raise InputError(f"{part} is not a folder", hint="choose another --output")
-    return path
 
 
 def _checkpoint(path: Path) -> Path:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from primus.cli.arguments import folder
 from primus.errors import HostError, InputError
 from primus.gpus.table import generation, load_table
 from primus.terminal import Screen
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", help="target whose GPU to use (default: the image's)")
     parser.add_argument("--kernel", action="append", default=[], help="only this kernel of the catalogue; repeatable")
     parser.add_argument(
-        "--out", type=Path, help=f"compile: output folder (default: ${{PRIMUS_TRITON_BAKED}} or {_BAKED})"
+        "--out", type=folder("--out"), help=f"compile: output folder (default: ${{PRIMUS_TRITON_BAKED}} or {_BAKED})"
     )
     parser.add_argument("--pretend", action="store_true", help="check: request the kernels but run none")
     parser.add_argument("--all", action="store_true", help="check: run every call of the catalogue, also on a real GPU")

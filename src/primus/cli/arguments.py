@@ -1,0 +1,88 @@
+"""Types of command-line values that several verbs share, for argparse's ``type=``.
+
+Each refuses what its option cannot mean, before anything else happens, with a message that names the option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from primus.errors import InputError
+
+__all__ = ["folder", "new_file", "path", "utf8_only", "whole"]
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def whole(*, least: int | None = None) -> Callable[[str], int]:
+    """A whole number in plain digits, at least ``least``."""
+
+    def read(text: str) -> int:
+        # int() would take "1_0", " 2", other scripts' digits and numbers of any length, which YAML does not.
+        found = int(text) if re.fullmatch(r"-?[0-9]{1,64}", text) else None
+        if found is None or (least is not None and found < least):
+            limit = "" if least is None else f" of at least {least}"
+            raise argparse.ArgumentTypeError(f"must be a whole number{limit}, not {text[:40]!r}")
+        return found
+
+    return read
+
+
+def path(option: str) -> Callable[[str], Path]:
+    """The path of a file or folder. InputError for one that is empty or holds control characters."""
+
+    def read(text: str) -> Path:
+        if not text:
+            raise InputError(f"{option} is empty")
+        if _CONTROL.search(text):
+            raise InputError(f"{option} {text[:80]!r} must not contain control characters")
+        return Path(text)
+
+    return read
+
+
+def folder(option: str) -> Callable[[str], Path]:
+    """The path of a folder that exists or can be created: no other kind of file is in its way."""
+    plain = path(option)
+
+    def read(text: str) -> Path:
+        found = plain(text)
+        for part in (found, *found.parents):
+            try:
+                usable = part.is_dir() or not os.path.lexists(part)
+            except OSError as error:
+                raise InputError(f"{option} {text[:80]}: {(error.strerror or '').lower()}") from error
+            if not usable:
+                raise InputError(f"{part} is not a folder", hint=f"choose another {option}")
+        return found
+
+    return read
+
+
+def new_file(option: str) -> Callable[[str], Path]:
+    """The path of a file to create: nothing of that name exists, and its folder does."""
+    plain = path(option)
+
+    def read(text: str) -> Path:
+        found = plain(text)
+        if os.path.lexists(found):
+            raise InputError(f"{found} exists already", hint=f"choose another {option}, or delete it")
+        if not found.parent.is_dir():
+            raise InputError(f"{found.parent} is not a folder", hint=f"choose another {option}")
+        return found
+
+    return read
+
+
+def utf8_only(words: Sequence[str]) -> None:
+    """InputError for an argument that is not UTF-8: it could not be written to any file of a run."""
+    for number, word in enumerate(words, 1):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            shown = ascii(word[:80])
+            raise InputError(f"argument {number} is not UTF-8 text: {shown}", hint="rename the file it names") from None

@@ -137,3 +137,43 @@ def test_train_refuses_options_that_cannot_hold(
 ) -> None:
     assert main(["train", "llama3-proxy", "--dry-run", *options]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["run", "cpu", "-e", "", "--", "true"], "-e '' is not a variable"),
+        (["run", "cpu", "-e", "=x", "--", "true"], "is not a variable"),
+        (["run", "cpu", "--user", "", "--", "true"], "--user is empty"),
+        (["run", "cpu", "--workdir", "", "--", "true"], "--workdir is empty"),
+        (["run", "cpu", "--cpus", "1_0", "--", "true"], "--cpus '1_0' is not a number of cores"),
+        (["run", "cpu", "--cpus", "nan", "--", "true"], "--cpus 'nan' is not a number of cores"),
+        (["run", "cpu", "--cpus", "٣", "--", "true"], "is not a number of cores"),
+        (["run", "cpu", "--memory", "9" * 30 + "g", "--", "true"], "is not a size"),
+        (["run", "cpu", "--memory", "9" * 400 + "g", "--", "true"], "is not a size"),
+        (["run", "cpu", "--shm-size", "٣m", "--", "true"], "is not a size"),
+        (["run", "cpu", "--", ""], "the command is empty"),
+        (["plan", "cpu", "--store", ""], "--store is empty"),
+        (["plan", "cpu", "--store", "/dev/null"], "/dev/null is not a folder"),
+        (["explain", "cpu", "--store", "/dev/null/x"], "/dev/null is not a folder"),
+        (["plan", "cpu", "--project", ""], "--project is empty"),
+        (["docs", "--check", "--project", ""], "--project is empty"),
+        (["releases", "--project", ""], "--project is empty"),
+        (["releases", "v26.4\n"], "no release is called"),
+        (["validate", "cpu", "--output", ""], "--output is empty"),
+        (["validate", "cpu", "--output", "/dev/null"], "/dev/null is not a folder"),
+        (["publish", "cpu", "--to", "localhost:1/x", "--records", ""], "--records is empty"),
+        (["publish", "cpu", "--to", "localhost:1/x", "--records", "/dev/null"], "/dev/null is not a folder"),
+        (["why-size", "cpu", "--depth", "-1"], "must be a whole number of at least 0"),
+        (["why-size", "cpu", "--depth", "1_0"], "must be a whole number of at least 0"),
+        (["why-size", "cpu", "--depth", "9" * 5000], "must be a whole number of at least 0"),
+    ],
+)
+def test_host_verbs_refuse_options_that_cannot_hold(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = main(options)
+    except SystemExit as stop:
+        code = stop.code
+    assert (code, says in capsys.readouterr().err) == (2, True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from primus.errors import InputError, nearest
 from primus.recipes.backends import backends
 from primus.recipes.choose import CPU, PRECISIONS, among
@@ -41,6 +43,7 @@ def _check(choice: str, word: Scalar, where: str, *, several: bool) -> None:
         among(choice, str(word), known, where)
 
 
+@cache
 def _known(choice: str) -> list[str]:
     if choice == "gpu":
         from primus.gpus.table import load_table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -213,6 +212,8 @@ class Recipe:
     @cached_property
     def asset_digests(self) -> Mapping[str, str]:
         """Asset → sha256 over the names and bytes of its files, "" where it is no file."""
+        import hashlib  # only jobs need it, and it loads OpenSSL
+
         found = {}
         for key in sorted(self.section("assets")):
             root, hasher = self.asset(key), hashlib.sha256()
@@ -228,6 +229,8 @@ class Recipe:
     @property
     def digest(self) -> str:
         """sha256 over every resolved value and the bytes of every asset: equal digests train the same."""
+        import hashlib
+
         values = {key: setting.value for key, setting in self.settings.items()}
         text = json.dumps([values, dict(self.asset_digests)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -19,7 +19,7 @@ __all__ = ["Run", "read", "read_all"]
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
 
 _MOST_DIGITS = 64
-_UNREADABLE = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 @dataclass(frozen=True, kw_only=True)

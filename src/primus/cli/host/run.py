@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "primus run cpu -v $PWD/runs:/workspace/runs --memory 8g -- primus train llama3-proxy --steps 10"
 
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?$", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -155,7 +155,7 @@ def _mount(item: str) -> Mount:
 def _bytes(option: str, text: str | None) -> int | None:
     if text is None:
         return None
-    found = _SIZE.match(text.strip())
+    found = _SIZE.fullmatch(text.strip())
     amount = int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
     if not 1 << 20 <= amount < 1 << 60:
         raise InputError(f"{option} {text[:40]!r} is not a size of at least 1 MiB", hint=f"{option} 512m, {option} 2g")

@@ -92,7 +92,7 @@ def test_an_experiment_of_megatron_becomes_a_recipe(here: Path, capsys: pytest.C
     (here / "exp.yaml").write_text(MEGATRON)
     assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
     said = capsys.readouterr().err
-    assert "use_turbo_attention is left out: it chooses kernels" in said
+    assert "use_turbo_attention is left out: it changes nothing without enable_primus_turbo" in said
     recipe = resolve("./mine.yaml", (), Asked(gpu="mi300x"))
     assert (recipe.backend, recipe.mode, recipe.precision) == ("megatron", "pretrain", "bf16")
     assert (recipe.steps, recipe.local_batch, recipe.global_batch, recipe.seq_len) == (7, 2, 64, 4096)
@@ -483,3 +483,15 @@ def test_the_measured_examples_are_merged_as_primus_merges_them() -> None:
     assert [row["version"] for row in measured["versions"]] == known_versions()
     for row in measured["versions"]:
         assert row["share"] >= 0.95 and row["trained_otherwise_in_silence"] == 0
+
+
+def test_primus_turbo_of_an_experiment_is_asked_for_by_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = MEGATRON.replace("use_turbo_attention: true", "enable_primus_turbo: true\n      use_turbo_attention: true")
+    (here / "exp.yaml").write_text(asked)
+    assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
+    capsys.readouterr()
+    assert main(["show", "mine.yaml", "--gpu", "mi300x", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["turbo"]["value"] == "turbo-attention"
+    # A proxy trains without it.
+    assert main(["show", "mine.yaml", "--gpu", "mi300x", "--proxy", "--json"]) == 0
+    assert "turbo" not in json.loads(capsys.readouterr().out)["settings"]

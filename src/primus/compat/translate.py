@@ -18,6 +18,7 @@ __all__ = ["Translation", "Unmapped", "refuse", "translate", "translate_all"]
 
 # Where a flat name of Megatron may live in the recipe, in this order.
 _SECTIONS = ("training", "model", "optimizer", "ddp")
+_TURBO = "turbo"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +123,8 @@ def translate_all(backend: str, given: Sequence[Given], neutral: Mapping[str, Va
 
 def _known(one: Given, what: Entry, last: Mapping[str, Value], done: Translation) -> None:
     if what.needs and all(last.get(key) in (None, False) for key in what.needs):
+        if what.to == _TURBO and one.value:
+            done.leave(one.key, f"it changes nothing without {' or '.join(what.needs)}")
         return
     values: list[Value] = [one.value]
     if what.values is not None:
@@ -140,8 +143,15 @@ def _known(one: Given, what: Entry, last: Mapping[str, Value], done: Translation
     for value in values:
         if what.choice:
             done.choices[what.choice] = str(value)
+        elif what.to == _TURBO:
+            # Each key adds one optimization.
+            done.set(_TURBO, ",".join(dict.fromkeys([*_listed(done.settings.get(_TURBO)), str(value)])), one)
         elif what.to and (value is not None or not what.to.startswith(("assets.", "model."))):
             done.set(what.to, f"{what.prefix}{value}" if what.prefix else value, one)
+
+
+def _listed(value: Value) -> list[str]:
+    return str(value).split(",") if value else []
 
 
 def _native_name(backend: str, key: str) -> str | None:

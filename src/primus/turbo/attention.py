@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from primus.turbo.kernels import CALLS
+from primus.turbo.optimizations import CALLS
 
 __all__ = ["FlashAttention4", "flash_attention_4"]
 

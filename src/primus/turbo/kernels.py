@@ -1,22 +1,21 @@
 """Triton kernels of our own, each for a gap that a profile of a training step shows and no library fills.
 
-Every wrapper counts its calls in :data:`CALLS`, which is how a run proves what it used. On tensors that are not on a
-GPU the wrappers compute the same in plain PyTorch: so the CPU proxies train through the same code path.
+Every wrapper counts its calls in :data:`primus.turbo.optimizations.CALLS`, which is how a run proves what it used. On
+tensors that are not on a GPU the wrappers compute the same in plain PyTorch: so the CPU proxies train through the same
+code path.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["CALLS", "adamw_", "cast_fp8", "copy_in", "cross_entropy_"]
+from primus.turbo.optimizations import CALLS
 
-CALLS: Counter[str] = Counter()
-"""Calls in this process, by the name of the wrapper."""
+__all__ = ["adamw_", "cast_fp8", "copy_in", "cross_entropy_"]
 
 _IGNORED = -100
 

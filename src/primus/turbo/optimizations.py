@@ -6,7 +6,8 @@ is asked on the machine that trains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -19,7 +20,19 @@ from primus.yamlfile import read_values
 if TYPE_CHECKING:
     from primus.recipes.model import Recipe
 
-__all__ = ["OPTIMIZATIONS_FILE", "Optimization", "chosen", "missing_packages", "optimizations", "state"]
+__all__ = [
+    "CALLS",
+    "OPTIMIZATIONS_FILE",
+    "Optimization",
+    "active",
+    "chosen",
+    "missing_packages",
+    "optimizations",
+    "state",
+]
+
+CALLS: Counter[str] = Counter()
+"""Calls in this process, by the names that the catalogue's ``proof`` entries list."""
 
 OPTIMIZATIONS_FILE = Path(__file__).with_name("optimizations.yaml")
 
@@ -131,6 +144,13 @@ def chosen(recipe: Recipe) -> tuple[str, ...]:
         if clash := [other for other in one.excludes if other in asked]:
             raise InputError(f"{name} and {clash[0]} exclude each other", where=setting.origin, hint="name one of them")
     return tuple(name for name in known if name in asked)
+
+
+def active(names: Sequence[str]) -> dict[str, Any]:
+    """For the facts of a run: which of ``names`` really ran on this rank, and what was called how often."""
+    known = optimizations()
+    ran = [name for name in names if all(CALLS[call] for call in known[name].proof)]
+    return {"turbo": sorted(ran), "turbo_calls": dict(sorted(CALLS.items()))}
 
 
 def missing_packages(names: tuple[str, ...]) -> list[str]:

@@ -1,6 +1,6 @@
 """Breaks torchtitan, or our own loop, on purpose. Python imports this at start-up when its folder is on PYTHONPATH.
 
-``PRIMUS_FAULT`` names the fault. A module is changed after it was loaded; the code under test
+``PRIMUS_FAULT`` names the fault, or several with commas. A module is changed after it was loaded; the code under test
 is the shipped code, unchanged and unaware.
 """
 
@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -227,6 +228,11 @@ def import_error(llama: Any) -> None:
     raise ModuleNotFoundError("No module named 'fast_kernels'")
 
 
+def turbo_left_out(turbo: Any) -> None:
+    """No layer is exchanged for Primus Turbo's."""
+    turbo._change_layers = lambda *_: None
+
+
 PARALLELIZE = "torchtitan.models.llama3.infra.parallelize"
 FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "nan": ("torch.optim.adamw", nan),
@@ -239,6 +245,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "loop_short_sequences": ("primus.training.loop.data", loop_short_sequences),
     "loop_early_stop": ("primus.training.loop.train", loop_early_stop),
     "megatron_lost_micro_batch": ("primus.training.megatron.session", megatron_lost_micro_batch),
+    "turbo_left_out": ("primus.training.torchtitan.turbo", turbo_left_out),
     "early_stop": ("torchtitan.train", early_stop),
     "bad_exit": ("torchtitan.train", bad_exit),
     "crash": ("torchtitan.train", crash),
@@ -275,5 +282,9 @@ class Breaker(importlib.abc.MetaPathFinder):
         return spec
 
 
-if fault := os.environ.get("PRIMUS_FAULT"):
-    sys.meta_path.insert(0, Breaker(*FAULTS[fault]))
+for fault in filter(None, os.environ.get("PRIMUS_FAULT", "").split(",")):
+    if fault == "primus_turbo":
+        # No fault: the package that stands in for Primus Turbo is installed.
+        sys.path.append(str(Path(__file__).with_name("stand_in")))
+    else:
+        sys.meta_path.insert(0, Breaker(*FAULTS[fault]))

@@ -22,7 +22,7 @@ class Given:
     """One job as its ranks see it; the fields are those of :func:`primus.training.ranks.job_file`.
 
     ``config`` is the backend's section of the recipe with dotted keys, ``training`` the part of it that all our
-    backends share.
+    backends share, ``turbo`` the optimizations to switch on.
     """
 
     output: Path
@@ -43,6 +43,7 @@ class Given:
     accumulation: int
     threads: int
     witness: bool
+    turbo: tuple[str, ...]
 
     @property
     def global_batch(self) -> int:
@@ -66,6 +67,7 @@ def read(folder: Path) -> Given:
         model=rebuilt(job["model"]),
         training=built(LoopConfig, {key.removeprefix("training."): config[key] for key in config}),
         resume_from=Path(resume_from) if resume_from else None,
+        turbo=tuple(job.get("turbo", ())),
         **{
             key: job[key]
             for key in (

@@ -16,6 +16,7 @@ from primus.training.loop.report import Report
 from primus.training.loop.schedule import learning_rate
 from primus.training.loop.session import Batch, Data, Session
 from primus.training.witness import Witness
+from primus.turbo.optimizations import active
 
 __all__ = ["run"]
 
@@ -49,7 +50,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
             report.start()
             with facts.watching(session.model_parts, session.linear_types, compiled=config.compile) as seen:
                 loss, norm = _step(process, session, data, batches, rate)
-            known |= seen | _fed(batches)
+            known |= seen | _fed(batches) | _switched_on(given)
             report.step(step, loss, norm, rate)
             facts.write(given.output / "facts.json", known)
             report.start()
@@ -68,7 +69,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
         if step % _COLLECT_EVERY == 0:
             gc.collect()
     report.end()
-    known |= {"weights_sha256": facts.digest(session.model_parts), "last_step": given.last_step}
+    known |= {"weights_sha256": facts.digest(session.model_parts), "last_step": given.last_step} | _switched_on(given)
     facts.write(given.output / "facts.json", known)
 
 
@@ -93,6 +94,11 @@ def _batches(given: Given, session: Session, data: Data, step: int) -> list[Batc
 
 def _kept(given: Given) -> dict[str, object]:
     return {"seed": given.training.seed, "vocab_size": given.model.vocab_size}
+
+
+def _switched_on(given: Given) -> dict[str, object]:
+    """Which optimizations ran, when any was asked for."""
+    return active(given.turbo) if given.turbo else {}
 
 
 def _fed(batches: list[Batch]) -> dict[str, object]:

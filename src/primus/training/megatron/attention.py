@@ -8,7 +8,9 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 
-__all__ = ["TorchAttention"]
+from primus.turbo.primus_turbo import attention
+
+__all__ = ["TorchAttention", "TurboAttention", "TurboAttentionFp8"]
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
@@ -67,3 +69,33 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=groups > 1
         )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+
+class TurboAttention(TorchAttention):
+    """The same by Primus Turbo's attention."""
+
+    eight = False
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """From [tokens, samples, heads, size] to [tokens, samples, heads × size of values]."""
+        assert attention_bias is None
+        assert packed_seq_params is None
+        query, key, value = (tensor.transpose(0, 1).contiguous() for tensor in (query, key, value))
+        window = self.window if query.size(1) > self.window else 0
+        context = attention(query, key, value, scale=self.scale, window=window, eight=self.eight)
+        return context.transpose(0, 1).flatten(2)
+
+
+class TurboAttentionFp8(TurboAttention):
+    """In FP8."""
+
+    eight = True

@@ -21,8 +21,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from primus.recipes.architecture import Architecture
 from primus.training.loop.config import LoopConfig
 from primus.training.megatron import render, weights, without_te
-from primus.training.megatron.attention import TorchAttention
+from primus.training.megatron.attention import TorchAttention, TurboAttention, TurboAttentionFp8
 from primus.training.megatron.config import MegatronConfig
+from primus.turbo import primus_turbo
 
 if TYPE_CHECKING:
     from primus.training.megatron.sharded import ShardedParallel
@@ -86,10 +87,18 @@ def _attention_of_environment(transformer: TransformerConfig) -> Iterator[None]:
 
 
 def build(
-    model: Architecture, training: LoopConfig, config: dict[str, Any], asked: MegatronConfig, *, on_cpu: bool
+    model: Architecture,
+    training: LoopConfig,
+    config: dict[str, Any],
+    asked: MegatronConfig,
+    turbo: tuple[str, ...] = (),
+    *,
+    on_cpu: bool,
 ) -> list[DistributedDataParallel | ShardedParallel]:
     """This rank's parts of the model (several with interleaved pipelines), each reducing its gradients."""
     layers = layers_of(asked)
+    if turbo:
+        primus_turbo.check()
     if find_spec("transformer_engine") is None:
         without_te.apply()
     transformer = configure(model, training, config, layers, on_cpu=on_cpu)
@@ -102,7 +111,7 @@ def build(
         with _attention_of_environment(transformer):
             part = GPTModel(
                 config=transformer,
-                transformer_layer_spec=_spec(transformer, asked, layers, **place),
+                transformer_layer_spec=_spec(transformer, asked, layers, turbo, **place),
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **place),
                 post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place),
                 **render.gpt(model, training.seq_len),
@@ -131,18 +140,24 @@ def _narrow(config: TransformerConfig, part: GPTModel) -> Float16Module:
     return narrow
 
 
-def _spec(config: TransformerConfig, asked: MegatronConfig, layers: str, vp_stage: int | None) -> Any:
-    """Megatron's own block of layers; local ones with this package's norm and attention."""
+def _spec(
+    config: TransformerConfig, asked: MegatronConfig, layers: str, turbo: tuple[str, ...], vp_stage: int | None
+) -> Any:
+    """Megatron's own block of layers; with local ones, this package's norm and attention."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=vp_stage
     )
+    chosen = {"turbo-attention": TurboAttention, "turbo-attention-fp8": TurboAttentionFp8}
+    for name in set(turbo) & set(chosen):
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = chosen[name]
     if layers == "transformer_engine":
         return block
     block.layer_norm = Norm
     for layer in block.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         attention = layer.submodules.self_attention.submodules
-        if asked.attention == "torch":
+        if asked.attention == "torch" and not set(turbo) & set(chosen):
             attention.core_attention = TorchAttention
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if config.qk_layernorm and hasattr(attention, name):

@@ -45,7 +45,7 @@ class MegatronSession:
         self._tied = given.model.tied_embeddings
         self._attention = asked.attention
         self._torch_fsdp2 = asked.torch_fsdp2
-        self.model_parts = build(given.model, given.training, config, asked, on_cpu=process.on_cpu)
+        self.model_parts = build(given.model, given.training, config, asked, given.turbo, on_cpu=process.on_cpu)
         self._ddp = self.model_parts[0].ddp_config
         settings = _optimizer_config(given, self._ddp)
         self._optimizer = get_megatron_optimizer(

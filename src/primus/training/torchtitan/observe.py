@@ -29,7 +29,8 @@ def observed_trainer(
 
     base: Any = Trainer
     if faster:
-        from primus.training.torchtitan.turbo import changed_trainer, proof
+        from primus.training.torchtitan.turbo import changed_trainer
+        from primus.turbo.optimizations import active
 
         base = changed_trainer(Trainer, faster)
 
@@ -95,7 +96,7 @@ def observed_trainer(
                 super().train_step(data_iterator)
             self.facts.update(seen)
             if faster:
-                self.facts.update(proof(faster))
+                self.facts.update(active(faster))
             facts.write(facts_file, self.facts)
 
         def train(self) -> None:
@@ -105,7 +106,7 @@ def observed_trainer(
             self.facts["weights_sha256"] = facts.digest(self.model_parts)
             self.facts["last_step"] = self.step
             if faster:
-                self.facts.update(proof(faster))
+                self.facts.update(active(faster))
             facts.write(facts_file, self.facts)
 
         def _witness(self) -> Witness:

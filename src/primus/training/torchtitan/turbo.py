@@ -12,19 +12,10 @@ from typing import Any
 
 import torch
 
-from primus.turbo.kernels import CALLS, adamw_, cast_fp8, copy_in
+from primus.turbo.kernels import adamw_, cast_fp8, copy_in
+from primus.turbo.optimizations import CALLS
 
-__all__ = ["changed_spec", "changed_trainer", "patch", "proof"]
-
-# What must have been called for an optimization to count as active.
-_CALLED = {
-    "linear-cross-entropy": ("cross_entropy_",),
-    "fp8-weight-cast": ("cast_fp8",),
-    "flash-attention-4": ("fa4_forward", "fa4_backward"),
-    "reduce-scatter-copy-in": ("copy_in",),
-    "fused-adamw": ("adamw_",),
-    "real-rope": ("rotated",),
-}
+__all__ = ["changed_spec", "changed_trainer", "patch"]
 
 
 def patch(names: Sequence[str]) -> None:
@@ -40,6 +31,48 @@ def patch(names: Sequence[str]) -> None:
         _lay_out_gradients()
     if "fused-adamw" in names:
         _clip_later()
+    if any(name.startswith("turbo-") for name in names):
+        from primus.turbo import primus_turbo
+
+        primus_turbo.check()
+    if "turbo-fp8-linear" in names:
+        _convert_linears()
+    if "turbo-grouped-gemm" in names:
+        _group_experts()
+
+
+def _convert_linears() -> None:
+    """Primus Turbo's linear layers, in place of torchao's converter that the recipe's precision asks for."""
+    from torchtitan.protocols import model_converter
+
+    from primus.turbo.primus_turbo import convert_linears
+
+    class Converter:
+        def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+            self._filtered = job_config.quantize.linear.float8.filter_fqns
+
+        def convert(self, model: torch.nn.Module) -> None:
+            convert_linears(model, self._filtered)
+
+        def post_optimizer_hook(self, model: Any) -> None:
+            """Nothing is scaled ahead."""
+
+    model_converter._registry_model_converter_cls["quantize.linear.float8"] = Converter
+
+
+def _group_experts() -> None:
+    from torchtitan.models.moe import moe
+
+    from primus.turbo.primus_turbo import grouped_experts
+
+    def _run_experts_grouped_mm_dynamic(*args: Any) -> torch.Tensor:
+        return grouped_experts(*args)
+
+    # torchtitan compiles the function unless its name says that this was done already; Primus Turbo's kernels are not
+    # to be traced (torchtitan.models.llama4.infra.parallelize.apply_compile).
+    _run_experts_grouped_mm_dynamic.__qualname__ = "_run_experts_grouped_mm_dynamic"
+    # The loop over experts is what torchtitan takes where it finds no grouped product of PyTorch's.
+    moe._run_experts_grouped_mm = moe._run_experts_for_loop = _run_experts_grouped_mm_dynamic
 
 
 def _rotate_in_real_numbers() -> None:
@@ -143,6 +176,17 @@ def _change_layers(model: Any, names: Sequence[str]) -> None:
 
         for layer in model.layers.values():
             layer.attention.inner_attention = FlashAttention4()
+    if {"turbo-attention", "turbo-attention-fp8"} & set(names):
+        from primus.turbo.primus_turbo import TurboAttention
+
+        for layer in model.layers.values():
+            layer.attention.inner_attention = TurboAttention(eight="turbo-attention-fp8" in names)
+    if "turbo-rms-norm" in names:
+        from primus.turbo.primus_turbo import RmsNorm
+
+        for module in model.modules():
+            if type(module) is torch.nn.RMSNorm:
+                module.__class__ = RmsNorm
 
 
 def _loss(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,9 +280,3 @@ def _scale(scaled: list[Any], largest: torch.Tensor) -> None:
     scales = (torch.finfo(scaled[0][0]._dtype).max / tops).float()
     for weight, index in scaled:
         weight._precomputed_scale = scales[index]
-
-
-def proof(names: Sequence[str]) -> dict[str, Any]:
-    """For the facts of the run: which of ``names`` really ran on this rank, and what was called how often."""
-    active = [name for name in names if all(CALLS[call] for call in _CALLED[name])]
-    return {"turbo": sorted(active), "turbo_calls": dict(sorted(CALLS.items()))}

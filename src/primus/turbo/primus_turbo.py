@@ -1,0 +1,147 @@
+"""Primus Turbo's public API as this package calls it, and the modules that stand in for PyTorch's own.
+
+The calls are those of Primus Turbo 0.4 (AMD-AGI/Primus-Turbo, the commit that versions.yaml pins); ``SIGNATURES`` lists
+the parameters that they rely on, and :func:`check` compares it with the package that is installed. Every call is
+counted in :data:`primus.turbo.optimizations.CALLS`, which is how a run proves what it used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from primus.turbo.optimizations import CALLS
+
+__all__ = ["SIGNATURES", "RmsNorm", "TurboAttention", "attention", "check", "convert_linears", "grouped_experts"]
+
+# Name in primus_turbo.pytorch → parameters that are given by name or position here.
+SIGNATURES: dict[str, tuple[str, ...]] = {
+    "ops.flash_attn_func": ("q", "k", "v", "softmax_scale", "causal", "window_size", "deterministic"),
+    "ops.flash_attn_fp8_func": ("q", "k", "v", "softmax_scale", "causal", "window_size", "deterministic", "fp8_config"),
+    "ops.rmsnorm": ("x", "gamma", "eps"),
+    "ops.grouped_gemm": ("a", "b", "group_lens", "trans_b"),
+    "modules.Float8Linear.from_float": ("mod", "config"),
+    "core.low_precision.Float8QuantConfig": ("granularity", "block_size"),
+}
+# As Primus configures attention in FP8.
+_ATTENTION_BLOCK = 64
+# Its FP8 products take sizes that this divides.
+_FP8_MULTIPLE = 128
+
+
+def check(names: Iterable[str] = SIGNATURES) -> None:
+    """SystemExit when the installed package lacks one of ``names``, or a parameter that is used of it."""
+    for name in names:
+        found: Any = _package()
+        try:
+            for part in name.split("."):
+                found = getattr(found, part)
+        except AttributeError:
+            raise SystemExit(f"the installed Primus Turbo has no {name}: it is not the pinned version") from None
+        lacking = [parameter for parameter in SIGNATURES[name] if parameter not in inspect.signature(found).parameters]
+        if lacking:
+            raise SystemExit(
+                f"{name} of the installed Primus Turbo takes no {', '.join(lacking)}: it is not the pinned version"
+            )
+
+
+def _package() -> Any:
+    import primus_turbo.pytorch
+    import primus_turbo.pytorch.core.low_precision
+
+    return primus_turbo.pytorch
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, window: int = 0,
+    eight: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Causal attention of ``q`` [samples, tokens, heads, size] over ``k`` and ``v``, which may have fewer heads.
+
+    ``window``: how many tokens each one sees, itself included; 0 for all before it. ``eight``: in FP8, scaled by
+    blocks of 64.
+    """
+    turbo = _package()
+    CALLS["turbo_attention_fp8" if eight else "turbo_attention"] += 1
+    given: dict[str, Any] = {
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size": (window - 1, 0) if window else (-1, -1),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    if eight:
+        low = turbo.core.low_precision
+        granularity = low.ScalingGranularity.BLOCKWISE
+        config = low.Float8QuantConfig(granularity=granularity, block_size=_ATTENTION_BLOCK)
+        out: torch.Tensor = turbo.ops.flash_attn_fp8_func(q, k, v, fp8_config=config, **given)
+    else:
+        out = turbo.ops.flash_attn_func(q, k, v, **given)
+    return out
+
+
+class TurboAttention(torch.nn.Module):  # type: ignore[misc,unused-ignore]
+    """In place of torchtitan's wrapper around PyTorch's attention: tensors are [samples, heads, tokens, size]."""
+
+    def __init__(self, *, eight: bool = False) -> None:
+        super().__init__()
+        self.eight = eight
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **_: Any
+    ) -> torch.Tensor:
+        """Causal attention over all tokens before."""
+        q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
+        return attention(q, k, v, scale=scale, eight=self.eight).transpose(1, 2)
+
+
+class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc,unused-ignore]
+    """PyTorch's norm with its parameters, computed by Primus Turbo. Made by assigning to ``__class__``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dimension of ``x``."""
+        CALLS["turbo_rms_norm"] += 1
+        eps = self.eps if self.eps is not None else torch.finfo(x.dtype).eps
+        flat = x.reshape(-1, x.shape[-1])
+        out: torch.Tensor = _package().ops.rmsnorm(flat, self.weight.to(x.dtype), eps)
+        return out.reshape(x.shape)
+
+
+def convert_linears(model: torch.nn.Module, filtered: Iterable[str]) -> None:
+    """Let every linear layer but those whose names contain one of ``filtered`` compute in FP8, scaled by tensor.
+
+    SystemExit for a layer whose sizes the products do not take: it would train in BF16 without a word.
+    """
+    turbo, left_out = _package(), tuple(filtered)
+    low = turbo.core.low_precision
+    config = low.Float8QuantConfig(granularity=low.ScalingGranularity.TENSORWISE)
+    for name, module in model.named_modules():
+        if type(module) is not torch.nn.Linear or any(word in name for word in left_out):
+            continue
+        if any(size % _FP8_MULTIPLE for size in module.weight.shape):
+            raise SystemExit(
+                f"turbo-fp8-linear: {name} has {' × '.join(map(str, module.weight.shape))} weights, and its products "
+                f"take multiples of {_FP8_MULTIPLE}; name it in quantize.linear.float8.filter_fqns"
+            )
+        turbo.modules.Float8Linear.from_float(module, config)
+        module.register_forward_hook(_count_linear)
+
+
+def _count_linear(*_: Any) -> None:
+    CALLS["turbo_fp8_linear"] += 1
+
+
+def grouped_experts(
+    w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
+) -> torch.Tensor:
+    """torchtitan's ``_run_experts_grouped_mm``: ``x`` [tokens sorted by expert, hidden] through SwiGLU experts."""
+    product: Callable[..., torch.Tensor] = _package().ops.grouped_gemm
+    CALLS["turbo_grouped_gemm"] += 1
+    lengths = num_tokens_per_expert.to(device=x.device, dtype=torch.int64)
+    narrow = x.bfloat16()
+    gate = product(narrow, w1.bfloat16(), group_lens=lengths, trans_b=True)
+    up = product(narrow, w3.bfloat16(), group_lens=lengths, trans_b=True)
+    hidden = torch.nn.functional.silu(gate) * up
+    return product(hidden, w2.bfloat16(), group_lens=lengths, trans_b=True).type_as(x)

@@ -104,7 +104,9 @@ def _needs(one: Optimization) -> str:
     parts += [f"family {', '.join(one.families)}"] * bool(one.families)
     parts += [f"GPU {', '.join(one.archs or one.vendors)}"] * bool(one.archs or one.vendors)
     parts += [f"packages {', '.join(one.packages)}"] * bool(one.packages)
-    parts += [f"{key}={str(wanted).lower() if isinstance(wanted, bool) else wanted}" for key, wanted in one.settings.items()]
+    parts += [
+        f"{key}={str(wanted).lower() if isinstance(wanted, bool) else wanted}" for key, wanted in one.settings.items()
+    ]
     parts += [f"{kind.upper()} {degree}" for kind, degree in one.degrees.items()]
     parts += ["weights sharded over ranks"] * one.sharded
     return "; ".join(parts)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -10,7 +11,10 @@ import pytest
 
 from primus.gpus import detect
 from primus.images.skeleton import shell_setup
+from primus.schema import build
 from primus.system import banner
+from primus.versions.model import Versions
+from primus.yamlfile import read
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 
@@ -165,6 +169,26 @@ def test_the_inside_never_loads_the_outside() -> None:
         check=True,
     )
     assert ended.stdout == "[]\n"
+
+
+def test_what_ships_imports_only_what_ships() -> None:
+    """Imports inside functions count, too: they fail when a user gets there."""
+    root = Path(__file__).parents[2]
+    (pin,) = build(Versions, read(root / "versions.yaml")).components["primus"].pins
+    shipped = {file for word in pin.include for file in [SRC / "primus" / word, *(SRC / "primus" / word).rglob("*.py")]}
+    wanted = {}
+    for file in (file for file in shipped if file.suffix == ".py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            wanted |= {name: file.name for name in names if name.startswith("primus.")}
+    missing = {
+        name: file
+        for name, file in wanted.items()
+        if not shipped & {SRC / f"{name.replace('.', '/')}.py", SRC / name.replace(".", "/") / "__init__.py"}
+    }
+    # main.py asks for these where the host's verbs are there.
+    assert missing == {"primus.cli.host": "main.py", "primus.images.unchanged": "main.py"}
 
 
 def test_a_preview_says_what_it_lacks() -> None:

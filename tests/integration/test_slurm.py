@@ -162,10 +162,10 @@ def test_a_killed_rank_fails_the_job_which_says_why(slurm: Slurm, folder: Path) 
 
 
 def test_a_hung_rank_ends_and_is_named(slurm: Slurm, folder: Path) -> None:
-    job = Launched(slurm, folder / "runs", "--stall-timeout", "15", "comm.train_timeout_seconds=600")
+    job = Launched(slurm, folder / "runs", "--stall-timeout", "60", "comm.train_timeout_seconds=600")
     job.reach(10)
     for pid in job.pids("n2"):
         os.kill(pid, signal.SIGSTOP)
     ended = job.ended()
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), job.said()
-    assert re.search(r"rank [01]: hung: no progress for 15 s; its process is stopped", str(job.result()["cause"]))
+    assert re.search(r"rank [01]: hung: no progress for 60 s; its process is stopped", str(job.result()["cause"]))

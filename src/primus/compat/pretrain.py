@@ -98,8 +98,8 @@ def kubernetes(words: Sequence[str], environment: Mapping[str, str], *, allow_un
         raise InputError("no command is given", where="run_k8s_pretrain.sh", hint="create, get, delete, list or nodes")
     if command != "create":
         raise HostError(
-            f"{command} asks a workload service, and primus brings no client of it",
-            hint="kubectl get, delete and describe do the same for a job of Kubernetes",
+            f"{command} asks a workload service and trains nothing",
+            hint="primus compat run_k8s_pretrain.sh asks it",
         )
     rest.remove(command)
     given = {one.key: one for one in options(rest)}

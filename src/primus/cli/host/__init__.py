@@ -9,7 +9,7 @@ VERBS = {
     "explain": ("host.explain", "show which inputs changed since the last build, old → new"),
     "lock": ("host.lock", "resolve versions.yaml to exact files"),
     "run": ("host.run", "run a command in an image"),
-    "launch": ("host.launch", "run a recipe on several machines with Slurm"),
+    "launch": ("host.launch", "run a recipe on several machines with Slurm or Kubernetes"),
     "load": ("host.load", "load an image into a Docker engine"),
     "validate": ("host.validate", "train in the image and check the results"),
     "check": ("host.check", "check the contents of an image: GPU code, versions, secrets, size"),

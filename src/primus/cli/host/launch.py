@@ -1,7 +1,9 @@
-"""Run a recipe on several machines: render the job first, then hand it to Slurm.
+"""Run a recipe on several machines: render the job first, then hand it to Slurm or Kubernetes.
 
 `slurm` renders a batch script and submits it. One task per node runs `primus train`; the ranks meet on the first node.
 A preempted job, and one that lost a node, returns to the queue and continues from its newest checkpoint.
+`k8s` renders manifests and applies them: a Job, or a TrainJob, JobSet or PyTorchJob where the cluster has them.
+`k8s status|logs|delete NAME` and `k8s nodes` ask the cluster.
 The plan is shown before anything is submitted: nodes, mesh, tokens per step. --dry-run prints what would be submitted,
 --json prints one JSON document.
 """
@@ -15,17 +17,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from primus.cli.arguments import folder, path
 from primus.cli.image.common import add_choices, add_recipe, resolved, seconds
 from primus.errors import InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
-from primus.launch import slurm
+from primus.launch import cluster, kubernetes, slurm
 from primus.launch.plan import Plan
+from primus.recipes.load import names
 from primus.recipes.model import Recipe
+from primus.terminal import Screen
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
+_ACTIONS = ("apply", "status", "logs", "delete", "nodes")
 EXAMPLE = "primus launch slurm llama3.1-70b --nodes 8 --gpu mi300x --image rocm/primus:v26.11-mi300x --dry-run"
 
 
@@ -48,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     systems = parser.add_subparsers(dest="system", metavar="SYSTEM", required=True, parser_class=_Words)
     add_slurm(systems.add_parser("slurm", help="a batch job of Slurm", description="Run a recipe as a job of Slurm."))
+    about = (
+        "Run a recipe as a job of Kubernetes. RECIPE alone means `apply RECIPE`; "
+        "`status NAME`, `logs NAME`, `delete NAME` and `nodes` ask the cluster."
+    )
+    add_kubernetes(systems.add_parser("k8s", help="a job of Kubernetes", description=about))
 
 
 def add_slurm(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +82,30 @@ def add_slurm(parser: argparse.ArgumentParser) -> None:
     site.add_argument("--restarts", type=seconds, default=20, metavar="N", help="times to requeue (default: 20)")
     site.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="option for sbatch; repeatable")
     site.add_argument("--wait", action="store_true", help="wait for the job, and end with its exit code")
+
+
+def add_kubernetes(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `launch k8s`."""
+    add_recipe(parser)
+    add_choices(parser)
+    add_common(parser)
+    site = parser.add_argument_group("Kubernetes")
+    site.add_argument("--kind", choices=tuple(kubernetes.KINDS), default="job", help="kind of object (default: job)")
+    site.add_argument("--namespace", default="default", help="namespace (default: default)")
+    site.add_argument("--queue", default="", metavar="NAME", help="local queue of Kueue, which then starts the job")
+    site.add_argument("--claim", default="", metavar="NAME", help="volume claim for results, shared by all nodes")
+    site.add_argument("--hf-token-secret", default="", metavar="NAME[:KEY]", help="Secret with the Hugging Face token")
+    site.add_argument("--pull-secret", default="", metavar="NAME", help="Secret to pull the image with")
+    site.add_argument("--rdma", default="", metavar="RESOURCE[=N]", help="network devices, for example rdma/hca=8")
+    site.add_argument("--host-network", action="store_true", help="use the node's network")
+    site.add_argument("--node-selector", action="append", default=[], metavar="LABEL=VALUE", help="nodes to run on")
+    site.add_argument("--cpu", default="", help="CPUs of each node, for example 96")
+    site.add_argument("--memory", default="", help="memory of each node, for example 1024Gi")
+    site.add_argument("--shm", default="64Gi", help="size of /dev/shm (default: 64Gi)")
+    site.add_argument(
+        "--ttl", type=seconds, default=86400, metavar="S", help="keep a finished job so long (default: 1 day)"
+    )
+    site.add_argument("--resume-from", default="", metavar="DIR", help="checkpoint or run, as the nodes see it")
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -96,8 +132,83 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Render, show, submit. Returns 0, or the job's exit code with --wait; raises InputError and HostError."""
+    if options.system == "k8s":
+        return _kubernetes(options)
     plan = Plan(recipe=_recipe(options), stall_timeout=options.stall_timeout)
     return _slurm(options, plan)
+
+
+def _kubernetes(options: argparse.Namespace) -> int:
+    # `k8s status NAME` and `k8s RECIPE status` are both understood.
+    words = [options.recipe, *options.overrides]
+    action = next((word for word in words if word in _ACTIONS), "apply")
+    words = [word for word in words if word != action]
+    if action == "nodes":
+        return _show(options, {"nodes": cluster.nodes()}, "nodes")
+    if not words:
+        raise InputError(f"k8s {action}: no {'recipe' if action == 'apply' else 'name'} is given")
+    options.recipe, *options.overrides = words
+    if action != "apply":
+        name = options.name or (words[0] if words[0] not in names() else kubernetes.default_name(words[0]))
+        return _ask(options, action, name)
+    site = kubernetes.Cluster(
+        kind=options.kind, image=options.image, name=options.name, namespace=options.namespace, queue=options.queue,
+        claim=options.claim, token_secret=options.hf_token_secret, pull_secret=options.pull_secret, rdma=options.rdma,
+        host_network=options.host_network, cpu=options.cpu, memory=options.memory, shm=options.shm, ttl=options.ttl,
+        selector=tuple(options.node_selector), environment=tuple(options.env), resume_from=options.resume_from,
+    )  # fmt: skip
+    if options.mount:
+        raise InputError(
+            "--mount: a node's folders are not mounted into pods", hint="--claim NAME mounts a volume claim"
+        )
+    plan = Plan(recipe=_recipe(options), stall_timeout=options.stall_timeout)
+    objects = kubernetes.manifests(plan, site)
+    if options.dry_run:
+        if options.json:
+            print(json.dumps({"plan": plan.document(), "manifests": objects}, indent=2))
+        else:
+            print("\n".join(f"# {line}" for line in plan.lines()))
+            print(yaml.safe_dump_all(objects, sort_keys=False, explicit_start=True), end="")
+        return 0
+    if not options.json:
+        print("\n".join(plan.lines()), file=sys.stderr)
+    cluster.apply(options.kind, objects)
+    name = kubernetes.name_of(plan, site)
+    if options.json:
+        print(json.dumps({"plan": plan.document(), "name": name, "namespace": site.namespace}, indent=2))
+    else:
+        print(f"applied {options.kind} {name} in namespace {site.namespace}")
+    return 0
+
+
+def _ask(options: argparse.Namespace, action: str, name: str) -> int:
+    if action == "status":
+        return _show(options, cluster.status(options.kind, name, options.namespace), "pods")
+    if action == "logs":
+        found = list(cluster.logs(name, options.namespace))
+        if options.json:
+            print(json.dumps(dict(found), indent=2, ensure_ascii=False))
+        else:
+            print("\n".join(f"[{pod}] {line}" for pod, text in found for line in text.splitlines()))
+        return 0
+    cluster.delete(options.kind, name, options.namespace)
+    if options.json:
+        print(json.dumps({"deleted": name}))
+    else:
+        print(f"deleted {options.kind} {name}")
+    return 0
+
+
+def _show(options: argparse.Namespace, document: dict[str, Any], rows: str) -> int:
+    if options.json:
+        print(json.dumps(document, indent=2, ensure_ascii=False, default=str))
+        return 0
+    for condition in document.get("status", {}).get("conditions", []):
+        if condition.get("status") == "True":
+            print(f"{document['name']}: {condition.get('type')} {condition.get('message', '')}".rstrip())
+    found = [tuple(str(value) for value in row.values()) for row in document[rows]]
+    print("\n".join(Screen.of().table(found)) if found else f"no {rows}")
+    return 0
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:

@@ -9,6 +9,7 @@ have the same effect as the options.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import subprocess
@@ -95,6 +96,8 @@ def run(options: argparse.Namespace) -> int:
     if command in ("pytorch_benchmark_setup.sh", "download_assets"):
         return _set_up(options.words, environment, downloads=command == "download_assets")
     own, words = _own(command).parse_known_args(options.words)
+    if command == "run_k8s_pretrain.sh" and not own.dry_run:
+        return _ask_service(words, environment)
     own.dry_run |= environment.get("PRIMUS_DRY_RUN") == "1"
     own.proxy |= environment.get("PRIMUS_PROXY") == "1"
     own.gpu = own.gpu or environment.get("PRIMUS_GPU")
@@ -120,6 +123,25 @@ def run(options: argparse.Namespace) -> int:
     if request.benchmark and not own.dry_run:
         _write_csv(command, *request.benchmark, options.output)
     return code
+
+
+def _ask_service(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Ask the workload service, and print its answer as JSON."""
+    from primus.compat import workloads
+
+    command = next((word for word in words if word in workloads.COMMANDS), None)
+    if command is None:
+        known = ", ".join(workloads.COMMANDS)
+        raise InputError("no command is given", where="run_k8s_pretrain.sh", hint=f"there are: {known}")
+    rest = list(words)
+    rest.remove(command)
+    if command == "create":
+        # What cannot be trained is refused here, not after the workload waited for its nodes.
+        request = pretrain.kubernetes(words, environment)
+        for sentence in request.says:
+            print(f"run_k8s_pretrain.sh: {sentence}", file=sys.stderr)
+    print(json.dumps(workloads.ask(command, rest, environment), indent=2, ensure_ascii=False))
+    return 0
 
 
 def _launch_slurm(request: Request, environment: Mapping[str, str], own: argparse.Namespace) -> int:
@@ -218,7 +240,7 @@ def _startable(command: str, environment: Mapping[str, str], request: Request) -
             "a job of Slurm is started outside of the image",
             hint="`primus launch slurm` on a login node; primus compat run_slurm_pretrain.sh does the same there",
         )
-    if command in ("run_k8s_pretrain.sh", "madengine"):
+    if command == "madengine":
         raise HostError(
             f"{command} starts containers, which is done outside of the image", hint="--dry-run shows the run"
         )

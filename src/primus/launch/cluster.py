@@ -1,0 +1,168 @@
+"""A cluster of Kubernetes, asked through the official Python client (the extra ``k8s``)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from primus.errors import HostError, InputError
+from primus.launch.kubernetes import KINDS, LABEL, Kind, Manifest
+
+__all__ = ["apply", "delete", "logs", "nodes", "status"]
+
+_TIMEOUT = 20.0
+
+
+@contextmanager
+def _client() -> Iterator[Any]:
+    """The client's module with its configuration loaded. HostError where the client or a configuration is missing."""
+    try:
+        from kubernetes import client, config
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+    except ModuleNotFoundError as error:
+        raise HostError(
+            "the Kubernetes client is not installed",
+            hint="pip install 'primus-images[k8s]', or: primus launch k8s … --dry-run | kubectl apply -f -",
+        ) from error
+    try:
+        files = os.environ.get("KUBECONFIG") or "~/.kube/config"
+        if any(Path(file).expanduser().is_file() for file in files.split(os.pathsep)):
+            config.load_kube_config(config_file=files)
+        else:
+            config.load_incluster_config()
+    except config.ConfigException as error:
+        raise HostError(
+            f"no cluster is configured: {' '.join(str(error).split())}", hint="set KUBECONFIG; --dry-run needs none"
+        ) from error
+    try:
+        yield client
+    except ApiException as error:
+        raise _refused(error.status, error.reason, error.body) from error
+    except HTTPError as error:
+        raise HostError(
+            f"the cluster does not answer: {' '.join(str(error).split())[:300]}", hint="kubectl cluster-info tells more"
+        ) from error
+
+
+def _refused(code: int, reason: str, body: str | bytes | None) -> HostError | InputError:
+    try:
+        told = str(json.loads(body or "{}").get("message") or reason)
+    except (ValueError, AttributeError):
+        told = str(reason)
+    told = " ".join(told.split())[:400]
+    if code == 404:
+        return InputError(f"the cluster has no such object: {told}", hint="--kind and --namespace name another")
+    if code == 409:
+        return InputError(f"there is such an object already: {told}", hint="delete it first, or choose another --name")
+    if code in (400, 422):
+        return InputError(f"the cluster refuses the manifest: {told}")
+    return HostError(f"the cluster refuses: {told} (HTTP {code})")
+
+
+def _custom(client: Any, kind: Kind, namespace: str) -> tuple[Any, dict[str, str]]:
+    group, _, version = KINDS[kind][0].partition("/")
+    place = {"group": group, "version": version, "namespace": namespace, "plural": KINDS[kind][2]}
+    return client.CustomObjectsApi(), place
+
+
+def apply(kind: Kind, objects: Sequence[Manifest]) -> None:
+    """Create the objects. When one is refused, those before it are deleted again."""
+    made: list[Callable[[], object]] = []
+    with _client() as client:
+        try:
+            for one in objects:
+                name, namespace = one["metadata"]["name"], one["metadata"]["namespace"]
+                made.append(_create(client, kind, one, name, namespace))
+        except BaseException:
+            for undo in reversed(made):
+                undo()
+            raise
+
+
+def _create(client: Any, kind: Kind, one: Manifest, name: str, namespace: str) -> Callable[[], object]:
+    if one["kind"] == "Service":
+        core = client.CoreV1Api()
+        core.create_namespaced_service(namespace, one, _request_timeout=_TIMEOUT)
+        return lambda: core.delete_namespaced_service(name, namespace, _request_timeout=_TIMEOUT)
+    api, place = _custom(client, kind, namespace)
+    api.create_namespaced_custom_object(**place, body=one, _request_timeout=_TIMEOUT)
+    return lambda: api.delete_namespaced_custom_object(**place, name=name, _request_timeout=_TIMEOUT)
+
+
+def status(kind: Kind, name: str, namespace: str) -> dict[str, Any]:
+    """The job's own status, and name, phase, node and reason of each of its pods."""
+    with _client() as client:
+        api, place = _custom(client, kind, namespace)
+        job = api.get_namespaced_custom_object(**place, name=name, _request_timeout=_TIMEOUT)
+        pods = [
+            {
+                "name": pod.metadata.name,
+                "phase": pod.status.phase,
+                "node": pod.spec.node_name or "",
+                "reason": pod.status.reason or _waiting(pod),
+            }
+            for pod in _pods(client, name, namespace)
+        ]
+    return {"name": name, "kind": KINDS[kind][1], "status": job.get("status", {}), "pods": pods}
+
+
+def _waiting(pod: Any) -> str:
+    for one in pod.status.container_statuses or ():
+        if one.state and one.state.waiting:
+            return str(one.state.waiting.reason or "")
+        if one.state and one.state.terminated and one.state.terminated.exit_code:
+            return f"exit code {one.state.terminated.exit_code}"
+    return next((c.reason or "" for c in pod.status.conditions or () if c.status == "False" and c.reason), "")
+
+
+def _pods(client: Any, name: str, namespace: str) -> list[Any]:
+    found = client.CoreV1Api().list_namespaced_pod(
+        namespace, label_selector=f"{LABEL}={name}", _request_timeout=_TIMEOUT
+    )
+    return sorted(found.items, key=lambda pod: str(pod.metadata.name))
+
+
+def logs(name: str, namespace: str, lines: int = 100) -> Iterator[tuple[str, str]]:
+    """(pod, its last lines) of every pod of the job."""
+    with _client() as client:
+        pods = _pods(client, name, namespace)
+        if not pods:
+            raise InputError(f"no pod belongs to {name}", hint="--namespace names another; `status` shows the job")
+        for pod in pods:
+            if pod.status.phase == "Pending":
+                yield pod.metadata.name, f"(pending: {_waiting(pod) or 'no reason given'})"
+                continue
+            text = client.CoreV1Api().read_namespaced_pod_log(
+                pod.metadata.name, namespace, tail_lines=lines, _request_timeout=_TIMEOUT
+            )
+            yield pod.metadata.name, str(text)
+
+
+def delete(kind: Kind, name: str, namespace: str) -> None:
+    """Delete the job with its pods and, for a Job, its Service."""
+    with _client() as client:
+        api, place = _custom(client, kind, namespace)
+        api.delete_namespaced_custom_object(
+            **place, name=name, propagation_policy="Foreground", _request_timeout=_TIMEOUT
+        )
+        if kind == "job":
+            client.CoreV1Api().delete_namespaced_service(name, namespace, _request_timeout=_TIMEOUT)
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Name, readiness, GPUs and their product of every node."""
+    with _client() as client:
+        found = client.CoreV1Api().list_node(_request_timeout=_TIMEOUT).items
+    rows: list[dict[str, Any]] = []
+    for node in found:
+        labels, amounts = node.metadata.labels or {}, node.status.allocatable or {}
+        ready = next((c.status for c in node.status.conditions or () if c.type == "Ready"), "Unknown")
+        product = labels.get("amd.com/gpu.product-name") or labels.get("nvidia.com/gpu.product") or ""
+        count = amounts.get("amd.com/gpu") or amounts.get("nvidia.com/gpu") or 0
+        rows.append({"name": node.metadata.name, "ready": ready == "True", "gpus": int(count), "product": product})
+    return rows

@@ -1,0 +1,311 @@
+"""Jobs of Kubernetes: manifests from a plan and the cluster's options. Nothing here talks to a cluster."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from primus.errors import InputError
+from primus.gpus.table import generation
+from primus.launch.plan import Plan, refuse_secrets, vendor
+
+__all__ = ["KINDS", "Cluster", "Kind", "Manifest", "default_name", "manifests", "name_of"]
+
+Kind = Literal["job", "trainjob", "jobset", "pytorchjob"]
+Manifest = dict[str, Any]
+# Kind → API version, kind, plural.
+KINDS: Mapping[Kind, tuple[str, str, str]] = {
+    "job": ("batch/v1", "Job", "jobs"),
+    "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs"),
+    "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets"),
+    "pytorchjob": ("kubeflow.org/v1", "PyTorchJob", "pytorchjobs"),
+}
+LABEL = "app.kubernetes.io/name"
+_PORT = 29500
+_RUNS = "/workspace/runs"
+# A label that Kubernetes gives to every pod of a Job: the Job's own id.
+_JOB_ID = "batch.kubernetes.io/controller-uid"
+_DNS = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
+_RESOURCE = re.compile(r"[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+(=\d+)?")
+_LABEL = re.compile(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the cluster's owner decides. Sizes are Kubernetes quantities; empty texts leave the choice to the cluster.
+
+    ``token_secret`` is ``NAME`` or ``NAME:KEY`` of the Secret with the Hugging Face token. ``rdma`` is the extended
+    resource of the network devices, ``NAME`` or ``NAME=COUNT``. ``claim`` is a volume claim for the results.
+    """
+
+    kind: Kind = "job"
+    image: str
+    name: str = ""
+    namespace: str = "default"
+    queue: str = ""
+    claim: str = ""
+    token_secret: str = ""
+    pull_secret: str = ""
+    rdma: str = ""
+    host_network: bool = False
+    cpu: str = ""
+    memory: str = ""
+    shm: str = "64Gi"
+    ttl: int = 86400
+    selector: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    resume_from: str = ""
+    runtime: str = "torch-distributed"
+
+    def __post_init__(self) -> None:
+        if not self.image:
+            raise InputError("--image is missing", hint="--image rocm/primus:v26.11-mi300x")
+        for option, text in (("name", self.name), ("namespace", self.namespace), ("queue", self.queue)):
+            if text and not _DNS.fullmatch(text):
+                raise InputError(
+                    f"--{option}: {text!r} is not a name of Kubernetes",
+                    hint="at most 42 lower-case letters, digits and hyphens, beginning with a letter",
+                )
+        for option, text in (("cpu", self.cpu), ("memory", self.memory), ("shm", self.shm)):
+            if text and not _QUANTITY.fullmatch(text):
+                raise InputError(f"--{option}: {text!r} is not a quantity of Kubernetes", hint="for example 96 or 64Gi")
+        if self.rdma and not _RESOURCE.fullmatch(self.rdma):
+            raise InputError(f"--rdma: {self.rdma!r} is not a resource", hint="for example rdma/hca=8")
+        for word in self.selector:
+            if not _LABEL.fullmatch(word):
+                raise InputError(f"--node-selector: {word!r} is not LABEL=VALUE")
+        for word in self.environment:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", word, re.DOTALL):
+                raise InputError(f"--env: {word!r} is not NAME=VALUE", hint="secrets: --hf-token-secret NAME")
+        refuse_secrets((*self.environment, self.image))
+
+
+def name_of(plan: Plan, cluster: Cluster) -> str:
+    """The job's name: --name, or one from the recipe's name."""
+    return cluster.name or default_name(plan.recipe.name)
+
+
+def default_name(recipe: str) -> str:
+    """The name of a job of the recipe that was given none."""
+    text = re.sub(r"[^a-z0-9]+", "-", recipe.rpartition("/")[2].removesuffix(".yaml").lower())
+    return f"primus-{text}".strip("-")[:42].rstrip("-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pod:
+    """How a kind tells a pod which node it is and where the first one is."""
+
+    container: str
+    first: str
+    node_rank: str = ""
+    subdomain: str = ""
+    restart: str | None = "Never"
+    own_port: bool = True
+    own_id: bool = True
+
+
+def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
+    """The objects to apply, in order. The first is the job itself, except that a headless Service precedes a Job."""
+    name = name_of(plan, cluster)
+    make = {"job": _job, "trainjob": _trainjob, "jobset": _jobset, "pytorchjob": _pytorchjob}[cluster.kind]
+    return make(plan, cluster, name)
+
+
+def _object(kind: str, version: str, name: str, cluster: Cluster, spec: Manifest, *, queued: bool = False) -> Manifest:
+    labels = {LABEL: name, "app.kubernetes.io/managed-by": "primus"}
+    if queued and cluster.queue:
+        labels["kueue.x-k8s.io/queue-name"] = cluster.queue
+    metadata = {"name": name, "namespace": cluster.namespace, "labels": labels}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def _queued(cluster: Cluster) -> Manifest:
+    # Kueue starts the job when its quota allows.
+    return {"suspend": True} if cluster.queue else {}
+
+
+def _job_spec(plan: Plan, pod: Manifest) -> Manifest:
+    return {
+        "completions": plan.nodes, "parallelism": plan.nodes, "completionMode": "Indexed", "backoffLimit": 0,
+        "template": pod,
+    }  # fmt: skip
+
+
+def _job(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
+    service = {
+        "clusterIP": "None", "selector": {LABEL: name}, "publishNotReadyAddresses": True,
+        "ports": [{"name": "rendezvous", "port": _PORT}],
+    }  # fmt: skip
+    pod = _pod(plan, cluster, name, _Pod(container="node", first=f"{name}-0.{name}", subdomain=name))
+    spec = {**_job_spec(plan, pod), "ttlSecondsAfterFinished": cluster.ttl, **_queued(cluster)}
+    return [
+        _object("Service", "v1", name, cluster, service),
+        _object("Job", KINDS["job"][0], name, cluster, spec, queued=True),
+    ]
+
+
+def _jobset(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
+    pod = _pod(plan, cluster, name, _Pod(container="node", first=f"{name}-node-0-0.{name}"))
+    spec = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+        "failurePolicy": {"maxRestarts": 0},
+        "replicatedJobs": [
+            {"name": "node", "replicas": 1, "template": {"spec": _job_spec(plan, pod)}}
+        ],
+        "ttlSecondsAfterFinished": cluster.ttl, **_queued(cluster),
+    }  # fmt: skip
+    return [_object("JobSet", KINDS["jobset"][0], name, cluster, spec, queued=True)]
+
+
+def _trainjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
+    pod = _pod(plan, cluster, name, _Pod(container="node", first=f"{name}-node-0-0.{name}", restart=None))
+    whole = pod["spec"]
+    container = whole.pop("containers")[0]
+    # The runtime owns the pod. What a TrainJob may not set itself, it patches.
+    patch = {
+        "metadata": pod["metadata"],
+        "spec": {
+            **whole,
+            "containers": [
+                {key: container[key] for key in ("name", "securityContext", "volumeMounts")}
+                | {"env": [one for one in container["env"] if "valueFrom" in one]}
+            ],
+        },
+    }
+    patch["spec"].pop("hostNetwork", None)
+    replicated = [{"name": "node", "template": {"spec": {"template": patch}}}]
+    runtime = {"template": {"spec": {"replicatedJobs": replicated}}}
+    spec = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": cluster.runtime},
+        "trainer": {
+            "image": cluster.image, "numNodes": plan.nodes, "command": container["command"],
+            "resourcesPerNode": container["resources"],
+            "env": [one for one in container["env"] if "value" in one],
+        },
+        "runtimePatches": [
+            {"manager": "github.com/primus-launch", "trainingRuntimeSpec": runtime}
+        ],
+        **_queued(cluster),
+    }  # fmt: skip
+    if cluster.host_network:
+        raise InputError("--host-network: a TrainJob takes the network of its runtime", hint="--kind job")
+    return [_object("TrainJob", KINDS["trainjob"][0], name, cluster, spec, queued=True)]
+
+
+def _pytorchjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
+    def replica(count: int) -> Manifest:
+        # The operator sets MASTER_ADDR, MASTER_PORT and RANK, which is the number of the node here.
+        pod = _pod(
+            plan,
+            cluster,
+            name,
+            _Pod(container="pytorch", first="", node_rank="$RANK", restart=None, own_port=False, own_id=False),
+        )
+        return {"replicas": count, "restartPolicy": "Never", "template": pod}
+
+    replicas = {"Master": replica(1)} | ({"Worker": replica(plan.nodes - 1)} if plan.nodes > 1 else {})
+    policy = {"cleanPodPolicy": "None", "backoffLimit": 0, "ttlSecondsAfterFinished": cluster.ttl, **_queued(cluster)}
+    spec = {"runPolicy": policy, "pytorchReplicaSpecs": replicas}
+    return [_object("PyTorchJob", KINDS["pytorchjob"][0], name, cluster, spec, queued=True)]
+
+
+def _pod(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> Manifest:
+    volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shm}}]
+    mounts: list[Manifest] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    if cluster.claim:
+        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}})
+        mounts.append({"name": "runs", "mountPath": _RUNS})
+    container: Manifest = {
+        "name": how.container,
+        "image": cluster.image,
+        "command": ["bash", "-c", _script(plan, cluster, name, how)],
+        "env": _environment(cluster, how),
+        "resources": _resources(plan, cluster),
+        # Registering memory with a network device needs it. Nothing else is added, and nothing is privileged.
+        "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+        "volumeMounts": mounts,
+    }
+    spec: Manifest = {
+        "containers": [container], "volumes": volumes, "affinity": _affinity(plan, name),
+        "terminationGracePeriodSeconds": 60,
+    }  # fmt: skip
+    if how.restart:
+        spec["restartPolicy"] = how.restart
+    if how.subdomain:
+        spec["subdomain"] = how.subdomain
+    if cluster.selector:
+        spec["nodeSelector"] = dict(word.split("=", 1) for word in cluster.selector)
+    if resource := _gpu_resource(plan):
+        spec["tolerations"] = [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
+    if cluster.pull_secret:
+        spec["imagePullSecrets"] = [{"name": cluster.pull_secret}]
+    if cluster.host_network:
+        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return {"metadata": {"labels": {LABEL: name}}, "spec": spec}
+
+
+def _script(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> str:
+    words = shlex.join(plan.command)
+    resume = f" --resume-from {shlex.quote(cluster.resume_from)}" if cluster.resume_from else ""
+    rank = f"NODE_RANK={how.node_rank} " if how.node_rank else ""
+    # A job that is applied again has another id, and neither its folder nor its ranks meet the earlier one's.
+    own = f"{name}-$RUN_ID" if how.own_id else name
+    return f'export RDZV_ID="{own}"; {rank}exec primus {words} --output "{_RUNS}/{own}"{resume}'
+
+
+def _environment(cluster: Cluster, how: _Pod) -> list[Manifest]:
+    found: list[Manifest] = [
+        {"name": "NODE_ADDR", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+    ]
+    if how.own_id:
+        found.append({"name": "RUN_ID", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{_JOB_ID}']"}}})
+    if how.first:
+        found.append({"name": "MASTER_ADDR", "value": how.first})
+    if how.own_port:
+        found.append({"name": "MASTER_PORT", "value": str(_PORT)})
+    for word in cluster.environment:
+        key, _, value = word.partition("=")
+        found.append({"name": key, "value": value})
+    if cluster.token_secret:
+        secret, _, key = cluster.token_secret.partition(":")
+        reference = {"secretKeyRef": {"name": secret, "key": key or "token"}}
+        found.append({"name": "HF_TOKEN", "valueFrom": reference})
+    return found
+
+
+def _gpu_resource(plan: Plan) -> str:
+    return {"amd": "amd.com/gpu", "nvidia": "nvidia.com/gpu"}.get(vendor(plan.recipe.gpu), "")
+
+
+def _resources(plan: Plan, cluster: Cluster) -> Manifest:
+    limits: Manifest = {}
+    if resource := _gpu_resource(plan):
+        limits[resource] = plan.gpus
+    if cluster.rdma:
+        resource, _, count = cluster.rdma.partition("=")
+        limits[resource] = int(count or 1)
+    asked = {key: value for key, value in (("cpu", cluster.cpu), ("memory", cluster.memory)) if value}
+    limits |= {"memory": cluster.memory} if cluster.memory else {}
+    # Extended resources are requested as they are limited.
+    return {"limits": limits, "requests": asked} if asked else {"limits": limits}
+
+
+def _affinity(plan: Plan, name: str) -> Manifest:
+    """A node each, of the GPU's generation: by the labels of AMD's node labeller or NVIDIA's feature discovery."""
+    apart = {"labelSelector": {"matchLabels": {LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
+    found: Manifest = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
+    maker = vendor(plan.recipe.gpu)
+    if not maker:
+        return found
+    gpu = generation(plan.recipe.gpu)
+    if maker == "amd":
+        match = {"key": "amd.com/gpu.device-id", "values": [one.removeprefix("0x") for one in gpu.device_ids]}
+    else:
+        match = {"key": "nvidia.com/gpu.product", "values": [one.replace(" ", "-") for one in gpu.names]}
+    terms = [{"matchExpressions": [{**match, "operator": "In"}]}]
+    found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    return found

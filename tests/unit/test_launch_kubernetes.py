@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from primus.cli.main import main
+from primus.launch.kubernetes import KINDS, Cluster, Kind, manifests
+from primus.launch.plan import Plan
+from primus.recipes.model import Asked
+from primus.recipes.resolve import resolve
+
+FULL: dict[str, Any] = {
+    "image": "rocm/primus:v26.11-mi300x", "queue": "team", "claim": "runs", "token_secret": "hf:key", "cpu": "96",
+    "pull_secret": "pull", "rdma": "rdma/hca=8", "memory": "1024Gi", "selector": ("zone=a",), "environment": ("A=b",),
+    "resume_from": "/workspace/runs/x",
+}  # fmt: skip
+
+
+def made(kind: Kind, gpu: str = "mi300x", nodes: int = 2, **options: Any) -> list[dict[str, Any]]:
+    plan = Plan(recipe=resolve("llama3.1-8b", (), Asked(nodes=nodes, gpu=gpu)))
+    return manifests(plan, Cluster(kind=kind, **{"image": "a/b:c", **options}))
+
+
+def pods(kind: Kind, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whole pod templates of what was rendered."""
+    spec = objects[-1]["spec"]
+    if kind == "job":
+        return [spec["template"]]
+    if kind == "jobset":
+        return [spec["replicatedJobs"][0]["template"]["spec"]["template"]]
+    if kind == "pytorchjob":
+        return [one["template"] for one in spec["pytorchReplicaSpecs"].values()]
+    patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    whole = copy.deepcopy(patch["template"]["spec"]["template"])
+    trainer = spec["trainer"]
+    container = whole["spec"]["containers"][0]
+    container |= {"image": trainer["image"], "command": trainer["command"], "resources": trainer["resourcesPerNode"]}
+    container["env"] = container["env"] + trainer["env"]
+    return [whole]
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("gpu", ["mi300x", "mi355x", "h200"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_manifests_hold_by_the_current_schemas(kind: Kind, gpu: str, full: bool) -> None:
+    objects = made(kind, gpu, **(FULL if full else {}))
+    version = kubernetes_validate.latest_version()
+    for pod in pods(kind, objects):
+        whole = {
+            "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"},
+            "spec": {"template": {**pod, "spec": {"restartPolicy": "Never", **pod["spec"]}}},
+        }  # fmt: skip
+        kubernetes_validate.validate(whole, version, strict=True)
+        container = pod["spec"]["containers"][0]
+        resource = "nvidia.com/gpu" if gpu == "h200" else "amd.com/gpu"
+        assert container["resources"]["limits"][resource] == 8
+        assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+        assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        assert "privileged" not in json.dumps(pod)
+    if kind == "job":
+        for one in objects:
+            kubernetes_validate.validate(one, version, strict=True)
+    if kind in ("trainjob", "jobset"):
+        models = pytest.importorskip("kubeflow_trainer_api.models")
+        model = models.TrainerV1alpha1TrainJob if kind == "trainjob" else models.JobsetV1alpha2JobSet
+        assert model.from_dict(objects[0]).to_dict() == objects[0]  # a field that the schema lacks would be dropped
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_options_reach_the_job(kind: Kind) -> None:
+    objects = made(kind, **FULL)
+    text = json.dumps(objects)
+    labels = objects[-1]["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "team"
+    assert '"suspend": true' in text
+    assert '"secretKeyRef": {"name": "hf", "key": "key"}' in text
+    assert '"rdma/hca": 8' in text
+    assert '"claimName": "runs"' in text
+    assert "--resume-from /workspace/runs/x" in text
+    assert '"74a1"' in text  # the generation's device id
+
+
+def test_a_token_of_the_environment_is_not_rendered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecretverysecretvery")
+    words = ["launch", "k8s", "llama3.1-8b", "--nodes", "2", "--image", "a:mi300x", "--hf-token-secret", "hf"]
+    assert main([*words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "verysecret" not in out
+    assert [one["kind"] for one in yaml.safe_load_all(out)] == ["Service", "Job"]
+    assert main([*words, "--dry-run", "--env", "HF_TOKEN=hf_verysecretverysecretvery"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--namespace", "A_b"], "not a name of Kubernetes"), (["--rdma", "hca"], "not a resource"),
+        (["--memory", "much"], "not a quantity"), (["--node-selector", "a"], "not LABEL=VALUE"),
+        (["--env", "A"], "not NAME=VALUE"), (["--mount", "/data"], "--claim"),
+        (["--kind", "trainjob", "--host-network"], "--kind job"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "k8s", "llama3.1-8b", "--nodes", "2", "--image", "a:mi300x", "--dry-run", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+class Api:
+    """A kube-apiserver that keeps objects, or the workload service: paths → answers."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.bodies: list[Any] = []
+        self.refuse: dict[str, tuple[int, str]] = {}
+        api = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: Any) -> None: ...
+
+            def _answer(self, code: int, content: Any) -> None:
+                text = content if isinstance(content, str) else json.dumps(content)
+                self.send_response(code)
+                self.send_header("Content-Type", "text/plain" if isinstance(content, str) else "application/json")
+                self.send_header("Content-Length", str(len(text.encode())))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def _do(self) -> None:
+                path = self.path.partition("?")[0]
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
+                api.bodies.append((self.command, path, body))
+                if path in api.refuse:
+                    return self._answer(api.refuse[path][0], {"message": api.refuse[path][1]})
+                if self.command == "POST":
+                    key = f"{path}/{body['metadata']['name']}" if "metadata" in body else f"{path}/w1"
+                    if key in api.objects:
+                        return self._answer(409, {"message": f"{key} already exists"})
+                    api.objects[key] = body
+                    return self._answer(201, body if "metadata" in body else {"workloadId": "w1"})
+                if path not in api.objects:
+                    return self._answer(404, {"message": f"{path} not found"})
+                if self.command == "DELETE":
+                    return self._answer(200, api.objects.pop(path))
+                return self._answer(200, api.objects[path])
+
+            do_GET = do_POST = do_DELETE = _do
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    found = Api()
+    context = {"name": "a", "context": {"cluster": "a", "user": "a"}}
+    content = {
+        "apiVersion": "v1", "kind": "Config", "current-context": "a", "contexts": [context],
+        "clusters": [{"name": "a", "cluster": {"server": found.url}}], "users": [{"name": "a", "user": {}}],
+    }  # fmt: skip
+    (tmp_path / "config").write_text(yaml.safe_dump(content))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+WORDS = ["launch", "k8s", "llama3.1-8b", "--nodes", "2", "--image", "a:mi300x"]
+JOBS = "/apis/batch/v1/namespaces/default/jobs"
+SERVICES = "/api/v1/namespaces/default/services"
+
+
+def test_a_job_is_applied_shown_and_deleted(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "primus-llama3-1-8b"
+    assert main(WORDS) == 0
+    assert set(api.objects) == {f"{JOBS}/{name}", f"{SERVICES}/{name}"}
+    assert main([*WORDS]) == 2
+    assert "there is such an object already" in capsys.readouterr().err
+    condition = {"type": "Failed", "status": "True", "message": "backoff"}
+    api.objects[f"{JOBS}/{name}"]["status"] = {"conditions": [condition]}
+    waiting = {"state": {"waiting": {"reason": "ImagePullBackOff"}}, "name": "node", "image": "", "imageID": ""}
+    pod = {
+        "metadata": {"name": f"{name}-0-x"}, "spec": {"nodeName": "n7", "containers": [{"name": "node"}]},
+        "status": {"phase": "Running", "containerStatuses": [{**waiting, "ready": False, "restartCount": 0}]},
+    }  # fmt: skip
+    api.objects["/api/v1/namespaces/default/pods"] = {"items": [pod]}
+    api.objects[f"/api/v1/namespaces/default/pods/{name}-0-x/log"] = "step: 1\nstep: 2\n"
+    assert main(["launch", "k8s", "status", name]) == 0
+    out = capsys.readouterr().out
+    assert "Failed backoff" in out
+    assert "ImagePullBackOff" in out
+    assert main(["launch", "k8s", "logs", name]) == 0
+    assert f"[{name}-0-x] step: 2" in capsys.readouterr().out
+    assert main(["launch", "k8s", "llama3.1-8b", "delete"]) == 0
+    assert f"{JOBS}/{name}" not in api.objects
+    assert f"{SERVICES}/{name}" not in api.objects
+    assert main(["launch", "k8s", "delete", name]) == 2
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset", "pytorchjob"])
+def test_other_kinds_go_to_their_own_api(api: Api, kind: Kind) -> None:
+    assert main([*WORDS, "--kind", kind]) == 0
+    version, _, plural = KINDS[kind]
+    assert list(api.objects) == [f"/apis/{version}/namespaces/default/{plural}/primus-llama3-1-8b"]
+
+
+def test_a_refused_job_leaves_no_service_behind(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    api.refuse[JOBS] = (403, "jobs is forbidden")
+    assert main(WORDS) == 3
+    assert "jobs is forbidden" in capsys.readouterr().err
+    assert api.objects == {}
+
+
+def test_nodes_show_their_gpus(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    label = {"amd.com/gpu.product-name": "AMD_Instinct_MI300X_OAM"}
+    node = {
+        "metadata": {"name": "n1", "labels": label},
+        "status": {"allocatable": {"amd.com/gpu": "8"}, "conditions": [{"type": "Ready", "status": "True"}]},
+    }
+    api.objects["/api/v1/nodes"] = {"items": [node]}
+    assert main(["launch", "k8s", "nodes", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["nodes"]
+    assert found == [{"name": "n1", "ready": True, "gpus": 8, "product": "AMD_Instinct_MI300X_OAM"}]
+
+
+def test_a_cluster_that_does_not_answer_is_said(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    api.server.shutdown()
+    api.server.server_close()
+    assert main(["launch", "k8s", "nodes"]) == 3
+    assert "does not answer" in capsys.readouterr().err
+
+
+EXP = "examples/megatron/configs/llama2_7B-pretrain.yaml"
+
+
+def test_the_workload_service_is_asked_as_documented(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    script = ["compat", "run_k8s_pretrain.sh", "--url", api.url]
+    words = ["--replica", "2", "--cpu", "96", "--gpu", "4", "--exp", EXP, "--data_path", "mock"]
+    more = ["--image", "docker.io/custom/image:latest", "--hf_token", "hf_my", "--workspace", "team-dev"]
+    assert main([*script, "create", *words, *more, "--nodelist", "n1", "--train_iters", "5"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"workloadId": "w1"}
+    assert "hf_my" not in told.out + told.err
+    method, path, body = api.bodies[-1]
+    assert (method, path) == ("POST", "/api/v1/workloads")
+    assert body["resource"] | {"replica": 2, "cpu": "96", "gpu": "4"} == body["resource"]
+    assert body["env"]["HF_TOKEN"] == "hf_my"
+    assert body["env"]["EXP"] == EXP
+    assert (body["workspace"], body["image"]) == ("team-dev", "docker.io/custom/image:latest")
+    assert body["customerLabels"] == {"kubernetes.io/hostname": "n1"}
+    assert "run_pretrain.sh --train_iters=5" in body["entryPoint"]
+    api.objects["/api/v1/workloads"] = {"items": ["w1"]}
+    api.objects["/api/v1/nodes"] = {"items": ["n1"]}
+    for command, expected in (("list", {"items": ["w1"]}), ("nodes", {"items": ["n1"]})):
+        assert main([*script, command]) == 0
+        assert json.loads(capsys.readouterr().out) == expected
+    assert main([*script, "get", "--workload-id", "w1"]) == 0
+    assert json.loads(capsys.readouterr().out)["workspace"] == "team-dev"
+    assert main([*script, "delete", "--workload-id", "w1"]) == 0
+    assert main([*script, "get", "--workload-id", "w1"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["list"], 2, "--url is missing"),
+        (["--url", "ftp://x", "list"], 2, "not the address of a service"),
+        (["--url", "http://127.0.0.1:9", "list"], 3, "does not answer"),
+        (["--url", "http://127.0.0.1:9", "get"], 2, "--workload-id is missing"),
+        (["--url", "http://127.0.0.1:9", "create", "--exp", EXP, "--image", "a", "--cpu", "many"], 2, "--cpu"),
+        (["--url", "http://127.0.0.1:9", "create", "--image", "a"], 2, "--exp is missing"),
+        (["--url", "http://127.0.0.1:9"], 2, "no command is given"),
+    ],
+)
+def test_wrong_words_for_the_service(
+    words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compat", "run_k8s_pretrain.sh", *words]) == code
+    assert message in capsys.readouterr().err

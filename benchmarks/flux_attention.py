@@ -11,8 +11,8 @@ import json
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training.flux import entry
 
 WAYS = {

@@ -32,15 +32,16 @@ from primus.errors import CheckFailed, PrimusError
 from primus.gates.contents import walk
 from primus.images.action import ImagePlan
 from primus.images.elf import AMDGPU, read_elf
-from primus.images.filecache import FileCache
 from primus.images.kernels import KernelFiles
 from primus.images.layer import write_layer
 from primus.images.plan import plan_image
 from primus.images.prefix import Prefix
 from primus.images.project import Project
+from primus.images.resolve import resolve
 from primus.images.roots import reference
 from primus.images.store import Layer, Store
 from primus.images.wheel import wheel_entries
+from primus.images.workspace import Workspace
 
 TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
 ROOT = Path(__file__).parents[1]
@@ -129,7 +130,7 @@ def _cold(report: Report, once: bool) -> None:
     used, begin = _processor_seconds(), time.perf_counter()
     peak = peak_megabytes(command)
     seconds = time.perf_counter() - begin
-    (first,) = {image["digest"] for image in Project(report.root).store.images().values()}
+    (first,) = {image["digest"] for image in Project(report.root).workspace.store.images().values()}
     if once:
         report.notes.append("Seconds and memory are of one build: watching its memory lengthens it")
     else:
@@ -169,11 +170,11 @@ def _sharing(report: Report) -> None:
 
 def _host_code(report: Report) -> None:
     """What the device layers of both architectures hold alike: the host's part of libraries with GPU code inside."""
-    project, found = Project(report.root), []
+    store, found = Project(report.root).workspace.store, []
     for target in ("mi300x", "mi355x"):
-        plan = plan_image(project, target, project.lock(target))
-        kernels = [project.store.layer(action.key) for action in plan.layers if action.kind == "kernels"]
-        found.append(dict(part for layer in kernels if layer for part in _host_parts(project.store, layer)))
+        plan = _plan(report, target)
+        kernels = [store.layer(action.key) for action in plan.layers if action.kind == "kernels"]
+        found.append(dict(part for layer in kernels if layer for part in _host_parts(store, layer)))
     alike = found[0].keys() & found[1].keys()
     size = sum(found[0][digest] for digest in alike)
     report.add("mi300x ↔ mi355x, host code of libraries with GPU code, in both device layers", size / 1e6, "MB")
@@ -194,11 +195,10 @@ def _host_parts(store: Store, layer: Layer) -> Iterator[tuple[str, int]]:
 
 
 def _pruning(report: Report) -> None:
-    project = Project(report.root)
-    plan = plan_image(project, "mi355x", project.lock("mi355x"))
-    layers = {action.name: layer for action in plan.layers if (layer := project.store.layer(action.key)) is not None}
+    workspace, plan = Project(report.root).workspace, _plan(report, "mi355x")
+    layers = {action.name: layer for action in plan.layers if (layer := workspace.store.layer(action.key)) is not None}
     size, unpacked = sum(x.blob.size for x in layers.values()), sum(x.unpacked for x in layers.values())
-    whole = _unpruned(project, plan, layers)
+    whole = _unpruned(workspace, plan, layers)
     before = sum(x.blob.size for x in whole.values()), sum(x.unpacked for x in whole.values())
     report.add("mi355x preview, compressed", size / 1e6, "MB")
     report.add("mi355x preview with all that pruning leaves out, compressed", before[0] / 1e6, "MB")
@@ -210,15 +210,20 @@ def _pruning(report: Report) -> None:
     )
 
 
+def _plan(report: Report, target: str) -> ImagePlan:
+    project = Project(report.root)
+    return plan_image(resolve(project, target), project.workspace.stats)
+
+
 def _processor_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
-def _unpruned(project: Project, plan: ImagePlan, layers: Mapping[str, Layer]) -> dict[str, Layer]:
+def _unpruned(workspace: Workspace, plan: ImagePlan, layers: Mapping[str, Layer]) -> dict[str, Layer]:
     """The image's layers, and in place of those that were pruned what they would be whole."""
-    files, whole = FileCache(project.work / "files"), dict(layers)
-    with tempfile.TemporaryDirectory(dir=project.work) as folder:
+    files, whole = workspace.files, dict(layers)
+    with tempfile.TemporaryDirectory(dir=workspace.folder) as folder:
         store = Store(Path(folder) / "store")
         store.prepare()
         for action in plan.layers:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.recipes.load import folder
-from primus.recipes.model import Asked
+from primus.recipes.setting import Asked
 from primus.recipes.size import size
 from primus.training import logs, metrics, start, suite
 from primus.training.flops import of_recipe_unit

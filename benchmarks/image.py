@@ -16,10 +16,11 @@ from benchmarks.buildkit import BuildKit
 from benchmarks.measure import PRIMUS, Finished, run
 from primus.errors import CheckFailed, HostError, InputError
 from primus.images.action import ImagePlan
-from primus.images.filecache import FileCache
 from primus.images.plan import plan_image
 from primus.images.project import Project
-from primus.images.store import Layer
+from primus.images.resolve import ResolvedTarget, resolve
+from primus.images.store import Layer, Store
+from primus.images.workspace import Workspace
 from primus.versions.lock import LockedFile
 
 __all__ = ["ImageProject", "prepare"]
@@ -82,7 +83,7 @@ class ImageProject:
 
     def wheels(self) -> list[LockedFile]:
         """The image's wheels: those of its lock, and those that its builds made from source."""
-        lock = self.project.lock(self.target)
+        lock = self.resolved.lock
         builds = [a.key for a in self._plan().actions() if a.kind == "build"]
         records = [json.loads((self.store / "actions" / f"{key}.json").read_text()) for key in builds]
         built = [LockedFile(kind="wheel", name=r["name"], version="", **r["wheel"]) for r in records]
@@ -90,16 +91,21 @@ class ImageProject:
 
     def layers(self) -> list[Layer]:
         """The image's layers; it must be built."""
-        found = [self.project.store.layer(action.key) for action in self._plan().layers]
+        found = [Store(self.store).layer(action.key) for action in self._plan().layers]
         return [layer for layer in found if layer is not None]
 
     @property
-    def project(self) -> Project:
-        """The folder as our builder reads it."""
-        return Project.find(self.root, store=self.store)
+    def workspace(self) -> Workspace:
+        """Where our builder keeps what it makes."""
+        return Project.find(self.root, store=self.store).workspace
+
+    @property
+    def resolved(self) -> ResolvedTarget:
+        """The target as our builder reads it."""
+        return resolve(Project.find(self.root, store=self.store), self.target)
 
     def _plan(self) -> ImagePlan:
-        return plan_image(self.project, self.target, self.project.lock(self.target))
+        return plan_image(self.resolved, self.workspace.stats)
 
 
 def prepare(repository: Path, root: Path, kit: BuildKit, target: str) -> ImageProject:
@@ -137,23 +143,23 @@ def _lend(own: Path, files: Path, store: Path) -> None:
 
 
 def _describe_for_docker(ours: ImageProject) -> None:
-    root, target, project = ours.root, ours.target, ours.project
-    base, wheels = project.choice(target).base, ours.wheels()
+    root, target, resolved = ours.root, ours.target, ours.resolved
+    base, wheels = resolved.choice.base, ours.wheels()
     if not wheels or base is None:
         raise InputError(f"the {target} image has no lock or no base")
-    cache = FileCache(project.work / "files")
+    cache = ours.workspace.files
     (root / "wheels").mkdir()
     for wheel in wheels:
         (root / "wheels" / wheel.file).hardlink_to(cache.path(wheel.sha256))
     pip = next((w.file for w in wheels if w.name == "pip"), None)
     if pip is None:
         raise CheckFailed(f"the {target} image brings no pip wheel, so BuildKit's side cannot install its wheels")
-    python = ".".join(project.versions.bases[base].python.split(".")[:2])
+    python = ".".join(resolved.versions.bases[base].python.split(".")[:2])
     # A bind mount and no cache folder: the wheels stay out of the image, which is the fastest way BuildKit knows.
     install: list[str] = [f"/usr/bin/python{python}", f"/wheels/{pip}/pip", "install", "--no-index", "--no-deps"]
     install += ["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore", "--quiet"]
     install += ["--break-system-packages", "--prefix=/opt/venv", *(f"/wheels/{w.file}" for w in wheels)]
-    local = {name: pin for name, pin in project.pins(target).items() if pin.path}
+    local = {name: pin for name, pin in resolved.pins.items() if pin.path}
     copies = [f"COPY {pin.path} {pin.to}" for _, pin in sorted(local.items(), key=lambda i: i[0] == "recipes")]
     lines = [f"FROM {_BASE} AS {target}", f"RUN --mount=type=bind,source=wheels,target=/wheels {_exec(install)}"]
     (root / "Dockerfile").write_text("\n".join([*lines, *copies, ""]))

@@ -28,8 +28,8 @@ from primus.compat.experiment import experiment, recipe_text
 from primus.compat.merge import Merged, merge
 from primus.compat.presets import flat
 from primus.errors import InputError
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 
 __all__ = ["main"]
 

@@ -85,8 +85,8 @@ def _installed(name: str) -> bool:
 
 def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one variant: its figures and series."""
-    from primus.recipes.model import Asked
     from primus.recipes.resolve import resolve
+    from primus.recipes.setting import Asked
     from primus.training import logs, ranks, start
     from primus.training.job import Job
 

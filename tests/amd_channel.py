@@ -155,9 +155,9 @@ def fetch_build_tools(folder: Path, kit: Kit) -> None:
 def kit_pins(kit: Kit, target: str) -> dict[str, Pin]:
     """Every pin that the target's lock on channel amd answers."""
     from primus.images.project import Project
+    from primus.images.resolve import resolve
 
-    project = Project(kit.root, channel="amd")
-    return project.pins(target)
+    return dict(resolve(Project(kit.root, channel="amd"), target).pins)
 
 
 # Repositories

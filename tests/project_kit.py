@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import primus
+from primus.images.action import ImagePlan
+from primus.images.plan import plan_image
+from primus.images.project import Project
+from primus.images.resolve import resolve
+from primus.versions.lock import Lock
 
 SOURCE = Path(primus.__file__).parents[1]
 
@@ -66,6 +71,12 @@ class Kit:
         """Layer → whether this build made it."""
         result = json.loads(self.build(*(words or ("demo",)), "--json").out)
         return {line["name"]: line["built"] for line in result["images"][0]["layers"]}
+
+
+def plan_over(root: Path, name: str, lock: Lock | None) -> ImagePlan:
+    """The plan of a target over a lock that is not on disk."""
+    project = Project(root)
+    return plan_image(replace(resolve(project, name), lock=lock), project.workspace.stats)
 
 
 def make_project(root: Path, *, size: int = 1000) -> Kit:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["CheckFailed", "HostError", "InputError", "PrimusError", "did_you_mean", "nearest"]
+__all__ = ["CheckFailed", "HostError", "InputError", "LacksPackages", "PrimusError", "did_you_mean", "nearest"]
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
     """``did you mean 'x'?`` with the nearest of ``known`` (``most`` of them at most); empty when none is near."""
+    # Seam "suggestion": only a wrong name costs these 5 ms.
     from difflib import get_close_matches
 
     near = get_close_matches(word, list(known), most)
@@ -60,3 +61,11 @@ class HostError(PrimusError):
     """The machine lacks something: a tool, a source that answers, disk, permission (exit code 3)."""
 
     exit_code = 3
+
+
+class LacksPackages(HostError):
+    """The archive is out of reach until ``packages`` of this host's own distribution are installed."""
+
+    def __init__(self, message: str, packages: tuple[str, ...], hint: str) -> None:
+        super().__init__(message, hint=f"apt-get install {' '.join(packages)}, or {hint}")
+        self.packages = packages

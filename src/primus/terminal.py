@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-__all__ = ["PLAIN", "Screen", "Styled"]
+__all__ = ["PLAIN", "Screen", "Styled", "bytes_text"]
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
@@ -171,6 +171,7 @@ def _columns(text: str) -> int:
     """How many columns a terminal needs for the text."""
     if text.isascii():
         return len(text)
+    # Seam "wide text": 8 ms that ASCII saves.
     from unicodedata import combining, east_asian_width
 
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
@@ -221,3 +222,13 @@ def _broken(text: str, width: int) -> list[str]:
                 lines.append(line[:cut])
                 line = line[cut:]
     return [*lines, line] if line else lines or [""]
+
+
+def bytes_text(amount: int) -> str:
+    """Bytes in decimal units, as registries count them."""
+    value, unit = float(amount), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

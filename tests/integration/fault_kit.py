@@ -7,8 +7,8 @@ from pathlib import Path
 
 from training_kit import train
 
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import checks, outcome
 from primus.training.checks import Verdict
 from primus.training.job import Job

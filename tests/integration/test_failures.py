@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from training_kit import ROOT, train
 
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import outcome
 from primus.training.job import Job
 from project_kit import Kit

@@ -12,11 +12,11 @@ import pytest
 
 from loopback import Server, index_debs, make_deb, make_wheel, serve
 from primus.images import builder
-from primus.images.builder import plan_images
 from primus.images.execute import Workshop
 from primus.images.fetch import GoneError
-from primus.images.filecache import FileCache
+from primus.images.locking import plan_images
 from primus.images.project import Project
+from primus.images.resolve import resolve
 from primus.progress import QuietProgress
 from project_kit import Kit
 
@@ -155,14 +155,15 @@ def test_a_build_locks_again_what_is_gone_unless_locked(
     index_debs(server.root, "bookworm")
     make_wheel(server.root / "files", "helper", "2.0")
     project = Project.find(kit.root)
-    project.store.prepare()
-    workshop = Workshop(project=project, files=FileCache(project.work / "files"), progress=QuietProgress())
-    plans = plan_images(project, ["demo"])
+    workspace = project.workspace
+    workspace.store.prepare()
+    workshop = Workshop(workspace=workspace, progress=QuietProgress())
+    plans = plan_images([resolve(project, "demo")], workspace.stats)
     text = (kit.root / LOCK).read_text()
     with pytest.raises(GoneError, match=r"python3\.11-minimal 3\.11\.2-6"):
-        builder._fetch(project, workshop, plans, may_relock=False, offline=False)
+        builder._fetch(workshop, plans, may_relock=False, offline=False)
     assert (kit.root / LOCK).read_text() == text
-    builder._fetch(project, workshop, plans, may_relock=True, offline=False)
+    builder._fetch(workshop, plans, may_relock=True, offline=False)
     lock = project.lock("demo")
     assert lock is not None
     versions = {f.name: f.version for f in lock.files if f.name != "usr-is-merged"}

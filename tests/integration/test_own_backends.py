@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from training_kit import ROOT, failing, train
 
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import checks, outcome, suite
 from primus.training.job import Job
 from primus.training.outcome import Outcome

@@ -23,8 +23,8 @@ from primus.images.filecache import FileCache
 from primus.images.preflight import require_space
 from primus.images.rootfs import root_entries
 from primus.progress import QuietProgress
+from primus.versions.ask import HOST_DEADLINE_S
 from primus.versions.lock import LockedFile
-from primus.versions.sources import HOST_DEADLINE_S
 from project_kit import make_project
 
 pytestmark = pytest.mark.integration
@@ -163,7 +163,7 @@ def test_without_namespaces_the_sentence_comes_first(tmp_path: Path) -> None:
         "from primus.images.project import Project; from primus.progress import QuietProgress\n"
         "project = Project.find(Path(sys.argv[1]))\n"
         "action = Action(name='x', kind='wheels', inputs=())\n"
-        "shop = types.SimpleNamespace(engine='embedded', project=project, progress=QuietProgress())\n"
+        "shop = types.SimpleNamespace(engine='embedded', workspace=project.workspace, progress=QuietProgress())\n"
         "try: preflight(shop, [action], ())\n"
         "except HostError as error: print(error); sys.exit(error.exit_code)\n"
     )

@@ -14,10 +14,8 @@ import pytest
 
 from primus.images import plan
 from primus.images.action import Action
-from primus.images.plan import plan_image
-from primus.images.project import Project
 from primus.versions.lock import Lock, LockedFile
-from project_kit import Kit
+from project_kit import Kit, plan_over
 
 VERSIONS = """\
 release: v26.11
@@ -64,7 +62,7 @@ def _build(root: Path, *, lock: Lock = LOCK, versions: str = VERSIONS, target: s
     kit = Kit(root)
     kit.write("versions.yaml", versions)
     kit.write("images/demo.yaml", target)
-    (action,) = [a for a in plan_image(Project(root), "demo", lock).actions() if a.kind == "build"]
+    (action,) = [a for a in plan_over(root, "demo", lock).actions() if a.kind == "build"]
     return action
 
 
@@ -105,7 +103,7 @@ def test_the_root_is_the_base_with_more_and_shares_the_images_layers(tmp_path: P
     kit = Kit(tmp_path)
     kit.write("versions.yaml", VERSIONS)
     kit.write("images/demo.yaml", TARGET)
-    image = plan_image(Project(tmp_path), "demo", LOCK)
+    image = plan_over(tmp_path, "demo", LOCK)
     build = next(a for a in image.actions() if a.kind == "build")
     assert [a.name for a in build.tools] == ["base native build", "environment", "wheels of native build"]
     torch = next(a for a in image.layers if a.name == "torch")

@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from primus.cli.host.validate import _planned
+from primus.cli.host.validate import _cells
 from primus.errors import InputError
 from primus.gates.check import Outcome
 from primus.gates.model import Finding, GateReport
 from primus.images.project import Project
+from primus.images.resolve import resolve as pinned
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
 from primus.release.cells import cells_of
@@ -112,7 +112,7 @@ def test_jobs_of_a_preview_are_kept_while_its_gates_say_the_same(tmp_path: Path,
 def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(target: str, tmp_path: Path) -> None:
     project = Project.find(ROOT)
     assert sorted(project.target(target).recipes) == names()
-    planned = _planned(project, _asked(target), "cpu")
+    planned = _cells(pinned(project, target), "cpu", recipe=None, level=None)
     (first, level), *rest = planned
     assert (first.recipe, level) == ("llama3-proxy", "standard")
     assert {level for _, level in rest} == {"quick"}
@@ -125,14 +125,10 @@ def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(target: 
 
 def test_one_recipe_alone_and_the_cpu_target_have_the_standard_suite() -> None:
     project = Project.find(ROOT)
-    for asked in (_asked("cpu"), _asked("mi355x", recipe="mistral-7b")):
-        ((_, level),) = _planned(project, asked, "cpu")
+    for target, recipe in (("cpu", None), ("mi355x", "mistral-7b")):
+        ((_, level),) = _cells(pinned(project, target), "cpu", recipe=recipe, level=None)
         assert level == "standard"
-    assert {level for _, level in _planned(project, _asked("cpu", suite="full"), "cpu")} == {"full"}
-
-
-def _asked(target: str, recipe: str | None = None, suite: str | None = None) -> argparse.Namespace:
-    return argparse.Namespace(target=target, recipe=recipe, suite=suite)
+    assert {level for _, level in _cells(pinned(project, "cpu"), "cpu", recipe=None, level="full")} == {"full"}
 
 
 def said(*findings: Finding) -> Outcome:

@@ -27,6 +27,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     fake.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=0)  # type: ignore[attr-defined]
     fake.run = lambda args: args.number  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "primus.cli.host.fake", fake)
+    monkeypatch.setitem(sys.modules, "primus.cli.options.fake", fake)
     monkeypatch.setitem(VERBS, "fake", ("host.fake", "do nothing"))
     return fake
 

@@ -7,19 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primus.errors import HostError, InputError
-from primus.versions.archive import (
-    Archive,
-    LacksPackages,
-    _default_mirror,
-    debian_stanzas,
-    parse_sources,
-    suite_of,
-)
-from primus.versions.debs import check_python, parse_records, parse_uris, upstream
+from primus.errors import HostError, InputError, LacksPackages
+from primus.versions.archive import Archive, _default_mirror, debian_stanzas, parse_sources, suite_of
+from primus.versions.debs import check_python, parse_records, parse_uris
 from primus.versions.lock import BaseRequest
 from primus.versions.pool import AptAccess
-from primus.versions.suites import preferences, suites_of
+from primus.versions.suites import preferences, suites_of, upstream
 
 HOST = """\
 # a comment

@@ -10,8 +10,9 @@ import pytest
 from primus.errors import InputError
 from primus.recipes import resolve
 from primus.recipes.backends import backends
-from primus.recipes.model import Asked, Recipe
+from primus.recipes.model import Recipe
 from primus.recipes.schema import Rule, model_rules
+from primus.recipes.setting import Asked
 from primus.training.loop.config import LoopConfig
 from primus.training.megatron import render as megatron
 from primus.training.torchtitan import render as torchtitan

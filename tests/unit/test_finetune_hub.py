@@ -11,8 +11,8 @@ import pytest
 from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes.architecture import Architecture
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training.finetune import hub
 from primus.training.flux.cache import check_weights
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from primus import wholefile
 from primus.errors import CheckFailed
 from primus.gates.coherence import Package, RocmVersion, coherence, rocm_version
 from primus.gates.pins import check_pins, pinned_packages
 from primus.images.project import Project
-from primus.versions.lock import Lock, LockedFile
+from primus.images.resolve import ResolvedTarget, resolve
+from primus.versions.lock import Lock, LockedFile, dumps
 
 TRAIN = {
     "rocm": "10.1.0",
@@ -205,26 +207,24 @@ def test_pins_that_do_not_belong_together_stop_a_build_with_their_line(tmp_path:
         locked("deb", "libllvm22", "1:22.1.8-3", "trixie"),
         locked("deb", "librocblas5", "7.2.4-1", "builder"),
     )
-    project = Project(tmp_path)
-    project.write_lock("mi300x", Lock(target="mi300x", channel="amd", pins={}, files=files))
+    target = target_with(tmp_path, files)
     with pytest.raises(CheckFailed) as caught:
-        check_pins(project, "mi300x")
+        check_pins(target)
     error = caught.value
     assert error.where == "versions.yaml:20:9"
     assert "triton 3.8.0+rocm7.15.0 is of ROCm 7.15.0, rocm, rocm-sdk-device-gfx950, torch of 10.1.0" in error.message
     assert "librccl1 5.4.3-3+b1 is of ROCm 5.4.3" in error.message
     assert "rocm-sdk-device-gfx950 10.1.0 is for gfx950, the target for gfx942" in error.message
     assert "librocblas5" not in error.message, "a builder's packages are not in the image"
-    places = {p.name: p.where for p in pinned_packages(project, "mi300x")}
+    places = {p.name: p.where for p in pinned_packages(target)}
     assert places["librccl1"] == "versions.yaml:4:3"
     assert places["rocm-sdk-device-gfx950"].startswith("images/locks/amd/mi300x.json:")
-    check_pins(project_with(tmp_path, "3.8.0+rocm10.1.0", files), "mi300x")
-
-
-def project_with(root: Path, triton: str, files: tuple[LockedFile, ...]) -> Project:
-    (root / "versions.yaml").write_text(VERSIONS.replace("3.8.0+rocm7.15.0", triton))
+    (tmp_path / "versions.yaml").write_text(VERSIONS.replace("3.8.0+rocm7.15.0", "3.8.0+rocm10.1.0"))
     good = [f for f in files if f.name in ("torch", "rocm")]
-    project = Project(root)
-    lock = Lock(target="mi300x", channel="amd", pins={}, files=(*good, locked("wheel", "triton", triton)))
-    project.write_lock("mi300x", lock)
-    return project
+    check_pins(target_with(tmp_path, (*good, locked("wheel", "triton", "3.8.0+rocm10.1.0"))))
+
+
+def target_with(root: Path, files: tuple[LockedFile, ...]) -> ResolvedTarget:
+    lock = Lock(target="mi300x", channel="amd", pins={}, files=files)
+    wholefile.write(Project(root).lock_path("mi300x"), dumps(lock))
+    return resolve(Project(root), "mi300x")

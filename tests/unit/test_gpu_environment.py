@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from primus.errors import InputError
 from primus.gpus.table import environment, load_table
 from primus.images.project import Project
+from primus.images.resolve import resolve
 from primus.images.target import Target, Variable, environment_of
 from project_kit import Kit, make_project
 
@@ -89,15 +90,15 @@ def test_what_is_wrong_is_said_with_its_place(kit: Kit, old: str, new: str, mess
 def test_the_generation_tells_the_architecture(kit: Kit, gpu: str, arch: str) -> None:
     kit.edit("images/demo.yaml", "gpu: mi355x", f"gpu: {gpu}")
     project = Project(kit.root)
-    assert (project.arch("demo"), project.arch("other")) == (arch, None)
+    assert (resolve(project, "demo").arch, resolve(project, "other").arch) == (arch, None)
     kit.edit("images/other.yaml", "channels:", f"arch: {arch}\nchannels:")
-    assert Project(kit.root).arch("other") == arch
+    assert resolve(Project(kit.root), "other").arch == arch
 
 
 def test_an_unknown_generation_has_no_architecture(kit: Kit) -> None:
     kit.edit("images/demo.yaml", "gpu: mi355x", "gpu: mi35x")
     with pytest.raises(InputError, match="no GPU generation is called 'mi35x'") as caught:
-        Project(kit.root).arch("demo")
+        resolve(Project(kit.root), "demo")
     assert caught.value.where == "images/demo.yaml:2:1"
 
 

@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def show(found: Found) -> None:
         monkeypatch.setattr(hardware, "detect", lambda: found)
-        monkeypatch.setattr("primus.sandbox.devices.gpus", lambda asked: (Devices(cdi=f"amd.com/gpu={asked}"),))
+        monkeypatch.setattr("primus.release.hardware.gpus", lambda asked: (Devices(cdi=f"amd.com/gpu={asked}"),))
 
     return show
 

@@ -11,8 +11,9 @@ import pytest
 from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes.load import folder as recipes
-from primus.recipes.model import Asked, Recipe
+from primus.recipes.model import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import identity
 from primus.training.tensors import header
 

@@ -15,8 +15,8 @@ from primus.compat.tables import documented, documented_paths
 from primus.compat.translate import translate
 from primus.compat.words import Given
 from primus.errors import InputError
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 
 MEGATRON = """\
 work_group: ${PRIMUS_TEAM:amd}

@@ -15,8 +15,8 @@ import yaml
 from primus.cli.main import main
 from primus.launch.kubernetes import KINDS, Cluster, Kind, manifests
 from primus.launch.plan import Plan
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 
 FULL: dict[str, Any] = {
     "image": "rocm/primus:v26.11-mi300x", "queue": "team", "claim": "runs", "token_secret": "hf:key", "cpu": "96",

@@ -12,8 +12,8 @@ from primus.cli.main import main
 from primus.errors import InputError
 from primus.launch import slurm
 from primus.launch.plan import Plan
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import hang
 
 SITE = slurm.Site(container="docker", image="rocm/primus:v26.11-mi300x", output=Path("/shared/my runs"))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from primus.errors import InputError
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import ranks
 from primus.training.finetune.config import FinetuneConfig
 from primus.training.job import Job

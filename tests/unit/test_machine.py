@@ -10,8 +10,8 @@ import pytest
 from primus.cli.main import main
 from primus.errors import HostError
 from primus.gpus.table import generation
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import machine
 
 GIB = 2**30

@@ -8,8 +8,9 @@ import pytest
 
 from primus.errors import HostError, InputError
 from primus.recipes.architecture import Architecture, LatentAttention, MixtureOfExperts, RopeScaling
-from primus.recipes.model import Asked, Recipe
+from primus.recipes.model import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import ranks, start
 from primus.training.job import Job
 from primus.training.loop.config import LoopConfig

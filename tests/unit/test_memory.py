@@ -7,8 +7,8 @@ import pytest
 
 from primus.cli.main import main
 from primus.recipes.memory import ERROR_BAND, USABLE, gpu_bytes, largest_batch, predict
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 
 RESULT = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200-memory.json").read_text())
 GIB = 2**30

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from primus.recipes.architecture import Architecture
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import energy, logs, metrics, utilization
 from primus.training.flops import Flops, of_recipe_unit
 from primus.training.logs import Series, Step

@@ -16,8 +16,9 @@ from primus.errors import InputError
 from primus.recipes import load
 from primus.recipes.architecture import architecture
 from primus.recipes.catalogue import Entry, entries, gpus
-from primus.recipes.model import Asked, Recipe
+from primus.recipes.model import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.recipes.size import readable, size
 from primus.release.models_page import models_page
 from primus.release.published import Cell, load_published, outcomes

@@ -20,8 +20,9 @@ from primus.images.overlap import overlaps
 from primus.images.prefix import Prefix
 from primus.images.skeleton import environment, inline_entries, working_folders
 from primus.recipes.load import names
-from primus.recipes.model import Asked, Recipe
+from primus.recipes.model import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKSPACE = ROOT / "images" / "workspace"

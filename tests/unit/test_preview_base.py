@@ -19,11 +19,12 @@ from primus.gates.codeobjects import code_in
 from primus.images.fatbinary import FORMAT
 from primus.images.kernels import KernelFiles, is_for, unlisted
 from primus.images.left_out import LeftOut
-from primus.images.plan import plan_image
 from primus.images.project import Project
+from primus.images.resolve import resolve
 from primus.images.tar import Entry
 from primus.images.trim import LEFT_OUT
 from primus.versions.lock import Lock, LockedFile
+from project_kit import plan_over
 
 LIBRARY = "usr/lib/x86_64-linux-gnu/rocblas/5/library/"
 PATTERN = "/usr/lib/*/rocblas/*/library/*gfx*"
@@ -186,23 +187,23 @@ def _lock(version: str) -> Lock:
 
 
 def test_what_the_base_brings_is_no_layer_and_is_seen_from_the_environment(project: Project) -> None:
-    plan = plan_image(project, "one", _lock("2.14.1+dfsg-1"))
+    plan = plan_over(project.root, "one", _lock("2.14.1+dfsg-1"))
     layers = {a.name: a for a in plan.layers}
     assert set(layers) == {"base debs", "environment", "primus", "facts"}
     assert "include-system-site-packages = true" in str(layers["environment"].spec)
     assert layers["primus"].spec["to"] == "opt/venv/lib/python3.14/site-packages/primus"
     assert '"PyTorch": "2.14.1"' in str(layers["facts"].spec)
-    assert project.request("one").provided == {"torch": "2.14.1+debian"}
+    assert resolve(project, "one").request.provided == {"torch": "2.14.1+debian"}
 
 
 def test_a_base_that_brings_another_version_or_none_is_named(project: Project) -> None:
     with pytest.raises(InputError, match=r"python3-torch 2\.14\.1 is pinned, base debs has 2\.15\.0") as caught:
-        plan_image(project, "one", _lock("2.15.0-1"))
+        plan_over(project.root, "one", _lock("2.15.0-1"))
     assert (caught.value.where or "").startswith("versions.yaml:12:")
     lock = _lock("2.14.1-1")
     other = Lock(target="one", channel="debian", pins={}, files=tuple(f for f in lock.files if f.name == "x"))
     with pytest.raises(InputError, match=r"has no packages|does not contain python3-torch"):
-        plan_image(project, "one", other)
+        plan_over(project.root, "one", other)
 
 
 @pytest.mark.parametrize(
@@ -230,16 +231,16 @@ def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project, monkey
         (project.root / "images/one.yaml").write_text(image + (f"gpu: {gpu}\n" if gpu else ""))
         if gpu is None:
             with pytest.raises(InputError, match="has separate kernel files per GPU, but one has no GPU"):
-                plan_image(Project(project.root), "one", lock)
+                plan_over(project.root, "one", lock)
         else:
-            plans.append({a.name: a for a in plan_image(Project(project.root), "one", lock).layers})
+            plans.append({a.name: a for a in plan_over(project.root, "one", lock).layers})
     mi300x, mi325x, mi355x = plans
     assert mi300x["base debs"].key == mi355x["base debs"].key
     assert mi300x["kernels gfx942"].key == mi325x["kernels gfx942"].key != mi355x["kernels gfx950"].key
     assert [f.name for f in mi300x["kernels gfx942"].files] == ["librocblas5"]
-    monkeypatch.setattr("primus.images.fatbinary.FORMAT", FORMAT + 1)
+    monkeypatch.setattr("primus.images.layer.FORMAT", FORMAT + 1)
     (project.root / "images/one.yaml").write_text(image + "gpu: mi355x\n")
-    again = {a.name: a for a in plan_image(Project(project.root), "one", lock).layers}
+    again = {a.name: a for a in plan_over(project.root, "one", lock).layers}
     assert again["kernels gfx950"].key != mi355x["kernels gfx950"].key, "how libraries are written decides bytes, too"
 
 

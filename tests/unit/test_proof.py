@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import proof, suite
 from primus.training.logs import Series, Step
 from proof_kit import evidence

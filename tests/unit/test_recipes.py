@@ -9,8 +9,8 @@ from primus.errors import InputError
 from primus.recipes import load, resolve, schema
 from primus.recipes.backends import backends
 from primus.recipes.bounds import parse
-from primus.recipes.model import Asked
 from primus.recipes.precision import derived_precision
+from primus.recipes.setting import Asked
 from primus.release.backend_keys import dataclass_keys
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from primus.cli.main import main
 from primus.images.project import Project
+from primus.images.resolve import resolve_all
 from primus.release import show
 from primus.release.compare import Change, Contradiction, Diff, component_order, contradictions, diff, one_of, step
 from primus.release.history import Alternate, Release, load_history, select
@@ -212,18 +213,19 @@ components:
 
 def test_the_present_pins_as_a_release(kit: Kit) -> None:
     project = Project.find(kit.root)
-    assert present_names(project) == ("v26.11", "versions.yaml", "v26.11-cpu", "v26.11-mi300x")
-    whole = present(project, "v26.11", HISTORY.gpu_arch)
-    assert whole == present(project, "versions.yaml", HISTORY.gpu_arch)
+    targets = {one.name: one for one in resolve_all(project, project.target_names())}
+    assert present_names(project.versions, targets) == ("v26.11", "versions.yaml", "v26.11-cpu", "v26.11-mi300x")
+    whole = present(project.versions, targets, "v26.11", HISTORY.gpu_arch)
+    assert whole == present(project.versions, targets, "versions.yaml", HISTORY.gpu_arch)
     assert whole.components["pytorch"] == "2.13.0+cpu (cpu), 2.14.0 (every other target)"
     assert whole.components["flash_attention"] == "2.8.1"
     assert whole.components["alpha"] == "parts/alpha of this repository"
     assert whole.components["python"] == "3.11.2"
     assert (whole.gpus, whole.gfx, whole.date) == (("mi300x",), ("gfx942",), "2026-11-20")
-    cpu = present(project, "v26.11-cpu", HISTORY.gpu_arch)
+    cpu = present(project.versions, targets, "v26.11-cpu", HISTORY.gpu_arch)
     assert (cpu.gpus, cpu.components["pytorch"]) == ((), "2.13.0+cpu")
     assert "beta" not in cpu.components
-    assert present(project, "v26.11-mi300x", HISTORY.gpu_arch).components["pytorch"] == "2.14.0"
+    assert present(project.versions, targets, "v26.11-mi300x", HISTORY.gpu_arch).components["pytorch"] == "2.14.0"
 
 
 @pytest.mark.parametrize("name", ["v26.11-cpu", "rocm/primus:v26.11-cpu"])

@@ -14,8 +14,8 @@ import pytest
 
 from primus.cli.image import compat, train
 from primus.cli.main import main
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.report import sheets
 from primus.report.run import read
 from primus.training import logs, metrics, ranks, record

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from primus.cli.host import run as run_verb
+from primus.cli.options import run as run_options
 from primus.errors import HostError, InputError
 from primus.sandbox import cgroups, channel, embedded, userns
 from primus.sandbox.build import log_tail
@@ -133,7 +134,7 @@ def test_environment_and_host_name():
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    run_verb.add_arguments(parser)
+    run_options.add_arguments(parser)
     return parser.parse_args(list(words))
 
 

@@ -8,13 +8,14 @@ import time
 import pytest
 
 from primus.errors import HostError, InputError
-from primus.versions import sources
+from primus.versions import ask as asking
+from primus.versions.ask import ask
 from primus.versions.lock import LockedFile
-from primus.versions.sources import Sources, ask
+from primus.versions.sources import Sources
 
 
 def test_silent_sources_cost_one_deadline_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(asking, "DEADLINE_S", 0.3)
     never = threading.Event()
     began = time.monotonic()
     with pytest.raises(HostError, match="two does not answer: no answer in time; channel amd needs it"):

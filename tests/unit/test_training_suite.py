@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from primus.errors import InputError
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.release.validation import outcome_text
 from primus.report.html import page
 from primus.training import outcome, ranks, record, start, suite

@@ -15,6 +15,7 @@ from primus.errors import CheckFailed, InputError
 from primus.gates.turbo import turbo
 from primus.images import turbo as plan
 from primus.images.project import Project
+from primus.images.resolve import resolve_all
 from primus.turbo.bake import _elsewhere
 from primus.turbo.catalogue import CATALOGUE_FILE, load_catalogue
 
@@ -53,12 +54,13 @@ def test_a_kernel_that_stands_twice_is_refused(tmp_path: Path) -> None:
 
 def test_what_targets_list_is_in_the_catalogue_for_their_gpu() -> None:
     project, catalogue = Project(ROOT), load_catalogue()
-    listed = {name: project.target(name).turbo for name in project.target_names() if project.target(name).turbo}
+    targets = {one.name: one for one in resolve_all(project, project.target_names())}
+    listed = {name: one.target.turbo for name, one in targets.items() if one.target.turbo}
     assert {"mi300x", "mi325x", "mi350x", "mi355x"} <= set(listed)
     for name, components in listed.items():
-        vendor = "amd" if (project.arch(name) or "").startswith("gfx") else "nvidia"
+        vendor = "amd" if (targets[name].arch or "").startswith("gfx") else "nvidia"
         assert catalogue.of(components, vendor)
-        assert project.environment(name)["TRITON_CACHE_MANAGER"] == "primus.turbo.cache:BakedCacheManager"
+        assert targets[name].environment["TRITON_CACHE_MANAGER"] == "primus.turbo.cache:BakedCacheManager"
 
 
 def test_the_compiling_program_sees_every_module_it_imports() -> None:

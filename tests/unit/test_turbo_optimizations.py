@@ -8,8 +8,8 @@ import pytest
 
 from primus.cli.main import main
 from primus.errors import InputError
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.turbo.optimizations import chosen, optimizations, state
 
 ROOT = Path(__file__).parents[2]

@@ -13,11 +13,10 @@ from primus.errors import CheckFailed, InputError
 from primus.images import turbo
 from primus.images.action import Action
 from primus.images.execute import Workshop
-from primus.images.filecache import FileCache
-from primus.images.plan import plan_image
 from primus.images.project import Project
 from primus.progress import QuietProgress
 from primus.versions.lock import Lock, LockedFile
+from project_kit import plan_over
 
 VERSIONS = """\
 release: v26.11
@@ -93,7 +92,7 @@ class Kit:
             for package, version in table.items()
         ]
         lock = Lock(target=name, channel="debian", pins={}, files=tuple(files))
-        return {a.name: a for a in plan_image(Project(self.root), name, lock).layers}
+        return {a.name: a for a in plan_over(self.root, name, lock).layers}
 
     def key(self, **versions: str) -> str:
         return self.layers(**versions)["turbo gfx942"].key
@@ -154,12 +153,12 @@ def test_a_compiler_that_fails_fails_the_build_with_its_words(kit: Kit, monkeypa
         log.write_text("liger-rope x\n  _triton_rope\n✗ liger-rope does not compile for gfx942: _triton_rope: no\n")
         return 1
 
-    monkeypatch.setattr("primus.sandbox.build.run_isolated", refuse)
-    monkeypatch.setattr("primus.sandbox.engines.choose", lambda *_: None)
+    monkeypatch.setattr("primus.images.execute.run_isolated", refuse)
+    monkeypatch.setattr("primus.images.execute.choose", lambda *_: None)
     monkeypatch.setattr(Workshop, "root", lambda *_: None)
-    project = Project(kit.root)
-    project.store.prepare()
-    workshop = Workshop(project=project, files=FileCache(project.work / "files"), progress=QuietProgress())
+    workspace = Project(kit.root).workspace
+    workspace.store.prepare()
+    workshop = Workshop(workspace=workspace, progress=QuietProgress())
     with pytest.raises(CheckFailed, match="liger-rope does not compile for gfx942: _triton_rope"):
         workshop.run(kit.layers()["turbo gfx942"])
     assert asked["argv"][-5:] == ["gfx942", "304", "/opt/primus/triton", "/out", "liger-kernel"]

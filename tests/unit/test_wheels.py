@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import HostError, InputError
-from primus.versions.wheels import explain, normalise, parse_report, platforms
+from primus.versions.model import normalised
+from primus.versions.wheels import explain, parse_report, platforms
 
 SHA = "ab" * 32
 
@@ -84,7 +85,7 @@ def test_explain_always_answers_with_one_line(text: str) -> None:
 
 @given(st.from_regex(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", fullmatch=True))
 def test_normalise_is_idempotent(name: str) -> None:
-    once = normalise(name)
-    assert normalise(once) == once
+    once = normalised(name)
+    assert normalised(once) == once
     assert "_" not in once
     assert once == once.lower()

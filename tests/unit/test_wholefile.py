@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.images import wholefile
+from primus import wholefile
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

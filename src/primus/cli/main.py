@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 import io
 import os
 import sys
@@ -11,10 +12,12 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
 __all__ = ["main", "verbs"]
 
-# verb → (module, one line). Modules are imported only when their verb is asked for: start-up is a feature.
+# verb → (module, one line). A module is imported only when its verb is asked for: start-up is a feature. A host
+# verb that is heavy to import has its options in a light module of their own, which is all that `--help` needs.
 IMAGE_VERBS = {
     "list": ("image.list_recipes", "list the recipes with their backends, modes, precisions and GPUs"),
     "show": ("image.show_recipe", "show every setting of a recipe, its source and its reason"),
@@ -121,21 +124,32 @@ def _main(args: list[str]) -> int:
 
 def _complete() -> None:
     """Answer the shell's question for completions (argcomplete's protocol) and end."""
+    # Seam "completion".
     import argparse
-    import importlib
 
     import argcomplete
 
     parser = argparse.ArgumentParser(prog="primus")
     parsers = parser.add_subparsers()
     for verb, (module, line) in verbs().items():
-        importlib.import_module(f"primus.cli.{module}").add_arguments(parsers.add_parser(verb, help=line))
+        _options(module).add_arguments(parsers.add_parser(verb, help=line))
     argcomplete.autocomplete(parser)
 
 
+def _options(name: str) -> Any:
+    """The module with a verb's options: one of ``primus.cli.options``, or the verb's own."""
+    apart = f"primus.cli.{name.replace('host.', 'options.')}"
+    try:
+        return importlib.import_module(apart)
+    except ModuleNotFoundError as error:
+        if error.name not in (apart, "primus.cli.options"):
+            raise
+        return importlib.import_module(f"primus.cli.{name}")
+
+
 def _run(verb: str, name: str, words: Sequence[str]) -> int:
+    # Seam "options": a build with nothing to do and `primus --help` need no argparse.
     import argparse
-    import importlib
 
     from primus.cli.arguments import utf8_only
     from primus.errors import HostError, PrimusError
@@ -145,17 +159,18 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
     except FileNotFoundError:
         print(f"primus {verb}: the current folder does not exist any more\n  → change to another", file=sys.stderr)
         return HostError.exit_code
-    module = importlib.import_module(f"primus.cli.{name}")
+    options = _options(name)
     parser = argparse.ArgumentParser(
         prog=f"primus {verb}",
-        description=module.__doc__,
-        epilog=f"example: {module.EXAMPLE}",
+        description=options.__doc__,
+        epilog=f"example: {options.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    module.add_arguments(parser)
+    options.add_arguments(parser)
     try:
         utf8_only(words)
-        code: int = module.run(parser.parse_args(words))
+        args = parser.parse_args(words)
+        code: int = importlib.import_module(f"primus.cli.{name}").run(args)
     except PrimusError as error:
         print(f"primus {verb}: {error}", file=sys.stderr)
         return error.exit_code

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from primus.recipes.model import Value
+from primus.recipes.setting import Value
 
 __all__ = ["Derived", "derived"]
 

@@ -9,7 +9,7 @@ from primus.compat.request import Request
 from primus.compat.tables import commands
 from primus.compat.words import options
 from primus.errors import InputError, nearest
-from primus.recipes.model import Asked
+from primus.recipes.setting import Asked
 
 __all__ = ["fsdp", "program", "report", "tag"]
 

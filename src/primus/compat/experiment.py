@@ -15,8 +15,8 @@ from primus.compat.words import Given, spelt
 from primus.errors import InputError
 from primus.recipes import load
 from primus.recipes.backends import backend as known_backend
-from primus.recipes.model import Scalar, Value
 from primus.recipes.schema import backend_rules, model_rules
+from primus.recipes.setting import Scalar, Value
 
 __all__ = ["Experiment", "experiment", "recipe_text"]
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from primus.compat.document import at, filled, flatten, mapping
 from primus.compat.presets import FRAMEWORKS, Kind, Presets, checkout_of, known_versions, presets, put
-from primus.compat.words import Given, typed
+from primus.compat.words import Given
 from primus.errors import InputError, nearest
-from primus.recipes.model import Value
-from primus.yamlfile import Tree, Values, read_values
+from primus.yamlfile import Values, read_values
 
-__all__ = ["Merged", "is_experiment", "merge", "plain"]
+__all__ = ["Merged", "is_experiment", "merge"]
 
 _HEAD = ("work_group", "user_name", "exp_name", "workspace")
 _TRAINER = ("framework", "config", "model", "overrides")
 _BASES = ("extends", "bases", "includes")
-_PLACEHOLDER = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +52,15 @@ def merge(path: Path, environment: Mapping[str, str], *, version: str | None = N
     that the file lies in; elsewhere the newest version that has all of the file's keys.
     """
     document = read_values(path, keep_last=True)
-    data = _mapping(document, ())
-    modules = _mapping(document, ("modules",))
+    data = mapping(document, ())
+    modules = mapping(document, ("modules",))
     for key in data:
         if key not in (*_HEAD, "modules"):
             raise _no_key(document, (key,), [*_HEAD, "modules"])
     for key in modules:
         if key != "pre_trainer":
             raise _no_key(document, ("modules", key), ["pre_trainer"])
-    trainer = _mapping(document, ("modules", "pre_trainer"))
+    trainer = mapping(document, ("modules", "pre_trainer"))
     for key in trainer:
         if key not in _TRAINER:
             raise _no_key(document, ("modules", "pre_trainer", key), _TRAINER)
@@ -77,7 +75,7 @@ def merge(path: Path, environment: Mapping[str, str], *, version: str | None = N
     config = _text(document, (*place, "config"), environment) if "config" in trainer else "pre_trainer.yaml"
     overrides: dict[str, Given] = {}
     if trainer.get("overrides") is not None:
-        _flatten(document, (*place, "overrides"), len(place) + 1, environment, overrides)
+        flatten(document, (*place, "overrides"), len(place) + 1, environment, overrides)
     wheres = document.where((*place, "config")), document.where((*place, "model"))
     tried = []
     for one in _candidates(framework, path, version, model):
@@ -157,7 +155,7 @@ class _Merge:
         if path in above:
             raise InputError(f"{path.name} extends itself", where=str(path))
         document = read_values(path)
-        data = _mapping(document, ())
+        data = mapping(document, ())
         merged: dict[str, Given] = {}
         base: str | None = None
         for word in _BASES:
@@ -178,7 +176,7 @@ class _Merge:
         own: dict[str, Given] = {}
         for key in data:
             if key not in _BASES:
-                _flatten(document, (key,), 0, self.environment, own)
+                flatten(document, (key,), 0, self.environment, own)
         for key, one in own.items():
             put(merged, key, one)
         return merged, base
@@ -188,81 +186,11 @@ def _has(merged: Iterable[str], key: str) -> bool:
     return any(one == key or one.startswith(f"{key}.") for one in merged)
 
 
-def plain(path: Path) -> dict[str, Given]:
-    """The keys of one file as it stands, dotted, with what the environment fills in left at its defaults."""
-    document = read_values(path)
-    found: dict[str, Given] = {}
-    for key in _mapping(document, ()):
-        _flatten(document, (key,), 0, {}, found)
-    return found
-
-
-def _flatten(
-    document: Values, key: tuple[str | int, ...], skip: int, environment: Mapping[str, str], into: dict[str, Given]
-) -> None:
-    value = _at(document, key)
-    if isinstance(value, dict):
-        for name in value:
-            _flatten(document, (*key, name), skip, environment, into)
-        return
-    dotted = ".".join(map(str, key[skip:]))
-    where = document.where(key)
-    if not dotted:
-        raise InputError("overrides must be a mapping of keys to values", where=where)
-    into[dotted] = Given(key=dotted, value=_value(value, where, environment), where=where)
-
-
-def _value(value: Tree, where: str, environment: Mapping[str, str]) -> Value:
-    if isinstance(value, list):
-        items = [_value(item, where, environment) for item in value]
-        if any(isinstance(item, list) for item in items):
-            raise InputError("a list may hold plain values only", where=where)
-        return [item for item in items if not isinstance(item, list)]
-    if isinstance(value, dict):
-        raise InputError("a list may hold plain values only", where=where)
-    if not isinstance(value, str) or "${" not in value:
-        return value
-    # As for Primus, text is typed when the environment had a part in it.
-    return typed(_filled(value, where, environment))
-
-
-def _filled(text: str, where: str, environment: Mapping[str, str]) -> str:
-    """``${VAR}`` and ``${VAR:default}`` replaced by the environment's values."""
-
-    def value(match: re.Match[str]) -> str:
-        name, default = match[1], match[2]
-        if name in environment:
-            return environment[name]
-        if default is None:
-            raise InputError(f"{name} is not set in the environment", where=where, hint=f"export {name}=…")
-        return default
-
-    filled = _PLACEHOLDER.sub(value, text)
-    if "${" in filled:
-        raise InputError(f"{text!r} holds a ${{ that is never closed", where=where)
-    return filled
-
-
-def _at(document: Values, key: tuple[str | int, ...]) -> Tree:
-    value = document.data
-    for part in key:
-        value = value.get(part) if isinstance(value, dict) and isinstance(part, str) else None
-    return value
-
-
-def _mapping(document: Values, key: tuple[str | int, ...]) -> dict[str, Tree]:
-    value = _at(document, key)
-    if isinstance(value, dict):
-        return value
-    what = ".".join(map(str, key)) or "an experiment"
-    raise InputError(f"{what} must be a mapping of keys to values", where=document.where(key))
-
-
 def _text(document: Values, key: tuple[str | int, ...], environment: Mapping[str, str]) -> str:
-    value = _at(document, key)
+    value = at(document, key)
     if not isinstance(value, str):
         raise InputError(f"{'.'.join(map(str, key))} is missing", where=document.where(key))
-    return _filled(value, document.where(key), environment)
+    return filled(value, document.where(key), environment)
 
 
 def _no_key(document: Values, key: tuple[str | int, ...], known: Sequence[str]) -> InputError:

@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from primus.compat.document import plain
 from primus.errors import InputError, nearest
-from primus.recipes.model import Value
+from primus.recipes.setting import Value
 from primus.yamlfile import read_values
 
 __all__ = [
@@ -168,8 +169,6 @@ def _changed(before: Flat, change: Mapping[str, Any]) -> Flat:
 
 def _file(path: Path, folder: Path, above: tuple[Path, ...]) -> Flat:
     """A preset of a checkout with what it takes over."""
-    from primus.compat.merge import plain
-
     if path in above:
         raise InputError(f"{path.name} extends itself", where=str(path))
     own = {key: one.value for key, one in plain(path).items()}

@@ -15,8 +15,8 @@ from primus.compat.words import options
 from primus.errors import HostError, InputError, nearest
 from primus.recipes.backends import backend as known_backend
 from primus.recipes.load import names
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 
 __all__ = ["ALLOW_UNMAPPED", "for_proxy", "kubernetes", "pretrain"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from primus.recipes.model import Asked
+from primus.recipes.setting import Asked
 
 __all__ = ["Request"]
 

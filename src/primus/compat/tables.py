@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from primus.errors import InputError, nearest
-from primus.recipes.model import Scalar
+from primus.recipes.setting import Scalar
 from primus.yamlfile import read_values
 
 __all__ = [

@@ -11,8 +11,8 @@ from primus.compat.tables import Entry, entry, is_kernel, keys
 from primus.compat.words import Given, spelt
 from primus.errors import InputError, nearest
 from primus.recipes.backends import backend as known_backend
-from primus.recipes.model import Value
 from primus.recipes.schema import backend_rules
+from primus.recipes.setting import Value
 
 __all__ = ["Translation", "Unmapped", "refuse", "translate", "translate_all"]
 

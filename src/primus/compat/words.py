@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from primus.errors import InputError
-from primus.recipes.model import Value
+from primus.recipes.setting import Value
 from primus.yamlfile import spell, value
 
 __all__ = ["Given", "options", "spelt", "typed"]

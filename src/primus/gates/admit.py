@@ -12,15 +12,18 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed
+from primus.gates.check import Examined, judge, look_into, needles_of, outcome_text
+from primus.gates.facts import keep
 from primus.gates.rules import rules
+from primus.gates.watch import Watch
 
 if TYPE_CHECKING:
     from primus.gates.facts import LayerFacts
     from primus.gates.model import GateReport
     from primus.images.build import Composed
-    from primus.images.project import Project
     from primus.images.store import Layer
     from primus.images.tar import Watch as Watching
+    from primus.images.workspace import Workspace
     from primus.progress import Progress
 
 __all__ = ["Gatekeeper"]
@@ -32,9 +35,9 @@ _READERS = max(2, os.cpu_count() or 2)
 class Gatekeeper:
     """Judges the images of one build; ``mark`` names the rules it does so by."""
 
-    def __init__(self, project: Project, progress: Progress) -> None:
+    def __init__(self, workspace: Workspace, progress: Progress) -> None:
         self.mark = rules()
-        self._project = project
+        self._workspace = workspace
         self._progress = progress
         # Starts no thread before there is something to look into.
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
@@ -43,49 +46,38 @@ class Gatekeeper:
 
     def watch(self) -> Watching:
         """Look at a layer while it is written, aside."""
-        from primus.gates.check import needles_of
-        from primus.gates.watch import Watch
-
         watch = Watch()
-        watch.facts = self._pool.submit(watch.observe, needles_of(self._project))
+        watch.facts = self._pool.submit(watch.observe, needles_of(self._workspace))
         return watch
 
     def look(self, layer: Layer, watch: Watching | None = None) -> None:
         """Take note of a layer, which ``watch`` saw, or else look into it, aside; what is wrong with it is said when an
         image with it is judged.
         """
-        from primus.gates.check import look_into
-        from primus.gates.watch import Watch
-
         if layer.blob.digest in self._facts:
             return
         if isinstance(watch, Watch) and watch.facts is not None:
             watch.facts.add_done_callback(lambda done: self._keep(layer, done))
             self._facts[layer.blob.digest] = watch.facts
         else:
-            self._facts[layer.blob.digest] = self._pool.submit(look_into, self._project, layer, self._stop)
+            self._facts[layer.blob.digest] = self._pool.submit(look_into, self._workspace, layer, self._stop)
 
     def _keep(self, layer: Layer, seen: Future[LayerFacts]) -> None:
-        from primus.gates.check import folder_of, needles_of
-        from primus.gates.facts import keep
-
         if not seen.cancelled() and seen.exception() is None:
-            keep(seen.result(), layer.blob.digest, folder_of(self._project), needles_of(self._project))
+            keep(seen.result(), layer.blob.digest, self._workspace.facts, needles_of(self._workspace))
 
     def judge(self, image: Composed) -> tuple[str, ...]:
         """The gates that the image fails, a sentence each. Raises CheckFailed with all findings when it is a release
         and fails one, HostError when a layer is damaged.
         """
-        from primus.gates.check import Examined, judge, outcome_text
-
         for layer in image.layers:
             self.look(layer)
         facts = {
             action.name: self._facts[layer.blob.digest].result()
             for action, layer in zip(image.plan.layers, image.layers, strict=True)
         }
-        outcome = judge(self._project, Examined(image=image, facts=facts))
-        if not outcome.passed and not self._project.choice(image.plan.target).preview:
+        outcome = judge(Examined(image=image, facts=facts), self._workspace)
+        if not outcome.passed and not image.plan.resolved.choice.preview:
             raise CheckFailed(
                 f"{image.plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
                 hint="only an image of a preview channel may fail one",

@@ -12,6 +12,7 @@ from primus import __version__
 from primus.errors import InputError
 from primus.gates.coherence import coherence
 from primus.gates.coverage import coverage, gpu_libraries
+from primus.gates.facts import LayerFacts, facts_of, known
 from primus.gates.litter import Trace, litter, secrets_in
 from primus.gates.loadable import loadable
 from primus.gates.model import Finding, GateReport
@@ -22,19 +23,17 @@ from primus.gates.turbo import ask_image, turbo
 from primus.gates.versions_inside import versions_inside
 from primus.images.build import compose, current
 from primus.images.left_out import LeftOut
-from primus.images.outline import bytes_text
-from primus.images.plan import plan_image
 from primus.images.roots import reference
 from primus.sandbox.model import RootFs
-from primus.terminal import PLAIN, Screen, Styled
+from primus.terminal import PLAIN, Screen, Styled, bytes_text
 
 if TYPE_CHECKING:
     from threading import Event
 
-    from primus.gates.facts import LayerFacts
+    from primus.images.action import ImagePlan
     from primus.images.build import Composed
-    from primus.images.project import Project
     from primus.images.store import Layer
+    from primus.images.workspace import Workspace
     from primus.progress import Progress
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "Outcome",
     "check_image",
     "examine",
-    "folder_of",
     "judge",
     "look_into",
     "needles_of",
@@ -93,50 +91,45 @@ class Examined:
     facts: Mapping[str, LayerFacts]
 
 
-def look_into(project: Project, layer: Layer, stop: Event | None = None) -> LayerFacts:
+def look_into(workspace: Workspace, layer: Layer, stop: Event | None = None) -> LayerFacts:
     """What lies in the layer, read once and kept; see :func:`primus.gates.facts.facts_of` for what it raises."""
-    from primus.gates.facts import facts_of
-
-    blob = project.store.blob_path(layer.blob.digest)
-    return facts_of(reference(layer), blob, folder_of(project), needles_of(project), stop)
+    blob = workspace.store.blob_path(layer.blob.digest)
+    return facts_of(reference(layer), blob, workspace.facts, needles_of(workspace), stop)
 
 
-def examine(project: Project, name: str, progress: Progress) -> Examined:
-    """Look into every layer of the target's image, bottom first.
+def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examined:
+    """Look into every layer of the plan's image, bottom first.
 
-    Raises InputError when the store does not hold the image that versions.yaml and the lock describe, HostError when
-    a layer is damaged.
+    Raises InputError when the store does not hold exactly this image, HostError when a layer is damaged.
     """
-    from primus.gates.facts import known
-
-    plan = plan_image(project, name, project.lock(name))
-    image = compose(project.store, plan) if current(project.store, plan) else None
+    store = workspace.store
+    image = compose(store, plan) if current(store, plan) else None
     if image is None:
         raise InputError(
-            f"{plan.ref} is not built as versions.yaml and its lock have it now", hint=f"primus build {name}"
+            f"{plan.ref} is not built from the current versions.yaml and lock", hint=f"primus build {plan.target}"
         )
     facts: dict[str, LayerFacts] = {}
     for action, layer in zip(plan.layers, image.layers, strict=True):
-        new = not known(layer.blob.digest, folder_of(project), needles_of(project))
+        new = not known(layer.blob.digest, workspace.facts, needles_of(workspace))
         if new:
             progress.start(layer.blob.digest, f"examine {action.name}", None)
-        facts[action.name] = look_into(project, layer)
+        facts[action.name] = look_into(workspace, layer)
         if new:
             progress.finish(layer.blob.digest)
     return Examined(image=image, facts=facts)
 
 
-def check_image(project: Project, name: str, progress: Progress) -> Outcome:
-    """Run every gate on the built image of ``name``; see :func:`examine` for what it raises."""
-    return judge(project, examine(project, name, progress))
+def check_image(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Outcome:
+    """Run every gate on the built image; see :func:`examine` for what it raises."""
+    return judge(examine(plan, workspace, progress), workspace)
 
 
-def judge(project: Project, examined: Examined) -> Outcome:
+def judge(examined: Examined, workspace: Workspace) -> Outcome:
     """Run every gate on an image."""
     image = examined.image
-    name, actions = image.plan.target, image.plan.layers
-    arch, lock, pins = project.arch(name), project.lock(name), project.pins(name)
-    base = project.choice(name).base
+    resolved, actions = image.plan.resolved, image.plan.layers
+    arch, lock, pins = resolved.arch, resolved.lock, resolved.pins
+    base = resolved.choice.base
     wheels = {f.name: f.version for f in python_packages(lock)} if lock else {}
     if "primus" in pins:
         wheels["primus-images"] = __version__
@@ -156,7 +149,7 @@ def judge(project: Project, examined: Examined) -> Outcome:
     code = [(layer, f.code) for layer, f in facts]
     unreadable = [(layer, path, why) for layer, f in facts for path, why in f.unreadable.items()]
     reports = (
-        coherence(pinned_packages(project, name), arch),
+        coherence(pinned_packages(resolved), arch),
         coverage(code, arch, unreadable, left_out),
         pruning(code, arch, left_out),
         versions_inside(
@@ -168,37 +161,32 @@ def judge(project: Project, examined: Examined) -> Outcome:
         shared_names([(layer, f.libraries) for layer, f in facts]),
         loadable([(layer, f.libraries) for layer, f in facts]),
         _with_settings(litter([(layer, f.traces) for layer, f in facts], is_ours), image.config),
-        _budget(project, image),
-        *_turbo(project, image),
+        _budget(image),
+        *_turbo(image, workspace),
     )
     libraries = tuple(asdict(library) for library in gpu_libraries(code, arch))
-    return Outcome(target=name, ref=image.plan.ref, digest=image.digest, reports=reports, libraries=libraries)
+    return Outcome(target=resolved.name, ref=image.plan.ref, digest=image.digest, reports=reports, libraries=libraries)
 
 
-def _turbo(project: Project, image: Composed) -> Sequence[GateReport]:
+def _turbo(image: Composed, workspace: Workspace) -> Sequence[GateReport]:
     """What the image says of its own kernels, where it should have some."""
-    if not project.target(image.plan.target).turbo:
+    if not image.plan.resolved.target.turbo:
         return ()
     root = RootFs(
         layers=tuple(map(reference, image.layers)),
         config=json.loads(image.config),
-        blob=project.store.blob_path,
-        cache=project.work / "unpacked",
+        blob=workspace.store.blob_path,
+        cache=workspace.unpacked,
         name=image.plan.ref,
         config_bytes=image.config,
         manifest=image.manifest,
     )
-    return (turbo(ask_image(root, image.digest, folder_of(project))),)
+    return (turbo(ask_image(root, image.digest, workspace.facts)),)
 
 
-def folder_of(project: Project) -> Path:
-    """Where facts are kept."""
-    return project.work / "cache" / "gates"
-
-
-def needles_of(project: Project) -> Sequence[bytes]:
+def needles_of(workspace: Workspace) -> Sequence[bytes]:
     """Paths of this machine that no image may hold; short ones are left out, an image may have folders called so."""
-    paths = {project.root, project.store.root.absolute(), Path.home() / ".cache"}
+    paths = {workspace.folder.parent, workspace.store.root.absolute(), Path.home() / ".cache"}
     return sorted(str(path).encode() for path in paths if len(path.parts) > 3)
 
 
@@ -211,18 +199,18 @@ def _with_settings(report: GateReport, config: bytes) -> GateReport:
     return GateReport(gate=report.gate, summary=report.summary, findings=(*report.findings, *found))
 
 
-def _budget(project: Project, image: Composed) -> GateReport:
-    plan, size = image.plan, image.size
+def _budget(image: Composed) -> GateReport:
+    plan, size, budget = image.plan, image.size, image.plan.resolved.budget_gb
     summary = f"{bytes_text(size)} compressed"
     findings: tuple[Finding, ...] = ()
-    if plan.budget_bytes is not None:
-        summary += f" of {bytes_text(plan.budget_bytes)}"
-        if size > plan.budget_bytes:
+    if budget is not None:
+        most = round(budget * 1e9)
+        summary += f" of {bytes_text(most)}"
+        if size > most:
             ranked = sorted(zip(plan.layers, image.layers, strict=True), key=lambda pair: -pair[1].blob.size)
             largest = ", ".join(f"{a.name} {bytes_text(layer.blob.size)}" for a, layer in ranked[:5])
-            message = f"it weighs {bytes_text(size)}, its budget is {bytes_text(plan.budget_bytes)}: {largest}"
-            place = project.target_place(plan.target, *project.budget_key(plan.target))
-            findings = (Finding(gate="budget", severity="error", path=place, message=message),)
+            message = f"it weighs {bytes_text(size)}, its budget is {bytes_text(most)}: {largest}"
+            findings = (Finding(gate="budget", severity="error", path=plan.resolved.budget_place, message=message),)
     return GateReport(gate="budget", summary=summary, findings=findings)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from primus.gates.model import Finding, GateReport
-from primus.versions.debs import upstream
+from primus.versions.suites import upstream
 
 __all__ = ["Package", "RocmVersion", "coherence", "rocm_version"]
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from threading import Event
 from typing import IO, Any, cast
 
+from primus import wholefile
 from primus.gates.codeobjects import Code, code_in, is_kernel_file, is_triton_metadata
 from primus.gates.contents import Kind, Member, walk
 from primus.gates.litter import Scanner, Trace, path_traces, reads_text, text_traces
 from primus.gates.rules import rules
 from primus.gates.sonames import Library, library_of
 from primus.gates.versions_inside import Stated, stated_in, states_versions
-from primus.images import wholefile
 from primus.images.archs import in_path
 from primus.sandbox.model import LayerRef
 

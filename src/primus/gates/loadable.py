@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from primus.gates.model import Finding, GateReport
 from primus.gates.sonames import Library, owner_of
-from primus.images.outline import bytes_text
+from primus.terminal import bytes_text
 
 __all__ = ["loadable", "toolkit_of"]
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed
 from primus.gates.coherence import Package, coherence
-from primus.images.target import normalised
+from primus.versions.model import normalised
 from primus.versions.suites import name_of
 
 if TYPE_CHECKING:
-    from primus.images.project import Project
+    from primus.images.resolve import ResolvedTarget
     from primus.versions.lock import Lock, LockedFile
 
 __all__ = ["check_pins", "pinned_packages", "python_packages"]
@@ -28,38 +28,37 @@ def _built_with(lock: Lock) -> tuple[LockedFile, ...]:
     return tuple(found.values())
 
 
-def pinned_packages(project: Project, name: str) -> list[Package]:
+def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
     """Every package of the image, with the line of versions.yaml or of the lock that set its version."""
     pinned = {
-        normalised(pin.wheel or pin.source or pin.deb or ""): project.pin_place(component, pin)
-        for component, pin in project.pins(name).items()
+        normalised(pin.wheel or pin.source or pin.deb or ""): resolved.pin_place(component, pin)
+        for component, pin in resolved.pins.items()
     }
-    lock = project.lock(name)
-    path = project.lock_path(name)
-    rows = path.read_text(encoding="utf-8").splitlines() if lock else []
+    lock = resolved.lock
+    rows = resolved.lock_path.read_text(encoding="utf-8").splitlines() if lock else []
     lines = {row.strip(): number for number, row in enumerate(rows, 1)}
-    base = project.choice(name).base
+    base = resolved.choice.base
     debs = lock.of("deb", base) if lock and base else ()
-    listed = {name_of(p) for p in project.versions.bases[base].packages} if base else set()
+    listed = {name_of(p) for p in resolved.versions.bases[base].packages} if base else set()
     result = []
     for file in (*python_packages(lock), *_built_with(lock), *debs) if lock else ():
         number = next((n for row, n in lines.items() if f'"sha256": "{file.sha256}"' in row), 1)
-        where = f"{path.relative_to(project.root)}:{number}:1"
+        where = f"{resolved.lock_name}:{number}:1"
         if file.kind == "deb":
-            where = project.base_place(base or "") if file.name in listed else where
+            where = resolved.base_place(base or "") if file.name in listed else where
             result.append(Package(name=file.name, version=file.version, where=where, kind="deb"))
         else:
             result.append(Package(name=file.name, version=file.version, where=pinned.get(file.name, where)))
     return result
 
 
-def check_pins(project: Project, name: str) -> None:
+def check_pins(resolved: ResolvedTarget) -> None:
     """Raise CheckFailed when the target's packages do not belong together; needs nothing that is built."""
-    report = coherence(pinned_packages(project, name), project.arch(name))
+    report = coherence(pinned_packages(resolved), resolved.arch)
     errors = [f for f in report.findings if f.severity == "error"]
     if errors:
         raise CheckFailed(
-            f"{name}: " + "; ".join(f.message for f in errors[:5]),
+            f"{resolved.name}: " + "; ".join(f.message for f in errors[:5]),
             where=errors[0].path or None,
             hint="pin one ROCm version, and device packages of this target's GPU",
         )

@@ -12,7 +12,7 @@ from primus.gates.contents import Member
 from primus.gates.model import Finding, GateReport
 from primus.images.archs import in_path, runs_on
 from primus.images.left_out import NOTHING, LeftOut
-from primus.images.outline import bytes_text
+from primus.terminal import bytes_text
 
 __all__ = ["Pruning", "prunable", "pruning"]
 

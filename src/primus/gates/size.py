@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from primus.images.outline import bytes_text
-from primus.terminal import PLAIN, Screen
+from primus.terminal import PLAIN, Screen, bytes_text
 
 __all__ = ["Branch", "size_text", "size_tree"]
 

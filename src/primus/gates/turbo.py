@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from primus import wholefile
 from primus.errors import HostError
 from primus.gates.model import Finding, GateReport
-from primus.images import wholefile
 from primus.sandbox.engines import choose
 from primus.sandbox.model import Command, RootFs
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from primus.gates.model import Finding, GateReport
-from primus.images.target import normalised
+from primus.versions.model import normalised
 
 __all__ = ["Stated", "stated_in", "states_versions", "versions_inside"]
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from primus.images.canonical import key_of
+from primus.images.resolve import ResolvedTarget
 from primus.versions.lock import LockedFile
 
 __all__ = ["Action", "ImagePlan", "Input", "Kind"]
@@ -65,25 +66,30 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePlan:
-    """All of one image: its layers' actions bottom first, and what its config and manifest say besides layers."""
+    """All of one image: its layers' actions bottom first, and what its config and manifest say besides layers.
 
-    target: str
-    release: str
+    ``resolved`` is what it was planned from. No later step looks anything up elsewhere.
+    """
+
+    resolved: ResolvedTarget = field(repr=False, compare=False)
     layers: tuple[Action, ...]
     config: Mapping[str, object]
     annotations: Mapping[str, str]
-    budget_bytes: int | None = None
-    suffix: str = ""
+
+    @property
+    def target(self) -> str:
+        """The target's name."""
+        return self.resolved.name
 
     @property
     def ref(self) -> str:
         """The image's name in the store."""
-        return f"{self.release}-{self.target}{self.suffix}"
+        return self.resolved.ref
 
     @property
     def state(self) -> str:
         """The name under which the store remembers what was built last."""
-        return f"{self.target}{self.suffix}"
+        return f"{self.target}{self.resolved.choice.suffix}"
 
     @cached_property
     def key(self) -> str:

@@ -1,79 +1,66 @@
-"""From target names to images in the store: lock, plan, fetch, run, assemble."""
+"""Plans → images in the store: fetch, run, assemble."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Protocol
 
-from primus.errors import InputError
-from primus.images.action import ImagePlan
-from primus.images.build import missing
+from primus.errors import CheckFailed
+from primus.images import heap
+from primus.images.action import Action, ImagePlan
+from primus.images.build import Built, Composed, LayerLine, compose, current, tree_record
+from primus.images.display import choose_progress
+from primus.images.execute import Workshop
+from primus.images.fetch import GoneError, fetch
+from primus.images.given import stacked
+from primus.images.layer import read_paths
+from primus.images.locking import lock_target
+from primus.images.overlap import check_overlap
 from primus.images.plan import plan_image
-from primus.versions.lock import Drift, LockedFile, drift
+from primus.images.preflight import preflight
+from primus.images.store import CONFIG_TYPE, MANIFEST_TYPE, Layer, Store
+from primus.sandbox.running import stop_all
+from primus.versions.lock import LockedFile
+from primus.versions.sources import Sources
 from primus.versions.suites import suites_of
 
 if TYPE_CHECKING:
-    from primus.images.build import Built, Gates
-    from primus.images.execute import Workshop
-    from primus.images.project import Project
+    from primus.images.tar import Watch
+    from primus.images.workspace import Workspace
     from primus.progress import Progress
 
-__all__ = ["build_images", "plan_images"]
+__all__ = ["Gates", "build_images"]
 
 
-def plan_images(
-    project: Project, names: Sequence[str], *, locked: bool = False, offline: bool = False, quiet: bool = False
-) -> list[ImagePlan]:
-    """The plans of the targets, each over a lock that answers its pins.
+class Gates(Protocol):
+    """What an image must pass before its name points to it. ``mark`` changes with the rules."""
 
-    A stale or missing lock is made again, said aloud, unless ``locked`` (CI, releases) or ``offline`` forbids it.
-    """
-    return [_plan(project, name, locked=locked, offline=offline, quiet=quiet) for name in names]
+    mark: str
 
+    def watch(self) -> Watch:
+        """Someone to see a layer while it is written."""
 
-def _plan(project: Project, name: str, *, locked: bool, offline: bool, quiet: bool) -> ImagePlan:
-    request = project.request(name)
-    if not request.bases and not request.wheels and not request.sdists and not request.gits:
-        return plan_image(project, name, None)
-    lock = project.lock(name)
-    stale = drift(lock, request) if lock else ()
-    if lock is None or stale:
-        what = "; ".join(map(str, stale[:5])) + (f"; and {len(stale) - 5} more" if len(stale) > 5 else "")
-        sentence = f"the lock of {name} is stale: {what}" if lock else f"{name} has no lock yet"
-        if locked or offline:
-            raise InputError(sentence, where=_place(project, stale), hint=f"primus lock {name}, and commit the result")
-        from primus.images.display import choose_progress
-        from primus.sandbox.tools import with_packages
-        from primus.versions.relock import resolve
+    def look(self, layer: Layer, watch: Watch | None) -> None:
+        """Take note of a layer that the build just made; ``watch`` saw it, if anyone did."""
 
-        print(f"! {sentence}; locking it again", file=sys.stderr)
-        with choose_progress(quiet) as progress:
-            lock = with_packages(partial(resolve, request, previous=lock, progress=progress), say=progress.say)
-        project.write_lock(name, lock)
-    return plan_image(project, name, lock)
+    def judge(self, image: Composed) -> tuple[str, ...]:
+        """The failed gates, a sentence each; raises CheckFailed when the image must not get its name."""
 
-
-def _place(project: Project, stale: Sequence[Drift]) -> str | None:
-    """The line of versions.yaml of the first pin that drifted and still stands there."""
-    for item in stale:
-        kind, _, rest = item.pin.partition(" ")
-        if kind == "base" and rest.split(" ")[0] in project.versions.bases:
-            return project.base_place(rest.split(" ")[0])
-        for component, entry in project.versions.components.items():
-            for pin in entry.pins:
-                if pin.named(kind) == rest and pin.version == (item.wanted or "").partition(" ")[0]:
-                    return project.pin_place(component, pin)
-    return None
+    def close(self) -> None:
+        """The build is over."""
 
 
 def build_images(
-    project: Project,
     plans: Sequence[ImagePlan],
+    workspace: Workspace,
     *,
-    gates: Callable[[Project, Progress], Gates] | None,
+    gates: Callable[[Workspace, Progress], Gates] | None,
     locked: bool = False,
     offline: bool = False,
     rehash: bool = False,
@@ -85,64 +72,48 @@ def build_images(
 
     Raises CheckFailed for a failed action or a refused image, HostError for a source, disk or sandbox that fails.
     """
-    from primus.images.build import assemble, current, run_actions
-    from primus.images.display import choose_progress
-    from primus.images.execute import Workshop
-    from primus.images.filecache import FileCache
-
-    store = project.store
+    store = workspace.store
     store.prepare()
     if rehash:
-        _drop_damaged(project, plans)
+        _drop_damaged(workspace, plans)
     with choose_progress(quiet) as progress, contextlib.ExitStack() as stack:
-        judge = gates(project, progress) if gates else None
+        judge = gates(workspace, progress) if gates else None
         if judge:
             stack.callback(judge.close)
         mark = judge.mark if judge else None
         before = {plan.key: image for plan in plans if (image := current(store, plan, mark)) is not None}
         workshop = Workshop(
-            project=project,
-            files=FileCache(project.work / "files"),
+            workspace=workspace,
             progress=progress,
             engine=engine,
             watch=judge.watch if judge else lambda: None,
             made=judge.look if judge else lambda *_: None,
         )
         todo = missing(plans, workshop.done)
-        if todo:
-            from primus.images import heap
-
-            heap.share()
         files = {f.sha256: f for action in todo for f in action.files}
-        absent = [f for f in files.values() if not workshop.files.has(f.sha256, f.size)]
+        absent = [f for f in files.values() if not workspace.files.has(f.sha256, f.size)]
         if todo:
-            from primus.images.preflight import preflight
-
+            heap.share()
             preflight(workshop, todo, () if offline else absent)
         if absent:
-            plans = _fetch(project, workshop, plans, may_relock=not (locked or offline), offline=offline)
+            plans = _fetch(workshop, plans, may_relock=not (locked or offline), offline=offline)
             todo = missing(plans, workshop.done)
         done_here = run_actions(workshop, todo)
-        return [before.get(plan.key) or assemble(project, plan, done_here, judge) for plan in plans]
+        return [before.get(plan.key) or assemble(store, plan, done_here, judge) for plan in plans]
 
 
-def _fetch(
-    project: Project, workshop: Workshop, plans: Sequence[ImagePlan], *, may_relock: bool, offline: bool
-) -> Sequence[ImagePlan]:
+def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], *, may_relock: bool, offline: bool) -> Sequence[ImagePlan]:
     """Fetch what the plans still lack; returns the plans, new ones where a file was gone and had to be locked again."""
-    from primus.images.fetch import GoneError, fetch
-    from primus.versions.sources import Sources
 
     def get(plans: Sequence[ImagePlan]) -> None:
         files = {f.sha256: f for action in missing(plans, workshop.done) for f in action.files}
         absent = [f for f in files.values() if not workshop.files.has(f.sha256, f.size)]
-        bases = {n: b for plan in plans for n, b in project.request(plan.target).bases.items()}
-        suites = {name: suites_of(base.suite, base.packages) for name, base in bases.items()}
+        bases = {n: b for plan in plans for n, b in plan.resolved.request.bases.items()}
         fetch(
             absent,
             workshop.files,
-            suites=suites,
-            sources=Sources.of_project(project.versions, bases),
+            suites={name: suites_of(base.suite, base.packages) for name, base in bases.items()},
+            sources=Sources.of_project(plans[0].resolved.versions, bases),
             offline=offline,
             progress=workshop.progress,
         )
@@ -152,37 +123,135 @@ def _fetch(
     except GoneError as gone:
         if not may_relock:
             raise
-        plans = _relock(project, plans, gone.files, workshop.progress)
+        plans = _relock(workshop, plans, gone.files)
         get(plans)
     return plans
 
 
-def _relock(
-    project: Project, plans: Sequence[ImagePlan], gone: Sequence[LockedFile], progress: Progress
-) -> list[ImagePlan]:
+def _relock(workshop: Workshop, plans: Sequence[ImagePlan], gone: Sequence[LockedFile]) -> list[ImagePlan]:
     """Resolve again what no source has any more, and plan anew."""
-    from primus.sandbox.tools import with_packages
-    from primus.versions.relock import resolve
-
-    progress.say(f"! no longer to be had: {', '.join(f.label for f in gone)}; locking again what holds them")
+    progress = workshop.progress
+    progress.say(f"! no source has {', '.join(f.label for f in gone)} any more; locking again")
     result = []
     for plan in plans:
-        lock = project.lock(plan.target)
-        if lock is not None and any(f in lock.files for f in gone):
-            request = project.request(plan.target)
-            call = partial(resolve, request, previous=lock, gone=gone, progress=progress)
-            lock = with_packages(call, say=progress.say)
-            project.write_lock(plan.target, lock)
-        result.append(plan_image(project, plan.target, lock))
+        resolved = plan.resolved
+        if resolved.lock is not None and any(f in resolved.lock.files for f in gone):
+            resolved = lock_target(resolved, progress, gone=gone)
+        result.append(plan_image(resolved, workshop.workspace.stats))
     return result
 
 
-def _drop_damaged(project: Project, plans: Sequence[ImagePlan]) -> None:
+def _drop_damaged(workspace: Workspace, plans: Sequence[ImagePlan]) -> None:
     """Hash every blob that the plans would reuse; take damaged ones out of the store, said aloud."""
-    store = project.store
+    store = workspace.store
     for action in {a.key: a for plan in plans for a in plan.layers}.values():
         layer = store.layer(action.key)
         for digest in (layer.blob.digest, layer.paths) if layer is not None else ():
             if fault := store.check(digest):
                 print(f"! {action.name}: {fault}; building it again", file=sys.stderr)
                 store.discard(digest)
+
+
+def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:
+    """Actions that must run, each once, those needed first. What is needed only by done work is not run."""
+    wanted: dict[str, Action] = {}
+    for plan in plans:
+        for action in reversed(plan.actions()):
+            is_layer = any(action.key == layer.key for layer in plan.layers)
+            needed = any(action in (*other.needs, *other.tools) for other in wanted.values())
+            if action.key not in wanted and (is_layer or needed) and not done(action):
+                wanted[action.key] = action
+    return list(reversed(wanted.values()))
+
+
+def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
+    """Run the actions, independent ones side by side; returns the keys of those done here.
+
+    The first failure stops what has not begun; what was finished stays.
+    """
+    # Hashing and compressing wait for the interpreter a thousand times per gigabyte, behind gates that search text: for
+    # up to 5 ms each time, if it were not told.
+    sys.setswitchinterval(0.0005)
+    waiting = {a.key: a for a in actions}
+    done_here: set[str] = set()
+    running: dict[Future[bool], str] = {}
+    workers = max(2, os.cpu_count() or 2)
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="action") as pool:
+        try:
+            while waiting or running:
+                busy = set(running.values()) | set(waiting)
+                ready = [a for a in waiting.values() if not any(n.key in busy for n in (*a.needs, *a.tools))]
+                # The largest first: the long pole decides the whole.
+                for action in sorted(ready, key=lambda a: -sum(f.size for f in a.files)):
+                    del waiting[action.key]
+                    running[pool.submit(workshop.run, action)] = action.key
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    key = running.pop(future)
+                    if future.result():
+                        done_here.add(key)
+                # What runs in the sandbox next needs it.
+                heap.give_back()
+        except BaseException:
+            for future in running:
+                future.cancel()
+            # Ctrl-C reaches only the main thread, and the pool waits for its workers. One may just be starting another.
+            while wait(running, timeout=0.2).not_done:
+                stop_all()
+            raise
+    return done_here
+
+
+def assemble(store: Store, plan: ImagePlan, built: set[str], gates: Gates | None) -> Built:
+    """Overlap rule, gates, config, manifest; then the name. All layers must be in the store.
+
+    Raises CheckFailed when layers overlap or the gates refuse the image; the name then is as before.
+    """
+    image = compose(store, plan)
+    if image is None:
+        raise CheckFailed(f"a layer of {plan.ref} left the store while it was used", hint="build again")
+    pairs = list(zip(plan.layers, image.layers, strict=True))
+    paths = [(a, read_paths(store, layer)) for a, layer in pairs]
+    given = stacked(found for a, found in paths if a.kind == "image")
+    check_overlap([("the base image", given), *((a.name, found) for a, found in paths if a.kind != "image")])
+    failed = gates.judge(image) if gates else ()
+    config_blob = store.put(image.config, CONFIG_TYPE)
+    manifest_blob = store.put(image.manifest, MANIFEST_TYPE)
+    lines = tuple(
+        LayerLine(
+            name=a.name,
+            digest=layer.blob.digest,
+            size=layer.blob.size,
+            unpacked=layer.unpacked,
+            built=a.key in built,
+            seconds=layer.seconds if a.key in built else 0.0,
+            left_out=layer.left_out,
+        )
+        for a, layer in pairs
+    )
+    platform = {"architecture": str(plan.config["architecture"]), "os": str(plan.config["os"])}
+    store.tag(plan.ref, manifest_blob, platform)
+    store.save(
+        "targets",
+        plan.state,
+        {
+            "key": plan.key,
+            "digest": manifest_blob.digest,
+            "content": config_blob.digest,
+            "blobs": [asdict(b) for b in (manifest_blob, config_blob, *(layer.blob for layer in image.layers))],
+            "layers": [asdict(line) for line in lines],
+            "judged": gates.mark if gates else None,
+            "failed": failed,
+            "inputs": tree_record(plan),
+            "when": int(time.time()),
+        },
+    )
+    return Built(
+        target=plan.target,
+        ref=plan.ref,
+        digest=manifest_blob.digest,
+        content=config_blob.digest,
+        changed=True,
+        layers=lines,
+        failed=failed,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import tarfile
 from collections.abc import Iterator
@@ -56,8 +57,6 @@ def _members(store: Store, digest: str) -> Iterator[tuple[str, str]]:
 
 
 def _plain(raw: IO[bytes]) -> Any:
-    import gzip
-
     magic = raw.read(4)
     raw.seek(0)
     if magic.startswith(b"\x1f\x8b"):

@@ -1,20 +1,14 @@
-"""How long work looks on a terminal: bars with speed and remaining time, counts, and one line per finished piece."""
+"""The progress display that fits where standard error leads to."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any
 
-from primus.progress import PlainProgress, Progress, QuietProgress, last_line
+from primus.progress import PlainProgress, Progress, QuietProgress
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-__all__ = ["RichProgress", "choose_progress"]
+__all__ = ["choose_progress"]
 
 
 @contextmanager
@@ -29,110 +23,8 @@ def choose_progress(json: bool = False) -> Iterator[Progress]:
         finally:
             plain.close()
     else:
+        # Seam "terminal": rich costs 60 ms, and a log or pipe has no use for it.
+        from primus.images.bars import RichProgress
+
         with RichProgress() as progress:
             yield progress
-
-
-class RichProgress:
-    """Bars on a terminal. A context manager; the bars vanish at its end, what was said stays."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        self._console = console or Console(stderr=True, highlight=False)
-        self._bars = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TimeElapsedColumn(),
-            _amount(),
-            _last_line(),
-            console=self._console,
-            transient=True,
-            refresh_per_second=8,
-        )
-        self._tasks: dict[str, Any] = {}
-        self._labels: dict[str, str] = {}
-        self._logs: dict[str, Path] = {}
-        self._guard = Lock()
-
-    def __enter__(self) -> RichProgress:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def start(self, key: str, label: str, total: int | None = None, unit: str = "bytes") -> None:
-        """Show a bar (a pulse where ``total`` is not known)."""
-        with self._guard:
-            if key in self._tasks:
-                self._bars.remove_task(self._tasks.pop(key))
-            self._labels[key] = label
-            log = self._logs.get(key)
-            self._tasks[key] = self._bars.add_task(label, total=total, unit=unit, log=log)
-
-    def advance(self, key: str, amount: int) -> None:
-        """Move the bar; a negative amount takes back what has to be done again."""
-        with self._guard:
-            if key in self._tasks:
-                self._bars.advance(self._tasks[key], amount)
-
-    def follow(self, key: str, log: Path) -> None:
-        """Show the last line of the log beside the bar."""
-        with self._guard:
-            self._logs[key] = log
-            if key in self._tasks:
-                self._bars.update(self._tasks[key], log=log)
-
-    def finish(self, key: str, note: str = "") -> None:
-        """Replace the bar by one line."""
-        with self._guard:
-            task = self._tasks.pop(key, None)
-            if task is not None:
-                self._bars.remove_task(task)
-            label = self._labels.pop(key, key)
-            self._logs.pop(key, None)
-        self.say(f"✓ {label}" + (f"  {note}" if note else ""))
-
-    def say(self, text: str) -> None:
-        """Print above the bars."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _last_line() -> Any:
-    """The column with what a tool says last."""
-    from rich.progress import ProgressColumn, Task
-    from rich.text import Text
-
-    class LastLine(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            log = task.fields.get("log")
-            return Text(last_line(log) if log else "", style="dim", no_wrap=True, overflow="ellipsis")
-
-    return LastLine()
-
-
-def _amount() -> Any:
-    """The column right of the bar. Built here because rich is imported only when a terminal is there."""
-    from rich.filesize import decimal
-    from rich.progress import ProgressColumn, Task
-    from rich.text import Text
-
-    class Amount(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            done, total = int(task.completed), task.total
-            if task.fields.get("unit") != "bytes":
-                return Text(f"{done}/{int(total)}" if total is not None else (str(done) if done else ""))
-            if total is None and not done:
-                return Text("")
-            words = [decimal(done) + (f"/{decimal(int(total))}" if total is not None else "")]
-            if task.speed:
-                words.append(f"{decimal(int(task.speed))}/s")
-            if task.time_remaining is not None:
-                minutes, seconds = divmod(int(task.time_remaining), 60)
-                words.append(f"{minutes}:{seconds:02d} left")
-            return Text("  ".join(words))
-
-    return Amount()

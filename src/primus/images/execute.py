@@ -11,18 +11,30 @@ from typing import TYPE_CHECKING, cast
 
 from primus.errors import CheckFailed, HostError
 from primus.images.action import Action
+from primus.images.bytecode import bytecode_entries
 from primus.images.given import adopt_layer
+from primus.images.kernels import KernelFiles
 from primus.images.layer import compression_of, write_layer
 from primus.images.left_out import NOTHING
+from primus.images.prefix import Prefix
+from primus.images.preflight import disk_is_full
+from primus.images.rootfs import root_entries
+from primus.images.roots import root_of_layers
 from primus.images.skeleton import inline_entries
 from primus.images.store import Layer
 from primus.images.tar import BLOCK, Entry, Watch
+from primus.images.turbo import BAKED, command_of, sources_of
+from primus.images.unpacked import over_entries
+from primus.images.wheel import wheel_entries
+from primus.sandbox.build import log_tail, run_isolated
+from primus.sandbox.engines import choose
+from primus.sandbox.tools import need
 from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
     from primus.images.filecache import FileCache
     from primus.images.kernels import KernelFiles
-    from primus.images.project import Project
+    from primus.images.workspace import Workspace
     from primus.progress import Progress
     from primus.sandbox.model import RootFs
 
@@ -31,23 +43,29 @@ __all__ = ["Workshop"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """What actions work with: the project's store, the fetched files, a place to report. ``watch`` gives someone to
-    see the next layer pass by while it is written; ``made`` hears of each that is finished, and who saw it.
+    """What actions work with: the store, the fetched files, a progress callback.
+
+    ``watch`` returns an observer for the next layer while it is written; ``made`` is called with each finished layer
+    and its observer.
     """
 
-    project: Project
-    files: FileCache
+    workspace: Workspace
     progress: Progress
     engine: str = "auto"
     watch: Callable[[], Watch | None] = lambda: None
     made: Callable[[Layer, Watch | None], None] = lambda *_: None
+
+    @property
+    def files(self) -> FileCache:
+        """The fetched files."""
+        return self.workspace.files
 
     def run(self, action: Action) -> bool:
         """Do the action unless another builder just did; True when it was done here.
 
         A second builder of the same action waits for the first and takes its result.
         """
-        store = self.project.store
+        store = self.workspace.store
         with store.lock(action.key):
             if self.done(action):
                 return False
@@ -91,8 +109,8 @@ class Workshop:
     def done(self, action: Action) -> bool:
         """Whether the action's outcome is in the store."""
         if action.makes_layer:
-            return self.project.store.layer(action.key) is not None
-        record = self.project.store.record("actions", action.key)
+            return self.workspace.store.layer(action.key) is not None
+        record = self.workspace.store.record("actions", action.key)
         return record is not None and self.files.has(record["wheel"]["sha256"], record["wheel"]["size"])
 
     def _entries(self, action: Action, scratch: Path) -> Iterator[Entry]:
@@ -119,10 +137,6 @@ class Workshop:
             yield from inline_entries(inline)
 
     def _debs(self, action: Action, scratch: Path) -> Iterator[Entry]:
-        from primus.images.rootfs import root_entries
-        from primus.images.unpacked import over_entries
-        from primus.sandbox.tools import need
-
         if "over" in action.spec:
             yield from over_entries(action.files, scratch, find=self._file)
             return
@@ -138,8 +152,6 @@ class Workshop:
         )
 
     def _kernels(self, action: Action, scratch: Path) -> KernelFiles:
-        from primus.images.kernels import KernelFiles
-
         found = KernelFiles(arch=str(action.spec["arch"]))
         patterns = cast("Mapping[str, Sequence[str]]", action.spec["kernels"])
         for deb in action.files:
@@ -147,9 +159,6 @@ class Workshop:
         return found
 
     def _wheels(self, action: Action, scratch: Path) -> Iterator[Entry]:
-        from primus.images.prefix import Prefix
-        from primus.images.wheel import wheel_entries
-
         prefix = Prefix(root=str(action.spec["prefix"]), python=str(action.spec["python"]))
         entries: list[Entry] = []
         for file in (*action.files, *self._built(action)):
@@ -159,9 +168,6 @@ class Workshop:
 
     def _bytecode(self, action: Action, site: str, entries: list[Entry], scratch: Path) -> Iterator[Entry]:
         """Compile the modules among ``entries`` with the image's own interpreter."""
-        from primus.images.bytecode import bytecode_entries
-        from primus.sandbox.build import run_isolated
-        from primus.sandbox.engines import choose
 
         def run(inputs: Mapping[str, Path], out: Path, place: str) -> None:
             log = self._log(action)
@@ -181,10 +187,6 @@ class Workshop:
 
     def _turbo(self, action: Action, scratch: Path) -> Iterator[Entry]:
         """Compile Triton kernels in the image's own root file system, where no GPU is needed."""
-        from primus.images.turbo import BAKED, command_of, sources_of
-        from primus.sandbox.build import run_isolated
-        from primus.sandbox.engines import choose
-
         environment = action.spec["environment"]
         assert isinstance(environment, dict)
         out, log = scratch / "out", self._log(action)
@@ -204,13 +206,10 @@ class Workshop:
 
     def _build(self, action: Action) -> None:
         """Source → wheel in the sandbox: no network, sources read-only, one wheel taken from what it leaves."""
-        from primus.sandbox.build import run_isolated
-        from primus.sandbox.engines import choose
-
         (source,) = action.files
         self.progress.start(action.key, action.name, None)
         log = self._log(action)
-        with self.project.store.folder("build") as scratch:
+        with self.workspace.store.folder("build") as scratch:
             out = scratch / "out"
             out.mkdir()
             inside = f"/in/{source.file}"
@@ -237,12 +236,12 @@ class Workshop:
             wheel = {"file": wheels[0].name, "sha256": sha256, "size": wheels[0].stat().st_size}
             self.files.put(wheels[0], sha256)
             record = {"name": action.name, "kind": action.kind, "wheel": wheel}
-        self.project.store.save("actions", action.key, record)
+        self.workspace.store.save("actions", action.key, record)
         self.progress.finish(action.key, wheels[0].name)
 
     def _built(self, action: Action) -> Iterator[LockedFile]:
         for needed in action.needs:
-            record = self.project.store.record("actions", needed.key)
+            record = self.workspace.store.record("actions", needed.key)
             if record is None:
                 raise HostError(f"{needed.name} has no result in the store", hint="build again")
             wheel = record["wheel"]
@@ -250,13 +249,11 @@ class Workshop:
 
     def root(self, *actions: Action) -> RootFs:
         """The root file system made of these actions' layers."""
-        from primus.images.roots import root_of_layers
-
         layers = [self._layer(action) for action in actions]
-        return root_of_layers(self.project.store, self.project.work / "unpacked", layers)
+        return root_of_layers(self.workspace.store, self.workspace.unpacked, layers)
 
     def _layer(self, action: Action) -> Layer:
-        layer = self.project.store.layer(action.key)
+        layer = self.workspace.store.layer(action.key)
         if layer is None:
             raise HostError(f"the layer of {action.name} is not in the store", hint="build again")
         return layer
@@ -272,17 +269,14 @@ class Workshop:
         return self.files.path(file.sha256)
 
     def _log(self, action: Action) -> Path:
-        folder = self.project.work / "logs"
+        folder = self.workspace.logs
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"{action.name.replace(' ', '-')}-{action.key[:12]}.log"
         self.progress.follow(action.key, log)
         return log
 
     def _failed(self, what: str, code: int, log: Path) -> CheckFailed | HostError:
-        from primus.images.preflight import disk_is_full
-        from primus.sandbox.build import log_tail
-
-        if full := disk_is_full(log, self.project.store.root):
+        if full := disk_is_full(log, self.workspace.store.root):
             return full
         return CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
 

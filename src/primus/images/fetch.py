@@ -20,12 +20,13 @@ from primus.images.download import Meter, NotThere, Stopped, WrongBytes, downloa
 from primus.images.filecache import FileCache
 from primus.progress import Progress
 from primus.sandbox.tools import with_packages
+from primus.versions.ask import ask
 from primus.versions.indexes import Indexes
 from primus.versions.lock import LockedFile
 from primus.versions.pool import Pool, locate
 from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
-from primus.versions.sources import Sources, ask, ask_host
+from primus.versions.sources import Sources, ask_host
 
 __all__ = ["FetchResult", "GoneError", "fetch", "missing"]
 

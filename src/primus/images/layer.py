@@ -7,12 +7,14 @@ import hashlib
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import IO, Protocol
 
 from primus.errors import HostError
+from primus.images.fatbinary import FORMAT
 from primus.images.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.images.tar import Entry, Watch, in_order, write_tar
 
@@ -29,18 +31,12 @@ COMPRESSIONS = tuple(LAYER_TYPES)
 def assembler(compression: str) -> str:
     """What turns entries into bytes, for the keys: our format and the exact compressor."""
     if compression == "gzip":
-        import zlib
-
         return f"tar {_FORMAT}, gzip {_GZIP_LEVEL}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
     return f"tar {_FORMAT}, zstd {_ZSTD_LEVEL}, zstandard {_zstandard_version()}"
 
 
 def rewriter() -> str:
     """What writes libraries with the code of one GPU architecture, for the keys: our format and the compressors."""
-    import zlib
-
-    from primus.images.fatbinary import FORMAT
-
     return f"fat binary {FORMAT}, zstandard {_zstandard_version()}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
 
 
@@ -115,8 +111,6 @@ class _Pipe:
 
 def _compressor(compression: str) -> _Compressor:
     if compression == "gzip":
-        import zlib
-
         # wbits 31: a gzip header without name and with time 0.
         return zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 31)
     import zstandard

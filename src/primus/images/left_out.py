@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from primus.terminal import bytes_text
+
 __all__ = ["NOTHING", "LeftOut"]
 
 
@@ -53,8 +55,6 @@ class LeftOut(NamedTuple):
 
     def text(self) -> str:
         """In words, empty when nothing stayed out."""
-        from primus.images.outline import bytes_text  # it imports the store, which keeps these
-
         found = []
         if self.files:
             found.append(f"{self.files:,} kernel files left out, {bytes_text(self.size)}")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from primus.images.action import Action, ImagePlan
 from primus.images.store import Store
-from primus.terminal import PLAIN, Screen, Styled
+from primus.terminal import PLAIN, Screen, Styled, bytes_text
 
 if TYPE_CHECKING:
     from primus.images.explain import Change
 
-__all__ = ["bytes_text", "outline", "outline_text"]
+__all__ = ["outline", "outline_text"]
 
 _REASONS = 2  # so many reasons stand beside a layer; `primus explain` lists all
 
@@ -98,13 +98,3 @@ def _origin(row: Mapping[str, Any], found: Sequence[Change] | None) -> str:
         words += own[:_REASONS] or ["its layer is not in the store, or a layer that it needs changes"]
         words += [f"and {len(own) - _REASONS} more changes: primus explain"] if len(own) > _REASONS else []
     return "; ".join(words)
-
-
-def bytes_text(amount: int) -> str:
-    """Bytes in decimal units, as registries count them."""
-    value, unit = float(amount), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"

@@ -12,16 +12,18 @@ from primus.images.action import Action, ImagePlan, Input
 from primus.images.canonical import key_of
 from primus.images.layer import assembler, rewriter
 from primus.images.prefix import Prefix
+from primus.images.resolve import ResolvedTarget
 from primus.images.skeleton import console_script, distribution, environment, shell_setup, working_folders
 from primus.images.source import WHEEL_SCRIPT
-from primus.images.target import build_root, normalised
+from primus.images.target import build_root
 from primus.images.trim import TRIM, VARIANT
 from primus.images.turbo import turbo_action
 from primus.versions.lock import Lock, LockedFile
-from primus.versions.model import Base, Build, Pin
+from primus.versions.model import Base, Build, Pin, normalised
+from primus.versions.suites import upstream
 
 if TYPE_CHECKING:
-    from primus.images.project import Project
+    from primus.images.stats import StatIndex
 
 __all__ = ["plan_image"]
 
@@ -32,33 +34,35 @@ _ORDER = Path(__file__).with_name("sorted_folders.py")
 _SOURCE = "https://github.com/AMD-AGI/Primus"
 
 
-def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
-    """The plan of target ``name``. Raises InputError when the lock lacks what the target asks for."""
-    target, pins, versions = project.target(name), project.pins(name), project.versions
-    choice = project.choice(name)
+def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
+    """The plan of one image; ``stats`` hashes local files.
+
+    Raises InputError if the lock lacks what the target needs.
+    """
+    target, pins, versions, choice = resolved.target, resolved.pins, resolved.versions, resolved.choice
     tool = assembler(target.compression)
     prefix: Prefix | None = None
     layers: list[Action] = []
     if choice.base:
         base = versions.bases[choice.base]
         prefix = Prefix(python=".".join(base.python.split(".")[:2]))
-        layers += _root(project, choice.base, lock, name, tool)
+        layers += _root(resolved, choice.base, tool)
         if base.kernels:
-            layers.append(_kernels(project, choice.base, lock, name, tool))
+            layers.append(_kernels(resolved, choice.base, tool))
         # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
         layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
     root = tuple(a for a in layers if a.kind in ("image", "debs"))
-    layers += _components(project, name, pins, lock, prefix, root, tool)
+    layers += _components(resolved, stats, prefix, root, tool)
     if target.turbo:
         if prefix is None:
-            raise InputError("kernels need a base to be compiled in", where=project.target_place(name, "turbo"))
+            raise InputError("kernels need a base to be compiled in", where=resolved.place("turbo"))
         # In all but the local trees: those change most often, and no kernel is compiled from them.
         inside = [a for a in layers if not a.tree]
         local = [a for a in layers if a.tree]
-        layers = [*inside, turbo_action(project, name, pins, inside, prefix, tool), *local]
+        layers = [*inside, turbo_action(resolved, stats, inside, prefix, tool), *local]
     facts = {
         "release": versions.release,
-        "target": name,
+        "target": resolved.name,
         "channel": choice.channel,
         "preview": choice.preview,
         "components": {versions.components[c].name: p.version for c, p in pins.items() if p.version},
@@ -66,14 +70,13 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
     if prefix:
         entries = {"etc/primus/image.json": {"text": json.dumps(facts, indent=1) + "\n"}}
         layers.append(_inline("facts", entries, tool))
-    env = project.environment(name)
+    env = dict(resolved.environment)
     if prefix:
         env.setdefault("PATH", f"/{prefix.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
     labels = {f"io.primus.pins.{c}": p.version or "local" for c, p in pins.items()}
     created = f"{versions.created}T00:00:00Z"
     return ImagePlan(
-        target=name,
-        release=versions.release,
+        resolved=resolved,
         layers=tuple(layers),
         config={
             "architecture": "amd64",
@@ -89,24 +92,22 @@ def plan_image(project: Project, name: str, lock: Lock | None) -> ImagePlan:
         },
         annotations={
             "org.opencontainers.image.created": created,
-            "org.opencontainers.image.title": f"primus {name}",
+            "org.opencontainers.image.title": f"primus {resolved.name}",
             "org.opencontainers.image.description": target.description,
             "org.opencontainers.image.version": versions.release,
             "org.opencontainers.image.source": _SOURCE,
-            "org.opencontainers.image.ref.name": project.ref(name),
-            "io.primus.target": name,
+            "org.opencontainers.image.ref.name": resolved.ref,
+            "io.primus.target": resolved.name,
             "io.primus.channel": choice.channel,
             **({"io.primus.preview": choice.preview} if choice.preview else {}),
         },
-        suffix=choice.suffix,
-        budget_bytes=round(budget * 1e9) if (budget := project.budget_gb(name)) else None,
     )
 
 
-def _need(lock: Lock | None, name: str) -> Lock:
-    if lock is None:
-        raise InputError(f"{name} has no lock yet", hint=f"primus lock {name}")
-    return lock
+def _need(resolved: ResolvedTarget) -> Lock:
+    if resolved.lock is None:
+        raise InputError(f"{resolved.name} has no lock yet", hint=f"primus lock {resolved.name}")
+    return resolved.lock
 
 
 def _inline(name: str, entries: Mapping[str, Mapping[str, object]], tool: str) -> Action:
@@ -118,9 +119,9 @@ def _inline(name: str, entries: Mapping[str, Mapping[str, object]], tool: str) -
     )
 
 
-def _root(project: Project, base: str, lock: Lock | None, name: str, tool: str, root: str = "") -> tuple[Action, ...]:
+def _root(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> tuple[Action, ...]:
     """The layers of ``base``, or of ``root``, a build's: those of its image as they are, over them its packages."""
-    about, where = project.versions.bases[base], project.base_place(base)
+    name, about, where = resolved.name, resolved.versions.bases[base], resolved.base_place(base)
     layers = tuple(
         Action(
             name=f"base {layer.name}",
@@ -128,21 +129,22 @@ def _root(project: Project, base: str, lock: Lock | None, name: str, tool: str, 
             inputs=(Input(name=layer.name, value=f"sha256:{layer.sha256}", where=where),),
             files=(layer,),
         )
-        for layer in _need(lock, name).of("layer", root or base)
+        for layer in _need(resolved).of("layer", root or base)
     )
     if about.image and not layers:
         raise InputError(f"the lock of {name} has no layers for {root or base}", hint=f"primus lock {name}")
     if about.image and not (about.packages or root):
         return layers
-    return (*layers, _base(project, base, lock, name, tool, root))
+    return (*layers, _base(resolved, base, tool, root))
 
 
-def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, root: str = "") -> Action:
+def _base(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> Action:
     """The root file system of ``base``, or ``root``, a build's, which holds more."""
-    debs = _need(lock, name).of("deb", root or base)
+    debs = _need(resolved).of("deb", root or base)
     if not debs:
+        name = resolved.name
         raise InputError(f"the lock of {name} has no packages for {root or base}", hint=f"primus lock {name}")
-    where, about = project.base_place(base), project.versions.bases[base]
+    where, about = resolved.base_place(base), resolved.versions.bases[base]
     kernels = {"kernels": _patterns(about)} if about.kernels else {}
     over = {"over": about.image} if about.image else {}
     return Action(
@@ -160,16 +162,16 @@ def _base(project: Project, base: str, lock: Lock | None, name: str, tool: str, 
     )
 
 
-def _kernels(project: Project, base: str, lock: Lock | None, name: str, tool: str) -> Action:
+def _kernels(resolved: ResolvedTarget, base: str, tool: str) -> Action:
     """What the base's packages keep per architecture, and their libraries with several, for the target's one."""
-    where, kernels, arch = project.base_place(base), project.versions.bases[base].kernels, project.arch(name)
+    where, kernels, arch = resolved.base_place(base), resolved.versions.bases[base].kernels, resolved.arch
     if arch is None:
         raise InputError(
-            f"base {base} has separate kernel files per GPU, but {name} has no GPU",
-            where=project.target_place(name),
+            f"base {base} has separate kernel files per GPU, but {resolved.name} has no GPU",
+            where=resolved.place(),
             hint="set `gpu`",
         )
-    debs = tuple(f for f in _need(lock, name).of("deb", base) if f.name in kernels)
+    debs = tuple(f for f in _need(resolved).of("deb", base) if f.name in kernels)
     return Action(
         name=f"kernels {arch}",
         kind="kernels",
@@ -178,7 +180,7 @@ def _kernels(project: Project, base: str, lock: Lock | None, name: str, tool: st
             Input(name="fat binaries", value=rewriter()),
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
-        spec={"arch": arch, "kernels": _patterns(project.versions.bases[base])},
+        spec={"arch": arch, "kernels": _patterns(resolved.versions.bases[base])},
         files=debs,
     )
 
@@ -188,24 +190,19 @@ def _patterns(base: Base) -> dict[str, list[str]]:
 
 
 def _components(
-    project: Project,
-    name: str,
-    pins: Mapping[str, Pin],
-    lock: Lock | None,
-    prefix: Prefix | None,
-    root: tuple[Action, ...],
-    tool: str,
+    resolved: ResolvedTarget, stats: StatIndex, prefix: Prefix | None, root: tuple[Action, ...], tool: str
 ) -> list[Action]:
+    name, lock, pins = resolved.name, resolved.lock, resolved.pins
     wheels = {f.name: f for f in lock.of("wheel")} if lock else {}
     made: dict[str, Action] = {}
     # What is built with something that is built comes after it, wherever the target lists the two.
     for component, pin in sorted(pins.items(), key=lambda item: bool(item[1].build and item[1].build.built)):
-        where = project.pin_place(component, pin)
+        where = resolved.pin_place(component, pin)
         if pin.deb is not None:
-            _check_deb(project, name, pin, lock, where)
+            _check_deb(resolved, pin, where)
             continue
         if pin.path is not None:
-            made[component] = _tree(project, component, pin, where, prefix, tool)
+            made[component] = _tree(resolved.root, stats, component, pin, where, prefix, tool)
             continue
         if prefix is None:
             raise InputError(f"{component} is a Python package, and target {name} has no base to hold it", where=where)
@@ -216,12 +213,11 @@ def _components(
                 raise InputError(
                     f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}"
                 )
-            made[component] = _wheels(project, component, (wheel,), where, root, prefix, tool, without=pin.without)
+            made[component] = _wheels(stats, component, (wheel,), where, root, prefix, tool, without=pin.without)
         else:
-            built = _build(project, name, pin, lock, where, root, prefix, tool, made)
-            made[component] = _wheels(project, component, (), where, root, prefix, tool, built)
-    lock_name = str(project.lock_path(name).relative_to(project.root))
-    closure = _closure(project, "python", wheels.values(), lock_name, root, prefix, tool) if prefix else []
+            built = _build(resolved, stats, pin, where, root, prefix, tool, made)
+            made[component] = _wheels(stats, component, (), where, root, prefix, tool, built)
+    closure = _closure(stats, "python", wheels.values(), resolved.lock_name, root, prefix, tool) if prefix else []
     layers = [made[component] for component in pins if component in made]
     # Local trees change most often: they lie on top of what rarely does.
     local = [a for a in layers if a.kind == "files"]
@@ -229,7 +225,7 @@ def _components(
 
 
 def _closure(
-    project: Project,
+    stats: StatIndex,
     name: str,
     wheels: Iterable[LockedFile],
     where: str,
@@ -241,17 +237,15 @@ def _closure(
     wheels = tuple(wheels)
     small = tuple(f for f in wheels if f.size < _OWN_LAYER)
     layers = [
-        _wheels(project, f"python-{f.name}", (f,), where, root, prefix, tool) for f in wheels if f.size >= _OWN_LAYER
+        _wheels(stats, f"python-{f.name}", (f,), where, root, prefix, tool) for f in wheels if f.size >= _OWN_LAYER
     ]
-    return [*layers, _wheels(project, name, small, where, root, prefix, tool)] if small else layers
+    return [*layers, _wheels(stats, name, small, where, root, prefix, tool)] if small else layers
 
 
-def _check_deb(project: Project, name: str, pin: Pin, lock: Lock | None, where: str) -> None:
+def _check_deb(resolved: ResolvedTarget, pin: Pin, where: str) -> None:
     """Raise InputError unless the base brings the package in the pinned version."""
-    from primus.versions.debs import upstream
-
-    base = project.choice(name).base
-    version = next((f.version for f in _need(lock, name).of("deb", base) if f.name == pin.deb), None)
+    base = resolved.choice.base
+    version = next((f.version for f in _need(resolved).of("deb", base) if f.name == pin.deb), None)
     if version is None:
         raise InputError(
             f"base {base} does not contain {pin.deb}", where=where, hint=f"add it under bases.{base}.packages"
@@ -262,8 +256,11 @@ def _check_deb(project: Project, name: str, pin: Pin, lock: Lock | None, where: 
         )
 
 
-def _tree(project: Project, component: str, pin: Pin, where: str, prefix: Prefix | None, tool: str) -> Action:
-    tree = tuple(project.stats.tree(project.root / (pin.path or ""), pin.include))
+def _tree(
+    folder: Path, stats: StatIndex, component: str, pin: Pin, where: str, prefix: Prefix | None, tool: str
+) -> Action:
+    root = folder / (pin.path or "")
+    tree = tuple(stats.tree(root, pin.include))
     if prefix is None and "{site}" in (pin.to or ""):
         raise InputError(f"{component} goes among the Python packages, and its target has no base", where=where)
     to = (pin.to or "/").replace("{site}", prefix.site if prefix else "").strip("/")
@@ -279,13 +276,13 @@ def _tree(project: Project, component: str, pin: Pin, where: str, prefix: Prefix
             Input(name="to", value="/" + to, where=where),
         ),
         spec={"to": to, "inline": extra},
-        root=str(project.root / (pin.path or "")),
+        root=str(root),
         tree=tree,
     )
 
 
 def _wheels(
-    project: Project,
+    stats: StatIndex,
     name: str,
     files: tuple[LockedFile, ...],
     where: str,
@@ -304,7 +301,7 @@ def _wheels(
             Input(name="assembler", value=tool),
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in files),
             *python,
-            Input(name="bytecode", value="sha256:" + project.stats.sha256(str(_BYTECODE))),
+            Input(name="bytecode", value="sha256:" + stats.sha256(str(_BYTECODE))),
         ),
         spec={
             "prefix": prefix.root,
@@ -319,10 +316,9 @@ def _wheels(
 
 
 def _build(
-    project: Project,
-    name: str,
+    resolved: ResolvedTarget,
+    stats: StatIndex,
     pin: Pin,
-    lock: Lock | None,
     where: str,
     base: tuple[Action, ...],
     prefix: Prefix,
@@ -330,14 +326,14 @@ def _build(
     made: Mapping[str, Action],
 ) -> Action:
     package, build = normalised(pin.source or ""), pin.build or Build()
-    lock = _need(lock, name)
+    name, lock = resolved.name, _need(resolved)
     source = next((f for f in lock.of("git" if pin.git else "sdist") if f.name == package), None)
     if source is None or source.version != pin.version or (pin.commit or "") not in source.file:
         raise InputError(
             f"{pin.text} is pinned, the lock of {name} has no entry for it", where=where, hint="primus lock"
         )
     root, wheels = build_root(package), lock.of("wheel", build_root(package))
-    own = _root(project, project.choice(name).base or "", lock, name, tool, root) if build.debs else base
+    own = _root(resolved, resolved.choice.base or "", tool, root) if build.debs else base
     if lacking := [one for one in build.built if one not in made]:
         raise InputError(
             f"{pin.text} is built with {lacking[0]}, which is none of {name}'s components or is built with others too",
@@ -350,17 +346,16 @@ def _build(
         variables.setdefault("SETUPTOOLS_SCM_PRETEND_VERSION", pin.version or "")
     layers: list[Action] = []
     if wheels or built:
-        lock_name = str(project.lock_path(name).relative_to(project.root))
         layers = [
             _inline("environment", environment(prefix, system=True), tool),
-            *_closure(project, f"wheels of {root}", wheels, lock_name, base, prefix, tool),
+            *_closure(stats, f"wheels of {root}", wheels, resolved.lock_name, base, prefix, tool),
         ]
     return Action(
         name=f"build {package}",
         kind="build",
         inputs=(
             Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),
-            Input(name="sorted folders", value="sha256:" + project.stats.sha256(str(_ORDER))),
+            Input(name="sorted folders", value="sha256:" + stats.sha256(str(_ORDER))),
             *(
                 Input(name=f"{f.kind} {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where)
                 for a in own

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 from primus.errors import HostError
 from primus.images.action import Action
-from primus.images.outline import bytes_text
+from primus.sandbox import userns
+from primus.sandbox.engines import choose
+from primus.sandbox.tools import need
+from primus.terminal import bytes_text
 
 if TYPE_CHECKING:
     from primus.images.execute import Workshop
@@ -29,10 +32,6 @@ def preflight(workshop: Workshop, todo: Sequence[Action], absent: Iterable[Locke
 
     Raises HostError, in one sentence, for missing namespaces, a missing tool or too little free space.
     """
-    from primus.sandbox import userns
-    from primus.sandbox.engines import choose
-    from primus.sandbox.tools import need
-
     bases = [action for action in todo if action.kind == "debs" and "over" not in action.spec]
     if bases:
         if userns.needed() and (lack := userns.missing()) is not None:
@@ -40,12 +39,12 @@ def preflight(workshop: Workshop, todo: Sequence[Action], absent: Iterable[Locke
         need("mmdebstrap", "mmdebstrap", say=workshop.progress.say)
     if any(action.kind in ("wheels", "build", "turbo") for action in todo):
         choose(workshop.engine, workshop.progress.say).prepare_host()
-    project = workshop.project
+    workspace = workshop.workspace
     scratch = max((_BASE_SCRATCH * sum(f.size for f in action.files) for action in bases), default=0)
     needs = [
-        (project.work / "files", sum(file.size for file in absent)),
-        (project.store.root, int(_LAYER * sum(f.size for a in todo if a.makes_layer for f in a.files))),
-        (Path(tempfile.gettempdir()) if userns.needed() else project.store.root, scratch),
+        (workspace.folder / "files", sum(file.size for file in absent)),
+        (workspace.store.root, int(_LAYER * sum(f.size for a in todo if a.makes_layer for f in a.files))),
+        (Path(tempfile.gettempdir()) if userns.needed() else workspace.store.root, scratch),
     ]
     require_space(needs)
 

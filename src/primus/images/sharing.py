@@ -11,9 +11,8 @@ from itertools import combinations
 from typing import Any
 
 from primus.images.action import ImagePlan
-from primus.images.outline import bytes_text
 from primus.images.store import Store
-from primus.terminal import PLAIN, Screen
+from primus.terminal import PLAIN, Screen, bytes_text
 
 __all__ = [
     "Image",

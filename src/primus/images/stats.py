@@ -14,8 +14,8 @@ import stat
 import time
 from pathlib import Path
 
+from primus import wholefile
 from primus.errors import InputError
-from primus.images import wholefile
 
 __all__ = ["StatIndex", "TreeFile"]
 

@@ -15,6 +15,8 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -124,8 +126,6 @@ class Store:
     @contextlib.contextmanager
     def temporary(self) -> Iterator[IO[bytes]]:
         """A file under ``tmp/`` held by a lock while this process lives; gone afterwards unless adopted."""
-        import tempfile
-
         # Under the sweepers' lock: between its making and its locking a file looks like one whose owner died.
         with self.lock("tmp"):
             stream = tempfile.NamedTemporaryFile(dir=self.root / "tmp", prefix="blob-", delete=False)  # noqa: SIM115
@@ -141,9 +141,6 @@ class Store:
     @contextlib.contextmanager
     def folder(self, prefix: str) -> Iterator[Path]:
         """A scratch folder under ``tmp/``, removed afterwards; swept by a later run if this process is killed."""
-        import shutil
-        import tempfile
-
         with self.lock("tmp"):
             path = Path(tempfile.mkdtemp(dir=self.root / "tmp", prefix=f"{prefix}-"))
             keep = os.open(path, os.O_RDONLY)
@@ -236,8 +233,6 @@ class Store:
 
     def _sweep(self) -> None:
         """Remove what killed builders left in ``tmp/``: whatever nobody holds a lock on any more."""
-        import shutil
-
         with self.lock("tmp"):
             left = [path for path in (self.root / "tmp").iterdir() if self._is_left(path)]
         for path in left:

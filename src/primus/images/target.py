@@ -8,11 +8,12 @@ from typing import Literal
 
 from primus.errors import InputError, did_you_mean
 from primus.gpus.model import Table
+from primus.gpus.table import environment
 from primus.schema import described
 from primus.versions.lock import BaseRequest, Commit, Request
-from primus.versions.model import Pin, Versions
+from primus.versions.model import Pin, Versions, normalised
 
-__all__ = ["Target", "Variable", "build_root", "environment_of", "normalised", "pins_of", "request_of"]
+__all__ = ["Target", "Variable", "build_root", "environment_of", "pins_of", "request_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +70,6 @@ class Target:
             raise ValueError(f"gpu {self.gpu} tells the architecture already: leave out arch")
 
 
-def normalised(name: str) -> str:
-    """Package name as PEP 503 compares it."""
-    import re
-
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def pins_of(
     versions: Versions, name: str, sources: Sequence[str], arch: str | None, where: Mapping[str, str]
 ) -> dict[str, Pin]:
@@ -113,8 +107,6 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
     hold and for what is said twice: a name in the file, or a value that the table has already. ``table`` is needed for
     a target with a GPU.
     """
-    from primus.gpus.table import environment
-
     result: dict[str, str] = {}
     if target.gpu is not None:
         try:

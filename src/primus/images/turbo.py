@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,8 @@ from primus.images.prefix import Prefix
 from primus.versions.model import Pin
 
 if TYPE_CHECKING:
-    from primus.images.project import Project
+    from primus.images.resolve import ResolvedTarget
+    from primus.images.stats import StatIndex
 
 __all__ = ["BAKED", "command_of", "sources_of", "turbo_action"]
 
@@ -36,9 +37,8 @@ _PLACES = ("TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER", "TRITON_HOME")
 
 
 def turbo_action(
-    project: Project,
-    name: str,
-    pins: Mapping[str, Pin],
+    resolved: ResolvedTarget,
+    stats: StatIndex,
     layers: Sequence[Action],
     prefix: Prefix,
     tool: str,
@@ -47,8 +47,8 @@ def turbo_action(
 
     Raises InputError where the target lacks a GPU, Triton or a listed component.
     """
-    components, gpu = project.target(name).turbo, project.gpu(name)
-    where = project.target_place(name, "turbo")
+    components, gpu, pins = resolved.target.turbo, resolved.gpu, resolved.pins
+    where = resolved.place("turbo")
     if gpu is None:
         raise InputError("kernels are compiled for a GPU, and this target has none", where=where, hint="set `gpu`")
     for component in ("triton", *components):
@@ -58,15 +58,13 @@ def turbo_action(
             )
     built = {layer.name: layer for layer in layers}
     base = [i for layer in layers if layer.kind in ("image", "debs") for i in layer.inputs]
-    tree = tuple(project.stats.tree(_PACKAGE, _SOURCES))
-    environment = {k: v for k, v in project.environment(name).items() if k.startswith(_DECIDE) and k not in _PLACES}
+    tree = tuple(stats.tree(_PACKAGE, _SOURCES))
+    environment = {k: v for k, v in resolved.environment.items() if k.startswith(_DECIDE) and k not in _PLACES}
     inputs = [
         Input(name="assembler", value=tool),
-        Input(
-            name="gpu", value=f"{gpu.arch}, {gpu.compute_units} compute units", where=project.target_place(name, "gpu")
-        ),
+        Input(name="gpu", value=f"{gpu.arch}, {gpu.compute_units} compute units", where=resolved.place("gpu")),
         Input(name="catalogue", value="tree:" + key_of(tree)),
-        *(Input(name=k, value=v, where=project.target_place(name, "environment")) for k, v in environment.items()),
+        *(Input(name=k, value=v, where=resolved.place("environment")) for k, v in environment.items()),
         # The interpreter decides what Triton reads of a kernel's source.
         *(i for i in base if i.name.startswith(("python3.", "libpython3."))),
     ]

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from primus.images.action import ImagePlan
     from primus.images.build import Built
-    from primus.images.project import Project
+    from primus.images.resolve import ResolvedTarget
+    from primus.images.workspace import Workspace
 
 __all__ = ["nothing_to_do", "remember", "say_unchanged"]
 
@@ -105,21 +106,21 @@ def _absolute(path: str) -> str:
     return path if path.startswith("/") else f"{os.getcwd()}/{path}".rstrip("/")
 
 
-def remember(project: Project, plan: ImagePlan, built: Built, name: str, began_ns: int) -> None:
+def remember(workspace: Workspace, plan: ImagePlan, built: Built, name: str, began_ns: int) -> None:
     """Leave the note for a build whose planning began at ``began_ns`` (wall clock), or none when a file it read
     was touched since, or too shortly before. ``name`` is what the image is called in the answer.
     """
     from pathlib import Path
 
-    from primus.images import wholefile
+    from primus import wholefile
 
-    read = [list(_files(project, plan)), *_trees(plan), list(_engine())]
-    path = _path(str(project.root), plan.target)
+    read = [list(_files(plan.resolved)), *_trees(plan), list(_engine())]
+    path = _path(str(plan.resolved.root), plan.target)
     try:
         newest = max(max(s.st_mtime_ns, s.st_ctime_ns) for group in read for s in map(os.lstat, group))
         if newest > began_ns - _MARGIN_NS:
             return
-        store = project.store
+        store = workspace.store
         blobs = [built.digest, built.content, *(line.digest for line in built.layers)]
         made = [str(store.blob_path(d)) for d in blobs]
         made += [str(store.root / "index.json"), str(store.root / "targets" / f"{plan.state}.json")]
@@ -143,18 +144,12 @@ def _marks(paths: str) -> str:
     )
 
 
-def _files(project: Project, plan: ImagePlan) -> Iterable[str]:
-    yield str(project.root / "versions.yaml")
-    yield str(project.root / "images" / f"{plan.target}.yaml")
-    lock = project.lock_path(plan.target)
-    if lock.exists():
-        yield str(lock)
-    # A lock of a better channel would take over as soon as it lies there.
-    channel = project.choice(plan.target).channel
-    for better in project.target(plan.target).channels:
-        if better == channel:
-            break
-        folder = lock.parents[1] / better
+def _files(resolved: ResolvedTarget) -> Iterable[str]:
+    yield str(resolved.root / "versions.yaml")
+    yield str(resolved.root / "images" / f"{resolved.name}.yaml")
+    if resolved.lock_path.exists():
+        yield str(resolved.lock_path)
+    for folder in resolved.better_locks():
         yield str(folder if folder.exists() else folder.parent)
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from primus.errors import CheckFailed, HostError
 from primus.images.prefix import Prefix
 from primus.images.tar import Entry
-from primus.images.target import normalised
 from primus.images.zipped import open_member
+from primus.versions.model import normalised
 
 __all__ = ["wheel_entries"]
 

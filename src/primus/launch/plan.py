@@ -11,7 +11,8 @@ from typing import Any
 from primus.errors import InputError
 from primus.gpus.table import generation, load_table
 from primus.recipes.choose import CPU
-from primus.recipes.model import CHOICES, Recipe
+from primus.recipes.model import Recipe
+from primus.recipes.setting import CHOICES
 
 __all__ = ["Plan", "refuse_secrets", "vendor"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, cast
 
 from primus.recipes.bounds import bounded
-from primus.recipes.model import Value
+from primus.recipes.setting import Value
 
 __all__ = [
     "Architecture",

@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 
 from primus.errors import InputError
+from primus.gpus.table import load_table
 from primus.recipes import load
 from primus.recipes.architecture import architecture
 from primus.recipes.backends import backends
 from primus.recipes.choose import computes, supported
-from primus.recipes.model import Setting
+from primus.recipes.setting import Setting
 from primus.recipes.size import Size, size
 
 __all__ = ["Entry", "entries", "gpus"]
@@ -45,8 +46,6 @@ class Entry:
 
 def gpus() -> tuple[str, ...]:
     """Every GPU that a recipe can be resolved for, in the table's order."""
-    from primus.gpus.table import load_table
-
     return tuple(generation.name for generation in load_table().generations)
 
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from primus.errors import InputError, nearest
+from primus.gpus.table import arch_of, generation, load_table
 from primus.recipes.backends import backends
-from primus.recipes.model import CHOICES, Asked, Setting
+from primus.recipes.setting import CHOICES, Asked, Setting
 
 __all__ = ["CPU", "PRECISIONS", "PROXY_PRECISION", "among", "choose", "computes", "supported"]
 
@@ -101,13 +102,12 @@ def _pick(
 
 
 def _gpu(asked: Asked, settings: Mapping[str, Setting]) -> Setting:
-    from primus.gpus.table import load_table
-
     if asked.gpu is not None:
         among("GPU", asked.gpu, [CPU, *(g.name for g in load_table().generations)], f"--gpu {asked.gpu}")
         return Setting(value=asked.gpu, origin=f"--gpu {asked.gpu}")
     if "default.gpu" in settings:
         return settings["default.gpu"]
+    # Seam "detection": asking the driver starts programs, which a named GPU saves.
     from primus.gpus.detect import detect
 
     found = detect()
@@ -131,8 +131,6 @@ def computes(gpu: str, precision: str, backend: str) -> bool:
 
 
 def _computable(precision: str, gpu: str, backend: str, where: str) -> None:
-    from primus.gpus.table import arch_of, generation
-
     if gpu == CPU:
         if precision not in backends()[backend].cpu:
             raise InputError(

@@ -11,8 +11,9 @@ from fnmatch import fnmatchcase
 
 from primus.recipes.backends import Model, backends
 from primus.recipes.mesh import Fault
-from primus.recipes.model import Recipe, Value
+from primus.recipes.model import Recipe
 from primus.recipes.schema import model_rules
+from primus.recipes.setting import Value
 from primus.yamlfile import spell
 
 __all__ = ["faults"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 from primus.errors import InputError, nearest
+from primus.gpus.table import load_table
 from primus.recipes.backends import backends
 from primus.recipes.choose import CPU, PRECISIONS, among
-from primus.recipes.model import CHOICES, Scalar, Setting
+from primus.recipes.setting import CHOICES, Scalar, Setting
 
 __all__ = ["check_choice", "check_word"]
 
@@ -46,8 +47,6 @@ def _check(choice: str, word: Scalar, where: str, *, several: bool) -> None:
 @cache
 def _known(choice: str) -> list[str]:
     if choice == "gpu":
-        from primus.gpus.table import load_table
-
         return [CPU, *(generation.name for generation in load_table().generations)]
     if choice == "precision":
         return list(PRECISIONS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from primus.errors import InputError, nearest
 from primus.recipes.known import check_choice, check_word
-from primus.recipes.model import Scalar, Setting, Value
+from primus.recipes.setting import Scalar, Setting, Value
 from primus.yamlfile import Key, Tree, Values, parse_values, refuse_special
 
 __all__ = ["Case", "Source", "beside", "find", "folder", "names", "no_recipes", "parse", "read"]
@@ -35,13 +35,16 @@ def folder() -> Path:
     return _IN_IMAGE
 
 
-def names() -> list[str]:
-    """The recipes that can be named, sorted."""
-    return sorted(path.stem for path in folder().glob("*.yaml"))
+def names(among: Path | None = None) -> list[str]:
+    """The recipes that can be named, sorted: those of the folder ``among``, else of :func:`folder`."""
+    return sorted(path.stem for path in (among or folder()).glob("*.yaml"))
 
 
-def find(name: str) -> Path:
-    """The file of a recipe given by name or by path. InputError names what there is."""
+def find(name: str, among: Path | None = None) -> Path:
+    """The file of a recipe given by path, or by name in ``among`` (else :func:`folder`).
+
+    InputError names the recipes there are.
+    """
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name)
         if path.is_dir():
@@ -49,21 +52,20 @@ def find(name: str) -> Path:
         if not path.is_file():
             raise InputError(f"there is no recipe file {name}")
         return path
-    path = folder() / f"{name}.yaml"
-    known = names()
+    among = among or folder()
+    path = among / f"{name}.yaml"
+    known = names(among)
     if name not in known:
         if not known:
-            raise no_recipes()
-        raise InputError(
-            f"no recipe {name!r}" + nearest(name, known), hint=f"recipes in {folder()}: {', '.join(known)}"
-        )
+            raise no_recipes(among)
+        raise InputError(f"no recipe {name!r}" + nearest(name, known), hint=f"recipes in {among}: {', '.join(known)}")
     return path
 
 
-def no_recipes() -> InputError:
+def no_recipes(among: Path) -> InputError:
     """What to raise where there is no recipe at all."""
     return InputError(
-        f"{folder()} has no recipes", hint="change to a project folder, or set PRIMUS_RECIPES to a folder of recipes"
+        f"{among} has no recipes", hint="change to a project folder, or set PRIMUS_RECIPES to a folder of recipes"
     )
 
 

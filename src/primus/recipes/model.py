@@ -5,66 +5,27 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from primus.errors import InputError
-from primus.yamlfile import Scalar
+from primus.recipes.architecture import architecture
+from primus.recipes.backends import backend
+from primus.recipes.load import beside
+from primus.recipes.setting import WORDS, Asked, Setting, Value
 
 if TYPE_CHECKING:
     from primus.recipes.architecture import Architecture
     from primus.recipes.backends import Backend
 
-__all__ = ["CHOICES", "MOCK", "WORDS", "Asked", "Recipe", "Scalar", "Setting", "Value"]
+__all__ = ["MOCK", "Recipe"]
 
-# How a type is called in a sentence to a person.
-WORDS = {
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "list": "a list",
-    "tuple": "a list",
-    "None": "null",
-}
-# What decides which cases of a recipe hold; each is an option of the command line too.
-CHOICES = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
 # An asset of this name is no file: tokens made from the seed.
 MOCK = "mock"
 
-Value = Scalar | list[Scalar]
 Kind = TypeVar("Kind", str, int, float, bool)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a user chooses apart from single settings. None: the recipe's default, or what the machine has."""
-
-    backend: str | None = None
-    mode: str | None = None
-    precision: str | None = None
-    gpu: str | None = None
-    nodes: int | None = None
-    proxy: bool | None = None
-
-    def words(self) -> list[str]:
-        """The options that ask for the same again."""
-        named = [f"--{name}={value}" for name in CHOICES[:-1] if (value := getattr(self, name)) is not None]
-        return named if self.proxy is None else [*named, "--proxy" if self.proxy else "proxy=false"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One value and its origin: ``file:line:col``, or the words of the command line that set it.
-
-    ``because`` is the reason that the recipe gives, where sources disagree.
-    """
-
-    value: Value
-    origin: str
-    because: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +40,7 @@ class Recipe:
     path: Path
     settings: Mapping[str, Setting]
     overrides: tuple[str, ...] = ()
-    asked: Asked = Asked()
+    asked: Asked = field(default_factory=Asked)
     precisions: tuple[str, ...] = ()
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
@@ -112,8 +73,6 @@ class Recipe:
         name = self.get(f"assets.{key}", str)
         if name == MOCK or name.startswith("hf:"):
             return None
-        from primus.recipes.load import beside
-
         here = Path.cwd() / name
         typed = self.settings[f"assets.{key}"].origin.startswith("command line")
         return here if typed and here.exists() else beside(self.path, name)
@@ -141,15 +100,11 @@ class Recipe:
     @property
     def knows(self) -> Backend:
         """What primus knows of the backend."""
-        from primus.recipes.backends import backend
-
         return backend(self.backend)
 
     @property
     def architecture(self) -> Architecture:
         """The model's sizes."""
-        from primus.recipes.architecture import architecture
-
         return architecture(self.section("model"))
 
     @property

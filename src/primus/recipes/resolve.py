@@ -11,8 +11,9 @@ from primus.errors import InputError, nearest
 from primus.recipes import expressed, load, mesh, schema, vocabulary
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import choose, supported
-from primus.recipes.model import CHOICES, Asked, Recipe, Setting, Value
+from primus.recipes.model import Recipe
 from primus.recipes.precision import derived_precision, unsharded
+from primus.recipes.setting import CHOICES, Asked, Setting, Value
 from primus.yamlfile import value as typed_value
 
 __all__ = ["resolve"]
@@ -23,9 +24,14 @@ _DECIDING = ("default.", "supports.")
 
 
 def resolve(
-    name: str, overrides: Sequence[str] = (), asked: Asked | None = None, replacing: Sequence[str] = ()
+    name: str,
+    overrides: Sequence[str] = (),
+    asked: Asked | None = None,
+    replacing: Sequence[str] = (),
+    among: Path | None = None,
 ) -> Recipe:
-    """Load recipe ``name`` (or a path to one), choose, apply its cases, then the ``key=value`` overrides.
+    """Load recipe ``name`` of the folder ``among`` (or a path to one), choose, apply its cases, then the ``key=value``
+    overrides.
 
     A key may be overridden once; ``replacing`` are further overrides, which take the place of those of the same key.
 
@@ -34,7 +40,7 @@ def resolve(
     are taken as options. Raises InputError with the place that set the offending value and, for a key, the nearest
     valid one.
     """
-    path = load.find(name).absolute()
+    path = load.find(name, among).absolute()
     source = load.read(path)
     asked, words = _choices_among(asked or Asked(), overrides)
     chosen = choose(source.settings, asked, path)

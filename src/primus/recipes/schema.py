@@ -17,7 +17,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.backends import backend
-from primus.recipes.model import WORDS, Setting, Value
+from primus.recipes.bounds import parse
+from primus.recipes.setting import WORDS, Setting, Value
 
 __all__ = ["RECIPE", "Rule", "backend_rules", "model_rules", "outside"]
 
@@ -162,8 +163,6 @@ def outside(
 
     ``rules`` are of the section ``prefix``. ``related``: ends that name other keys of it count, too.
     """
-    from primus.recipes.bounds import parse
-
     rule, value = rules[key], settings[prefix + key].value
     if rule.bounds is None or isinstance(value, bool) or not isinstance(value, int | float):
         return None

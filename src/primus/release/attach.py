@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urljoin
 
 from primus.images import canonical
 from primus.images.store import MANIFEST_TYPE
@@ -132,8 +133,6 @@ class Repository:
         digest = canonical.digest_of(data)
         if self.has_blob(digest):
             return
-        from urllib.parse import urljoin
-
         begun = self._registry.ask("POST", "blobs/uploads/")
         place = urljoin(begun.url, begun.headers["Location"])
         headers = {"Content-Type": "application/octet-stream"}

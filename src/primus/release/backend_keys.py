@@ -10,15 +10,18 @@ from __future__ import annotations
 import ast
 import json
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError
-from primus.images.filecache import FileCache
 
 if TYPE_CHECKING:
-    from primus.images.project import Project
+    from pathlib import Path
+
+    from primus.images.filecache import FileCache
+    from primus.versions.lock import Lock
+    from primus.versions.model import Versions
 
 __all__ = ["Declared", "backend_keys", "dataclass_keys", "declared", "document"]
 
@@ -68,49 +71,49 @@ def declared() -> Mapping[str, tuple[Declared, ...]]:
     }
 
 
-def backend_keys(project: Project) -> dict[str, str]:
-    """Path in the repository → text of every backend's file of keys; nothing for a project without them.
+def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched: FileCache) -> dict[str, str]:
+    """Path in the repository at ``root`` → text of every backend's file of keys; nothing for one without them.
 
     InputError when a pin has changed and the wheel of the new version is not among the fetched files.
     """
-    if not (project.root / _FOLDER).is_dir():
+    if not (root / _FOLDER).is_dir():
         return {}
     pins = {
         pin.wheel: pin.version
-        for component in project.versions.components.values()
+        for component in versions.components.values()
         for pin in component.pins
         if pin.wheel is not None and pin.version is not None
     }
     made: dict[str, str] = {}
     for backend, classes in declared().items():
         name = f"{_FOLDER}/{backend}.json"
-        versions = {one.wheel: pins[one.wheel] for one in classes if one.wheel != _OURS}
-        sources = {(one.wheel, one.file): _source(project, one, versions) for one in classes}
+        wanted = {one.wheel: pins[one.wheel] for one in classes if one.wheel != _OURS}
+        sources = {(one.wheel, one.file): _source(one, wanted, root, locks, fetched) for one in classes}
         texts = [text for text in sources.values() if text is not None]
         if len(texts) == len(sources):
-            made[name] = document(backend, versions, {place: text for place, text in sources.items() if text})
+            made[name] = document(backend, wanted, {place: text for place, text in sources.items() if text})
             continue
-        made[name] = committed = (project.root / name).read_text(encoding="utf-8")
-        if json.loads(committed)["versions"] != versions:
+        made[name] = committed = (root / name).read_text(encoding="utf-8")
+        if json.loads(committed)["versions"] != wanted:
             raise InputError(
-                f"the keys are of {json.loads(committed)['versions']}, but versions.yaml pins {versions}",
+                f"the keys are of {json.loads(committed)['versions']}, but versions.yaml pins {wanted}",
                 where=name, hint="nox -s build-cpu fetches the wheels, then run nox -s docs",
             )  # fmt: skip
     return made
 
 
-def _source(project: Project, one: Declared, versions: Mapping[str, str]) -> str | None:
+def _source(
+    one: Declared, versions: Mapping[str, str], root: Path, locks: Sequence[Lock], fetched: FileCache
+) -> str | None:
     """The source text that declares ``one``; None when its wheel was not fetched."""
     if one.wheel == _OURS:
-        return (project.root / "src" / one.file).read_text(encoding="utf-8")
-    for target in project.target_names():
-        lock = project.lock(target)
-        for file in lock.files if lock else ():
-            if file.kind == "wheel" and (file.name, file.version) == (one.wheel, versions[one.wheel]):
-                path = FileCache(project.work / "files").path(file.sha256)
-                if path.is_file():
-                    with zipfile.ZipFile(path) as wheel:
-                        return wheel.read(one.file).decode("utf-8")
+        return (root / "src" / one.file).read_text(encoding="utf-8")
+    for file in (file for lock in locks for file in lock.files):
+        if file.kind == "wheel" and (file.name, file.version) == (one.wheel, versions[one.wheel]):
+            path = fetched.path(file.sha256)
+            if path.is_file():
+                with zipfile.ZipFile(path) as wheel:
+                    return wheel.read(one.file).decode("utf-8")
     return None
 
 

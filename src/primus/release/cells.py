@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from primus.errors import InputError
 from primus.recipes import load
 from primus.recipes.choose import CPU, PROXY_PRECISION, computes, supported
-from primus.recipes.model import Asked
+from primus.recipes.setting import Asked
 
 __all__ = ["Cell", "cells_of"]
 
@@ -27,9 +28,15 @@ class Cell:
 
 
 def cells_of(
-    recipes: Iterable[str], *, every: bool, gpu: str = CPU, precisions: Sequence[str] = ()
+    recipes: Iterable[str],
+    *,
+    every: bool,
+    gpu: str = CPU,
+    precisions: Sequence[str] = (),
+    among: Path | None = None,
 ) -> tuple[Cell, ...]:
     """The cells of ``recipes``: their proxies, as they are trained on ``gpu``, a generation or ``cpu``.
+    ``among`` is the folder of recipes.
 
     With ``every``, each backend and mode that a recipe supports, else its default alone; with ``precisions``, each of
     those that the backend computes there for this recipe, else the proxy's own. InputError for an unknown recipe,
@@ -42,9 +49,9 @@ def cells_of(
         if not every:
             cells.append(Cell(recipe=name, asked=here, folder=short))
             continue
-        ways = supported(load.read(load.find(name)).settings)
+        ways = supported(load.read(load.find(name, among)).settings)
         if not ways:
-            raise InputError(f"recipe {name} supports nothing", where=str(load.find(name)))
+            raise InputError(f"recipe {name} supports nothing", where=str(load.find(name, among)))
         for (backend, mode), offered in ways.items():
             way = Cell(
                 recipe=name, asked=replace(here, backend=backend, mode=mode), folder=f"{short}-{backend}-{mode}"

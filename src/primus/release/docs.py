@@ -6,18 +6,31 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from primus.errors import InputError
+from primus.gpus.table import load_table
+from primus.images.project import Project
+from primus.images.resolve import resolve, resolve_all
+from primus.images.target import Target
+from primus.release.backend_keys import backend_keys
 from primus.release.faults_page import faults_page
+from primus.release.gate_record import load_gate_records, lock_mark
+from primus.release.gates_page import gates_page
+from primus.release.gpu_page import gpu_page
 from primus.release.gpu_results_page import gpu_results_page
+from primus.release.history import History, load_history
+from primus.release.inputs import Inputs
 from primus.release.memory_page import memory_page
+from primus.release.models_page import models_page
+from primus.release.old_commands_page import old_commands_page
 from primus.release.primus_import_page import primus_import_page
+from primus.release.published import Published
+from primus.release.show import page
 from primus.release.timing_pages import assembly_page, benchmark_page, launcher_page, turbo_page
-from primus.versions.lock import drift
-
-if TYPE_CHECKING:
-    from primus.images.project import Project
+from primus.schema import json_schema
+from primus.terminal import bytes_text
+from primus.versions.model import Versions
 
 __all__ = ["generated", "stale", "write"]
 
@@ -27,22 +40,9 @@ _GENERATIONS = "benchmarks/results/generations.json"
 
 def generated(project: Path) -> dict[str, str]:
     """Path in the repository → text, of every file that is generated."""
-    from primus.gpus.table import load_table
-    from primus.images.project import Project
-    from primus.images.target import Target
-    from primus.release.backend_keys import backend_keys
-    from primus.release.gate_record import load_gate_records
-    from primus.release.gates_page import gates_page
-    from primus.release.gpu_page import gpu_page
-    from primus.release.history import History, load_history
-    from primus.release.inputs import Inputs
-    from primus.release.models_page import models_page
-    from primus.release.old_commands_page import old_commands_page
-    from primus.release.published import Published
-    from primus.release.show import page
-    from primus.schema import json_schema
-    from primus.versions.model import Versions
-
+    here = Project.find(project)
+    targets = resolve_all(here, here.target_names())
+    locks = [one.lock for one in targets if one.lock]
     readme = (project / "README.md").read_text(encoding="utf-8")
     files = {
         "docs/schemas/versions.json": _json(json_schema(Versions, title="versions.yaml: the file of pins")),
@@ -54,9 +54,9 @@ def generated(project: Path) -> dict[str, str]:
         "docs/gpus.md": gpu_page(load_table()),
         "docs/models.md": models_page(),
         "docs/old-commands.md": old_commands_page(),
-        "README.md": _between(readme, "targets", _targets(Project.find(project))),
+        "README.md": _between(readme, "targets", _targets(project)),
     }
-    files |= backend_keys(Project.find(project))
+    files |= backend_keys(project, here.versions, locks, here.workspace.files)
     if (
         page_of_gates := _from_result(project, _GENERATIONS, partial(gates_page, load_gate_records(project)))
     ) is not None:
@@ -110,27 +110,23 @@ def _between(text: str, marker: str, new: str) -> str:
     return head + begin + new + end + tail
 
 
-def _targets(project: Project) -> str:
-    from primus.images.outline import bytes_text
-    from primus.images.project import Project
-    from primus.release.gate_record import load_gate_records, lock_mark
-
-    records = load_gate_records(project.root)
+def _targets(root: Path) -> str:
+    records = load_gate_records(root)
     rows = [
         "| target | channel | files in the lock | size of the files | image | gates | status |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in project.target_names():
-        for channel in project.target(name).channels:
-            of_channel = Project(project.root, channel=channel)
-            lock, preview = of_channel.lock(name), of_channel.choice(name).preview
-            fresh = lock is not None and not drift(lock, of_channel.request(name))
+    for name in Project(root).target_names():
+        for channel in Project(root).target(name).channels:
+            resolved = resolve(Project(root, channel=channel), name)
+            lock, preview = resolved.lock, resolved.choice.preview
+            fresh = lock is not None and not resolved.stale
             fetched = lock.distinct if lock else ()
             files = f"{len(fetched)} | {sum(f.size for f in fetched) / 1e6:,.0f} MB" if lock else "– | –"
             status = "locked" if fresh else "its lock is stale" if lock else "not locked yet"
             record = records.get(name, {"channel": None, "lock": None})
             image = "– | not judged yet"
-            if lock is not None and (record["channel"], record["lock"]) == (channel, lock_mark(of_channel, name)):
+            if lock is not None and (record["channel"], record["lock"]) == (channel, lock_mark(resolved.lock_path)):
                 failed = [gate["gate"] for gate in record["gates"] if not gate["passed"]]
                 size = bytes_text(sum(layer["bytes"] for layer in record["layers"]))
                 verdict = f"fails {', '.join(failed)}" if failed else f"all {len(record['gates'])} pass"

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from primus import __version__
 from primus.errors import InputError
+from primus.gates.pins import pinned_packages
 
 if TYPE_CHECKING:
     from primus.gates.check import Examined, Outcome
-    from primus.images.project import Project
 
 __all__ = ["FOLDER", "gate_record", "load_gate_records", "lock_mark", "write_gate_record"]
 
@@ -23,32 +23,29 @@ _KEYS = {"target", "channel", "preview", "arch", "lock", "ref", "digest", "date"
 _KEYS |= {"gates", "libraries", "packages", "layers"}
 
 
-def lock_mark(project: Project, name: str) -> str:
+def lock_mark(lock: Path) -> str:
     """A hash of the target's lock: a record of another one speaks of another image."""
-    path = project.lock_path(name)
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.exists() else ""
+    return hashlib.sha256(lock.read_bytes()).hexdigest()[:16] if lock.exists() else ""
 
 
-def gate_record(project: Project, examined: Examined, outcome: Outcome) -> dict[str, Any]:
+def gate_record(examined: Examined, outcome: Outcome) -> dict[str, Any]:
     """The record of one judged image, with the layers that it is made of."""
-    from primus.gates.pins import pinned_packages
-
-    name, image = outcome.target, examined.image
-    choice = project.choice(name)
+    image = examined.image
+    resolved = image.plan.resolved
     found = outcome.as_json()
     rows = zip(image.plan.layers, image.layers, strict=True)
     return {
         "generated": "by `primus check --record`; do not edit",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "command": f"primus check {name} --record",
+        "command": f"primus check {resolved.name} --record",
         "versions": {"primus-images": __version__},
-        "release": project.versions.release,
-        "channel": choice.channel,
-        "preview": choice.preview,
-        "arch": project.arch(name),
-        "lock": lock_mark(project, name),
+        "release": resolved.versions.release,
+        "channel": resolved.choice.channel,
+        "preview": resolved.choice.preview,
+        "arch": resolved.arch,
+        "lock": lock_mark(resolved.lock_path),
         **found,
-        "packages": {p.name: p.version for p in pinned_packages(project, name) if p.rocm is not None},
+        "packages": {p.name: p.version for p in pinned_packages(resolved) if p.rocm is not None},
         "layers": [
             {
                 "name": action.name,
@@ -62,9 +59,9 @@ def gate_record(project: Project, examined: Examined, outcome: Outcome) -> dict[
     }
 
 
-def write_gate_record(project: Project, record: dict[str, Any]) -> Path:
+def write_gate_record(root: Path, record: dict[str, Any]) -> Path:
     """Write the record where it is committed; the file's path."""
-    path = project.root / FOLDER / f"{_BEGIN}{record['target']}.json"
+    path = root / FOLDER / f"{_BEGIN}{record['target']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path

@@ -7,9 +7,9 @@ from typing import Any
 
 from primus.images.archs import runs_on
 from primus.images.left_out import LeftOut
-from primus.images.outline import bytes_text
 from primus.images.sharing import Image, LayerOf, pairs, parts, share_text
 from primus.release.markdown import table
+from primus.terminal import bytes_text
 
 __all__ = ["gates_page"]
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from primus.errors import HostError
 from primus.gpus.detect import Found, detect
 from primus.gpus.table import by_product_name
+from primus.sandbox.devices import gpus
+from primus.training.checks import Verdict
 
 if TYPE_CHECKING:
     from primus.gpus.model import Generation
@@ -55,8 +57,6 @@ def choose(asked: str | None, wanted: Generation | None) -> Hardware:
         asked = "all"
     if asked == NO_GPU:
         return Hardware(why="--gpus none" if wanted else "")
-    from primus.sandbox.devices import gpus
-
     devices = gpus(asked)
     if not found.generation:
         raise HostError(
@@ -73,8 +73,6 @@ def _used(found: Found, asked: str) -> tuple[str, ...]:
 
 def ran_on(gpu: str, outcomes: Mapping[str, Outcome]) -> Verdict:
     """Whether every job computed on a GPU of generation ``gpu``, as its own process saw it."""
-    from primus.training.checks import Verdict
-
     elsewhere = []
     for name, left in outcomes.items():
         shown = left.facts.get("gpu") if left.facts.get("device") == "cuda" else left.facts.get("device", "unknown")

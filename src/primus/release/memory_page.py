@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from primus.recipes.memory import USABLE, gpu_bytes, largest_batch, predict
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 
 __all__ = ["memory_page"]
 

@@ -9,8 +9,9 @@ from itertools import groupby
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.catalogue import Entry, entries
-from primus.recipes.model import Asked, Recipe
+from primus.recipes.model import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.recipes.size import readable
 from primus.release.markdown import table
 from primus.release.published import Outcome, Published, load_published, outcomes

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from primus.release.history import Release
 
 if TYPE_CHECKING:
-    from primus.images.project import Project
-    from primus.versions.model import Pin
+    from primus.images.resolve import ResolvedTarget
+    from primus.versions.model import Pin, Versions
 
 __all__ = ["FILE", "IMAGE", "present", "present_names"]
 
@@ -20,27 +20,28 @@ FILE = "versions.yaml"
 _NO_GPU = "cpu"
 
 
-def present_names(project: Project) -> tuple[str, ...]:
+def present_names(versions: Versions, targets: Iterable[str]) -> tuple[str, ...]:
     """Names that :func:`present` answers to: the release's, one per target, and the file's own."""
-    release = project.versions.release
-    return (release, FILE, *(f"{release}-{target}" for target in project.target_names()))
+    return (versions.release, FILE, *(f"{versions.release}-{target}" for target in targets))
 
 
-def present(project: Project, name: str, gpu_arch: Mapping[str, str]) -> Release:
+def present(
+    versions: Versions, targets: Mapping[str, ResolvedTarget], name: str, gpu_arch: Mapping[str, str]
+) -> Release:
     """The pins of versions.yaml, all of them or those of one target (``v26.11-cpu``)."""
-    versions = project.versions
     name = versions.release if name == FILE else name
     wanted = name.removeprefix(versions.release).removeprefix("-")
-    targets = [wanted] if wanted else project.target_names()
+    shown = [targets[wanted]] if wanted else [*targets.values()]
     components: dict[str, str | None] = {}
-    python = _python(project, targets)
+    python = _python(shown)
     if python is not None:
         components["python"] = python
     if wanted:
-        components |= {_key(c): _version(pin) for c, pin in project.pins(wanted).items()}
+        components |= {_key(c): _version(pin) for c, pin in targets[wanted].pins.items()}
     else:
         components |= {_key(c): _versions(item.pins) for c, item in versions.components.items()}
-    gpus = tuple(t for t in targets if t != _NO_GPU)
+    names = [one.name for one in shown]
+    gpus = tuple(name for name in names if name != _NO_GPU)
     return Release(
         image=IMAGE,
         tag=name,
@@ -49,7 +50,7 @@ def present(project: Project, name: str, gpu_arch: Mapping[str, str]) -> Release
         gpus=gpus,
         gfx=tuple(dict.fromkeys(gpu_arch[g] for g in gpus if g in gpu_arch)),
         components=components,
-        notes=(f"The pins of versions.yaml for {', '.join(targets) or 'no target'}, as they stand now.",),
+        notes=(f"The pins of versions.yaml for {', '.join(names) or 'no target'}, as they stand now.",),
         pinned=True,
     )
 
@@ -72,12 +73,12 @@ def _versions(pins: Iterable[Pin]) -> str:
     return ", ".join(f"{version} ({', '.join(dict.fromkeys(names))})" for version, names in takers.items())
 
 
-def _python(project: Project, targets: Iterable[str]) -> str | None:
+def _python(targets: Iterable[ResolvedTarget]) -> str | None:
     found: dict[str, list[str]] = {}
-    for name in targets:
-        base = project.choice(name).base
-        if base is not None and base in project.versions.bases:
-            found.setdefault(project.versions.bases[base].python, []).append(name)
+    for one in targets:
+        base = one.choice.base
+        if base is not None:
+            found.setdefault(one.versions.bases[base].python, []).append(one.name)
     if len(found) <= 1:
         return next(iter(found), None)
     return ", ".join(f"{version} ({', '.join(names)})" for version, names in found.items())

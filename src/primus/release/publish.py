@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import CheckFailed, HostError, InputError
+from primus.gates.check import examine, judge
 from primus.images import canonical
-from primus.images.store import MANIFEST_TYPE
+from primus.images.store import MANIFEST_TYPE, Store
 from primus.release import fitness, provenance, sbom
 from primus.release.attach import Document, Repository, digest_tag
 from primus.release.distribution import plain_http
+from primus.versions.registry import skopeo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from primus.gates.check import Outcome
+    from primus.images.action import ImagePlan
     from primus.images.build import Composed
-    from primus.images.project import Project
+    from primus.images.workspace import Workspace
     from primus.progress import Progress
 
 __all__ = ["Ready", "bill", "checkout", "prepare", "publish", "sign"]
@@ -48,26 +51,22 @@ class Ready:
         return {"mediaType": MANIFEST_TYPE, "digest": self.image.digest, "size": len(self.image.manifest)}
 
 
-def prepare(project: Project, name: str, *, records: Path, preview: bool, progress: Progress) -> Ready:
-    """Judge the built image of ``name`` anew, and write the documents that speak of it. Nothing leaves the machine.
+def prepare(plan: ImagePlan, workspace: Workspace, *, records: Path, preview: bool, progress: Progress) -> Ready:
+    """Judge the built image again, and write the documents that speak of it. Nothing leaves the machine.
 
-    ``records`` is the folder of validations. Raises InputError when the store does not hold the image that
-    versions.yaml and the lock describe.
+    ``records`` is the folder of validations. Raises InputError when the store does not hold exactly this image.
     """
-    from primus.gates.check import examine, judge
-
-    image = examine(project, name, progress)
-    outcome = judge(project, image)
-    found = _records(records / name)
-    commit, edited = checkout(project.root)
-    choice, ref = project.choice(name), project.ref(name)
-    content = canonical.digest_of(image.image.config)
-    gpu = project.gpu(name)
+    resolved = plan.resolved
+    examined = examine(plan, workspace, progress)
+    image, outcome = examined.image, judge(examined, workspace)
+    found = _records(records / resolved.name)
+    commit, edited = checkout(resolved.root)
+    content = canonical.digest_of(image.config)
     evidence = fitness.Evidence(
         content=content,
-        preview=choice.preview or "",
-        gpu=gpu.name if gpu else None,
-        recipes=project.target(name).recipes,
+        preview=resolved.choice.preview or "",
+        gpu=resolved.gpu.name if resolved.gpu else None,
+        recipes=resolved.target.recipes,
         failed_gates=[report.gate for report in outcome.reports if not report.passed],
         records=found,
         commit=commit,
@@ -75,19 +74,16 @@ def prepare(project: Project, name: str, *, records: Path, preview: bool, progre
     )
     mine = [record for record in found if record["image"]["content"] == content]
     return Ready(
-        image=image.image,
-        tag=ref if choice.suffix or not preview else f"{ref}-preview",
-        documents=(*documents(project, image.image, outcome, commit, edited), *map(_validation, mine)),
+        image=image,
+        tag=resolved.ref if resolved.choice.suffix or not preview else f"{resolved.ref}-preview",
+        documents=(*documents(image, outcome, commit, edited), *map(_validation, mine)),
         objections=fitness.objections(evidence, preview=preview),
     )
 
 
-def documents(
-    project: Project, image: Composed, outcome: Outcome, commit: str | None, edited: Sequence[str]
-) -> tuple[Document, ...]:
+def documents(image: Composed, outcome: Outcome, commit: str | None, edited: Sequence[str]) -> tuple[Document, ...]:
     """What the image is made of, how it came about, and what its gates say. ``edited`` files are not of ``commit``."""
-    name = image.plan.target
-    lock, choice, ref = project.lock(name), project.choice(name), image.plan.ref
+    resolved = image.plan.resolved
     made = [
         Document(media_type=GATES, name="gates.json", data=canonical.dumps(outcome.as_json())),
         Document(
@@ -95,43 +91,41 @@ def documents(
             name="provenance.json",
             data=canonical.dumps(
                 provenance.statement(
-                    lock,
-                    ref=ref,
+                    resolved.lock,
+                    ref=resolved.ref,
                     digest=image.digest,
-                    release=project.versions.release,
-                    target=name,
-                    channel=choice.channel,
+                    release=resolved.versions.release,
+                    target=resolved.name,
+                    channel=resolved.choice.channel,
                     commit=None if edited else commit,
                     layers={action.name: action.key for action in image.plan.layers},
                 )
             ),
         ),
     ]
-    if lock:
+    if resolved.lock:
         made += [
-            Document(media_type=LOCK, name="lock.json", data=project.lock_path(name).read_bytes()),
-            Document(
-                media_type=SPDX, name="sbom.spdx.json", data=canonical.dumps(bill(project, image, commit, edited))
-            ),
+            Document(media_type=LOCK, name="lock.json", data=resolved.lock_path.read_bytes()),
+            Document(media_type=SPDX, name="sbom.spdx.json", data=canonical.dumps(bill(image, commit, edited))),
         ]
     return tuple(made)
 
 
-def bill(project: Project, image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str, Any]:
+def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str, Any]:
     """The image's SPDX document. Raises InputError when its target has no lock."""
-    name = image.plan.target
+    resolved = image.plan.resolved
     taken = (commit or "unknown") + ("+edited" if edited else "")
-    local = {component: taken for component, pin in project.pins(name).items() if pin.path}
-    lock = project.lock(name)
+    local = {component: taken for component, pin in resolved.pins.items() if pin.path}
+    lock, name = resolved.lock, resolved.name
     if lock is None:
         raise InputError(f"{name} has no lock, so nothing says what it is made of", hint=f"primus lock {name}")
     created = str(image.plan.config["created"])
-    base = project.choice(name).base
-    return sbom.spdx(lock, ref=image.plan.ref, digest=image.digest, base=base, local=local, created=created)
+    base = resolved.choice.base
+    return sbom.spdx(lock, ref=resolved.ref, digest=image.digest, base=base, local=local, created=created)
 
 
 def publish(
-    project: Project, ready: Ready, repository: str, progress: Progress, *, key: str | None = None
+    ready: Ready, store: Store, repository: str, progress: Progress, *, key: str | None = None
 ) -> dict[str, Any]:
     """Push the image and its documents, sign it with ``key``, tag it: a tag never names an image without evidence.
 
@@ -151,7 +145,7 @@ def publish(
     blobs = [canonical.digest_of(ready.image.config), *(layer.blob.digest for layer in ready.image.layers)]
     missing = [blob for blob in blobs if not there.has_blob(blob)]
     if missing or there.digest(digest) is None:
-        _push(project, ready, repository, missing, progress)
+        _push(ready, store, repository, missing, progress)
     laid = zip(ready.documents, there.attach(ready.documents, ready.subject), strict=True)
     attached = [{"type": one.media_type, "name": one.name, "digest": where} for one, where in laid]
     # cosign keeps signatures under this tag; another one of the same key would only make the list longer.
@@ -184,21 +178,19 @@ def sign(image: str, key: str) -> None:
         raise HostError(f"cosign does not sign: {said[-1].partition(': ')[2] or said[-1]}", hint="check the key")
 
 
-def _push(project: Project, ready: Ready, repository: str, missing: list[str], progress: Progress) -> None:
-    from primus.versions.registry import skopeo
-
+def _push(ready: Ready, store: Store, repository: str, missing: list[str], progress: Progress) -> None:
     digest = ready.image.digest
     sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
     total = sum(sizes.get(blob, 0) for blob in missing)
     progress.start("hash", "read and hash", total)
     for blob in (*missing, digest):
-        if wrong := project.store.check(blob):
+        if wrong := store.check(blob):
             raise HostError(wrong, hint="primus build --rehash makes it again")
         progress.advance("hash", sizes.get(blob, 0))
     progress.finish("hash")
     progress.start("push", f"push {len(missing)} of {len(sizes) + 1} blobs, {total / 1e6:.1f} MB", None)
     trust = "--dest-tls-verify=false" if plain_http(repository) else "--dest-tls-verify=true"
-    source = f"oci:{project.store.root.absolute()}:{ready.image.plan.ref}"
+    source = f"oci:{store.root.absolute()}:{ready.image.plan.ref}"
     skopeo("copy", "--quiet", "--preserve-digests", trust, source, f"docker://{repository}@{digest}")
     progress.finish("push")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from primus.release.compare import ROWS, Change, Contradiction, Diff, component_order, contradictions
@@ -43,8 +43,6 @@ _PROSE = 116
 
 def plain(release: Release) -> dict[str, Any]:
     """The release as JSON holds it."""
-    from dataclasses import asdict
-
     return asdict(release)
 
 

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import HostError
+from primus.gates.check import check_image
+from primus.images.canonical import digest_of
+from primus.images.display import choose_progress
 from primus.images.roots import root_of_image
 from primus.release.hardware import NO_GPU, ran_on
+from primus.report.html import page
+from primus.sandbox.engines import choose
+from primus.sandbox.model import Command, Mount
+from primus.training import proof, suite
+from primus.training import record as records
+from primus.training.checks import Verdict
+from primus.training.job import JobResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from primus.gates.check import Outcome as Checked
     from primus.gates.model import GateReport
-    from primus.images.project import Project
+    from primus.images.action import ImagePlan
+    from primus.images.resolve import ResolvedTarget
+    from primus.images.workspace import Workspace
     from primus.recipes.model import Recipe
     from primus.release.cells import Cell
     from primus.release.hardware import Hardware
     from primus.sandbox.model import Devices, Engine, RootFs
-    from primus.training.checks import Verdict
-    from primus.training.job import Job, JobResult
+    from primus.training.job import Job
     from primus.training.outcome import Outcome
 
 __all__ = ["Validated", "outcome_text", "table", "validate"]
@@ -48,8 +61,8 @@ class Validated:
 
 
 def validate(
-    project: Project,
-    target: str,
+    plan: ImagePlan,
+    workspace: Workspace,
     cells: Sequence[tuple[Cell, str]],
     *,
     output: Path,
@@ -58,7 +71,7 @@ def validate(
     again: bool = False,
     hardware: Hardware,
 ) -> list[Validated]:
-    """Train each cell in the image of ``target`` as its level of the suite asks, and judge it.
+    """Train each cell in the image of ``plan`` as its level of the suite asks, and judge it.
 
     A recipe is resolved here and again in the image; a difference between the two fails the record. A cell whose
     record already passed for the same image content, recipe, suite and GPU is not run again, unless ``again``. Of a
@@ -66,27 +79,24 @@ def validate(
     the GPUs of ``hardware``. HostError for a recipe with more ranks than these. KeyboardInterrupt when a job was
     interrupted: its cell gets no record, those before it keep theirs.
     """
-    from primus.gates.check import check_image
-    from primus.images.display import choose_progress
-    from primus.sandbox.engines import choose
-    from primus.training import suite
-
+    resolved = plan.resolved
     runner = choose(engine)
-    root = root_of_image(project.store, project.work / "unpacked", target, ref=project.ref(target))
+    root = root_of_image(workspace.store, workspace.unpacked, resolved.name, ref=resolved.ref)
     with choose_progress(quiet) as progress:
-        gates = check_image(project, target, progress)
+        gates = check_image(plan, workspace, progress)
     image = {
         "ref": root.name,
-        "manifest": project.store.images()[root.name]["digest"],
-        "content": _content(root.config_bytes),
+        "manifest": workspace.store.images()[root.name]["digest"],
+        "content": digest_of(root.config_bytes),
     }
     done: list[Validated] = []
     # All of them before the first is trained: a recipe that cannot be planned must not end an hour's work.
-    planned = [suite.plan(cell.recipe, _INSIDE, (), cell.asked, level) for cell, level in cells]
+    recipes = resolved.root / "recipes"
+    planned = [suite.plan(cell.recipe, _INSIDE, (), cell.asked, level, recipes) for cell, level in cells]
     for jobs in planned:
         _enough(suite.recipe_of(jobs), hardware)
     for number, ((cell, _), jobs) in enumerate(zip(cells, planned, strict=True), 1):
-        folder = output / target / cell.folder
+        folder = output / resolved.name / cell.folder
         shown = f"[{number}/{len(cells)}] {cell}"
         if not again and (kept := _passed_before(folder, image, jobs, gates, hardware.gpu)):
             done.append(Validated(record=kept, folder=folder, kept=True))
@@ -96,7 +106,7 @@ def validate(
         if not quiet and len(cells) > 1:
             _say(f"▸ {shown}")
         outcomes = suite.run(jobs, _runner(runner, root, folder, hardware.devices, quiet=quiet))
-        evidence = _evidence(project, target, jobs, outcomes, gates, image, runner.name, hardware)
+        evidence = _evidence(resolved, jobs, outcomes, gates, image, runner.name, hardware)
         done.append(Validated(record=evidence, folder=folder))
         _keep(evidence, folder)
     return done
@@ -114,9 +124,6 @@ def _runner(
     runner: Engine, root: RootFs, folder: Path, devices: tuple[Devices, ...], *, quiet: bool
 ) -> Callable[[Job], JobResult]:
     """What runs a job in a container of its own, ``folder`` being its ``/out``."""
-    from primus.sandbox.model import Command, Mount
-    from primus.training.job import JobResult
-
     folder.mkdir(parents=True, exist_ok=True)
 
     def run_job(job: Job) -> JobResult:
@@ -156,8 +163,6 @@ def _passed_before(
     folder: Path, image: Mapping[str, Any], jobs: Sequence[Job], gates: Checked, gpu: str = NO_GPU
 ) -> dict[str, Any] | None:
     """The record of an earlier validation that proves the same."""
-    from primus.training import suite
-
     try:
         record: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         recipe = suite.recipe_of(jobs)
@@ -177,8 +182,7 @@ def _passed_before(
 
 
 def _evidence(
-    project: Project,
-    target: str,
+    resolved: ResolvedTarget,
     jobs: Sequence[Job],
     outcomes: Mapping[str, Outcome],
     gates: Checked,
@@ -186,15 +190,12 @@ def _evidence(
     engine: str,
     hardware: Hardware,
 ) -> dict[str, Any]:
-    from primus.training import record as records
-    from primus.training import suite
-
     on_gpu = [ran_on(hardware.gpu, outcomes)] if hardware.gpu != NO_GPU else []
     return records.make(
         jobs,
         outcomes,
         [*suite.judge(jobs, outcomes), *on_gpu, *map(_gate_verdict, gates.reports)],
-        target=target,
+        target=resolved.name,
         image=image,
         gpu=hardware.gpu,
         made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -202,34 +203,26 @@ def _evidence(
             "engine": engine,
             "machine": hardware.as_json(),
             "gates": gates.as_json(),
-            "not_run": _not_run(project, target, hardware, jobs),
+            "not_run": _not_run(resolved.arch, hardware, jobs),
         },
     )
 
 
 def _keep(evidence: dict[str, Any], folder: Path) -> None:
-    from primus.report.html import page
-    from primus.training import record as records
-
     records.write(evidence, folder / "record.json")
     (folder / "report.html").write_text(page(evidence), encoding="utf-8")
 
 
 def _gate_verdict(report: GateReport) -> Verdict:
     """A gate as a verdict among the others: an image that fails one does not pass, however well it trains."""
-    from primus.training.checks import Verdict
-
     errors = [f for f in report.findings if f.severity == "error"]
     more = f"; {errors[0].path}: {errors[0].message}" if errors else ""
     return Verdict(name=f"{_GATE}{report.gate}", passed=report.passed, reason=report.summary + more)
 
 
-def _not_run(project: Project, target: str, hardware: Hardware, jobs: Sequence[Job]) -> list[str]:
+def _not_run(arch: str | None, hardware: Hardware, jobs: Sequence[Job]) -> list[str]:
     """What this record does not prove, in sentences."""
-    from primus.training import proof, suite
-
     sentences = []
-    arch = project.arch(target)
     if arch and hardware.gpu == NO_GPU:
         why = f" ({hardware.why})" if hardware.why else ""
         sentences.append(f"the GPU part ({arch}): the jobs ran on the CPU{why}; nothing here is a pass for the GPU")
@@ -238,23 +231,13 @@ def _not_run(project: Project, target: str, hardware: Hardware, jobs: Sequence[J
     return sentences
 
 
-def _content(config: bytes) -> str:
-    from primus.images.canonical import digest_of
-
-    return digest_of(config)
-
-
 def _clear(folder: Path) -> None:
     """Remove what an earlier validation left, so that none of it can be taken for this one's."""
-    import shutil
-
     if folder.exists():
         shutil.rmtree(folder)
 
 
 def _say(text: str) -> None:
-    import sys
-
     print(text, file=sys.stderr, flush=True)
 
 

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from primus.errors import HostError
-from primus.versions.archive import LacksPackages
+from primus.errors import HostError, LacksPackages
 
 __all__ = ["find", "install", "installable", "is_debian_like", "need", "with_packages"]
 

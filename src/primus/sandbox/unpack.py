@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 import tarfile
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -289,6 +290,4 @@ def _mtime_ns(member: tarfile.TarInfo) -> int:
     exact = member.pax_headers.get("mtime")
     if exact is None:
         return int(member.mtime) * 1_000_000_000
-    from decimal import Decimal
-
     return int(Decimal(exact) * 1_000_000_000)

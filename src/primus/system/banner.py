@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from primus.gpus.detect import detect
+
 __all__ = ["compose", "main", "wanted", "with_bashrc"]
 
 IMAGE_FILE = Path("/etc/primus/image.json")
@@ -62,8 +64,6 @@ def _greet(command: Sequence[str]) -> None:
         image = json.loads(IMAGE_FILE.read_text(encoding="utf-8"))
     gpu = "unknown"
     with suppress(Exception):
-        from primus.gpus.detect import detect
-
         gpu = detect().sentence()
     sys.stderr.write(compose(image, gpu))
     sys.stderr.flush()

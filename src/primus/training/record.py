@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from primus import wholefile
 from primus.recipes.model import Recipe
 from primus.training import metrics, suite, utilization
 from primus.training.checks import Verdict
-from primus.training.files import write_atomically
 from primus.training.job import Job
 from primus.training.outcome import Outcome
 
@@ -96,4 +96,4 @@ def _job(job: Job, left: Outcome | None) -> dict[str, Any]:
 def write(record: Mapping[str, Any], path: Path) -> None:
     """Write the record so that ``path`` is never half a record."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    wholefile.write(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

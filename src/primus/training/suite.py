@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.recipes.choose import CPU
-from primus.recipes.model import Asked, Recipe
+from primus.recipes.choose import CPU, computes
+from primus.recipes.model import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training import checks, metrics, outcome, proof
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
@@ -30,14 +31,20 @@ _PRECISION_JOB = "precision-"
 
 
 def plan(
-    recipe: str, root: Path, overrides: Sequence[str] = (), asked: Asked | None = None, level: str = "standard"
+    recipe: str,
+    root: Path,
+    overrides: Sequence[str] = (),
+    asked: Asked | None = None,
+    level: str = "standard",
+    among: Path | None = None,
 ) -> tuple[Job, ...]:
-    """The jobs, in the order to run them; each has a folder of its own below ``root``.
+    """The jobs, in the order to run them; each has a folder of its own below ``root``. ``among`` is the folder of
+    recipes.
 
     Starts serve several comparisons: ``base`` also leaves the checkpoint for ``resume`` and is the one-micro-batch
     side of ``accumulation``.
     """
-    whole = resolve(recipe, overrides, asked)
+    whole = resolve(recipe, overrides, asked, among=among)
     judged = proof.unjudged(whole) is None
     if level == "quick":
         return (Job(name="base", recipe=whole, output=root / "base", judged=judged),)
@@ -51,7 +58,7 @@ def plan(
 
     def job(name: str, settings: Mapping[str, int], choices: Asked = whole.asked) -> Job:
         words = [f"{what}={value}" for what, value in settings.items()]
-        return Job(name=name, recipe=resolve(recipe, whole.overrides, choices, words), output=root / name)
+        return Job(name=name, recipe=resolve(recipe, whole.overrides, choices, words, among), output=root / name)
 
     base = replace(job("base", {"checkpoint": middle}), judged=judged)
     repeat = job("repeat", {})
@@ -89,8 +96,6 @@ def _splits_in_two(recipe: Recipe) -> bool:
 
 
 def _other_precisions(recipe: Recipe) -> list[str]:
-    from primus.recipes.choose import computes
-
     return [w for w in recipe.precisions if w != recipe.precision and computes(recipe.gpu, w, recipe.backend)]
 
 

@@ -11,20 +11,28 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from primus.errors import HostError
+import requests
+
+from primus.errors import HostError, LacksPackages
+from primus.versions.apt import AptAccess
+from primus.versions.ask import HOST_DEADLINE_S, ask
+from primus.versions.indexes import redact, short
 from primus.versions.suites import ROLLING
 
 __all__ = [
     "Archive",
-    "LacksPackages",
     "Stanza",
+    "archive_probes",
+    "ask_archive",
     "debian_stanzas",
     "host_stanzas",
     "open_archive",
@@ -43,14 +51,6 @@ _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
 _DEBOOTSTRAP = Path("/usr/sbin/debootstrap")
 
 Stanza = Mapping[str, str]
-
-
-class LacksPackages(HostError):
-    """The archive is out of reach until ``packages`` of this host's own distribution are installed."""
-
-    def __init__(self, message: str, packages: tuple[str, ...], hint: str) -> None:
-        super().__init__(message, hint=f"apt-get install {' '.join(packages)}, or {hint}")
-        self.packages = packages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +155,8 @@ def open_archive(
         text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
-        from primus.versions.sources import ask_host
-
         # apt waits for a silent mirror many times over.
-        ask_host(suites=suites)
+        ask_archive(suites)
         archive = Archive(folder=folder, architecture=architecture, maker=maker)
         archive.update()
         yield archive
@@ -326,3 +324,39 @@ def reason(text: str) -> str:
             return words
     errors = [re.sub(r"\S+://\S+\s*", "", line[3:]) for line in text.splitlines() if line.startswith("E: ")]
     return errors[0].strip() if errors else "no reason given"
+
+
+def ask_archive(suites: Iterable[str]) -> None:
+    """Ask the archive of ``suites``. HostError within ``HOST_DEADLINE_S`` if one of apt's mirrors does not answer."""
+    ask(
+        archive_probes(suites),
+        deadline=HOST_DEADLINE_S,
+        hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror that it reaches",
+    )
+
+
+def archive_probes(suites: Iterable[str]) -> dict[str, Callable[[], object]]:
+    """What to ask each mirror that apt would use for the suites, by its name in messages; see :func:`ask`.
+
+    Any answer but an error of the server is one: apt judges the rest, and says what is wrong with it.
+    """
+    wanted = tuple(suites)
+    access = AptAccess.of_host() if wanted else None
+    found: dict[str, Callable[[], object]] = {}
+    for stanza in host_stanzas(wanted) if wanted else ():
+        for uri in stanza["URIs"].split():
+            suite = stanza["Suites"].split()[0]
+            if access and urlsplit(uri).scheme in ("http", "https"):
+                url = f"{uri.rstrip('/')}/dists/{suite}/InRelease"
+                maker = titled(suite_of(suite)[0]).partition(" ")[0]
+                found[f"the {maker} archive at {redact(uri)}"] = partial(_probe, access, url)
+    return found
+
+
+def _probe(access: AptAccess, url: str) -> None:
+    try:
+        with access.get()(url, {}) as response:
+            if response.status_code >= 500:
+                raise HostError(f"{redact(url)}: HTTP status {response.status_code}")
+    except requests.RequestException as error:
+        raise HostError(f"{redact(url)}: {short(error)}") from None

@@ -11,9 +11,9 @@ from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.versions.archive import Archive, open_archive, titled
 from primus.versions.lock import BaseRequest, LockedFile
-from primus.versions.suites import name_of, preferences, suites_of
+from primus.versions.suites import name_of, preferences, suites_of, upstream
 
-__all__ = ["check_python", "parse_records", "parse_uris", "resolve_debs", "upstream"]
+__all__ = ["check_python", "parse_records", "parse_uris", "resolve_debs"]
 
 
 def resolve_debs(
@@ -70,12 +70,6 @@ def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -
             f"base {base_name} states Python {base.python}, but {titled(base.suite)} has {upstream(version)}",
             hint=f"write python: {upstream(version)} in versions.yaml",
         )
-
-
-def upstream(version: str) -> str:
-    """The upstream part of a Debian version: ``1:3.11.2-6+deb12u9`` → ``3.11.2``."""
-    bare = version.partition(":")[2] or version
-    return re.split(r"[+~]", bare.rpartition("-")[0] or bare)[0]
 
 
 def parse_uris(text: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ pip resolves; this module answers what pip does not: where a file of a given nam
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import re
@@ -224,8 +225,6 @@ class Indexes:
 
     def measure(self, session: requests.Session, url: str) -> tuple[int, str | None]:
         """Length of the file at ``url``; its sha256 too, but only when it had to be read in full to learn it."""
-        import hashlib
-
         import requests
 
         local = local_path(url)
@@ -252,8 +251,6 @@ class Indexes:
 
     def digest(self, session: requests.Session, url: str) -> str:
         """sha256 of the file at ``url``, by reading all of it: for indexes that tell none."""
-        import hashlib
-
         import requests
 
         digest = hashlib.sha256()

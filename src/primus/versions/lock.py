@@ -102,6 +102,11 @@ class Request:
     indexed: frozenset[str] = frozenset()
 
     @property
+    def asks(self) -> bool:
+        """Whether there is anything to lock; a target of local folders alone asks for nothing."""
+        return bool(self.bases or self.wheels or self.sdists or self.gits)
+
+    @property
     def provided(self) -> dict[str, str]:
         """Python packages that come from the base or are built here, as pip compares versions."""
         names = {name: version for name, version in self.debs.items() if name.startswith("python3-")}

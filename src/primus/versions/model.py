@@ -10,13 +10,18 @@ from typing import Literal
 from primus.schema import described
 from primus.versions.suites import name_of, suites_of
 
-__all__ = ["Base", "Build", "Component", "Index", "Pin", "Versions"]
+__all__ = ["Base", "Build", "Component", "Index", "Pin", "Versions", "normalised"]
 
 # PEP 440 public version with optional local part; a Debian version also fits a base package's own pin.
 _VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"
 _DEB = r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?"
 _NAME = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
+
+
+def normalised(name: str) -> str:
+    """Name of a Python package as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from primus.progress import Progress
+from primus.versions.ask import ask
 from primus.versions.debs import resolve_debs
 from primus.versions.indexes import Indexes
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, drift
 from primus.versions.registry import installed, resolve_image
 from primus.versions.repository import resolve_commit
-from primus.versions.sources import Sources, ask
+from primus.versions.sources import Sources
 from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
 __all__ = ["Known", "Stale", "resolve", "stale"]

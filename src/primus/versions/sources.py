@@ -11,19 +11,18 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from primus.errors import HostError, InputError
+from primus.errors import InputError
+from primus.versions import registry, repository
+from primus.versions.archive import ask_archive
+from primus.versions.ask import HOST_DEADLINE_S, ask
+from primus.versions.indexes import redact
 
 if TYPE_CHECKING:
     from primus.versions.indexes import Indexes
     from primus.versions.lock import BaseRequest, LockedFile, Request
     from primus.versions.model import Versions
 
-__all__ = ["DEADLINE_S", "HOST_DEADLINE_S", "Sources", "ask", "ask_host"]
-
-# Of the 5 s that a refusal may take; on a busy machine starting Python takes a good part of the rest.
-DEADLINE_S = 3.0
-# For what pip and apt are configured to: as long as a slow mirror takes that works all the same.
-HOST_DEADLINE_S = 8.0
+__all__ = ["Sources", "ask_host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +76,6 @@ class Sources:
 
         ``indexes`` gives the host's pip configuration, which the channel's own indexes are asked under too.
         """
-        from primus.versions import registry, repository
-        from primus.versions.indexes import redact
-
         found: dict[str, Callable[[], object]] = {}
         guard, host = threading.Lock(), cache(indexes)
 
@@ -104,9 +100,6 @@ def ask_host(*, indexes: Indexes | None = None, python: Sequence[LockedFile] = (
 
     Raises HostError within ``HOST_DEADLINE_S`` when none of pip's indexes answers, or a mirror of apt's does not.
     """
-    from primus.versions.indexes import redact
-    from primus.versions.pool import archive_probes
-
     if indexes is not None:
         urls = " and ".join(map(redact, indexes.remote))
         ask(
@@ -114,48 +107,4 @@ def ask_host(*, indexes: Indexes | None = None, python: Sequence[LockedFile] = (
             deadline=HOST_DEADLINE_S,
             hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",
         )
-    ask(
-        archive_probes(suites),
-        deadline=HOST_DEADLINE_S,
-        hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror that it reaches",
-    )
-
-
-def ask(
-    probes: Mapping[str, Callable[[], object]],
-    channel: str | None = None,
-    *,
-    deadline: float | None = None,
-    hint: str = "run it on a machine that reaches it, or take another channel (--channel)",
-) -> None:
-    """Ask every source at once. Raises HostError, within ``deadline`` seconds (default: ``DEADLINE_S``), for the first
-    that gives no answer.
-
-    ``channel`` is the one that needs them, where it is known.
-    """
-    failed: dict[str, HostError] = {}
-
-    def one(name: str, probe: Callable[[], object]) -> None:
-        try:
-            probe()
-        except HostError as error:
-            failed[name] = error
-
-    threads = {name: threading.Thread(target=one, args=(name, probe), daemon=True) for name, probe in probes.items()}
-    for thread in threads.values():
-        thread.start()
-    _wait(threads.values(), DEADLINE_S if deadline is None else deadline)
-    for name, thread in threads.items():
-        if name in failed or thread.is_alive():
-            needs = f"; channel {channel} needs it" if channel else ""
-            error = failed.get(name)
-            cause = error.message.rpartition(": ")[2] if error else "no answer in time"
-            raise HostError(f"{name} does not answer: {cause}{needs}", hint=hint)
-
-
-def _wait(threads: Iterable[threading.Thread], seconds: float) -> None:
-    import time
-
-    until = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
+    ask_archive(suites)

@@ -6,9 +6,10 @@ unless its own suite lacks it: a base on sid may take ROCm from experimental wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-__all__ = ["ROLLING", "name_of", "preferences", "suites_of"]
+__all__ = ["ROLLING", "name_of", "preferences", "suites_of", "upstream"]
 
 # Without pockets and never released; an archive frozen at some day keeps them past the date their index is valid to.
 ROLLING = ("sid", "experimental")
@@ -39,3 +40,9 @@ def preferences(suite: str, packages: Sequence[str]) -> str:
 def _release(suite: str) -> str:
     # experimental's codename is another word; pockets carry their own after the suite's.
     return f"a={suite}" if suite == "experimental" else f"n={suite}*"
+
+
+def upstream(version: str) -> str:
+    """The upstream part of a Debian version: ``1:3.11.2-6+deb12u9`` → ``3.11.2``."""
+    bare = version.partition(":")[2] or version
+    return re.split(r"[+~]", bare.rpartition("-")[0] or bare)[0]

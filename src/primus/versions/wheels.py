@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,14 @@ from urllib.parse import unquote, urlsplit
 
 from primus.errors import HostError, InputError
 from primus.progress import Progress
+from primus.versions.ask import HOST_DEADLINE_S, ask
 from primus.versions.indexes import Indexes, pip_failure_hides_network, redact
 from primus.versions.lock import LockedFile, Request
-from primus.versions.sources import HOST_DEADLINE_S, ask
+from primus.versions.model import normalised
 
 __all__ = [
     "Found",
     "explain",
-    "normalise",
     "parse_report",
     "platforms",
     "resolve_build",
@@ -53,11 +54,6 @@ class Found:
     url: str
     sha256: str | None
     index: str | None = None
-
-
-def normalise(name: str) -> str:
-    """PEP 503 form of a package name."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def platforms(suite: str, architecture: str) -> tuple[str, ...]:
@@ -155,11 +151,11 @@ def resolve_build(
     image lacks, and when what only the build has does not go with the image's versions.
     """
     progress.start(root, f"resolve wheels of {root}", unit="files")
-    lacking = [name for name in wheels if "==" not in name and normalise(name) not in image]
+    lacking = [name for name in wheels if "==" not in name and normalised(name) not in image]
     if lacking:
         raise InputError(f"{root}: the image has no {lacking[0]}", hint=f"name a version: {lacking[0]}==VERSION")
-    pins = [name if "==" in name else f"{name}=={image[normalise(name)]}" for name in wheels]
-    own = {normalise(name.partition("==")[0]) for name in wheels}
+    pins = [name if "==" in name else f"{name}=={image[normalised(name)]}" for name in wheels]
+    own = {normalised(name.partition("==")[0]) for name in wheels}
     fixed = [f"{n}=={v}" for n, v in image.items() if n not in own]
     kept = [f"{n}=={v}" for n, v in keep.items() if n not in own and n not in image]
     report = _report(request, pins, [*fixed, *kept]) or _report(request, pins, fixed)
@@ -208,7 +204,7 @@ def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
         archive = info.get("archive_info") or {}
         sha256 = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").removeprefix("sha256=")
         file = unquote(urlsplit(info["url"]).path.rpartition("/")[2])
-        name = normalise(item["metadata"]["name"])
+        name = normalised(item["metadata"]["name"])
         if not file.endswith(".whl"):
             raise InputError(f"{name} would be installed from {file}, which is not a wheel", hint="pin it as an sdist")
         version = item["metadata"]["version"]
@@ -317,8 +313,6 @@ def explain(output: str) -> InputError | HostError:
 
 
 def _no_such(name: str, version: str, offered: Iterable[str], what: str) -> InputError:
-    from difflib import get_close_matches
-
     versions = list(dict.fromkeys(offered))
     if not versions:
         return InputError(
@@ -353,7 +347,7 @@ def _measured(kind: Any, found: Sequence[Found], indexes: Indexes) -> tuple[Lock
 
 def _sdist_version(file: str, name: str) -> str | None:
     match = re.fullmatch(r"(.+?)-([0-9][^-]*)\.(?:tar\.gz|zip)", file)
-    return match[2] if match and normalise(match[1]) == name else None
+    return match[2] if match and normalised(match[1]) == name else None
 
 
 def _same(offered: str | None, wanted: str) -> bool:

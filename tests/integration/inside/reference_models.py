@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM
 
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training.finetune.models import config_of
 from primus.training.reference.model import Model, shapes
 from primus.training.reference.names import to_canonical

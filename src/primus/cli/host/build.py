@@ -1,96 +1,67 @@
-"""Build images. Rebuilds only what changed; the last line is the manifest digest.
-
-Each image must pass the gates of `primus check` before it is named. An image of a preview channel may fail a gate; the
-summary names the gates that failed.
-"""
+"""``primus build``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
-from primus.cli.host.common import add_planning_options, open_project, targets_of
+from primus.cli.host.common import open_project, targets_of
+from primus.cli.host.plan import print_plans
 from primus.errors import PrimusError
+from primus.gates.rules import rules
+from primus.images.action import ImagePlan
+from primus.images.build import Built, current
+from primus.images.channel import Choice
+from primus.images.locking import plan_images
+from primus.images.resolve import resolve_all
+from primus.images.target import Target
+from primus.images.unchanged import remember, say_unchanged
+from primus.images.workspace import Workspace
+from primus.terminal import Screen, Styled, bytes_text
 
-if TYPE_CHECKING:
-    from primus.images.action import ImagePlan
-    from primus.images.build import Built
-    from primus.images.channel import Choice
-    from primus.images.project import Project
-    from primus.terminal import Screen
-
-EXAMPLE = "primus build cpu"
-
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``primus build``."""
-    add_planning_options(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop, like `primus plan`")
-    parser.add_argument("--rehash", action="store_true", help="verify every blob first and rebuild damaged ones")
-    parser.add_argument("--engine", choices=("auto", "embedded", "docker"), default="auto", help="sandbox engine")
+__all__ = ["build_plans", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
     """Build what is missing; print a table and the digests."""
-    if args.dry_run:
-        from primus.cli.host import plan
-
-        return plan.run(args)
-    from primus.images.build import current
-    from primus.images.unchanged import say_unchanged
-    from primus.terminal import Screen
-
     begin, began_ns = time.monotonic(), time.time_ns()
     project = open_project(args)
-    names = targets_of(project, args)
-    from primus.gates.rules import rules
-    from primus.images.builder import build_images, plan_images
-
+    workspace, names = project.workspace, targets_of(project, args)
     try:
-        plans = plan_images(project, names, locked=args.locked, offline=args.offline, quiet=args.json)
+        targets = resolve_all(project, names)
+        plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)
     except PrimusError:
         # Which lock is stale depends on the channel.
-        _say_channels(project, names)
+        _say_channels((name, project.target(name), project.choice(name)) for name in names)
         raise
-    done = [] if args.rehash else [current(project.store, plan, rules()) for plan in plans]
-    built = [image for image in done if image is not None]
-    if len(built) < len(plans):
-        from primus.gates.admit import Gatekeeper
-        from primus.gates.pins import check_pins
-
-        _say_channels(project, names)
-        # Before gigabytes are fetched for an image that could not pass.
-        for name in names:
-            if not project.choice(name).preview:
-                check_pins(project, name)
-        built = build_images(
-            project,
-            plans,
-            gates=Gatekeeper,
-            locked=args.locked,
-            offline=args.offline,
-            rehash=args.rehash,
-            engine=args.engine,
-            quiet=args.json,
-        )
-    project.stats.save()
+    if args.dry_run:
+        workspace.stats.save()
+        print_plans(plans, workspace.store, as_json=args.json)
+        return 0
+    built = build_plans(
+        plans,
+        workspace,
+        locked=args.locked,
+        offline=args.offline,
+        rehash=args.rehash,
+        engine=args.engine,
+        quiet=args.json,
+    )
     seconds = time.monotonic() - begin
     if args.json:
-        import json
-        from dataclasses import asdict
-
         print(json.dumps({"images": [asdict(b) for b in built], "seconds": round(seconds, 3)}))
     else:
-        _remember(project, plans, built, began_ns)
+        # The next build answers from a note as long as nothing is touched.
+        for plan, image in zip(plans, built, strict=True):
+            remember(workspace, plan, image, _name(image), began_ns)
         if any(image.changed for image in built):
             screen = Screen.of(sys.stderr)
-            for image in built:
-                print(_table(image, project.choice(image.target), screen), file=sys.stderr)
+            for plan, image in zip(plans, built, strict=True):
+                print(_table(image, plan.resolved.choice, screen), file=sys.stderr)
             print(f"{_outcome(built)}, {seconds:.2f} s", file=sys.stderr)
             for image in built:
                 print(image.digest)
@@ -105,19 +76,49 @@ def _name(image: Built) -> str:
     return image.ref + (f" (fails {gates}; see primus check {image.target})" if gates else "")
 
 
-def _remember(project: Project, plans: Sequence[ImagePlan], built: Sequence[Built], began_ns: int) -> None:
-    """Let the next build answer from a note as long as nothing is touched."""
-    from primus.images.unchanged import remember
+def build_plans(
+    plans: Sequence[ImagePlan],
+    workspace: Workspace,
+    *,
+    locked: bool,
+    offline: bool,
+    rehash: bool,
+    engine: str,
+    quiet: bool,
+) -> list[Built]:
+    """The images of the plans, built under all gates; says on standard error which channel builds each."""
+    done = [] if rehash else [current(workspace.store, plan, rules()) for plan in plans]
+    built = [image for image in done if image is not None]
+    if len(built) < len(plans):
+        # Seam "work": what fetches, builds and checks, 300 ms that a build with nothing to do saves.
+        from primus.gates.admit import Gatekeeper
+        from primus.gates.pins import check_pins
+        from primus.images.builder import build_images
 
-    for plan, image in zip(plans, built, strict=True):
-        remember(project, plan, image, _name(image), began_ns)
+        _say_channels((plan.target, plan.resolved.target, plan.resolved.choice) for plan in plans)
+        # Before gigabytes are fetched for an image that could not pass.
+        for plan in plans:
+            if not plan.resolved.choice.preview:
+                check_pins(plan.resolved)
+        built = build_images(
+            plans,
+            workspace,
+            gates=Gatekeeper,
+            locked=locked,
+            offline=offline,
+            rehash=rehash,
+            engine=engine,
+            quiet=quiet,
+        )
+    workspace.stats.save()
+    return built
 
 
-def _say_channels(project: Project, names: Sequence[str]) -> None:
+def _say_channels(targets: Iterable[tuple[str, Target, Choice]]) -> None:
     """Say which channel builds each target that has several, and why."""
-    for name in names:
-        if len(project.target(name).channels) > 1:
-            print(f"{name}: channel {project.choice(name).channel}, {project.choice(name).reason}", file=sys.stderr)
+    for name, target, choice in targets:
+        if len(target.channels) > 1:
+            print(f"{name}: channel {choice.channel}, {choice.reason}", file=sys.stderr)
 
 
 def _outcome(built: Sequence[Built]) -> str:
@@ -126,9 +127,6 @@ def _outcome(built: Sequence[Built]) -> str:
 
 
 def _table(image: Built, choice: Choice, screen: Screen) -> str:
-    from primus.images.outline import bytes_text
-    from primus.terminal import Styled
-
     lines = screen.wrap(f"{image.ref}  (channel {choice.channel}: {choice.reason})", hanging="  ")
     if choice.preview:
         lines += screen.wrap(Styled(f"PREVIEW, no release: {choice.preview}", "yellow"), "  ", "    ")

@@ -1,39 +1,23 @@
-"""Generate all documents of the repository, or check that they are up to date."""
+"""``primus docs``."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from pathlib import Path
 
-from primus.cli.arguments import path
+from primus.errors import InputError
+from primus.release import docs
+from primus.release.vendor import VENDORED, refresh
 
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
-EXAMPLE = "primus docs --check"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `primus docs`."""
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if a file is out of date")
-    parser.add_argument("--vendored", action="store_true", help="also update files of other projects, through npm")
-    parser.add_argument(
-        "--project", type=path("--project"), default=Path(), metavar="DIR", help="repository (default: this folder)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the paths as JSON")
+__all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
     """Write or check; the exit code."""
-    from primus.errors import InputError
-    from primus.release import docs
-
     if not (args.project / "versions.yaml").is_file():
         raise InputError(f"there is no versions.yaml in {args.project}")
     if args.vendored:
-        from primus.release.vendor import VENDORED, refresh
-
         refresh(args.project / VENDORED)
     names = docs.stale(args.project) if args.check else docs.write(args.project)
     if args.json:

@@ -1,7 +1,4 @@
-"""Load an image into the Docker engine of DOCKER_HOST (or of the default socket).
-
-Nothing is sent if the engine already has the image. The last line is the image ID.
-"""
+"""``primus load``."""
 
 from __future__ import annotations
 
@@ -10,26 +7,18 @@ import json
 import re
 import sys
 
-from primus.cli.host.common import add_project_options, add_target, image_root
+from primus.cli.host.image_root import image_root
 from primus.errors import InputError
+from primus.images.canonical import digest_of
+from primus.sandbox.load import load
 
-EXAMPLE = "primus load cpu --tag rocm/primus:v26.11-cpu"
+__all__ = ["run"]
 
 _TAG = re.compile(r"^[a-z0-9]+(?:[._/:-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
-    add_target(parser)
-    parser.add_argument("--tag", metavar="NAME:TAG", help="name in the engine (default: rocm/primus:RELEASE-TARGET)")
-    add_project_options(parser)
-
-
 def run(args: argparse.Namespace) -> int:
     """Load the image and print its id."""
-    from primus.images.canonical import digest_of
-    from primus.sandbox.load import load
-
     root = image_root(args)
     tag = f"rocm/primus:{root.name}" if args.tag is None else args.tag
     if not _TAG.match(tag):

@@ -1,7 +1,4 @@
-"""Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per target and channel.
-
-Unchanged pins and their dependencies keep their locked versions. --refresh takes the newest versions that match.
-"""
+"""``primus lock``."""
 
 from __future__ import annotations
 
@@ -12,15 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
-from primus.versions.lock import Drift, Lock, Request, drift
+from primus.cli.host.common import open_project, targets_of
+from primus.images.display import choose_progress
+from primus.images.locking import lock_target
+from primus.images.resolve import ResolvedTarget, resolve_all
+from primus.versions.lock import Drift, Lock, Request
+from primus.versions.model import normalised
 
 if TYPE_CHECKING:
-    from primus.images.project import Project
+    from primus.versions.relock import Known
 
-__all__ = ["EXAMPLE", "Change", "add_arguments", "compare", "run"]
-
-EXAMPLE = "primus lock cpu --check"
+__all__ = ["Change", "compare", "run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,35 +32,22 @@ class Change:
     new: str | None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
-    add_targets(parser, required=False)
-    add_project_options(parser)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a lock is stale")
-    parser.add_argument("--refresh", action="store_true", help="take the newest versions that match the pins")
-
-
 def run(args: argparse.Namespace) -> int:
     """Lock or check; 0 done or fresh, 1 stale under --check."""
     project = open_project(args)
     names = targets_of(project, args) if args.target else project.target_names()
     if args.channel and not args.target:
         names = [name for name in names if args.channel in project.target(name).channels]
-    requests = [request for name in names if _asks(request := project.request(name))]
-    return _check(project, requests, args.json) if args.check else _lock(project, requests, args)
+    targets = [resolved for resolved in resolve_all(project, names) if resolved.request.asks]
+    return _check(targets, args.json) if args.check else _lock(targets, args.json, refresh=args.refresh)
 
 
-def _asks(request: Request) -> bool:
-    # A target of local folders alone has nothing to lock.
-    return bool(request.bases or request.wheels or request.sdists or request.gits)
-
-
-def _check(project: Project, requests: Sequence[Request], as_json: bool) -> int:
+def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
     stale: list[dict[str, Any]] = []
-    for request in requests:
-        name, lock = _name(project, request), project.lock(request.target)
-        found = _all_new(request) if lock is None else drift(lock, request)
-        rows = [{"lock": name, **asdict(one), "where": _where(project, request, one.pin)} for one in found]
+    for resolved in targets:
+        name = resolved.lock_name
+        found = _all_new(resolved.request) if resolved.lock is None else resolved.stale
+        rows = [{"lock": name, **asdict(one), "where": _where(resolved, one.pin)} for one in found]
         stale += rows
         if not as_json:
             for one, row in zip(found, rows, strict=True):
@@ -71,31 +57,22 @@ def _check(project: Project, requests: Sequence[Request], as_json: bool) -> int:
     if as_json:
         print(json.dumps({"fresh": not stale, "stale": stale}, ensure_ascii=False, indent=2))
     elif stale:
-        print("  → primus lock " + " ".join(sorted({request.target for request in requests})), file=sys.stderr)
+        print("  → primus lock " + " ".join(sorted({resolved.name for resolved in targets})), file=sys.stderr)
     return 1 if stale else 0
 
 
-def _lock(project: Project, requests: Sequence[Request], args: argparse.Namespace) -> int:
-    from functools import partial
-
-    from primus.images.display import choose_progress
-    from primus.sandbox.tools import with_packages
-    from primus.versions.relock import Known, resolve
-
+def _lock(targets: Sequence[ResolvedTarget], as_json: bool, *, refresh: bool) -> int:
     outcome: list[dict[str, Any]] = []
     known: Known = {}
-    with choose_progress(args.json) as progress:
-        for request in requests:
-            name, previous = _name(project, request), project.lock(request.target)
-            call = partial(resolve, request, previous=previous, refresh=args.refresh, known=known, progress=progress)
-            lock = with_packages(call, say=progress.say)
-            changes = compare(previous, lock)
-            if previous != lock:
-                project.write_lock(request.target, lock)
+    with choose_progress(as_json) as progress:
+        for resolved in targets:
+            name, lock = resolved.lock_name, lock_target(resolved, progress, refresh=refresh, known=known).lock
+            assert lock is not None
+            changes = compare(resolved.lock, lock)
             outcome.append({"lock": name, "files": len(lock.distinct), "changes": [asdict(c) for c in changes]})
-            if not args.json:
+            if not as_json:
                 progress.say(_table(name, lock, changes))
-    if args.json:
+    if as_json:
         print(json.dumps(outcome, ensure_ascii=False, indent=2))
     return 0
 
@@ -139,23 +116,17 @@ def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
     return "\n".join([f"{head}; {len(changes)} changed", *rows])
 
 
-def _where(project: Project, request: Request, pin: str) -> str:
+def _where(resolved: ResolvedTarget, pin: str) -> str:
     """``versions.yaml:line:col`` of the pin (the file alone for a pin that is gone)."""
-    from primus.versions.wheels import normalise
-
     kind, _, rest = pin.partition(" ")
-    name, _, field = rest.rpartition(" ")
-    if kind == "base" and name in project.versions.bases:
-        return project.place("bases", name, field)
-    for component, entry in project.pins(request.target).items():
+    name, _, key = rest.rpartition(" ")
+    if kind == "base" and name in resolved.versions.bases:
+        return resolved.base_place(name, key)
+    for component, entry in resolved.pins.items():
         package = entry.named(kind)
-        if package is not None and normalise(package) == rest.partition(" ")[0]:
-            return project.pin_place(component, entry)
+        if package is not None and normalised(package) == rest.partition(" ")[0]:
+            return resolved.pin_place(component, entry)
     return "versions.yaml"
-
-
-def _name(project: Project, request: Request) -> str:
-    return project.lock_path(request.target).relative_to(project.root).as_posix()
 
 
 def _all_new(request: Request) -> tuple[Drift, ...]:

@@ -1,43 +1,37 @@
-"""Show what a build would do, layer by layer: + build, = reuse.
-
-For each layer to build, the plan gives the reason: what changed since the last build. For several targets, it only
-counts the layers to reuse, and shows how many bytes each image shares with the others. --full lists every layer and the
-images that contain it.
-"""
+"""``primus plan``."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
 
-from primus.cli.host.common import add_planning_options, open_project, targets_of
+from primus.cli.host.common import resolved_targets
+from primus.images.action import ImagePlan
+from primus.images.explain import changes
+from primus.images.locking import plan_images
+from primus.images.outline import outline, outline_text
+from primus.images.sharing import sharing_json, sharing_of, sharing_text
+from primus.images.store import Store
+from primus.terminal import Screen
 
-EXAMPLE = "primus plan cpu"
-
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``primus plan``."""
-    add_planning_options(parser)
-    parser.add_argument("--full", action="store_true", help="list every layer, also for several targets")
+__all__ = ["print_plans", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; nothing is fetched or built."""
-    from primus.images.builder import plan_images
-    from primus.images.explain import changes
-    from primus.images.outline import outline, outline_text
-    from primus.images.sharing import sharing_json, sharing_of, sharing_text
-    from primus.terminal import Screen
+    targets, workspace = resolved_targets(args)
+    plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)
+    workspace.stats.save()
+    print_plans(plans, workspace.store, as_json=args.json, full=args.full)
+    return 0
 
-    project = open_project(args)
-    plans = plan_images(project, targets_of(project, args), locked=args.locked, offline=args.offline, quiet=args.json)
-    images = sharing_of(project.store, plans) if len(plans) > 1 else []
-    lines = [(plan, outline(project.store, plan)) for plan in plans]
-    project.stats.save()
-    if args.json:
-        import json
 
+def print_plans(plans: Sequence[ImagePlan], store: Store, *, as_json: bool, full: bool = False) -> None:
+    """Print what building ``plans`` into ``store`` would do; a single plan is always shown in full."""
+    images = sharing_of(store, plans) if len(plans) > 1 else []
+    lines = [(plan, outline(store, plan)) for plan in plans]
+    if as_json:
         shares = sharing_json(images)
         print(
             json.dumps(
@@ -49,12 +43,11 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         screen = Screen.of()
-        full = len(plans) == 1 or getattr(args, "full", False)
+        full = full or len(plans) == 1
         texts = []
         for plan, rows in lines:
-            state = project.store.record("targets", plan.state)
+            state = store.record("targets", plan.state)
             texts.append(outline_text(plan, rows, changes(state, plan) if state else None, screen, full=full))
         print(("\n\n" if full else "\n").join(texts))
         if images:
             print("\n" + sharing_text(images, screen, full=full))
-    return 0

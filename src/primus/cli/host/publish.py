@@ -1,74 +1,41 @@
-"""Publish a built image with its evidence: bill of materials, provenance, gates, lock and validations.
-
-An image is refused, with all reasons, if it fails a gate, if exactly this image was not validated, or if its commit is
-not clean. The tag of a release is never moved. Exit code 1 if refused. The last line is the image name with its digest.
-"""
+"""``primus publish``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from primus.cli.arguments import folder
-from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
+from primus.cli.host.common import resolved_targets
 from primus.errors import InputError
+from primus.images.display import choose_progress
+from primus.images.plan import plan_image
+from primus.release.publish import Ready, prepare, publish
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from primus.release.publish import Ready
-
-EXAMPLE = "primus publish cpu --to registry.example.com/rocm/primus --dry-run"
-
-__all__ = ["EXAMPLE", "add_arguments", "run"]
+__all__ = ["run"]
 
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+
+
 _NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+$")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``primus publish``."""
-    add_targets(parser)
-    parser.add_argument("--to", required=True, metavar="REPOSITORY", help="registry and path, without a tag")
-    parser.add_argument(
-        "--preview",
-        action="store_true",
-        help="publish as -preview: no validation on the GPU is needed, and the coverage gate may fail",
-    )
-    parser.add_argument(
-        "--records",
-        type=folder("--records"),
-        metavar="DIR",
-        help="folder of validation records (default: out/validation)",
-    )
-    parser.add_argument(
-        "--key", metavar="KEY", help="sign with cosign: key file or key service; password in COSIGN_PASSWORD"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="check and print only; contact no registry")
-    add_project_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Judge all, then publish all."""
-    import json
-
-    from primus.images.display import choose_progress
-    from primus.release.publish import prepare, publish
-
     if not _NAME.match(args.to):
         raise InputError(
             f"--to {args.to!r} is not a repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
         )
-    project = open_project(args)
-    records = (args.records or project.root / "out" / "validation").absolute()
-    names = targets_of(project, args)
+    targets, workspace = resolved_targets(args)
+    records = (args.records or targets[0].root / "out" / "validation").absolute()
+    plans = [plan_image(resolved, workspace.stats) for resolved in targets]
     with choose_progress(args.json) as progress:
-        every = [prepare(project, name, records=records, preview=args.preview, progress=progress) for name in names]
+        every = [prepare(plan, workspace, records=records, preview=args.preview, progress=progress) for plan in plans]
         refused = any(ready.objections for ready in every)
         done = []
         if not refused and not args.dry_run:
-            done = [publish(project, ready, args.to, progress, key=args.key) for ready in every]
+            done = [publish(ready, workspace.store, args.to, progress, key=args.key) for ready in every]
     if args.json:
         print(json.dumps({"published": done, "judged": [_row(r) for r in every], "passed": not refused}))
         return 1 if refused else 0

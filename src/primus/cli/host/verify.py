@@ -1,62 +1,49 @@
-"""Rebuild into an empty store from the same downloaded files; compare the digests and run every gate.
-
-If the digests differ, the first differing layer and file are named, and the exit code is 1. The gates are those of
-`primus check`.
-"""
+"""``primus verify``."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
-from primus.cli.host.common import add_project_options, add_targets, open_project, targets_of
+from primus.cli.host.common import resolved_targets
+from primus.gates.admit import Gatekeeper
+from primus.gates.check import check_image, outcome_text
+from primus.images.builder import build_images
+from primus.images.compare import first_difference
+from primus.images.display import choose_progress
+from primus.images.locking import plan_images
+from primus.images.store import Store
+from primus.images.workspace import Workspace
+from primus.terminal import Screen
 
-EXAMPLE = "primus verify cpu"
-
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of ``primus verify``."""
-    add_targets(parser)
-    add_project_options(parser)
-    parser.add_argument("--keep", action="store_true", help="keep the second store if it differs")
+__all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
     """Build twice, compare."""
-    import json
-    import shutil
-    import tempfile
-    from pathlib import Path
-
-    from primus.gates.admit import Gatekeeper
-    from primus.gates.check import check_image, outcome_text
-    from primus.images.builder import build_images, plan_images
-    from primus.images.compare import first_difference
-    from primus.images.display import choose_progress
-    from primus.images.project import Project
-    from primus.terminal import Screen
-
-    project = open_project(args)
-    names = targets_of(project, args)
-    plans = plan_images(project, names, locked=True, quiet=args.json)
-    first = build_images(project, plans, gates=Gatekeeper, locked=True, rehash=True, quiet=args.json)
-    project.work.mkdir(exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=project.work))
+    targets, workspace = resolved_targets(args)
+    plans = plan_images(targets, workspace.stats, locked=True, quiet=args.json)
+    first = build_images(plans, workspace, gates=Gatekeeper, locked=True, rehash=True, quiet=args.json)
+    workspace.folder.mkdir(exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))
     failed: dict[str, str] = {}
     try:
-        twin = Project(project.root, store=scratch / "store", channel=args.channel)
-        again = plan_images(twin, names, locked=True)
-        second = build_images(twin, again, gates=None, locked=True, quiet=args.json)
+        # Another store, the same downloads and unpacked layers. Local files are hashed again.
+        twin = Workspace(Store(scratch / "store"), workspace.folder)
+        again = plan_images(targets, twin.stats, locked=True)
+        second = build_images(again, twin, gates=None, locked=True, quiet=args.json)
         for one, other in zip(first, second, strict=True):
-            if (where := first_difference((project.store, one), (twin.store, other))) is not None:
+            if (where := first_difference((workspace.store, one), (twin.store, other))) is not None:
                 failed[one.target] = where
     finally:
         if not (failed and args.keep):
             shutil.rmtree(scratch, ignore_errors=True)
     with choose_progress(args.json) as progress:
-        outcomes = {name: check_image(project, name, progress) for name in names}
+        outcomes = {plan.target: check_image(plan, workspace, progress) for plan in plans}
     passed = not failed and all(outcome.passed for outcome in outcomes.values())
     if args.json:
         rows = [

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 
 from primus.cli.arguments import whole
+from primus.recipes.backends import backends
+from primus.recipes.catalogue import gpus
 from primus.recipes.choose import PRECISIONS
 from primus.recipes.load import names
-from primus.recipes.model import Asked, Recipe
+from primus.recipes.model import Recipe
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 
 __all__ = [
     "add_choices",
@@ -47,9 +50,6 @@ def short_origin(origin: str, recipe: Recipe) -> str:
 
 def offered(choice: str) -> list[str]:
     """Every word that some recipe takes for a choice."""
-    from primus.recipes.backends import backends
-    from primus.recipes.catalogue import gpus
-
     match choice:
         case "backend":
             return list(backends())
@@ -88,6 +88,7 @@ def resolved(options: argparse.Namespace) -> Recipe:
     single = ("ranks", "steps", "seed", "turbo")
     words = [f"{what}={value}" for what in single if (value := getattr(options, what)) is not None]
     recipe = resolve(options.recipe, [*options.overrides, *words], asked)
+    # Seam "rules of few recipes": most ask for neither Megatron nor an optimization.
     if recipe.backend == "megatron":
         from primus.training.megatron import render
 

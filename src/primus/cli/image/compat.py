@@ -20,9 +20,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from primus.cli.image import train
-from primus.compat import benchmark, pretrain
+from primus.compat import benchmark, pretrain, setup
 from primus.compat.request import Request
 from primus.errors import HostError, InputError, nearest
+from primus.gpus.detect import detect
+from primus.recipes.backends import backend
+from primus.report import sheets
+from primus.report.run import read
 
 __all__ = ["EXAMPLE", "add_arguments", "requested", "run"]
 
@@ -169,9 +173,6 @@ def _launch_slurm(request: Request, environment: Mapping[str, str], own: argpars
 
 def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
     """Append the run's figures where MAD's script leaves them, beside the folder it runs in; else in the run's own."""
-    from primus.report import sheets
-    from primus.report.run import read
-
     try:
         rows = sheets.benchmark_rows(read(output), model=model, mode=mode)
     except InputError as error:
@@ -191,8 +192,6 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
 
 def _set_up(words: Sequence[str], environment: Mapping[str, str], *, downloads: bool) -> int:
     """Say which libraries are there; with ``--download`` bring models and data sets."""
-    from primus.compat import setup
-
     if [word for word in words if word != "--download"]:
         raise InputError(f"there is no option {words[0]!r}", hint="--download brings models and data sets, too")
     if not downloads:
@@ -215,14 +214,10 @@ def _for_this_machine(request: Request, own: argparse.Namespace) -> Request:
     asked = request.asked if own.gpu is None else replace(request.asked, gpu=own.gpu)
     request = replace(request, asked=asked)
     if own.proxy:
-        from primus.recipes.backends import backend
-
         knows = backend(asked.backend or "torchtitan")
         return pretrain.for_proxy(request, [knows.key("steps"), knows.key("seed")])
     if own.gpu or request.gpu_of_path is None:
         return request
-    from primus.gpus.detect import detect
-
     found = detect()
     if not found.names and own.dry_run:
         says = f"this machine has no GPU: resolved for {request.gpu_of_path}, which the path names"

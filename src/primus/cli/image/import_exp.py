@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from primus.compat.pretrain import ALLOW_UNMAPPED
 from primus.compat.translate import refuse
 from primus.compat.words import spelt
 from primus.errors import HostError, InputError
-from primus.recipes.model import Asked
 from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
 from primus.training.job import Job
 from primus.training.ranks import files
 
@@ -89,8 +90,6 @@ def run(options: argparse.Namespace) -> int:
 def _print_or_write(options: argparse.Namespace, document: Mapping[str, object], text: str) -> int:
     """Print ``document`` with --json, write ``text`` to --out; print it where neither is asked for."""
     if options.json:
-        import json
-
         print(json.dumps(document, indent=2, ensure_ascii=False))
     elif options.out is None:
         print(text, end="")

@@ -14,7 +14,7 @@ from primus.cli.image.common import add_named, complete_recipe, offered
 from primus.errors import InputError
 from primus.recipes.catalogue import Entry, entries
 from primus.recipes.choose import among
-from primus.recipes.load import names, no_recipes
+from primus.recipes.load import folder, names, no_recipes
 from primus.recipes.size import readable
 from primus.terminal import Screen
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         if (asked := getattr(options, choice)) is not None:
             among(choice, asked, offered(choice), f"--{choice} {asked}")
     if not names():
-        raise no_recipes()
+        raise no_recipes(folder())
     shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]
     if not shown:
         raise InputError("no recipe matches", hint="primus list shows all recipes")

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
-from primus.recipes.model import CHOICES, Recipe, Setting
+from primus.recipes.model import Recipe
+from primus.recipes.setting import CHOICES, Setting
 from primus.recipes.size import readable, size
 from primus.terminal import Screen, Styled
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from primus.recipes.architecture import Architecture, built, rebuilt
-from primus.recipes.model import Value
+from primus.recipes.setting import Value
 from primus.training.loop.config import LoopConfig
 
 __all__ = ["Given", "read"]

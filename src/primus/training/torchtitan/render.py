@@ -8,7 +8,7 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.recipes.architecture import Architecture
-from primus.recipes.model import Value
+from primus.recipes.setting import Value
 from primus.training.job import Job
 
 __all__ = ["model_arguments", "model_name", "toml"]

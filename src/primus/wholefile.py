@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 __all__ = ["write"]
@@ -12,7 +11,8 @@ __all__ = ["write"]
 def write(path: Path, text: str) -> None:
     """Write ``text`` so that ``path`` is either as before or complete; makes its folder. OSError as any write."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    # Not the process id: containers on several nodes that share the folder may have the same.
+    waiting = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
         waiting.write_text(text, encoding="utf-8")
         waiting.replace(path)

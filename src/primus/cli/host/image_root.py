@@ -1,0 +1,25 @@
+"""The image in the store that a verb works on."""
+
+from __future__ import annotations
+
+import argparse
+
+from primus.cli.host.common import resolved_target
+from primus.images.project import Project
+from primus.images.roots import root_of_image
+from primus.images.store import Store
+from primus.sandbox.model import RootFs
+
+__all__ = ["image_root"]
+
+
+def image_root(args: argparse.Namespace) -> RootFs:
+    """The image of ``args.target`` as a sandbox takes it; it must be in the store.
+
+    With --store alone no project is needed: the store's newest image of the target is meant.
+    """
+    if args.store and args.project is None and not Project.here():
+        store = args.store.absolute()
+        return root_of_image(Store(store), store.parent / "unpacked", args.target)
+    resolved, workspace = resolved_target(args)
+    return root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)

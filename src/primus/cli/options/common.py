@@ -1,0 +1,64 @@
+"""Options that several host verbs share."""
+
+from __future__ import annotations
+
+import argparse
+
+from primus.cli.arguments import folder, path
+
+__all__ = ["add_build_options", "add_planning_options", "add_project_options", "add_target", "add_targets"]
+
+
+def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
+    """--project, --store and, unless the verb's output is another program's, --json."""
+    parser.add_argument(
+        "--project",
+        type=path("--project"),
+        metavar="DIR",
+        help="folder with versions.yaml (default: this folder or a parent)",
+    )
+    parser.add_argument("--store", type=folder("--store"), metavar="DIR", help="image store (default: .primus/store)")
+    parser.add_argument(
+        "--channel", choices=("amd", "debian", "pypi"), help="channel to build from (default: the best one with a lock)"
+    )
+    if json:
+        parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """TARGET with completion from images/*.yaml."""
+    action = parser.add_argument("target", metavar="TARGET", help="name of the image, for example cpu")
+    action.completer = complete_target  # type: ignore[attr-defined]
+
+
+def add_targets(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """TARGET... with completion from images/*.yaml, and --all."""
+    action = parser.add_argument(
+        "target",
+        nargs="*",
+        metavar="TARGET",
+        help="names of images, for example cpu" + ("" if required else " (default: all)"),
+    )
+    action.completer = complete_target  # type: ignore[attr-defined]
+    parser.add_argument("--all", action="store_true", help="all targets in images/")
+
+
+def add_planning_options(parser: argparse.ArgumentParser) -> None:
+    """Targets, places, and what planning may do: the options of every verb that plans."""
+    add_targets(parser)
+    add_project_options(parser)
+    add_build_options(parser)
+
+
+def add_build_options(parser: argparse.ArgumentParser) -> None:
+    """--locked and --offline."""
+    parser.add_argument("--locked", action="store_true", help="fail if the lock does not match versions.yaml")
+    parser.add_argument("--offline", action="store_true", help="use only downloaded files; contact no source")
+
+
+def complete_target(prefix: str, **_: object) -> list[str]:
+    """Names for tab completion."""
+    # Seam "completion": `--help` completes nothing.
+    from primus.images.project import Project
+
+    return [name for name in Project.find().target_names() if name.startswith(prefix)]

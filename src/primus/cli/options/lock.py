@@ -1,0 +1,22 @@
+"""Resolve versions.yaml to exact files (name, version, file name, size, sha256): one lock per target and channel.
+
+Unchanged pins and their dependencies keep their locked versions. --refresh takes the newest versions that match.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from primus.cli.options.common import add_project_options, add_targets
+
+__all__ = ["EXAMPLE", "add_arguments"]
+
+EXAMPLE = "primus lock cpu --check"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    add_targets(parser, required=False)
+    add_project_options(parser)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a lock is stale")
+    parser.add_argument("--refresh", action="store_true", help="take the newest versions that match the pins")

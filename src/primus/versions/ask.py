@@ -1,0 +1,54 @@
+"""Ask several sources at once whether they answer, within a few seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from primus.errors import HostError
+
+__all__ = ["DEADLINE_S", "HOST_DEADLINE_S", "ask"]
+
+# Of the 5 s that a refusal may take; on a busy machine starting Python takes a good part of the rest.
+DEADLINE_S = 3.0
+# For what pip and apt are configured to: as long as a slow mirror takes that works all the same.
+HOST_DEADLINE_S = 8.0
+
+
+def ask(
+    probes: Mapping[str, Callable[[], object]],
+    channel: str | None = None,
+    *,
+    deadline: float | None = None,
+    hint: str = "run it on a machine that reaches it, or take another channel (--channel)",
+) -> None:
+    """Ask every source at once. Raises HostError, within ``deadline`` seconds (default: ``DEADLINE_S``), for the first
+    that gives no answer.
+
+    ``channel`` is the one that needs them, where it is known.
+    """
+    failed: dict[str, HostError] = {}
+
+    def one(name: str, probe: Callable[[], object]) -> None:
+        try:
+            probe()
+        except HostError as error:
+            failed[name] = error
+
+    threads = {name: threading.Thread(target=one, args=(name, probe), daemon=True) for name, probe in probes.items()}
+    for thread in threads.values():
+        thread.start()
+    _wait(threads.values(), DEADLINE_S if deadline is None else deadline)
+    for name, thread in threads.items():
+        if name in failed or thread.is_alive():
+            needs = f"; channel {channel} needs it" if channel else ""
+            error = failed.get(name)
+            cause = error.message.rpartition(": ")[2] if error else "no answer in time"
+            raise HostError(f"{name} does not answer: {cause}{needs}", hint=hint)
+
+
+def _wait(threads: Iterable[threading.Thread], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))

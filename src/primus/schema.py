@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 # What each type is called, and the scalars of YAML that it takes; bool is no number here.
 _SCALARS: dict[type, tuple[str, Callable[[object], bool]]] = {
-    str: ("text", lambda _: True),
+    str: ("text", lambda value: isinstance(value, str)),
     int: ("a whole number", lambda value: type(value) is int),
     float: ("a number", lambda value: type(value) in (int, float) and math.isfinite(cast(float, value))),
     bool: ("true or false", lambda value: type(value) is bool),
@@ -70,13 +70,15 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping
             raise _wrong("one of " + ", ".join(map(str, args)), data, doc, key, near=[str(a) for a in args])
         return data
     shape, fits = _SCALARS[hint]
-    try:
-        meaning = data if hint is str or not isinstance(data, str) else scalar(data)
-    except ValueError as error:
-        raise InputError(str(error), where=doc.where(key)) from None
-    if not isinstance(data, str) or not fits(meaning):
+    meaning: object = data
+    if not doc.typed and hint is not str and isinstance(data, str):
+        try:
+            meaning = scalar(data)
+        except ValueError as error:
+            raise InputError(str(error), where=doc.where(key)) from None
+    if isinstance(data, str) != (hint is str or not doc.typed) or not fits(meaning):
         raise _wrong(shape, data, doc, key)
-    if meta.get("pattern") and not re.fullmatch(meta["pattern"], data):
+    if isinstance(data, str) and meta.get("pattern") and not re.fullmatch(meta["pattern"], data):
         raise _wrong(meta.get("shape") or f"text like {meta['pattern']}", data, doc, key)
     return hint(meaning)
 
@@ -119,6 +121,8 @@ def _wrong(shape: str, data: Plain, doc: Document, key: Key, near: list[str] | N
         else f"{data!r}"
         if isinstance(data, str)
         else f"a {'list' if isinstance(data, list) else 'mapping'}"
+        if isinstance(data, list | dict)
+        else str(data)[:40]
     )
     name = next((str(part) for part in reversed(key) if isinstance(part, str)), "the file")
     hint = (did_you_mean(data, near) if near and isinstance(data, str) else "") or None

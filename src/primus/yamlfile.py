@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from primus.errors import InputError
+from primus.files import read_bytes
 
 __all__ = ["Document", "Key", "Plain", "Scalar", "Tree", "Values", "parse", "parse_values", "read", "read_values"]
-__all__ += ["refuse_special", "scalar", "spell", "value"]
+__all__ += ["scalar", "spell", "value"]
 
 Scalar: TypeAlias = str | int | float | bool | None
 Plain: TypeAlias = "str | list[Plain] | dict[str, Plain] | None"
@@ -50,11 +51,15 @@ _PLAIN = re.compile(r"[\w/](?:[\w/.+:-]*[\w/])?")
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """The file's data (mappings, lists, text, None) and the 1-based line and column of each key path."""
+    """The file's data (mappings, lists, text, None) and the 1-based line and column of each key path.
+
+    ``typed`` data has numbers and truth values as such, as JSON does; otherwise every scalar is text or None.
+    """
 
     name: str
     data: Plain
     places: dict[Key, tuple[int, int]] = field(repr=False)
+    typed: bool = False
 
     def where(self, key: Key = ()) -> str:
         """``file:line:col`` of the key ``key``, or of its nearest parent in the file."""
@@ -103,20 +108,11 @@ def read_values(path: Path, name: str | None = None, *, keep_last: bool = False)
     return parse_values(_text(path, name or str(path)), name or str(path), keep_last=keep_last)
 
 
-def refuse_special(path: Path, shown: str) -> None:
-    """InputError for a pipe or a device, which would block the reader or never end."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise InputError("this is not a regular file", where=shown)
-
-
 def _text(path: Path, shown: str) -> str:
     try:
-        refuse_special(path, shown)
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path, shown).decode()
     except FileNotFoundError:
         raise InputError("there is no such file", where=shown) from None
-    except IsADirectoryError:
-        raise InputError("this is a directory, not a file", where=shown) from None
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8 text (byte {error.start})", where=shown) from None
     except OSError as error:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from primus import wholefile
 from primus.errors import CheckFailed
+from primus.files import write_file
 from primus.gates.coherence import Package, RocmVersion, coherence, rocm_version
 from primus.gates.pins import check_pins, pinned_packages
 from primus.images.project import Project
@@ -226,5 +226,5 @@ def test_pins_that_do_not_belong_together_stop_a_build_with_their_line(tmp_path:
 
 def target_with(root: Path, files: tuple[LockedFile, ...]) -> ResolvedTarget:
     lock = Lock(target="mi300x", channel="amd", pins={}, files=files)
-    wholefile.write(Project(root).lock_path("mi300x"), dumps(lock))
+    write_file(Project(root).lock_path("mi300x"), dumps(lock))
     return resolve(Project(root), "mi300x")

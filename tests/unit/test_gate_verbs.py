@@ -10,6 +10,7 @@ import pytest
 
 from gpu_files import bundle, elf
 from primus.cli.main import main
+from primus.files import read_sealed, write_sealed
 from project_kit import Kit, make_project
 
 PLACEHOLDER = "hf_" + "aBcDeFgHiJkLmNoPqRsTuVwXyZ12345678"[:34]
@@ -174,12 +175,12 @@ def test_a_preview_that_fails_a_gate_is_built_and_says_so(kit: Kit) -> None:
 def test_an_image_is_judged_again_when_the_rules_change(kit: Kit) -> None:
     kit.build()
     state = kit.root / ".primus/store/targets/demo.json"
-    judged = json.loads(state.read_bytes())
+    judged = read_sealed(state)
     assert "nothing to do" in kit.build("demo", "--engine", "auto").err
-    state.write_text(json.dumps({**judged, "judged": "other rules"}))
+    write_sealed(state, {**judged, "judged": "other rules"})
     again = kit.build("demo", "--engine", "auto")
     assert "0 layers built" in again.err
-    assert json.loads(state.read_bytes())["judged"] == judged["judged"]
+    assert read_sealed(state)["judged"] == judged["judged"]
 
 
 def test_verify_runs_the_gates(kit: Kit) -> None:

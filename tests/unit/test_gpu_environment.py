@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import InputError
+from primus.files import read_sealed
 from primus.gpus.table import environment, load_table
 from primus.images.project import Project
 from primus.images.resolve import resolve
@@ -120,7 +121,7 @@ def test_the_note_of_a_build_holds_the_table(kit: Kit) -> None:
     kit.build()
     notes = list((kit.root / ".primus/cache").glob("unchanged-demo.json"))
     assert notes, "no note was left"
-    assert any("gpus/generations.yaml" in paths for paths, _ in json.loads(notes[0].read_text())["groups"])
+    assert any("gpus/generations.yaml" in paths for paths, _ in read_sealed(notes[0])["groups"])
 
 
 names = st.sampled_from([*BAKED, "COLOR", "HF_HOME"])

@@ -12,12 +12,14 @@ from primus.errors import InputError
 from primus.versions.lock import BaseRequest, Lock, LockedFile, Request, drift, dumps, load, loads
 
 words = st.text(min_size=1, max_size=12)
+# Names, versions and file names become parts of paths.
+names = st.from_regex(r"[A-Za-z0-9é+_-][A-Za-z0-9.+_-]{0,11}", fullmatch=True)
 files = st.builds(
     LockedFile,
     kind=st.sampled_from(["wheel", "sdist", "deb"]),
-    name=words,
-    version=words,
-    file=words,
+    name=names,
+    version=names,
+    file=names,
     size=st.integers(min_value=0, max_value=2**40),
     sha256=st.text("0123456789abcdef", min_size=64, max_size=64),
     base=st.none() | words,

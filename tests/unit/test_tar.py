@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primus.errors import CheckFailed, InputError
 from primus.images.tar import MTIME, Entry, in_order, write_tar
 
 NAME = st.text(st.sampled_from(string.ascii_letters + "._-é漢"), min_size=1, max_size=60).filter(
-    lambda name: name not in (".", "..")
+    lambda name: name not in (".", "..") and not name.startswith(".wh.")
 )
 PATH = st.lists(NAME, min_size=1, max_size=6).map("/".join)
 
@@ -102,17 +103,17 @@ def test_every_parent_comes_before_its_children(entries: list[Entry]) -> None:
 
 @pytest.mark.parametrize("path", ["", "/etc", "a//b", "a/../b", "./a", "a/", "a\0b"])
 def test_unclean_path_is_refused(path: str) -> None:
-    with pytest.raises(ValueError, match="clean relative path"):
+    with pytest.raises(InputError, match="cannot be in an image"):
         Entry(path=path)
 
 
 def test_path_given_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="given twice"):
+    with pytest.raises(InputError, match="given twice"):
         in_order([Entry(path="a"), Entry(path="a")])
 
 
 def test_file_that_shrinks_while_being_read_is_an_error() -> None:
-    with pytest.raises(OSError, match="it changed while being read"):
+    with pytest.raises(CheckFailed, match="changed while the build read it"):
         written([Entry(path="a", size=5, source=b"abc")])
 
 

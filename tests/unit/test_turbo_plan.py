@@ -149,7 +149,10 @@ def test_a_compiler_that_fails_fails_the_build_with_its_words(kit: Kit, monkeypa
     asked: dict[str, Any] = {}
 
     def refuse(root: object, argv: Sequence[str], *, inputs: Mapping[str, Path], log: Path, **options: Any) -> int:
-        asked.update(argv=argv, inputs=inputs, env=options["env"])
+        sources = {
+            name for name in ("errors.py", "files.py", "turbo/bake.py") if (inputs["/in/primus"] / name).is_file()
+        }
+        asked.update(argv=argv, sources=sources, env=options["env"])
         log.write_text("liger-rope x\n  _triton_rope\n✗ liger-rope does not compile for gfx942: _triton_rope: no\n")
         return 1
 
@@ -164,5 +167,5 @@ def test_a_compiler_that_fails_fails_the_build_with_its_words(kit: Kit, monkeypa
     assert asked["argv"][-5:] == ["gfx942", "304", "/opt/primus/triton", "/out", "liger-kernel"]
     assert asked["env"]["TRITON_F32_DEFAULT"] == "ieee"
     assert "TRITON_CACHE_DIR" not in asked["env"]
-    assert asked["inputs"]["/in/primus/turbo/bake.py"].is_file()
+    assert asked["sources"] == {"errors.py", "files.py", "turbo/bake.py"}
     assert not workshop.done(kit.layers()["turbo gfx942"])

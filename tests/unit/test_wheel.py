@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from primus.errors import CheckFailed, HostError
-from primus.images.bytecode import bytecode_entries
+from primus.errors import CheckFailed, InputError
+from primus.images.bytecode import SCRIPT, bytecode_entries
 from primus.images.prefix import Prefix
 from primus.images.tar import Entry
 from primus.images.wheel import wheel_entries
@@ -126,11 +126,11 @@ def test_record_lists_every_file_once(laid: Path) -> None:
 def test_not_a_wheel_is_a_sentence(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"not a zip")
-    with pytest.raises(HostError, match="is not a wheel"):
+    with pytest.raises(InputError, match="cannot be used"):
         list(wheel_entries(path, "x.whl", PREFIX))
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.py", "")
-    with pytest.raises(HostError, match="is not a wheel"):
+    with pytest.raises(InputError, match="cannot be used"):
         list(wheel_entries(path, "x.whl", PREFIX))
 
 
@@ -139,7 +139,7 @@ def test_path_that_escapes_is_refused(tmp_path: Path) -> None:
     make_wheel(tmp_path)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("../../etc/passwd", "root")
-    with pytest.raises(HostError, match="leaves its folder"):
+    with pytest.raises(InputError, match="leaves its folder"):
         list(wheel_entries(path, NAME, PREFIX))
 
 
@@ -214,7 +214,7 @@ def test_bytecode_is_that_of_the_interpreter_and_tests_have_none(tmp_path: Path)
     entries.append(Entry(path="bin/other.py", size=1, source=b"\n"))
 
     def run(inputs: Mapping[str, Path], out: Path, place: str) -> None:
-        script = inputs["/compile.py"].read_text().replace('"/in/', f'"{inputs["/in"]}/').replace('"/out/', f'"{out}/')
+        script = SCRIPT.read_text().replace('"/in/', f'"{inputs["/in"]}/').replace('"/out/', f'"{out}/')
         (tmp_path / "compile.py").write_text(script)
         subprocess.run([sys.executable, "-I", str(tmp_path / "compile.py"), place], check=True)
 

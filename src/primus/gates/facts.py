@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +15,7 @@ from pathlib import Path
 from threading import Event
 from typing import IO, Any, cast
 
-from primus import wholefile
+from primus.files import read_sealed, write_sealed
 from primus.gates.codeobjects import Code, code_in, is_kernel_file, is_triton_metadata
 from primus.gates.contents import Kind, Member, walk
 from primus.gates.litter import Scanner, Trace, path_traces, reads_text, text_traces
@@ -177,7 +176,7 @@ def facts_of(
     """
     kept = _kept(layer.digest, folder, needles)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        return _loads(kept.read_bytes())
+        return _loaded(read_sealed(kept))
     facts = observe(_until(stop, walk(layer, blob)), needles)
     keep(facts, layer.digest, folder, needles)
     return facts
@@ -194,7 +193,7 @@ def keep(facts: LayerFacts, digest: str, folder: Path, needles: Sequence[bytes] 
     with contextlib.suppress(OSError):
         for old in folder.glob(kept.name.partition("-")[0] + "-*"):
             old.unlink(missing_ok=True)
-        wholefile.write(kept, json.dumps(asdict(facts)))
+        write_sealed(kept, asdict(facts))
 
 
 def _kept(digest: str, folder: Path, needles: Sequence[bytes]) -> Path:
@@ -209,8 +208,7 @@ def _until(stop: Event | None, members: Iterable[Member]) -> Iterator[Member]:
         yield member
 
 
-def _loads(data: bytes) -> LayerFacts:
-    known: dict[str, Any] = json.loads(data)
+def _loaded(known: dict[str, Any]) -> LayerFacts:
     return LayerFacts(
         folders={path: (size, count) for path, (size, count) in known["folders"].items()},
         code=tuple(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import tempfile
@@ -10,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primus import wholefile
 from primus.errors import HostError
+from primus.files import read_sealed, write_sealed
 from primus.gates.model import Finding, GateReport
 from primus.sandbox.engines import choose
 from primus.sandbox.model import Command, RootFs
@@ -50,8 +49,8 @@ def ask_image(root: RootFs, digest: str, cache: Path) -> dict[str, Any]:
     Raises HostError when the image gives no answer.
     """
     kept = cache / f"turbo-{digest.removeprefix('sha256:')}.json"
-    with contextlib.suppress(OSError, ValueError):
-        known: dict[str, Any] = json.loads(kept.read_bytes())
+    known = read_sealed(kept)
+    if isinstance(known, dict):
         return known
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said, Path(os.devnull).open("rb") as nothing:
         command = Command(argv=_COMMAND, entrypoint=False, tty=False)
@@ -65,5 +64,5 @@ def ask_image(root: RootFs, digest: str, cache: Path) -> dict[str, Any]:
             raise HostError(
                 f"primus turbo check ended with exit code {code} in {root.name}: {' / '.join(tail) or 'no word'}"
             ) from None
-    wholefile.write(kept, json.dumps(answer))
+    write_sealed(kept, answer)
     return answer

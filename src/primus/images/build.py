@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +76,19 @@ def current(store: Store, plan: ImagePlan, judged: str | None = None) -> Built |
     state = store.record("targets", plan.state)
     if state is None or state.get("key") != plan.key or judged not in (None, state.get("judged")):
         return None
+    try:
+        return _current(store, plan, state)
+    except (KeyError, TypeError, ValueError):
+        # A record that another version wrote is like none.
+        return None
+
+
+def _current(store: Store, plan: ImagePlan, state: Mapping[str, Any]) -> Built | None:
     blobs = [Blob(**b) for b in state["blobs"]]
-    if not all(store.has(blob) for blob in blobs) or store.images().get(plan.ref, {}).get("digest") != state["digest"]:
+    if not all(store.has(blob) for blob in blobs):
+        return None
+    entry = store.images().get(plan.ref, {})
+    if (entry.get("digest"), entry.get("size")) != (state["digest"], blobs[0].size):
         return None
     lines = tuple(
         LayerLine(**{**line, "built": False, "seconds": 0.0, "left_out": LeftOut.of(line.get("left_out", ()))})

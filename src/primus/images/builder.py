@@ -24,6 +24,7 @@ from primus.images.locking import lock_target
 from primus.images.overlap import check_overlap
 from primus.images.plan import plan_image
 from primus.images.preflight import preflight
+from primus.images.rehash import find_damage
 from primus.images.store import CONFIG_TYPE, MANIFEST_TYPE, Layer, Store
 from primus.sandbox.running import stop_all
 from primus.versions.lock import LockedFile
@@ -75,7 +76,8 @@ def build_images(
     store = workspace.store
     store.prepare()
     if rehash:
-        _drop_damaged(workspace, plans)
+        for fault in find_damage(store, (action for plan in plans for action in plan.actions())):
+            print(f"! {fault}", file=sys.stderr)
     with choose_progress(quiet) as progress, contextlib.ExitStack() as stack:
         judge = gates(workspace, progress) if gates else None
         if judge:
@@ -139,17 +141,6 @@ def _relock(workshop: Workshop, plans: Sequence[ImagePlan], gone: Sequence[Locke
             resolved = lock_target(resolved, progress, gone=gone)
         result.append(plan_image(resolved, workshop.workspace.stats))
     return result
-
-
-def _drop_damaged(workspace: Workspace, plans: Sequence[ImagePlan]) -> None:
-    """Hash every blob that the plans would reuse; take damaged ones out of the store, said aloud."""
-    store = workspace.store
-    for action in {a.key: a for plan in plans for a in plan.layers}.values():
-        layer = store.layer(action.key)
-        for digest in (layer.blob.digest, layer.paths) if layer is not None else ():
-            if fault := store.check(digest):
-                print(f"! {action.name}: {fault}; building it again", file=sys.stderr)
-                store.discard(digest)
 
 
 def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:

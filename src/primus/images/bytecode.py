@@ -6,11 +6,13 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from primus.errors import CheckFailed
 from primus.images.compile_bytecode import is_compiled
 from primus.images.part import open_part
 from primus.images.tar import Entry
+from primus.jsonfile import read_json
 
 __all__ = ["SCRIPT", "bytecode_entries"]
 
@@ -36,8 +38,8 @@ def bytecode_entries(
             stream.writelines(entry.chunks())
     index = [(entry.path.removeprefix(site + "/"), entry.size) for entry in modules]
     (source / "index.json").write_text(json.dumps(index), encoding="utf-8")
-    run({"/in": source, "/compile.py": SCRIPT}, out, f"/{site}")
-    rows = json.loads((out / "index.json").read_text(encoding="utf-8"))
+    run({"/in": source}, out, f"/{site}")
+    rows: Any = read_json(out / "index.json").data
     (source / "modules").unlink()
     sizes = {pack: (out / str(pack)).stat().st_size for pack in {int(row[1]) for row in rows}}
     for path, pack, offset, size in rows:

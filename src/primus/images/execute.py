@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from primus.errors import CheckFailed, HostError
+from primus.errors import CheckFailed, HostError, InputError
 from primus.images.action import Action
-from primus.images.bytecode import bytecode_entries
+from primus.images.bytecode import SCRIPT, bytecode_entries
 from primus.images.given import adopt_layer
 from primus.images.kernels import KernelFiles
 from primus.images.layer import compression_of, write_layer
@@ -23,7 +24,7 @@ from primus.images.roots import root_of_layers
 from primus.images.skeleton import inline_entries
 from primus.images.store import Layer
 from primus.images.tar import BLOCK, Entry, Watch
-from primus.images.turbo import BAKED, command_of, sources_of
+from primus.images.turbo import BAKED, command_of
 from primus.images.unpacked import over_entries
 from primus.images.wheel import wheel_entries
 from primus.sandbox.build import log_tail, run_isolated
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from primus.sandbox.model import RootFs
 
 __all__ = ["Workshop"]
+
+_SORTED_FOLDERS = Path(__file__).with_name("sorted_folders.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,42 +72,52 @@ class Workshop:
         with store.lock(action.key):
             if self.done(action):
                 return False
-            if action.kind == "build":
-                self._build(action)
-                return True
-            self.progress.start(action.key, action.name)
+            try:
+                if action.kind == "build":
+                    self._build(action)
+                else:
+                    self._layer_of(action)
+            except InputError as error:
+                # Of something that a pin asks for, so that its line is the place to change.
+                where = error.where or next((i.where for i in action.inputs if i.where), None)
+                raise InputError(f"{action.name}: {error.message}", where=where, hint=error.hint) from None
+        return True
+
+    def _layer_of(self, action: Action) -> None:
+        """Make the action's layer and record it."""
+        store, watch = self.workspace.store, None
+        self.progress.start(action.key, action.name)
+        with self._verified(action), store.folder("work") as scratch:
             if action.kind == "image":
                 (given,) = action.files
-                layer = adopt_layer(store, self._file(given), given.sha256)
-                store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": ()})
-                self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB")
-                self.made(layer, None)
-                return True
-            with store.folder("work") as scratch:
-                left_out = NOTHING
-                if action.kind == "kernels":
-                    kernels = self._kernels(action, scratch)
-                    entries, left_out = kernels.entries, kernels.left_out
-                else:
-                    entries = list(self._entries(action, scratch))
-                self.progress.start(action.key, action.name, sum(BLOCK + e.size for e in entries))
-                watch = self.watch()
-                try:
-                    layer = write_layer(
-                        store,
-                        entries,
-                        compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
-                        advance=lambda n: self.progress.advance(action.key, n),
-                        watch=watch,
-                    )
-                finally:
-                    if watch:
-                        watch.close()
-            layer = replace(layer, left_out=left_out)
-            store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": action.tree})
-            self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB, {layer.seconds:.1f} s")
-            self.made(layer, watch)
-        return True
+                layer = adopt_layer(store, self.files.path(given.sha256), given.sha256)
+            else:
+                layer, watch = self._write(action, scratch)
+        store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": action.tree})
+        self.progress.finish(action.key, f"{layer.blob.size / 1e6:.1f} MB, {layer.seconds:.1f} s")
+        self.made(layer, watch)
+
+    def _write(self, action: Action, scratch: Path) -> tuple[Layer, Watch | None]:
+        left_out = NOTHING
+        if action.kind == "kernels":
+            kernels = self._kernels(action, scratch)
+            entries, left_out = kernels.entries, kernels.left_out
+        else:
+            entries = list(self._entries(action, scratch))
+        self.progress.start(action.key, action.name, sum(BLOCK + e.size for e in entries))
+        watch = self.watch()
+        try:
+            layer = write_layer(
+                self.workspace.store,
+                entries,
+                compression=compression_of(next(i.value for i in action.inputs if i.name == "assembler")),
+                advance=lambda n: self.progress.advance(action.key, n),
+                watch=watch,
+            )
+        finally:
+            if watch:
+                watch.close()
+        return replace(layer, left_out=left_out), watch
 
     def done(self, action: Action) -> bool:
         """Whether the action's outcome is in the store."""
@@ -131,7 +144,7 @@ class Workshop:
                 continue
             source = Path(action.root) / name
             mode = 0o755 if kind == "exec" else 0o644
-            yield Entry(path=path, mode=mode, size=source.stat().st_size, source=source)
+            yield Entry(path=path, mode=mode, size=_size(source), source=source, sha256=value)
         inline = action.spec.get("inline")
         if isinstance(inline, dict):
             yield from inline_entries(inline)
@@ -161,7 +174,7 @@ class Workshop:
     def _wheels(self, action: Action, scratch: Path) -> Iterator[Entry]:
         prefix = Prefix(root=str(action.spec["prefix"]), python=str(action.spec["python"]))
         entries: list[Entry] = []
-        for file in (*action.files, *self._built(action)):
+        for file in self._read_by(action):
             entries += wheel_entries(self._file(file), file.file, prefix, action.spec.get("without", ()))  # type: ignore[arg-type]
         yield from entries
         yield from self._bytecode(action, prefix.site, entries, scratch)
@@ -169,12 +182,14 @@ class Workshop:
     def _bytecode(self, action: Action, site: str, entries: list[Entry], scratch: Path) -> Iterator[Entry]:
         """Compile the modules among ``entries`` with the image's own interpreter."""
 
+        script = self._own_code(action, "bytecode", SCRIPT, scratch)
+
         def run(inputs: Mapping[str, Path], out: Path, place: str) -> None:
             log = self._log(action)
             code = run_isolated(
                 self.root(*action.tools),
                 [f"/usr/bin/python{action.spec['python']}", "-I", "/compile.py", place],
-                inputs=inputs,
+                inputs={**inputs, "/compile.py": script},
                 outputs=out,
                 env={},
                 log=log,
@@ -189,11 +204,15 @@ class Workshop:
         """Compile Triton kernels in the image's own root file system, where no GPU is needed."""
         environment = action.spec["environment"]
         assert isinstance(environment, dict)
-        out, log = scratch / "out", self._log(action)
+        out, log, sources = scratch / "out", self._log(action), scratch / "sources"
+        for entry in self._files(action, scratch):
+            (sources / entry.path).parent.mkdir(parents=True, exist_ok=True)
+            with (sources / entry.path).open("wb") as copy:
+                copy.writelines(entry.chunks())
         code = run_isolated(
             self.root(*action.tools),
             command_of(action),
-            inputs=sources_of(action),
+            inputs={"/in/primus": sources},
             outputs=out,
             env={**environment, "PYTHONPATH": "/in", "PYTHONDONTWRITEBYTECODE": "1"},
             log=log,
@@ -209,7 +228,7 @@ class Workshop:
         (source,) = action.files
         self.progress.start(action.key, action.name, None)
         log = self._log(action)
-        with self.workspace.store.folder("build") as scratch:
+        with self._verified(action), self.workspace.store.folder("build") as scratch:
             out = scratch / "out"
             out.mkdir()
             inside = f"/in/{source.file}"
@@ -218,7 +237,7 @@ class Workshop:
                 ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside, str(action.spec["python"])],
                 inputs={
                     inside: self._file(source),
-                    "/in/order/sitecustomize.py": Path(__file__).with_name("sorted_folders.py"),
+                    "/in/order/sitecustomize.py": self._own_code(action, "sorted folders", _SORTED_FOLDERS, scratch),
                 },
                 outputs=out,
                 env={**_build_env(action.job_bytes), **action.spec["environment"]},  # type: ignore[dict-item]
@@ -227,7 +246,7 @@ class Workshop:
             )
             if code != 0:
                 raise self._failed(action.name, code, log)
-            wheels = list(out.glob("*.whl"))
+            wheels = [path for path in out.glob("*.whl") if path.is_file() and not path.is_symlink()]
             if len(wheels) != 1:
                 names = ", ".join(sorted(w.name for w in wheels)) or "none"
                 raise CheckFailed(f"{action.name} must leave one wheel, it left {names}", where=str(log))
@@ -258,15 +277,43 @@ class Workshop:
             raise HostError(f"the layer of {action.name} is not in the store", hint="build again")
         return layer
 
-    def _file(self, file: LockedFile) -> Path:
-        """The fetched file, its bytes hashed once more: what enters an image is verified."""
+    def _read_by(self, action: Action) -> tuple[LockedFile, ...]:
+        return (*action.files, *self._built(action)) if action.kind == "wheels" else action.files
+
+    @contextlib.contextmanager
+    def _verified(self, action: Action) -> Iterator[None]:
+        """Verify the fetched files that the action reads, and afterwards that nobody has written to them meanwhile."""
+        marks: dict[str, tuple[int, ...]] = {}
+        for file in self._read_by(action):
+            marks[file.sha256] = self.files.mark(file.sha256)
+            self._verify(file)
+        yield
+        # apt compares each package of a root file system with its hash as it takes it, and links change its inode.
+        if action.kind != "debs" or "over" in action.spec:
+            for file in self._read_by(action):
+                if self.files.mark(file.sha256) != marks[file.sha256]:
+                    self._verify(file)
+
+    def _verify(self, file: LockedFile) -> None:
         if not self.files.verify(file.sha256):
             self.files.drop(file.sha256)
             raise HostError(
                 f"the fetched {file.file} is damaged: its bytes no longer hash to sha256:{file.sha256}",
                 hint="it was removed from the file cache; build again to download it",
             )
+
+    def _file(self, file: LockedFile) -> Path:
         return self.files.path(file.sha256)
+
+    @staticmethod
+    def _own_code(action: Action, name: str, path: Path, scratch: Path) -> Path:
+        """A copy of a file of this package that runs in the sandbox: of the bytes whose hash is in the key."""
+        data = path.read_bytes()
+        if f"sha256:{hashlib.sha256(data).hexdigest()}" not in (i.value for i in action.inputs if i.name == name):
+            raise CheckFailed(f"{path} changed while the build read it", hint="build again")
+        copy = scratch / path.name
+        copy.write_bytes(data)
+        return copy
 
     def _log(self, action: Action) -> Path:
         folder = self.workspace.logs
@@ -279,6 +326,14 @@ class Workshop:
         if full := disk_is_full(log, self.workspace.store.root):
             return full
         return CheckFailed(f"{what} ended with exit code {code}:\n{log_tail(log)}")
+
+
+def _size(path: Path) -> int:
+    """The size of a file of a tree; 0 when it has gone, which its hash tells."""
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0
 
 
 def _build_env(job_bytes: int) -> dict[str, str]:

@@ -9,10 +9,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from primus.errors import InputError
+from primus.files import open_regular
 
 __all__ = ["FileCache", "Part"]
 
@@ -72,21 +77,34 @@ class FileCache:
     def has(self, sha256: str, size: int) -> bool:
         """Whether the file is here, by one stat; :meth:`verify` reads it."""
         try:
-            return self.path(sha256).stat().st_size == size
-        except FileNotFoundError:
+            status = self.path(sha256).stat()
+        except OSError:
             return False
+        return status.st_size == size and stat.S_ISREG(status.st_mode)
+
+    def mark(self, sha256: str) -> tuple[int, ...]:
+        """What changes when the file is written to: size, times, inode. Empty when it is not here."""
+        try:
+            status = self.path(sha256).stat()
+        except OSError:
+            return ()
+        return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def verify(self, sha256: str) -> bool:
         """Whether the file is here and its bytes still hash to its name."""
         try:
-            with self.path(sha256).open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest() == sha256
-        except FileNotFoundError:
+            with open_regular(self.path(sha256)) as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() == sha256  # type: ignore[arg-type]
+        except (OSError, InputError):
             return False
 
     def drop(self, sha256: str) -> None:
         """Forget the file, so that it is fetched again."""
-        self.path(sha256).unlink(missing_ok=True)
+        path = self.path(sha256)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
     def put(self, source: Path, sha256: str) -> bool:
         """Take a copy of ``source`` in; False (and nothing kept) when its bytes do not hash to ``sha256``."""

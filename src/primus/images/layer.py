@@ -131,7 +131,8 @@ def write_layer(
 ) -> Layer:
     """Write the entries as a layer blob into the store; ``watch`` sees them pass by.
 
-    Raises HostError when the disk is full or a source changes while it is read; the store is then as before.
+    Raises InputError for paths that may not enter an image, CheckFailed when a source changes while it is read,
+    HostError when the disk is full or an archive is damaged; the store is then as before.
     """
     begin = time.monotonic()
     ordered = in_order(entries)
@@ -145,7 +146,7 @@ def write_layer(
             store.adopt(Path(out.name), blob)
     except OSError as error:
         if error.errno is None:
-            raise HostError(str(error), hint="let the sources rest and build again") from None
+            raise HostError(str(error), hint="run it again: a damaged file is fetched again") from None
         raise storage_error(error, Path(error.filename or store.root)) from None
     return Layer(
         blob=blob,
@@ -163,9 +164,10 @@ def _save_paths(store: Store, entries: list[Entry]) -> str:
 
 
 def read_paths(store: Store, layer: Layer) -> dict[str, str]:
-    """Path → ``kind mode uid:gid`` for every entry of the layer."""
+    """Path → ``kind mode uid:gid`` for every entry of the layer. Raises HostError when the list is damaged."""
     result: dict[str, str] = {}
-    for line in store.blob_path(layer.paths).read_text(encoding="utf-8").splitlines():
-        kind, mode, owner, path = line.split(" ", 3)
-        result[path] = f"{kind} {mode} {owner}"
+    for line in store.read(layer.paths).decode().split("\n"):
+        if line:
+            kind, mode, owner, path = line.split(" ", 3)
+            result[path] = f"{kind} {mode} {owner}"
     return result

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from primus import wholefile
 from primus.errors import InputError
+from primus.files import write_file
 from primus.images.action import ImagePlan
 from primus.images.display import choose_progress
 from primus.images.plan import plan_image
@@ -43,7 +43,7 @@ def lock_target(
     )
     lock = with_packages(call, say=progress.say)
     if lock != previous:
-        wholefile.write(resolved.lock_path, dumps(lock))
+        write_file(resolved.lock_path, dumps(lock))
     return replace(resolved, lock=lock)
 
 

@@ -260,6 +260,10 @@ def _tree(
     folder: Path, stats: StatIndex, component: str, pin: Pin, where: str, prefix: Prefix | None, tool: str
 ) -> Action:
     root = folder / (pin.path or "")
+    if not pin.outside and not root.resolve().is_relative_to(folder.resolve()):
+        raise InputError(
+            f"{component}: {pin.path} lies outside of this repository", where=where, hint="set `outside: true` if meant"
+        )
     tree = tuple(stats.tree(root, pin.include))
     if prefix is None and "{site}" in (pin.to or ""):
         raise InputError(f"{component} goes among the Python packages, and its target has no base", where=where)

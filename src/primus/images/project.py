@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from primus import wholefile
 from primus.errors import InputError, did_you_mean
+from primus.files import read_bytes, read_sealed, write_sealed
 from primus.gpus.model import Table
 from primus.gpus.table import TABLE_FILE
 from primus.images.channel import Choice, choose
@@ -25,7 +24,7 @@ from primus.yamlfile import Document, read
 
 __all__ = ["Project"]
 
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 
 
 class Project:
@@ -115,18 +114,18 @@ class Project:
         """The file's parsed text, from the cache when the very same text was parsed before (yaml costs 40 ms)."""
         name = name or str(path.relative_to(self.root))
         try:
-            text = path.read_bytes()
+            text = read_bytes(path, name)
         except OSError as error:
             raise InputError(f"cannot be read: {error.strerror}", where=name) from None
         mark = hashlib.sha256(f"{_CACHE_FORMAT} {name} ".encode() + text).hexdigest()[:32]
         cache = self.workspace.folder / "cache" / f"yaml-{mark}.json"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(cache.read_bytes())
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            known = read_sealed(cache)
             places = {tuple(key): (line, column) for key, line, column in known["places"]}
             return Document(name=name, data=known["data"], places=places)
         document = read(path, name)
         with contextlib.suppress(OSError):
-            wholefile.write(cache, json.dumps({"data": document.data, "places": list(_rows(document))}))
+            write_sealed(cache, {"data": document.data, "places": list(_rows(document))})
         return document
 
 

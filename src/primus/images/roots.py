@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from primus.errors import HostError, InputError
+from primus.errors import InputError
 from primus.images import canonical
 from primus.images.store import Layer, Store
 from primus.sandbox.model import LayerRef, RootFs
@@ -47,9 +47,9 @@ def root_of_image(store: Store, cache: Path, target: str, *, ref: str | None = N
     if ref not in images:
         known = ", ".join(sorted(images)) or "no image"
         raise InputError(f"{ref or target} is not built; the store has {known}", hint=f"primus build {target}")
-    manifest = _read(store, str(images[ref]["digest"]))
+    manifest = store.read(str(images[ref]["digest"]))
     data = json.loads(manifest)
-    config_bytes = _read(store, data["config"]["digest"])
+    config_bytes = store.read(data["config"]["digest"])
     config: dict[str, Any] = json.loads(config_bytes)
     diff_ids = config["rootfs"]["diff_ids"]
     refs = tuple(
@@ -65,14 +65,3 @@ def root_of_image(store: Store, cache: Path, target: str, *, ref: str | None = N
         config_bytes=config_bytes,
         manifest=manifest,
     )
-
-
-def _read(store: Store, digest: str) -> bytes:
-    """A small blob, verified."""
-    try:
-        data = store.blob_path(digest).read_bytes()
-    except OSError as error:
-        raise HostError(f"blob {digest} cannot be read: {error.strerror}", hint="primus build --rehash") from None
-    if canonical.digest_of(data) != digest:
-        raise HostError(f"blob {digest} is damaged", hint="primus build --rehash makes it again")
-    return data

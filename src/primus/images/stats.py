@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import stat
 import time
 from pathlib import Path
 
-from primus import wholefile
 from primus.errors import InputError
+from primus.files import open_regular, read_sealed, write_sealed
+from primus.paths import link_fault, path_fault
 
 __all__ = ["StatIndex", "TreeFile"]
 
 _RACY_NS = 50_000_000
+_RENAME = "rename it, or leave it out with `include`"
 
 TreeFile = tuple[str, str, str]
 """A path of a tree: relative path, ``file``/``exec``/``link``, sha256 of the content or the link's target."""
@@ -30,24 +31,27 @@ class StatIndex:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Without trust every file is read.
+        self.trusted = True
         self._changed = False
         # Four targets that share their trees walk them once.
         self._trees: dict[tuple[str, tuple[str, ...]], list[TreeFile]] = {}
-        try:
-            self._known: dict[str, list[object]] = json.loads(path.read_bytes())
-        except (OSError, ValueError):
-            self._known = {}
+        known = read_sealed(path)
+        self._known: dict[str, list[object]] = known if isinstance(known, dict) else {}
 
     def sha256(self, path: str, status: os.stat_result | None = None) -> str:
-        """SHA-256 of the file's content, as hex."""
+        """SHA-256 of the file's content, as hex. InputError for what is no regular file or cannot be read."""
         status = status or os.stat(path)
         mark: list[object] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         known = self._known.get(path)
-        if known is not None and known[:4] == mark:
+        if isinstance(known, list) and known[:4] == mark and self.trusted:
             return str(known[4])
         now = time.time_ns()
-        with Path(path).open("rb") as stream:
-            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        try:
+            with open_regular(path) as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", where=path) from None
         if now - max(status.st_mtime_ns, status.st_ctime_ns) > _RACY_NS:
             self._known[path] = [*mark, found]
             self._changed = True
@@ -58,24 +62,27 @@ class StatIndex:
     def tree(self, root: Path, include: tuple[str, ...] = ()) -> list[TreeFile]:
         """Every file below ``root`` in order, without caches; ``include`` limits it to some of its children.
 
-        Raises InputError when the folder or a child named in ``include`` is missing.
+        Raises InputError when the folder or a child named in ``include`` is missing or unreadable, and for what may
+        not enter an image: pipes, devices, sockets and unclean paths.
         """
         if (str(root), include) in self._trees:
             return self._trees[str(root), include]
         if not root.is_dir():
             raise InputError("there is no such folder", where=str(root))
         found: list[TreeFile] = []
-        if include:
+        try:
             for name in include:
                 path = f"{root}/{name}"
-                if os.path.isdir(path):
-                    self._walk(path, f"{name}/", found)
-                elif os.path.exists(path):
-                    self._file(path, name, found)
-                else:
+                if not os.path.lexists(path):
                     raise InputError(f"there is no {name!r} in this folder", where=str(root))
-        else:
-            self._walk(str(root), "", found)
+                if os.path.isdir(path) and not os.path.islink(path):
+                    self._walk(path, f"{name}/", found)
+                else:
+                    self._file(path, name, found)
+            if not include:
+                self._walk(str(root), "", found)
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", where=str(error.filename or root)) from None
         self._trees[str(root), include] = sorted(found)
         return self._trees[str(root), include]
 
@@ -89,9 +96,14 @@ class StatIndex:
                     self._file(entry.path, prefix + entry.name, found)
 
     def _file(self, path: str, name: str, found: list[TreeFile]) -> None:
+        if fault := path_fault(name):
+            raise InputError(f"{name!r} cannot be in an image: {fault}", where=path[: -len(name) - 1], hint=_RENAME)
         status = os.lstat(path)
         if stat.S_ISLNK(status.st_mode):
-            found.append((name, "link", os.readlink(path)))
+            target = os.readlink(path)
+            if fault := link_fault(target):
+                raise InputError(f"the target of this link cannot be used: {fault}", where=path, hint=_RENAME)
+            found.append((name, "link", target))
         else:
             kind = "exec" if status.st_mode & 0o100 else "file"
             found.append((name, kind, self.sha256(path, status)))
@@ -101,5 +113,5 @@ class StatIndex:
         if not self._changed:
             return
         with contextlib.suppress(OSError):
-            wholefile.write(self._path, json.dumps(self._known))
+            write_sealed(self._path, self._known)
             self._changed = False

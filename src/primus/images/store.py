@@ -13,18 +13,22 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from primus.errors import HostError
+from primus import files
+from primus.errors import HostError, InputError
 from primus.images import canonical
 from primus.images.left_out import NOTHING, LeftOut
+from primus.jsonfile import read_json
+from primus.schema import build, described
+from primus.yamlfile import Document
 
 __all__ = ["Blob", "Layer", "Store"]
 
@@ -35,13 +39,14 @@ LAYER_TYPES = {
     "gzip": "application/vnd.oci.image.layer.v1.tar+gzip",
 }
 _REF = "org.opencontainers.image.ref.name"
+_DIGEST = r"sha256:[0-9a-f]{64}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blob:
     """A blob of the store: OCI digest, media type, size in bytes."""
 
-    digest: str
+    digest: str = described("", pattern=_DIGEST, shape="a sha256 digest")
     media_type: str
     size: int
 
@@ -59,9 +64,9 @@ class Layer:
     """
 
     blob: Blob
-    diff_id: str
+    diff_id: str = described("", pattern=_DIGEST, shape="a sha256 digest")
     unpacked: int
-    paths: str
+    paths: str = described("", pattern=_DIGEST, shape="a sha256 digest")
     seconds: float
     left_out: LeftOut = NOTHING
 
@@ -93,35 +98,60 @@ class Store:
     def has(self, blob: Blob) -> bool:
         """Whether the blob is there with its full size (its bytes are not read)."""
         try:
-            return self.blob_path(blob.digest).stat().st_size == blob.size
+            status = self.blob_path(blob.digest).stat()
         except OSError:
             return False
+        return status.st_size == blob.size and stat.S_ISREG(status.st_mode)
 
     def check(self, digest: str) -> str | None:
         """Read the blob and hash it: None when sound, else one sentence saying what is wrong."""
         try:
-            with self.blob_path(digest).open("rb") as stream:
-                seen = hashlib.file_digest(stream, "sha256")
-        except OSError as error:
-            return f"blob {digest} cannot be read: {error.strerror}"
+            with files.open_regular(self.blob_path(digest)) as stream:
+                seen = hashlib.file_digest(stream, "sha256")  # type: ignore[arg-type]
+        except (OSError, InputError) as error:
+            return f"blob {digest} cannot be read: {_reason(error)}"
         if f"sha256:{seen.hexdigest()}" != digest:
             return f"blob {digest} is damaged: its bytes hash to sha256:{seen.hexdigest()}"
         return None
 
+    def read(self, digest: str) -> bytes:
+        """A small blob, verified. HostError when it is damaged or missing."""
+        hint = "primus build --rehash makes it again"
+        try:
+            data = files.read_bytes(self.blob_path(digest))
+        except (OSError, InputError) as error:
+            raise HostError(f"blob {digest} cannot be read: {_reason(error)}", hint=hint) from None
+        if canonical.digest_of(data) != digest:
+            raise HostError(f"blob {digest} is damaged", hint=hint)
+        return data
+
     def discard(self, digest: str) -> None:
         """Take a damaged blob out of the layout."""
-        self.blob_path(digest).unlink(missing_ok=True)
+        _remove(self.blob_path(digest))
+
+    def forget(self, key: str) -> None:
+        """Drop the record of the action ``key``, so that it runs again."""
+        _remove(self._record(("actions", key)))
 
     def put(self, data: bytes, media_type: str) -> Blob:
         """Store small bytes (a config, a manifest) as a blob."""
         blob = Blob(digest=canonical.digest_of(data), media_type=media_type, size=len(data))
-        if not self.has(blob):
+        if not self.has(blob) or self.check(blob.digest):
             self._replace(self.blob_path(blob.digest), data)
         return blob
 
     def adopt(self, temporary: Path, blob: Blob) -> None:
         """Move a finished temporary file of :meth:`temporary` into place."""
-        temporary.replace(self.blob_path(blob.digest))
+        self._take(temporary, self.blob_path(blob.digest))
+
+    @staticmethod
+    def _take(temporary: Path, place: Path) -> None:
+        try:
+            temporary.replace(place)
+        except IsADirectoryError:
+            # Something else put a folder where the file belongs.
+            _remove(place)
+            temporary.replace(place)
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[IO[bytes]]:
@@ -168,42 +198,52 @@ class Store:
         paths is missing.
         """
         record = self.record("actions", key)
-        if record is None or "layer" not in record:
+        try:
+            fields = dict((record or {})["layer"])
+            left_out = LeftOut.of(fields.pop("left_out", ()))
+            layer = replace(build(Layer, Document(name=key, data=fields, places={}, typed=True)), left_out=left_out)
+        except (KeyError, TypeError, ValueError, InputError):
             return None
-        fields = dict(record["layer"])
-        left_out = LeftOut.of(fields.get("left_out", ()))
-        layer = Layer(**{**fields, "blob": Blob(**fields["blob"]), "left_out": left_out})
-        return layer if self.has(layer.blob) and self.blob_path(layer.paths).exists() else None
+        return layer if self.has(layer.blob) and self.blob_path(layer.paths).is_file() else None
 
     def save_layer(self, key: str, layer: Layer, about: dict[str, object]) -> None:
         """Record that the action ``key`` made ``layer``; its blob is in place already."""
         self.save("actions", key, {**about, "layer": asdict(layer)})
 
     def record(self, room: str, name: str) -> dict[str, Any] | None:
-        """A JSON record of ``actions`` or ``targets``; None when absent or unreadable (it is then made again)."""
-        try:
-            data = json.loads((self.root / room / f"{name}.json").read_bytes())
-        except (OSError, ValueError):
-            return None
+        """A record of ``actions`` or ``targets``; None when absent or damaged (it is then made again)."""
+        data = files.read_sealed(self._record((room, name)))
         return data if isinstance(data, dict) else None
 
     def save(self, room: str, name: str, record: dict[str, Any]) -> None:
         """Write a record, whole or not at all."""
-        self._replace(self.root / room / f"{name}.json", canonical.dumps(record))
+        self._replace(self._record((room, name)), files.seal(canonical.dumps(record)))
+
+    def _record(self, place: tuple[str, str]) -> Path:
+        return self.root / place[0] / f"{place[1]}.json"
 
     # Index
 
     def images(self) -> dict[str, dict[str, Any]]:
-        """Reference name → manifest descriptor, as index.json has them."""
+        """Reference name → manifest descriptor, as index.json has them. HostError when it is damaged."""
+        path = self.root / "index.json"
         try:
-            index = json.loads((self.root / "index.json").read_bytes())
+            data: Any = read_json(path).data
+            entries = [m for m in data["manifests"] if _REF in m.get("annotations", {})]
+            images = {str(m["annotations"][_REF]): dict(m) for m in entries}
+            for entry in images.values():
+                fields = {"digest": entry["digest"], "media_type": entry["mediaType"], "size": entry["size"]}
+                build(Blob, Document(name=str(path), data=fields, places={}, typed=True))
         except FileNotFoundError:
             return {}
-        except ValueError:
+        except (InputError, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+            reason = _reason(error) if isinstance(error, InputError | OSError) else "it is not an index of images"
             raise HostError(
-                "the store's index.json is not JSON", where=str(self.root), hint="remove that file and build again"
+                f"the store's index is damaged: {reason}",
+                where=str(path),
+                hint="primus build --rehash makes it again",
             ) from None
-        return {m["annotations"][_REF]: m for m in index["manifests"] if _REF in m.get("annotations", {})}
+        return images
 
     def tag(self, ref: str, manifest: Blob, platform: dict[str, str]) -> None:
         """Let ``ref`` name the manifest."""
@@ -213,6 +253,19 @@ class Store:
             if images.get(ref) != entry:
                 images[ref] = entry
                 self._write_index([images[name] for name in sorted(images)])
+
+    def untag(self, ref: str) -> None:
+        """Take the name ``ref`` out of the index."""
+        with self.lock("index"):
+            images = self.images()
+            del images[ref]
+            self._write_index([images[name] for name in sorted(images)])
+
+    def reset_index(self) -> None:
+        """Begin a damaged index anew: every image gets its name back when it is built again, from the same layers."""
+        with self.lock("index"):
+            _remove(self.root / "index.json")
+            self._write_index([])
 
     def _write_index(self, manifests: list[dict[str, Any]]) -> None:
         index = {
@@ -227,7 +280,7 @@ class Store:
             with self.temporary() as stream:
                 stream.write(data)
                 stream.flush()
-                Path(stream.name).replace(path)
+                self._take(Path(stream.name), path)
         except OSError as error:
             raise storage_error(error, path) from None
 
@@ -245,7 +298,7 @@ class Store:
     def _is_left(path: Path) -> bool:
         """Whether nobody holds the path any more; its owner took a lock as it made it."""
         try:
-            handle = os.open(path, os.O_RDONLY)
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:
             return False
         try:
@@ -255,6 +308,20 @@ class Store:
         finally:
             os.close(handle)
         return True
+
+
+def _reason(error: OSError | InputError) -> str:
+    return error.message if isinstance(error, InputError) else str(error.strerror)
+
+
+def _remove(path: Path) -> None:
+    """Remove what is there, even where a folder has taken the place of a file."""
+    import shutil
+
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        shutil.rmtree(path)
 
 
 def storage_error(error: OSError, path: Path) -> HostError:

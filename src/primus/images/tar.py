@@ -8,11 +8,17 @@ so headers are formatted here.
 
 from __future__ import annotations
 
+import errno
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal, Protocol
+
+from primus.errors import CheckFailed, InputError
+from primus.files import open_regular
+from primus.paths import link_fault, path_fault
 
 __all__ = ["BLOCK", "MTIME", "Entry", "Sink", "Source", "Watch", "in_order", "write_tar"]
 
@@ -20,9 +26,9 @@ __all__ = ["BLOCK", "MTIME", "Entry", "Sink", "Source", "Watch", "in_order", "wr
 MTIME = 315532800
 BLOCK = 512
 _CHUNK = 1 << 20
-_TYPES = {"file": b"0", "hardlink": b"1", "symlink": b"2", "char": b"3", "block": b"4", "dir": b"5", "fifo": b"6"}
+_TYPES = {"file": b"0", "hardlink": b"1", "symlink": b"2", "dir": b"5"}
 
-Kind = Literal["file", "hardlink", "symlink", "char", "block", "dir", "fifo"]
+Kind = Literal["file", "hardlink", "symlink", "dir"]
 Source = bytes | Path | Callable[[], IO[bytes]] | None
 
 
@@ -35,8 +41,9 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One path of a layer. ``path`` is relative with ``/`` and no dot parts; ``link`` is a hard or symbolic link's
-    target (a hard link's is a path of the same layer); ``source`` gives exactly ``size`` bytes.
+    """One path of a layer, a clean one (:mod:`primus.paths`). ``link`` is a hard or symbolic link's target (a hard
+    link's is a path of the same layer); ``source`` gives exactly ``size`` bytes, with the hash ``sha256`` if the key
+    of the layer states one. Raises InputError for a path or a link that may not enter an image.
     """
 
     path: str
@@ -46,14 +53,17 @@ class Entry:
     gid: int = 0
     size: int = 0
     link: str = ""
-    device: tuple[int, int] = (0, 0)
     xattrs: Mapping[str, bytes] = field(default_factory=dict)
     source: Source = field(default=None, compare=False, repr=False)
+    sha256: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        parts = self.path.split("/")
-        if not all(part not in ("", ".", "..") for part in parts) or "\0" in self.path:
-            raise ValueError(f"{self.path!r} is no clean relative path")
+        if fault := path_fault(self.path):
+            raise InputError(f"the path {self.path[:200]!r} cannot be in an image: {fault}")
+        if self.kind in ("symlink", "hardlink"):
+            fault = link_fault(self.link) if self.kind == "symlink" else path_fault(self.link)
+            if fault:
+                raise InputError(f"the target {self.link[:200]!r} of the link {self.path} cannot be used: {fault}")
 
     @property
     def meta(self) -> tuple[object, ...]:
@@ -61,20 +71,42 @@ class Entry:
         return (self.kind, self.mode, self.uid, self.gid, self.link, tuple(sorted(self.xattrs.items())))
 
     def chunks(self) -> Iterator[bytes]:
-        """The file's bytes; raises OSError when the source gives more or fewer than ``size``."""
-        if isinstance(self.source, bytes):
-            done = len(self.source)
-            yield self.source
-        elif self.source is None:
-            done = 0
-        else:
-            done = 0
-            with closing(self.source.open("rb") if isinstance(self.source, Path) else self.source()) as stream:
-                while chunk := stream.read(_CHUNK):
-                    done += len(chunk)
-                    yield chunk
+        """The file's bytes. CheckFailed when they are not ``size`` bytes with the hash ``sha256``, or when the source
+        is no regular file any more.
+        """
+        digest, done = hashlib.sha256() if self.sha256 else None, 0
+        for chunk in self._pieces():
+            done += len(chunk)
+            # A source that grows without end must not fill the disk.
+            if done > self.size:
+                break
+            if digest:
+                digest.update(chunk)
+            yield chunk
         if done != self.size:
-            raise OSError(f"{self.path} has {done} bytes where {self.size} were expected: it changed while being read")
+            raise self._changed()
+        if digest and digest.hexdigest() != self.sha256:
+            raise self._changed()
+
+    def _pieces(self) -> Iterator[bytes]:
+        if isinstance(self.source, bytes):
+            yield self.source
+        elif self.source is not None:
+            try:
+                stream = open_regular(self.source, follow=False) if isinstance(self.source, Path) else self.source()
+            except (FileNotFoundError, NotADirectoryError, InputError):
+                raise self._changed() from None
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise self._changed() from None
+                raise
+            with closing(stream):
+                while chunk := stream.read(_CHUNK):
+                    yield chunk
+
+    def _changed(self) -> CheckFailed:
+        what = self.source if isinstance(self.source, Path) else self.path
+        return CheckFailed(f"{what} changed while the build read it", hint="leave the files alone and build again")
 
 
 class Watch(Protocol):
@@ -91,17 +123,21 @@ class Watch(Protocol):
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries sorted by path parts, with missing parents (0755, root) added. A path given twice is a ValueError."""
+    """The entries sorted by path parts, with missing parents (0755, root) added. InputError for a path that
+    is given twice or lies below one that is no folder.
+    """
     found: dict[str, Entry] = {}
     for entry in entries:
         if entry.path in found:
-            raise ValueError(f"{entry.path} is given twice")
+            raise InputError(f"the path {entry.path} is given twice")
         found[entry.path] = entry
     for path in list(found):
         parent = path.rpartition("/")[0]
         while parent and parent not in found:
             found[parent] = Entry(path=parent, kind="dir", mode=0o755)
             parent = parent.rpartition("/")[0]
+        if parent and found[parent].kind != "dir":
+            raise InputError(f"the path {path} lies below {parent}, which is a {found[parent].kind}")
     # A hard link must come after its target; links are written last, as every tar reader can then make them.
     return sorted(found.values(), key=lambda e: (e.kind == "hardlink", e.path.split("/")))
 
@@ -115,7 +151,8 @@ def write_tar(entries: Iterable[Entry], sink: Sink, watch: Watch | None = None) 
         total += len(head)
         if watch:
             watch.begin(entry)
-        if entry.kind == "file" and entry.size:
+        # An empty file, too, may have changed.
+        if entry.kind == "file" and (entry.size or entry.sha256):
             for chunk in entry.chunks():
                 sink.write(chunk)
                 if watch:
@@ -183,8 +220,7 @@ def _block(name: bytes, prefix: bytes, entry: Entry, size: int, link: bytes, kin
     block[156:157] = kind
     block[157 : 157 + len(link)] = link
     block[257:265] = b"ustar\x0000"
-    block[329:337] = b"%07o\0" % entry.device[0]
-    block[337:345] = b"%07o\0" % entry.device[1]
+    block[329:345] = b"0000000\0" * 2
     block[345 : 345 + len(prefix)] = prefix
     block[148:156] = b"%06o\0 " % sum(block)
     return bytes(block)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from primus.images.resolve import ResolvedTarget
     from primus.images.stats import StatIndex
 
-__all__ = ["BAKED", "command_of", "sources_of", "turbo_action"]
+__all__ = ["BAKED", "command_of", "turbo_action"]
 
 # As in primus.turbo.cache, which needs Triton to be imported.
 BAKED = "/opt/primus/triton"
@@ -26,6 +26,7 @@ _PACKAGE = Path(primus.__file__).parent
 _SOURCES = (
     "__init__.py",
     "errors.py",
+    "files.py",
     "schema.py",
     "yamlfile.py",
     *(f"turbo/{name}" for name in ("__init__.py", "ask.py", "asked.py", "bake.py", "catalogue.py")),
@@ -106,8 +107,3 @@ def command_of(action: Action) -> list[str]:
     assert isinstance(components, list)
     module = ["-P", "-m", "primus.turbo.bake"]
     return [str(spec["python"]), *module, str(spec["arch"]), str(spec["units"]), BAKED, "/out", *components]
-
-
-def sources_of(action: Action) -> dict[str, Path]:
-    """Path in the sandbox → file here."""
-    return {f"/in/primus/{name}": Path(action.root) / name for name, _, _ in action.tree}

@@ -13,10 +13,12 @@ import json
 import os
 import sys
 import time
+from zlib import crc32
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from typing import Any
 
     from primus.images.action import ImagePlan
     from primus.images.build import Built
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["nothing_to_do", "remember", "say_unchanged"]
 
 _MARGIN_NS = 50_000_000
+# As in the module stat, which costs an import.
+_TYPE, _REGULAR = 0o170000, 0o100000
 
 
 def nothing_to_do(words: Sequence[str]) -> bool:
@@ -43,8 +47,7 @@ def nothing_to_do(words: Sequence[str]) -> bool:
     seen: set[tuple[str, str]] = set()
     for target in targets:
         try:
-            with open(_path(root, target), encoding="utf-8") as stream:
-                note = json.load(stream)
+            note = _note(_path(root, target))
             # Targets share most of what they read: each group is looked at once.
             groups = {(paths, marks) for paths, marks in note["groups"]} - seen
             if note["store"] != store or any(marks != _marks(paths) for paths, marks in groups):
@@ -112,7 +115,7 @@ def remember(workspace: Workspace, plan: ImagePlan, built: Built, name: str, beg
     """
     from pathlib import Path
 
-    from primus import wholefile
+    from primus.files import write_sealed
 
     read = [list(_files(plan.resolved)), *_trees(plan), list(_engine())]
     path = _path(str(plan.resolved.root), plan.target)
@@ -127,9 +130,21 @@ def remember(workspace: Workspace, plan: ImagePlan, built: Built, name: str, beg
         texts = ["\n".join(group) for group in (*read, made)]
         groups = [(text, _marks(text)) for text in texts]
         note = {"store": str(store.root), "groups": groups, "name": name, "digest": built.digest}
-        wholefile.write(Path(path), json.dumps(note))
+        write_sealed(Path(path), note)
     except OSError:
         return
+
+
+def _note(path: str) -> Any:
+    """What :func:`primus.files.read_sealed` reads, without its imports; ValueError for a damaged note."""
+    # A pipe in its place must not be waited for, and a device may have no end.
+    if os.stat(path).st_mode & _TYPE != _REGULAR:
+        raise ValueError("the note is not a regular file")
+    with open(path, "rb") as stream:
+        mark, _, data = stream.read().partition(b"\n")
+    if mark != b"%08x" % crc32(data):
+        raise ValueError("the note is damaged")
+    return json.loads(data)
 
 
 def _path(root: str, target: str) -> str:

@@ -9,9 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from primus.errors import InputError, nearest
+from primus.files import refuse_special
 from primus.recipes.known import check_choice, check_word
 from primus.recipes.setting import Scalar, Setting, Value
-from primus.yamlfile import Key, Tree, Values, parse_values, refuse_special
+from primus.yamlfile import Key, Tree, Values, parse_values
 
 __all__ = ["Case", "Source", "beside", "find", "folder", "names", "no_recipes", "parse", "read"]
 

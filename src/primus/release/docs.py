@@ -14,7 +14,7 @@ from primus.images.project import Project
 from primus.images.resolve import resolve, resolve_all
 from primus.images.target import Target
 from primus.release.backend_keys import backend_keys
-from primus.release.faults_page import faults_page
+from primus.release.faults_page import faults_page, input_faults_page
 from primus.release.gate_record import load_gate_records, lock_mark
 from primus.release.gates_page import gates_page
 from primus.release.gpu_page import gpu_page
@@ -62,7 +62,7 @@ def generated(project: Path) -> dict[str, str]:
     ) is not None:
         files["docs/gates.md"] = page_of_gates
     for results in sorted((project / _RESULTS).glob("*.json")):
-        page_of = _PAGES.get(results.stem.rpartition("-")[2])
+        page_of = _PAGES.get(results.stem) or _PAGES.get(results.stem.rpartition("-")[2])
         if page_of and (text := _from_result(project, f"{_RESULTS}/{results.name}", page_of)) is not None:
             files[f"docs/benchmarks/{results.stem}.md"] = text
     return files
@@ -146,6 +146,7 @@ _PAGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "faults": faults_page,
     "gpu": gpu_results_page,
     "import": primus_import_page,
+    "input-faults": input_faults_page,
     "launcher": launcher_page,
     "memory": memory_page,
     "turbo": turbo_page,

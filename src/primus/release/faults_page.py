@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["faults_page"]
+from primus.release.markdown import table
+
+__all__ = ["faults_page", "input_faults_page"]
 
 _SOURCE = "benchmarks/results/faults.json"
 _SILENT = "benchmarks/results/silent-faults.json"
@@ -33,6 +35,29 @@ def faults_page(result: Mapping[str, Any]) -> str:
             "| fault | backend | check that caught it | measured | limit | what it said |",
             "|---|---|---|---|---|---|",
             *(_row(row) for kind in kinds for row in rows if row["fault"] == kind),
+            "",
+        ]
+    )
+
+
+def input_faults_page(result: Mapping[str, Any]) -> str:
+    """The page about faults of stores and inputs; every figure in it stands in the result."""
+    rows = [[kind, str(number)] for kind, number in result["kinds"].items()]
+    wrong = [f"- {name}: {said}" for name, said in result["wrong"].items()]
+    return "\n".join(
+        [
+            "<!-- Generated from benchmarks/results/input-faults.json by `nox -s docs`; do not edit. -->",
+            "# Faults of stores and inputs",
+            "",
+            f"Recorded on {result['date']} by `{result['command']}`. Each of {result['faults']} faults was put into a "
+            "copy of a built project. The engine must repair it, or end with exit code 1, 2 or 3 and one sentence; it "
+            "must never crash, hang or build something else. Afterwards `primus build --rehash` on the clean project "
+            "must give the clean image, with every blob of the store intact.",
+            "",
+            f"{len(wrong)} answers were wrong. The slowest answer took {result['slowest answer in seconds']:g} s.",
+            *wrong,
+            "",
+            *table(("kind", "faults"), rows),
             "",
         ]
     )

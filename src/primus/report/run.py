@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
+from primus.files import refuse_special
 from primus.recipes.backends import backends
-from primus.yamlfile import refuse_special
 
 __all__ = ["Run", "read", "read_all"]
 

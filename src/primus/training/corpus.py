@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from primus.errors import HostError, InputError, nearest
-from primus.yamlfile import refuse_special
+from primus.files import refuse_special
 
 __all__ = ["COLUMN", "HUB", "Corpus", "check", "documents", "row_reader"]
 

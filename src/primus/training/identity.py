@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from primus import wholefile
 from primus.errors import InputError, nearest
+from primus.files import write_file
 from primus.recipes.model import Recipe
 from primus.training import tensors
 
@@ -68,7 +68,7 @@ def seal(folder: Path, identity: Mapping[str, Any]) -> None:
         "files": files,
         "metadata_sha256": hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest(),
     }
-    wholefile.write(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    write_file(folder / FILE, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from primus import wholefile
+from primus.files import write_file
 from primus.recipes.model import Recipe
 from primus.training import metrics, suite, utilization
 from primus.training.checks import Verdict
@@ -96,4 +96,4 @@ def _job(job: Job, left: Outcome | None) -> dict[str, Any]:
 def write(record: Mapping[str, Any], path: Path) -> None:
     """Write the record so that ``path`` is never half a record."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    wholefile.write(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_file(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

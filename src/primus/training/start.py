@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import primus
-from primus import wholefile
 from primus.errors import HostError, InputError
+from primus.files import write_file
 from primus.recipes.model import MOCK
 from primus.training import checks, corpus, energy, hang, identity, launch, metrics, outcome, ranks, utilization
 from primus.training.checks import Verdict
@@ -107,7 +107,7 @@ def prepare(job: Job) -> None:
     try:
         (own / "cache").mkdir(parents=True, exist_ok=True)
         for name, text in made.items():
-            wholefile.write(job.output / name, text)
+            write_file(job.output / name, text)
     except OSError as error:
         raise HostError(f"cannot write to {job.output}: {error.strerror}", hint="choose another --output") from error
 
@@ -144,24 +144,24 @@ def start(
     if hung and not hang.name_hung(own / "log.txt", job.output, patience) and job.recipe.get("nodes", int) > 1:
         time.sleep(_OTHERS_NAME_IT)
     left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}
-    wholefile.write(own / "result.json", json.dumps(left, indent=2) + "\n")
+    write_file(own / "result.json", json.dumps(left, indent=2) + "\n")
     first = own == job.output
     if first and job.judged and ended.exit_code == 0:
-        wholefile.write(job.output / "clock.json", json.dumps(watch.arrivals) + "\n")
+        write_file(job.output / "clock.json", json.dumps(watch.arrivals) + "\n")
         _judge(job)
 
     result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=own))
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
     done = utilization.work(job.recipe, result.facts)
     summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done)
-    wholefile.write(own / "metrics.jsonl", metrics.as_json_lines(result.series, done))
+    write_file(own / "metrics.jsonl", metrics.as_json_lines(result.series, done))
     left |= {
         "passed": all(verdict.passed for verdict in verdicts),
         **({"cause": result.cause} if result.cause else {}),
         "verdicts": [asdict(verdict) for verdict in verdicts],
         "summary": asdict(summary),
     }
-    wholefile.write(own / "result.json", json.dumps(left, indent=2, ensure_ascii=False) + "\n")
+    write_file(own / "result.json", json.dumps(left, indent=2, ensure_ascii=False) + "\n")
     return result, verdicts, summary
 
 

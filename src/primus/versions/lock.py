@@ -9,9 +9,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from primus.errors import InputError
+from primus.files import read_bytes
+from primus.jsonfile import parse_json
+from primus.paths import path_fault
+from primus.schema import build, described
 
 __all__ = [
     "FORMAT",
@@ -42,13 +46,19 @@ class LockedFile:
     """
 
     kind: Kind
-    name: str
-    version: str
-    file: str
+    name: str = described("", pattern=r"[^\s/\x00-\x1f\x7f]+", shape="a package name")
+    version: str = described("", pattern=r"[^\s/\x00-\x1f\x7f]*", shape="a version")
+    file: str = described("", pattern=r"[^/\x00-\x1f\x7f]+", shape="a file name")
     size: int
-    sha256: str
+    sha256: str = described("", pattern=r"[0-9a-f]{64}", shape="64 hexadecimal digits")
     base: str | None = None
     index: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"{self.size} is not a size in bytes")
+        if fault := path_fault(self.file):
+            raise ValueError(f"{self.file!r} is not a file name: {fault}")
 
     @property
     def label(self) -> str:
@@ -154,6 +164,18 @@ class Lock:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _File:
+    """The lock as it is written."""
+
+    format: int
+    target: str
+    channel: str
+    pins: Mapping[str, str]
+    files: tuple[LockedFile, ...]
+    generated: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Drift:
     """One pin on which versions.yaml and the lock disagree; None means absent."""
 
@@ -196,28 +218,25 @@ def dumps(lock: Lock) -> str:
     return f'{{\n{top},\n  "pins": {{\n{pins}\n  }},\n  "files": [\n{files}\n  ]\n}}\n'
 
 
-def loads(text: str, name: str) -> Lock:
+def loads(text: str | bytes, name: str) -> Lock:
     """The lock in ``text``; ``name`` is the file's name in messages. Raises InputError when it is not a lock."""
     hint = "run `primus lock` to make it again"
     try:
-        data: dict[str, Any] = json.loads(text)
-        if data["format"] != FORMAT:
-            raise InputError(f"lock format {data['format']} is not {FORMAT}", where=name, hint=hint)
-        return Lock(
-            target=data["target"],
-            channel=data["channel"],
-            pins=data["pins"],
-            files=tuple(LockedFile(**entry) for entry in data["files"]),
-        )
-    except json.JSONDecodeError as error:
-        raise InputError(f"not JSON: {error.msg}", where=f"{name}:{error.lineno}:{error.colno}", hint=hint) from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"not a lock: {error}", where=name, hint=hint) from None
+        document = parse_json(text, name)
+    except InputError as error:
+        raise InputError(error.message, where=error.where, hint=hint) from None
+    if isinstance(document.data, dict) and (found := document.data.get("format", FORMAT)) != FORMAT:
+        raise InputError(f"lock format {found} is not {FORMAT}", where=document.where(("format",)), hint=hint)
+    try:
+        lock = build(_File, document)
+    except InputError as error:
+        raise InputError(f"not a lock: {error.message}", where=error.where, hint=hint) from None
+    return Lock(target=lock.target, channel=lock.channel, pins=lock.pins, files=lock.files)
 
 
 def load(path: Path, name: str | None = None) -> Lock | None:
     """The lock at ``path``, or None when there is none yet."""
     try:
-        return loads(path.read_text(encoding="utf-8"), name or str(path))
+        return loads(read_bytes(path, name), name or str(path))
     except FileNotFoundError:
         return None

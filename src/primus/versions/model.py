@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date
 from typing import Literal
 
+from primus.paths import path_fault
 from primus.schema import described
 from primus.versions.suites import name_of, suites_of
 
@@ -73,7 +75,10 @@ class Pin:
         pattern=r"[a-z0-9][a-z0-9.+-]+",
         default=None,
     )
-    path: str | None = described("Folder of this repository, taken as it is.", default=None)
+    path: str | None = described(
+        "Folder of this repository, taken as it is; one elsewhere with `outside: true`.", default=None
+    )
+    outside: bool = described("`path` is a folder outside of this repository.", default=False)
     version: str | None = described(
         "Exact version: no range, no branch, no `latest`.",
         pattern=_VERSION,
@@ -113,11 +118,12 @@ class Pin:
         kinds = [k for k in ("wheel", "sdist", "git", "deb", "path") if getattr(self, k) is not None]
         if len(kinds) != 1:
             raise ValueError(f"a pin needs exactly one of wheel, sdist, git, deb, path; this one has {len(kinds)}")
+        self._check_paths()
         if kinds[0] == "path":
             if self.version is not None or self.to is None or self.channel != "local":
                 raise ValueError("a path pin has `to` and `channel: local`, and no version: its content is its version")
-        elif self.to is not None or self.include:
-            raise ValueError("`to` and `include` go with `path` only")
+        elif self.to is not None or self.include or self.outside:
+            raise ValueError("`to`, `include` and `outside` go with `path` only")
         elif self.version is None or self.channel == "local":
             raise ValueError(f"a {kinds[0]} pin needs an exact version and a channel other than local")
         if (kinds[0] == "deb") != (self.channel == "debian"):
@@ -130,6 +136,18 @@ class Pin:
             raise ValueError("`requires` goes with `sdist` or `git` only: a wheel says itself what it needs")
         if (kinds[0] == "git") != (self.commit is not None and self.package is not None):
             raise ValueError("a git pin, and only it, has `commit` and `package`")
+
+    def _check_paths(self) -> None:
+        """ValueError for a path that leaves its folder, or that no image may have."""
+        if self.path is not None and (fault := path_fault(self.path)) and not self.outside:
+            raise ValueError(
+                f"path {self.path!r} cannot be used: {fault}; a folder outside of this repository needs `outside: true`"
+            )
+        to = (self.to or "/").replace("{site}", "site").strip("/")
+        named = {"to": to, **{f"{name!r}": name for name in (*self.include, *self.without)}}
+        for what, path in named.items():
+            if path and (fault := path_fault(path)):
+                raise ValueError(f"{what} cannot be used: {fault}")
 
     @property
     def source(self) -> str | None:
@@ -260,6 +278,10 @@ class Versions:
     indexes: Mapping[str, Index] = described("Python indexes of the channels' own.", default_factory=dict)
 
     def __post_init__(self) -> None:
+        try:
+            date.fromisoformat(self.created)
+        except ValueError:
+            raise ValueError(f"created: {self.created} is not a date of the calendar") from None
         for name in (*self.bases, *self.components, *self.indexes):
             if not re.fullmatch(_NAME, name):
                 raise ValueError(f"{name!r} is no name: lower-case letters, digits and hyphens")

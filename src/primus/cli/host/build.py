@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     begin, began_ns = time.monotonic(), time.time_ns()
     project = open_project(args)
     workspace, names = project.workspace, targets_of(project, args)
+    workspace.stats.trusted = not args.rehash
     try:
         targets = resolve_all(project, names)
         plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)

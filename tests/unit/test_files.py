@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from primus import wholefile
+from primus import files
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file"
-    wholefile.write(path, "old")
+    files.write_file(path, "old")
     with pytest.raises(UnicodeEncodeError):
-        wholefile.write(path, "half \ud800")
+        files.write_file(path, "half \ud800")
     assert path.read_text() == "old"
     assert [left.name for left in path.parent.iterdir()] == ["file"]
 
 
 def test_the_file_is_replaced_not_written_into(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    wholefile.write(path, "old")
+    files.write_file(path, "old")
     with path.open() as reader:
-        wholefile.write(path, "new")
+        files.write_file(path, "new")
         assert reader.read() == "old"
     assert path.read_text() == "new"
 
@@ -31,7 +31,7 @@ def test_the_file_is_replaced_not_written_into(tmp_path: Path) -> None:
 def test_the_umask_decides_who_may_read_it(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        wholefile.write(tmp_path / "file", "text")
+        files.write_file(tmp_path / "file", "text")
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644

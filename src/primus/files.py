@@ -1,0 +1,101 @@
+"""Files on disk, read and written safely: no pipe or device is opened, and no file is ever half written.
+
+A *sealed* file is a cache or record of our own: JSON behind its CRC-32. One that is damaged reads like one that is
+absent, because it can be made again.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+from primus.errors import InputError
+
+__all__ = ["open_regular", "read_bytes", "read_sealed", "refuse_special", "seal", "write_file", "write_sealed"]
+
+# The largest text file that is read whole: locks, recipes and records are far smaller.
+_MOST_BYTES = 64 << 20
+
+
+def refuse_special(path: Path, shown: str) -> None:
+    """InputError for a pipe or a device, which would block the reader or never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError("this is not a regular file", where=shown)
+
+
+def open_regular(path: Path | str, shown: str | None = None, *, follow: bool = True) -> IO[bytes]:
+    """Open a regular file for reading. InputError for a pipe, device, socket or folder, OSError as any open.
+
+    Without ``follow`` a symbolic link is an OSError, too. ``shown`` is the file's name in messages.
+    """
+    shown = shown or str(path)
+    # Opening some devices already has an effect, so it is looked at first; in case a pipe replaces it, nothing waits.
+    _regular(os.stat(path) if follow else os.lstat(path), shown)  # noqa: PTH116
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    stream = os.fdopen(os.open(path, flags), "rb", buffering=0)
+    try:
+        _regular(os.fstat(stream.fileno()), shown)
+    except InputError:
+        stream.close()
+        raise
+    return stream
+
+
+def _regular(status: os.stat_result, shown: str) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise InputError("this is a directory, not a file", where=shown)
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError("this is not a regular file", where=shown)
+
+
+def read_bytes(path: Path | str, shown: str | None = None) -> bytes:
+    """The whole file. InputError for what is no regular file or larger than files of text are, OSError as any read."""
+    with open_regular(path, shown) as stream:
+        data = stream.read(_MOST_BYTES + 1) or b""
+        while len(data) <= _MOST_BYTES and (more := stream.read(_MOST_BYTES + 1 - len(data))):
+            data += more
+    if len(data) > _MOST_BYTES:
+        raise InputError(f"the file is larger than {_MOST_BYTES >> 20} MiB", where=shown or str(path))
+    return data
+
+
+def write_file(path: Path, data: str | bytes) -> None:
+    """Write ``data`` so that ``path`` is either as before or complete; makes its folder. OSError as any write."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not the process id: containers on several nodes that share the folder may have the same.
+    waiting = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
+    try:
+        waiting.write_bytes(data.encode() if isinstance(data, str) else data)
+        waiting.replace(path)
+    except BaseException:
+        waiting.unlink(missing_ok=True)
+        raise
+
+
+def seal(data: bytes) -> bytes:
+    """``data`` (JSON) behind its CRC-32, for :func:`read_sealed`."""
+    from zlib import crc32
+
+    return b"%08x\n" % crc32(data) + data
+
+
+def write_sealed(path: Path, value: object) -> None:
+    """Write ``value`` as sealed JSON, whole or not at all. OSError as any write."""
+    import json
+
+    write_file(path, seal(json.dumps(value).encode()))
+
+
+def read_sealed(path: Path | str) -> Any:
+    """The value of a sealed file; None when it is absent, damaged or no regular file."""
+    import json
+    from zlib import crc32
+
+    try:
+        data = read_bytes(path)
+        mark, _, text = data.partition(b"\n")
+        return json.loads(text) if mark == b"%08x" % crc32(text) else None
+    except (OSError, ValueError, RecursionError, InputError):
+        return None

@@ -98,6 +98,7 @@ def test_the_document_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["world_size"] == 16
     assert found["plan"]["mesh"]["ep"] == 8
+    assert 2**30 < found["plan"]["memory_bytes_per_gpu"] < 192 * 2**30
     assert found["plan"]["tokens_per_step"] == found["plan"]["global_batch"] * 4096
     assert found["script"].startswith("#!/bin/bash\n")
 

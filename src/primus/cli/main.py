@@ -23,6 +23,7 @@ IMAGE_VERBS = {
     "show": ("image.show_recipe", "show every setting of a recipe, its source and its reason"),
     "fit": ("image.fit", "predict a recipe's memory and its largest micro batch"),
     "train": ("image.train", "run a recipe on this machine"),
+    "preflight": ("image.preflight", "check this machine before a job"),
     "import-exp": ("image.import_exp", "convert a Primus experiment file to a recipe"),
     "compat": ("image.compat", "run a command of older documents, such as run_pretrain.sh"),
     "report": ("image.report", "compare runs: perf.csv, MAD's CSV and an HTML page"),

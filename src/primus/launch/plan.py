@@ -11,6 +11,7 @@ from typing import Any
 from primus.errors import InputError
 from primus.gpus.table import generation, load_table
 from primus.recipes.choose import CPU
+from primus.recipes.memory import gpu_bytes, predict
 from primus.recipes.model import Recipe
 from primus.recipes.setting import CHOICES
 
@@ -24,14 +25,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A resolved recipe, and the words of ``primus train`` that start it on each node.
-
-    ``memory`` is a predicted peak in bytes per GPU; None where nothing predicts it.
-    """
+    """A resolved recipe, and the words of ``primus train`` that start it on each node."""
 
     recipe: Recipe
     stall_timeout: int = 1800
-    memory: float | None = None
 
     @property
     def nodes(self) -> int:
@@ -47,6 +44,11 @@ class Plan:
     def gpus(self) -> int:
         """GPUs of each machine."""
         return 0 if self.recipe.gpu == CPU else self.ranks
+
+    @cached_property
+    def memory(self) -> float | None:
+        """The predicted peak in bytes per GPU; None for a CPU."""
+        return predict(self.recipe).peak if self.gpus else None
 
     @property
     def checkpoint_interval(self) -> int:
@@ -93,7 +95,9 @@ class Plan:
         mesh = " × ".join(f"{name} {degree}" for name, degree in self.mesh.items())
         unit = "images" if recipe.architecture.family == "flux" else "sequences"
         tokens = "" if unit == "images" else f", {recipe.global_batch * recipe.seq_len:,} tokens"
-        memory = f"{self.memory / 2**30:.1f} GiB per GPU" if self.memory is not None else "not predicted"
+        has = gpu_bytes(recipe.gpu)
+        of = f" of {has / 2**30:.0f}" if has else ""
+        memory = f"{self.memory / 2**30:.1f}{of} GiB per GPU, predicted" if self.memory is not None else "not predicted"
         every = self.checkpoint_interval
         return [
             f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}",

@@ -18,7 +18,9 @@ from pathlib import Path
 
 from primus.cli.arguments import folder, path
 from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, short_origin
-from primus.errors import InputError
+from primus.errors import HostError, InputError
+from primus.gpus.detect import detect
+from primus.recipes.choose import CPU
 from primus.system import mounts
 from primus.terminal import Screen
 from primus.training import logs, machine, metrics, proof, ranks, start
@@ -52,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stall-timeout", type=seconds, default=1800, metavar="S",
         help="end the job after S seconds without a line from any rank, and name the rank that hangs (0: never)",
     )  # fmt: skip
+    parser.add_argument("--no-preflight", action="store_true", help="start without checking the machine")
     parser.add_argument("--judge", action="store_true", help="afterwards, repeat every step in float64 and compare")
     parser.add_argument("--force", action="store_true", help="start even if the predicted memory exceeds the GPU's")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved job and start nothing")
@@ -85,6 +88,8 @@ def run(options: argparse.Namespace) -> int:
     start.check_data(job)
     machine.check(recipe, force=options.force)
     start.check_backend(job)
+    if not options.no_preflight:
+        _preflight(job)
     start.prepare(job)
     if lost := mounts.warning(job.output):
         print(f"primus: {lost}", file=sys.stderr)
@@ -110,6 +115,25 @@ def run(options: argparse.Namespace) -> int:
         unit = "GPU" if outcome.facts.get("device") == "cuda" else "rank"
         _show_end(job, verdicts, metrics.sentence(summary, unit), summary, outcome.seconds)
     return 0 if passed else 1
+
+
+def _preflight(job: Job) -> None:
+    """Before a job on GPUs, look for what would end it. HostError names the first problem and its remedy."""
+    if job.recipe.gpu == CPU or not detect().names:
+        return
+    from primus.system.finding import Host
+    from primus.system.preflight import OF_SEVERAL_NODES, preflight
+
+    alone = job.recipe.get("nodes", int) == 1
+    findings = [one for one in preflight(Host(output=job.output)) if not (alone and one.check in OF_SEVERAL_NODES)]
+    for one in findings:
+        if one.level == "failed":
+            raise HostError(
+                f"{one.check}: {one.said}", hint=f"{one.remedy}; --no-preflight starts the job without this check"
+            )
+    for one in findings:
+        if one.level == "slow":
+            print(f"primus: {one.check}: {one.said}\n  → {one.remedy}", file=sys.stderr)
 
 
 def _checkpoint(path: Path) -> Path:

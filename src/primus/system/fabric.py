@@ -1,0 +1,152 @@
+"""Network devices for several nodes: RDMA ports with their GID, and the interface that NCCL and gloo should use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from primus.system.finding import Finding, Host, failed, ok, skipped, slow
+
+__all__ = ["choose_interface", "devices", "interface", "rdma"]
+
+_EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+_VIRTUAL = re.compile(r"lo$|docker|br-|veth|virbr|cni|flannel|cali|cilium|tailscale|tun|tap|dummy|podman|lxc")
+_DEFAULT_GID = 3  # what older launch scripts set
+
+
+def devices(host: Host) -> list[Path]:
+    """RDMA devices, as in /sys/class/infiniband."""
+    return host.glob("sys/class/infiniband/*")
+
+
+def _read(host: Host, path: Path) -> str:
+    return host.text(str(path.relative_to(host.root)))
+
+
+def rdma(host: Host) -> Iterator[Finding]:
+    """Each RDMA port is up, has a usable GID, and the user may open it; devices of a kind have one firmware."""
+    found = devices(host)
+    if not found:
+        yield skipped("RDMA", "no RDMA device; several nodes use TCP")
+        return
+    wanted = host.environment.get("NCCL_IB_HCA", "").lstrip("^=")
+    bad, active = False, 0
+    if wanted and not host.environment["NCCL_IB_HCA"].startswith("^"):
+        for name in (word.partition(":")[0] for word in wanted.split(",")):
+            if not any(device.name.startswith(name) for device in found):
+                bad = True
+                yield failed("RDMA", f"NCCL_IB_HCA names {name}, which does not exist", "unset NCCL_IB_HCA")
+    firmware: dict[str, set[str]] = {}
+    for device in found:
+        firmware.setdefault(_read(host, device / "board_id") or _read(host, device / "hca_type"), set()).add(
+            _read(host, device / "fw_ver")
+        )
+        for port in sorted((device / "ports").glob("*")):
+            name, problem = f"{device.name} port {port.name}", _port(host, port)
+            if isinstance(problem, str):
+                active += 1
+                continue
+            bad = True
+            yield Finding(check="RDMA", level=problem.level, said=f"{name}: {problem.said}", remedy=problem.remedy)
+    for board, versions in firmware.items():
+        if len(versions) > 1:
+            bad = True
+            said = f"devices of board {board or 'unknown'} have firmware {', '.join(sorted(versions))}"
+            yield slow("RDMA firmware", said, "update all to one version")
+    closed = [path for path in host.glob("dev/infiniband/uverbs*") if not host.openable(path)]
+    if not host.glob("dev/infiniband/uverbs*"):
+        bad = True
+        yield failed(
+            "RDMA rights", "/dev/infiniband/uverbs* is missing", "start the container with --device /dev/infiniband"
+        )
+    elif closed:
+        bad = True
+        yield failed(
+            "RDMA rights", f"/{closed[0].relative_to(host.root)} cannot be opened by user {host.uid}",
+            f"add the user to group {closed[0].stat().st_gid}",
+        )  # fmt: skip
+    if not bad:
+        yield ok("RDMA", f"{active} ports are active{_advice(host, found)}")
+
+
+def _port(host: Host, port: Path) -> Finding | str:
+    """The GID index to use, as text ("" for InfiniBand); or what is wrong."""
+    state = _read(host, port / "state")
+    if "ACTIVE" not in state:
+        physical = _read(host, port / "phys_state").partition(": ")[2] or "unknown"
+        return failed(
+            "", f"the link is {state.partition(': ')[2] or 'unknown'} (physically {physical})",
+            "check cable and switch, or leave it out with NCCL_IB_HCA",
+        )  # fmt: skip
+    if _read(host, port / "link_layer") != "Ethernet":
+        return ""
+    best = gid_index(host, port)
+    asked = host.environment.get("NCCL_IB_GID_INDEX")
+    if best is None:
+        return failed("", "no GID is of RoCE v2 with an address", "give the interface an IP address")
+    if asked is not None and asked.isdigit() and not _usable(host, port, int(asked)):
+        return failed("", f"GID {asked}, which NCCL_IB_GID_INDEX names, is not of RoCE v2", f"NCCL_IB_GID_INDEX={best}")
+    return str(best)
+
+
+def _usable(host: Host, port: Path, index: int) -> bool:
+    gid = _read(host, port / "gids" / str(index))
+    return bool(gid) and gid != _EMPTY_GID and "v2" in _read(host, port / "gid_attrs/types" / str(index))
+
+
+def gid_index(host: Host, port: Path) -> int | None:
+    """The GID of RoCE v2 to use: one of an IPv4 address first; None where there is none."""
+    indices = sorted(int(path.name) for path in (port / "gids").glob("*") if path.name.isdigit())
+    usable = [index for index in indices if _usable(host, port, index)]
+    routed = [
+        index for index in usable if _read(host, port / "gids" / str(index)).startswith("0000:0000:0000:0000:0000:ffff")
+    ]
+    return next(iter([*routed, *usable]), None)
+
+
+def _advice(host: Host, found: list[Path]) -> str:
+    indices = {_port(host, port) for device in found for port in (device / "ports").glob("*")} - {""}
+    if len(indices) == 1 and isinstance(index := indices.pop(), str):
+        return f"; NCCL_IB_GID_INDEX={index}" + ("" if int(index) == _DEFAULT_GID else " (older scripts set 3)")
+    return ""
+
+
+def choose_interface(host: Host) -> str:
+    """The interface that NCCL and gloo should use: that of the default route, else the fastest that is up."""
+    candidates = [
+        path.name
+        for path in host.glob("sys/class/net/*")
+        if not _VIRTUAL.match(path.name) and host.text(f"sys/class/net/{path.name}/operstate") in ("up", "unknown")
+    ]
+    for line in host.text("proc/net/route").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == fields[7] == "00000000" and fields[0] in candidates:
+            return fields[0]
+    return max(candidates, key=lambda name: host.number(f"sys/class/net/{name}/speed") or 0, default="")
+
+
+def interface(host: Host) -> Iterator[Finding]:
+    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up, or one is recommended."""
+    names = [path.name for path in host.glob("sys/class/net/*")]
+    best, bad = choose_interface(host), False
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        text = host.environment.get(variable, "")
+        if not text or text.startswith("^"):
+            continue
+        for word in text.lstrip("=").split(","):
+            matching = [name for name in names if name.startswith(word.strip())]
+            if not matching:
+                bad = True
+                yield failed(
+                    "network", f"{variable} names {word}, which does not exist", f"{variable}={best or 'NAME'}"
+                )
+            elif all(host.text(f"sys/class/net/{name}/operstate") == "down" for name in matching):
+                bad = True
+                yield failed("network", f"{variable} names {word}, which is down", f"{variable}={best or 'NAME'}")
+    if bad:
+        return
+    if not best:
+        yield skipped("network", "no interface is up; several nodes cannot meet")
+    else:
+        yield ok("network", f"several nodes: NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")

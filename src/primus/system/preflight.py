@@ -1,0 +1,435 @@
+"""Is this machine fit to train? Each check reads the kernel's files and says what is wrong and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from primus.system import fabric
+from primus.system.finding import Finding, Host, failed, ok, skipped, slow
+from primus.yamlfile import read_values
+
+__all__ = ["CHECKS", "OF_SEVERAL_NODES", "disk_speed", "preflight"]
+
+_GIB = 2**30
+_AMD, _NVIDIA = "0x1002", "0x10de"
+# Of PCI: processing accelerators, and displays that compute only.
+_COMPUTE = ("0x1200", "0x0302", "0x0380")
+_XGMI = "11"
+_NO_GPU = "no GPU on this machine"
+_DRIVER = "the driver names no such file"
+
+
+def _cards(host: Host) -> list[Path]:
+    """The device folders of AMD's GPUs."""
+    found = host.glob("sys/class/drm/renderD*/device")
+    return [path for path in found if host.text(f"{path.relative_to(host.root)}/vendor") in ("", _AMD)]
+
+
+def _file(host: Host, card: Path, name: str) -> str:
+    return host.text(f"{card.relative_to(host.root)}/{name}")
+
+
+def present(host: Host) -> Iterator[Finding]:
+    """GPUs are there, all of them, and of one known generation."""
+    unbound: Counter[str] = Counter()
+    bus = 0
+    for path in host.glob("sys/bus/pci/devices/*"):
+        device = path.relative_to(host.root)
+        if host.text(f"{device}/class")[:6] in _COMPUTE and (maker := host.text(f"{device}/vendor")) in (_AMD, _NVIDIA):
+            bus += 1
+            # The driver of a container's other GPUs is bound, too.
+            unbound[maker] += not (path / "driver").exists()
+    names = host.gpus.names
+    if missing := unbound.total():
+        module = "amdgpu" if unbound[_AMD] else "nvidia"
+        yield failed(
+            "gpus", f"{missing} of {bus} GPUs on the PCI bus have no driver",
+            f"sudo modprobe {module}; sudo dmesg | grep -i -e amdgpu -e NVRM tells why it failed",
+        )  # fmt: skip
+    elif not names and bus:
+        yield failed(
+            "gpus", f"{bus} GPUs have a driver, and none can be used for computing", "sudo dmesg | grep -i kfd"
+        )
+    elif bus > len(names) and not _in_container(host):
+        yield failed(
+            "gpus", f"{bus} GPUs are on the PCI bus, and {len(names)} can be used",
+            "sudo dmesg | grep -i kfd tells why; reboot, or reset the GPU",
+        )  # fmt: skip
+    if not names:
+        if not bus:
+            yield skipped("gpus", _NO_GPU)
+        return
+    if len(set(names)) > 1:
+        yield failed(
+            "one generation", f"the GPUs differ: {host.gpus.sentence()}", "choose equal ones with HIP_VISIBLE_DEVICES"
+        )
+    elif any(name.startswith("part of") for name in names):
+        yield slow("one generation", names[0], "sudo amd-smi set --compute-partition SPX makes each GPU whole")
+    elif not host.gpus.generation:
+        yield skipped("one generation", f"{names[0]}: no table knows it, and no limit is known for it")
+    else:
+        yield ok("one generation", host.gpus.sentence())
+
+
+def _in_container(host: Host) -> bool:
+    return any((host.root / name).exists() for name in (".dockerenv", "run/.containerenv", "etc/primus/image.json"))
+
+
+def rights(host: Host) -> Iterator[Finding]:
+    """The user may open the GPUs' devices."""
+    found = host.gpus
+    if not found.names:
+        yield skipped("device rights", _NO_GPU)
+        return
+    if found.vendor == "amd":
+        needed = [host.root / "dev/kfd", *host.glob("dev/dri/renderD*")]
+        if len(needed) - 1 < len(found.names):
+            yield failed(
+                "device rights", f"{len(needed) - 1} of {len(found.names)} GPUs have a /dev/dri/renderD device",
+                "start the container with --device /dev/kfd --device /dev/dri",
+            )  # fmt: skip
+    else:
+        needed = [host.root / name for name in ("dev/nvidiactl", "dev/nvidia-uvm")]
+    closed = [path for path in needed if not host.openable(path)]
+    if closed:
+        path = closed[0]
+        shown = f"/{path.relative_to(host.root)}"
+        if not path.exists():
+            option = "--device /dev/kfd --device /dev/dri" if found.vendor == "amd" else "--gpus all"
+            yield failed("device rights", f"{shown} is missing", f"start the container with {option}")
+        else:
+            group = path.stat().st_gid
+            yield failed(
+                "device rights", f"{shown} cannot be opened by user {host.uid}",
+                f"add the user to group {group}: sudo usermod -aG render,video USER, or --group-add {group}",
+            )  # fmt: skip
+    else:
+        yield ok("device rights", f"{len(needed)} devices can be opened")
+
+
+def visible(host: Host) -> Iterator[Finding]:
+    """Variables that choose GPUs name existing ones, and agree."""
+    chosen = {}
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        text = host.environment.get(name)
+        if text is None or not host.gpus.names:
+            continue
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        chosen[name] = words
+        wrong = [word for word in words if word.isdigit() and int(word) >= len(host.gpus.names)]
+        if wrong or not words or "-1" in words:
+            what = f"GPU {wrong[0]}, and there are {len(host.gpus.names)}" if wrong else "no GPU"
+            yield failed("visible GPUs", f"{name}={text} names {what}", f"unset {name}, or name GPUs from 0")
+    if len({tuple(words) for words in chosen.values()}) > 1:
+        said = ", ".join(f"{name}={','.join(words)}" for name, words in chosen.items())
+        yield slow("visible GPUs", f"several variables choose GPUs, each among those of the other: {said}", "keep one")
+
+
+def driver(host: Host) -> Iterator[Finding]:
+    """The kernel's driver supports the ROCm or CUDA in use."""
+    found = host.gpus
+    if not found.names:
+        yield skipped("driver", _NO_GPU)
+        return
+    table = cast(dict[str, Any], read_values(Path(__file__).with_name("drivers.yaml")).data)
+    version = host.text(f"sys/module/{'amdgpu' if found.vendor == 'amd' else 'nvidia'}/version")
+    if found.vendor == "nvidia":
+        cuda = _component(host, "CUDA")
+        row = table["nvidia"].get(int(cuda.partition(".")[0])) if cuda[:1].isdigit() else None
+        if row is None or not version:
+            yield skipped(
+                "driver", f"nvidia {version or 'of unknown version'}: the table has no row for CUDA {cuda or '?'}"
+            )
+        elif int(version.partition(".")[0]) < row["driver"]:
+            yield failed(
+                "driver", f"driver {version} is too old for CUDA {cuda}, which needs {row['driver']} ({row['source']})",
+                f"install driver {row['driver']} or newer",
+            )  # fmt: skip
+        else:
+            yield ok("driver", f"nvidia {version} supports CUDA {cuda} ({row['source']})")
+        return
+    rocm = host.text("opt/rocm/.info/version") or _component(host, "ROCm")
+    release, row = ".".join(rocm.split(".")[:2]), table["amdgpu"].get(version)
+    order: list[str] = table["releases"]
+    if row is None or release not in order:
+        what = f"amdgpu {version or 'of the kernel'}" if row is None else f"ROCm {rocm or 'of unknown version'}"
+        yield skipped("driver", f"the table has no row for {what}")
+    elif abs(order.index(release) - order.index(row["rocm"])) > table["apart"]:
+        yield failed(
+            "driver", f"amdgpu {version} is of ROCm {row['rocm']} ({row['source']}); it does not support ROCm {rocm} "
+            f"({table['source']})", "install the driver of a nearer release, or use another image",
+        )  # fmt: skip
+    else:
+        yield ok("driver", f"amdgpu {version} supports ROCm {rocm} ({table['source']})")
+
+
+def _component(host: Host, name: str) -> str:
+    try:
+        return str(json.loads(host.text("etc/primus/image.json") or "{}").get("components", {}).get(name, ""))
+    except (ValueError, AttributeError):
+        return ""
+
+
+def numa(host: Host) -> Iterator[Finding]:
+    """NUMA auto-balancing is off, as AMD's documents ask."""
+    state = host.number("proc/sys/kernel/numa_balancing")
+    if not host.gpus.names or state is None:
+        yield skipped("NUMA balancing", _NO_GPU if not host.gpus.names else "the kernel has none")
+    elif state:
+        yield slow(
+            "NUMA balancing", "the kernel moves pages between NUMA nodes while GPUs use them",
+            "sudo sh -c 'echo 0 > /proc/sys/kernel/numa_balancing'",
+        )  # fmt: skip
+    else:
+        yield ok("NUMA balancing", "off")
+
+
+def iommu(host: Host) -> Iterator[Finding]:
+    """An IOMMU passes the GPUs through."""
+    if not host.gpus.names:
+        yield skipped("IOMMU", _NO_GPU)
+    elif host.glob("sys/class/iommu/*") and not re.search(r"\biommu=pt\b", host.text("proc/cmdline")):
+        yield slow(
+            "IOMMU", "it translates each transfer of a GPU", "add iommu=pt to the kernel's command line and reboot"
+        )
+    else:
+        yield ok("IOMMU", "off, or passes through")
+
+
+def cpu(host: Host) -> Iterator[Finding]:
+    """Huge pages and the CPUs' clock."""
+    if not host.gpus.names:
+        yield skipped("huge pages", _NO_GPU)
+        return
+    if "[never]" in host.text("sys/kernel/mm/transparent_hugepage/enabled"):
+        yield slow(
+            "huge pages", "transparent huge pages are off",
+            "sudo sh -c 'echo madvise > /sys/kernel/mm/transparent_hugepage/enabled'",
+        )  # fmt: skip
+    else:
+        yield ok("huge pages", "on")
+    governors = {
+        path.read_text(errors="replace").strip()
+        for path in host.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
+    }
+    if governors and governors != {"performance"}:
+        yield slow(
+            "CPU clock", f"the governor is {', '.join(sorted(governors))}", "sudo cpupower frequency-set -g performance"
+        )
+
+
+def limits(host: Host) -> Iterator[Finding]:
+    """Open files, locked memory and processes."""
+    soft = {}
+    for line in host.text("proc/self/limits").splitlines():
+        if match := re.match(r"Max (open files|locked memory|processes)\s+(\S+)", line):
+            soft[match[1]] = float("inf") if match[2] == "unlimited" else float(match[2])
+    bad = False
+    if soft.get("open files", 65536) < (65536 if host.gpus.names else 1024):
+        bad = True
+        yield slow(
+            "ulimits",
+            f"only {soft['open files']:.0f} open files are allowed",
+            "ulimit -n 65536, or --ulimit nofile=65536",
+        )
+    if soft.get("locked memory", float("inf")) < 64 * _GIB and fabric.devices(host):
+        bad = True
+        yield failed(
+            "locked memory", f"only {soft['locked memory'] / 2**20:,.0f} MiB can be locked, and RDMA locks its buffers",
+            "ulimit -l unlimited, or --ulimit memlock=-1",
+        )  # fmt: skip
+    if soft.get("processes", 4096) < 4096:
+        bad = True
+        yield failed("ulimits", f"only {soft['processes']:.0f} processes are allowed", "ulimit -u 65536")
+    if soft and not bad:
+        yield ok("ulimits", "open files, locked memory and processes suffice")
+
+
+def shared_memory(host: Host) -> Iterator[Finding]:
+    """/dev/shm is large enough for the ranks."""
+    path = host.root / "dev/shm"
+    space = host.bytes_of(path) if path.is_dir() else None
+    gpus = len(host.gpus.names)
+    # The first is what NCCL's rings take; with the second, data loaders have room, too.
+    least, good = gpus * _GIB // 8 if gpus > 1 else _GIB // 32, 8 * _GIB if gpus else _GIB // 32
+    remedy = "--shm-size 16g, or sudo mount -o remount,size=64g /dev/shm"
+    if space is None:
+        yield failed("/dev/shm", "it is missing", "mount a tmpfs on it, or --shm-size 16g")
+    elif space[0] < least:
+        yield failed(
+            "/dev/shm", f"it has {space[0] / _GIB:.2f} GiB, and {gpus or 1} ranks need {least / _GIB:.2g}", remedy
+        )
+    elif space[1] < least:
+        yield failed(
+            "/dev/shm", f"only {space[1] / _GIB:.2f} of {space[0] / _GIB:.2f} GiB are free", "delete old files in it"
+        )
+    elif space[0] < good:
+        yield slow("/dev/shm", f"it has {space[0] / _GIB:.2f} GiB, and 8 are advised", remedy)
+    else:
+        yield ok("/dev/shm", f"{space[1] / _GIB:.1f} GiB free")
+
+
+def disk(host: Host) -> Iterator[Finding]:
+    """Free space where a job writes."""
+    space = host.bytes_of(host.output)
+    if space is None:
+        yield skipped("disk", "the file system does not tell")
+    elif space[1] < _GIB:
+        yield failed(
+            "disk", f"{host.output} has {space[1] / _GIB:.2f} GiB free", "free some space, or choose another folder"
+        )
+    elif space[1] < 20 * _GIB and host.gpus.names:
+        yield slow(
+            "disk",
+            f"{host.output} has {space[1] / _GIB:.1f} GiB free, less than a checkpoint may take",
+            "free some space",
+        )
+    else:
+        yield ok("disk", f"{space[1] / _GIB:,.0f} GiB free in {host.output}")
+
+
+def container(host: Host) -> Iterator[Finding]:
+    """Limits of the control group."""
+    bad, gpus = False, len(host.gpus.names)
+    memory = host.number("sys/fs/cgroup/memory.max") or host.number("sys/fs/cgroup/memory/memory.limit_in_bytes")
+    ranks = max(1, gpus)
+    if memory is not None and memory < 32 * ranks * _GIB:
+        bad = True
+        limit = f"memory is limited to {memory / _GIB:.1f} GiB for {ranks} ranks"
+        if memory < ranks * _GIB:
+            yield failed("container limits", limit, f"raise --memory to {32 * ranks}g")
+        elif gpus:
+            yield slow("container limits", limit, f"raise --memory to {32 * ranks}g")
+        else:
+            bad = False
+    quota = host.text("sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit() and int(quota[0]) / int(quota[1]) < max(1, 2 * gpus):
+        bad = True
+        yield slow(
+            "container limits", f"CPU time is limited to {int(quota[0]) / int(quota[1]):.1f} CPUs", "raise --cpus"
+        )
+    pids = host.number("sys/fs/cgroup/pids.max")
+    if pids is not None and pids < 4096:
+        bad = True
+        yield failed("container limits", f"only {pids} processes are allowed", "raise --pids-limit")
+    if not bad:
+        yield ok("container limits", "none that matters")
+
+
+def health(host: Host) -> Iterator[Finding]:
+    """ECC errors, retired pages, PCIe links, clocks and memory in use of AMD's GPUs; their XGMI links."""
+    cards = _cards(host)
+    if host.gpus.vendor != "amd" or not cards:
+        yield skipped("GPU health", _NO_GPU if not host.gpus.names else f"{host.gpus.vendor}: {_DRIVER}")
+        return
+    bad = False
+    for number, card in enumerate(cards):
+        for finding in _card(host, card, f"GPU {number}"):
+            bad = True
+            yield finding
+    counts = [_xgmi(host, node) for node in host.glob("sys/class/kfd/kfd/topology/nodes/*") if _is_gpu(host, node)]
+    if any(counts) and min(counts) < len(counts) - 1:
+        bad = True
+        worst = counts.index(min(counts))
+        yield failed(
+            "XGMI", f"GPU {worst} has {counts[worst]} of {len(counts) - 1} links to other GPUs",
+            "reboot; if it stays so, the board needs service",
+        )  # fmt: skip
+    if not bad:
+        yield ok("GPU health", f"{len(cards)} GPUs: no uncorrected errors, links and clocks are full")
+
+
+def _card(host: Host, card: Path, name: str) -> Iterator[Finding]:
+    for block in sorted(path.name for path in (card / "ras").glob("*_err_count")):
+        errors = dict(re.findall(r"(ue|ce):\s*(\d+)", _file(host, card, f"ras/{block}")))
+        if int(errors.get("ue", 0)):
+            yield failed(
+                "ECC", f"{name}: {errors['ue']} uncorrected errors ({block})", "take the GPU out of use and reset it"
+            )
+        elif int(errors.get("ce", 0)) > 1000:
+            yield slow(
+                "ECC", f"{name}: {errors['ce']} corrected errors ({block})", "watch it; many point to failing memory"
+            )
+    if pages := _file(host, card, "ras/gpu_vram_bad_pages").splitlines():
+        yield failed(
+            "ECC", f"{name}: {len(pages)} memory pages are retired", "reboot the machine; if they grow, replace the GPU"
+        )
+    for what in ("speed", "width"):
+        now, most = _file(host, card, f"current_link_{what}"), _file(host, card, f"max_link_{what}")
+        if now and most and _leading(now) < _leading(most):
+            yield slow("PCIe link", f"{name}: {what} {now}, of {most}", "reseat the board, or check the BIOS")
+    level = _file(host, card, "power_dpm_force_performance_level")
+    if level in ("low", "manual", "profile_min_sclk", "profile_min_mclk"):
+        yield slow("clocks", f"{name}: the performance level is {level}", "sudo amd-smi set --perf-level auto")
+    if (partition := _file(host, card, "current_compute_partition")) not in ("", "SPX"):
+        yield slow("partition", f"{name}: compute partition {partition}", "sudo amd-smi set --compute-partition SPX")
+    used, total = _file(host, card, "mem_info_vram_used"), _file(host, card, "mem_info_vram_total")
+    if used.isdigit() and total.isdigit() and int(used) > 0.05 * int(total):
+        say = failed if int(used) > 0.5 * int(total) else slow
+        yield say(
+            "GPU memory", f"{name}: {int(used) / _GIB:.1f} of {int(total) / _GIB:.1f} GiB are in use already",
+            "amd-smi process shows by what; end it",
+        )  # fmt: skip
+
+
+def _leading(text: str) -> float:
+    match = re.match(r"[\d.]+", text)
+    return float(match[0]) if match else 0.0
+
+
+def _properties(host: Host, path: Path) -> dict[str, str]:
+    lines = host.text(str(path.relative_to(host.root))).splitlines()
+    return dict(line.split(maxsplit=1) for line in lines if len(line.split(maxsplit=1)) == 2)
+
+
+def _is_gpu(host: Host, node: Path) -> bool:
+    return int(_properties(host, node / "properties").get("simd_count", "0")) > 0
+
+
+def _xgmi(host: Host, node: Path) -> int:
+    links = [_properties(host, link / "properties") for link in node.glob("io_links/*")]
+    return sum(1 for link in links if link.get("type") == _XGMI and link.get("weight") != "0")
+
+
+# Checks whose findings do not concern a job on one machine.
+OF_SEVERAL_NODES = ("RDMA", "RDMA rights", "RDMA firmware", "network", "locked memory")
+# In the order of the report. What stops a job comes first.
+CHECKS: tuple[Callable[[Host], Iterator[Finding]], ...] = (
+    present, rights, visible, driver, shared_memory, disk, limits, container, health, numa, iommu, cpu,
+    fabric.rdma, fabric.interface,
+)  # fmt: skip
+
+
+def preflight(host: Host) -> list[Finding]:
+    """Every check of ``host``, in order. Reads files only; takes well under a second."""
+    return [finding for check in CHECKS for finding in check(host)]
+
+
+def disk_speed(folder: Path, megabytes: int = 256) -> Finding:
+    """Write and sync a file in ``folder``: a checkpoint takes its size divided by this."""
+    path = folder / f".primus-preflight-{time.monotonic_ns()}"
+    block = bytes(2**20)
+    try:
+        started = time.monotonic()
+        with path.open("wb", buffering=0) as file:
+            for _ in range(megabytes):
+                file.write(block)
+                if time.monotonic() - started > 10:
+                    break
+            size = file.tell() / 2**20
+            os.fsync(file.fileno())
+        rate = size / max(time.monotonic() - started, 1e-6)
+    except OSError as error:
+        return failed("disk speed", f"{folder}: {(error.strerror or '').lower()}", "choose another folder")
+    finally:
+        path.unlink(missing_ok=True)
+    if rate < 100:
+        return slow("disk speed", f"{folder} takes {rate:.0f} MB/s", "write checkpoints to a faster file system")
+    return ok("disk speed", f"{folder} takes {rate:,.0f} MB/s")

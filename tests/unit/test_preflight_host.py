@@ -1,0 +1,244 @@
+# ruff: noqa: E501 - a fault is one line of a table
+"""Simulated machines: each fault is named, with its remedy, and a sound machine has none."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus.cli.main import main
+from primus.system.finding import Host
+from primus.system.preflight import CHECKS, preflight
+
+GIB = 2**30
+
+
+class Machine:
+    """A sound host of eight MI300X with two RoCE ports; a fault changes its files."""
+
+    def __init__(self, root: Path, gpus: int = 8) -> None:
+        self.root, self.options = root, {}  # type: Path, dict[str, Any]
+        self.environment: dict[str, str] = {}
+        self.space = {str(root / "dev/shm"): (64 * GIB, 60 * GIB), "/runs": (900 * GIB, 800 * GIB)}
+        for number in range(gpus):
+            node = f"sys/class/kfd/kfd/topology/nodes/{number + 2}"
+            self.write(f"{node}/properties", "simd_count 1216\ngfx_target_version 90402\ndevice_id 29857\n")
+            for link in range(gpus - 1):
+                self.write(f"{node}/io_links/{link}/properties", "type 11\nweight 15\n")
+            card = f"sys/class/drm/renderD{128 + number}/device"
+            for name, text in {
+                "vendor": "0x1002", "ras/umc_err_count": "ue: 0\nce: 0", "current_link_speed": "32.0 GT/s PCIe",
+                "max_link_speed": "32.0 GT/s PCIe", "current_link_width": "16", "max_link_width": "16",
+                "power_dpm_force_performance_level": "auto", "current_compute_partition": "SPX",
+                "mem_info_vram_used": "1000", "mem_info_vram_total": str(192 * GIB),
+            }.items():  # fmt: skip
+                self.write(f"{card}/{name}", text)
+            self.write(f"sys/bus/pci/devices/{number}/vendor", "0x1002")
+            self.write(f"sys/bus/pci/devices/{number}/class", "0x120000")
+            self.write(f"sys/bus/pci/devices/{number}/driver", "")
+            self.write(f"dev/dri/renderD{128 + number}", "")
+        for name, text in {
+            "dev/kfd": "", "sys/module/amdgpu/version": "6.16.6", "opt/rocm/.info/version": "7.1.0-1",
+            "proc/sys/kernel/numa_balancing": "0", "proc/cmdline": "quiet iommu=pt", "sys/class/iommu/ivhd0": "",
+            "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+            "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance",
+            "proc/self/limits": "Max open files 1048576 1048576 files\nMax locked memory unlimited unlimited bytes\n"
+            "Max processes unlimited unlimited processes\n",
+            "sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/cpu.max": "max 100000", "sys/fs/cgroup/pids.max": "max",
+            "sys/class/net/eth0/operstate": "up", "sys/class/net/eth1/operstate": "up",
+            "sys/class/net/docker0/operstate": "up", "sys/class/net/lo/operstate": "unknown",
+            "proc/net/route": "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth1 00000000 1 3 0 0 0 00000000\n",
+        }.items():  # fmt: skip
+            self.write(name, text)
+        (root / "dev/shm").mkdir(parents=True)
+        for number in range(2):
+            device = f"sys/class/infiniband/mlx5_{number}"
+            self.write(f"{device}/fw_ver", "28.39")
+            self.write(f"{device}/board_id", "MT_1")
+            self.write(f"dev/infiniband/uverbs{number}", "")
+            for name, text in {
+                "state": "4: ACTIVE", "phys_state": "5: LinkUp", "link_layer": "Ethernet",
+                "gids/0": "fe80:0000:0000:0000:0000:0000:0000:0001", "gid_attrs/types/0": "IB/RoCE v1",
+                "gids/3": "0000:0000:0000:0000:0000:ffff:0a00:0001", "gid_attrs/types/3": "RoCE v2",
+            }.items():  # fmt: skip
+                self.write(f"{device}/ports/1/{name}", text)
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def remove(self, name: str) -> None:
+        path = self.root / name
+        for child in sorted(path.rglob("*"), reverse=True) if path.is_dir() else []:
+            child.rmdir() if child.is_dir() else child.unlink()
+        path.rmdir() if path.is_dir() else path.unlink()
+
+    def findings(self) -> list[tuple[str, str, str, str]]:
+        host = Host(
+            root=self.root, environment=self.environment, space=self.space, output=Path("/runs"), **self.options
+        )
+        return [(one.check, one.level, one.said, one.remedy) for one in preflight(host)]
+
+
+CARD = "sys/class/drm/renderD130/device"
+PORT = "sys/class/infiniband/mlx5_1/ports/1"
+# fmt: off
+FAULTS: dict[str, tuple[Callable[[Machine], object], str, str, str]] = {
+    # name: (what is done to the machine, level, part of the sentence, part of the remedy)
+    "no driver": (lambda m: [m.remove(f"sys/bus/pci/devices/{n}/driver") for n in range(8)], "failed", "8 of 8 GPUs", "modprobe"),
+    "one without driver": (lambda m: m.remove("sys/bus/pci/devices/3/driver"), "failed", "1 of 8 GPUs", "modprobe amdgpu"),
+    "one lost": (lambda m: m.remove("sys/class/kfd/kfd/topology/nodes/5"), "failed", "and 7 can be used", "dmesg"),
+    "mixed": (
+        lambda m: m.write("sys/class/kfd/kfd/topology/nodes/5/properties", "simd_count 1216\ngfx_target_version 90402\ndevice_id 29861\n"),
+        "failed", "the GPUs differ", "HIP_VISIBLE_DEVICES",
+    ),
+    "kfd missing": (lambda m: m.remove("dev/kfd"), "failed", "/dev/kfd is missing", "--device /dev/kfd"),
+    "render missing": (lambda m: m.remove("dev/dri/renderD131"), "failed", "7 of 8 GPUs have", "--device /dev/dri"),
+    "no rights": (
+        lambda m: ((m.root / "dev/kfd").chmod(0o660), m.options.update(uid=4000, gids=frozenset({4000}))),
+        "failed", "cannot be opened by user 4000", "usermod",
+    ),
+    "hidden GPU": (lambda m: m.environment.update(HIP_VISIBLE_DEVICES="0,9"), "failed", "names GPU 9", "unset"),
+    "no visible GPU": (lambda m: m.environment.update(CUDA_VISIBLE_DEVICES=""), "failed", "names no GPU", "unset"),
+    "driver too old": (lambda m: m.write("sys/module/amdgpu/version", "6.12.12") or m.write("opt/rocm/.info/version", "7.2.0"), "failed", "does not support ROCm 7.2.0", "install the driver"),
+    "NUMA": (lambda m: m.write("proc/sys/kernel/numa_balancing", "1"), "slow", "moves pages", "numa_balancing"),
+    "IOMMU": (lambda m: m.write("proc/cmdline", "quiet"), "slow", "translates", "iommu=pt"),
+    "huge pages": (lambda m: m.write("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]"), "slow", "huge pages are off", "madvise"),
+    "governor": (lambda m: m.write("sys/devices/system/cpu/cpu0/cpufreq/scaling_governor", "powersave"), "slow", "powersave", "cpupower"),
+    "open files": (lambda m: m.write("proc/self/limits", "Max open files 1024 4096 files\n"), "slow", "1024 open files", "ulimit -n"),
+    "locked memory": (lambda m: m.write("proc/self/limits", "Max locked memory 8388608 8388608 bytes\n"), "failed", "8 MiB can be locked", "memlock"),
+    "processes": (lambda m: m.write("proc/self/limits", "Max processes 512 512 processes\n"), "failed", "512 processes", "ulimit -u"),
+    "no shm": (lambda m: m.remove("dev/shm"), "failed", "missing", "tmpfs"),
+    "small shm": (lambda m: m.space.update({str(m.root / "dev/shm"): (2**26, 2**26)}), "failed", "0.06 GiB", "--shm-size"),
+    "full shm": (lambda m: m.space.update({str(m.root / "dev/shm"): (64 * GIB, 1000)}), "failed", "are free", "delete"),
+    "scarce shm": (lambda m: m.space.update({str(m.root / "dev/shm"): (2 * GIB, 2 * GIB)}), "slow", "8 are advised", "--shm-size"),
+    "full disk": (lambda m: m.space.update({"/runs": (GIB, 1000)}), "failed", "/runs has 0.00 GiB", "free some"),
+    "scarce disk": (lambda m: m.space.update({"/runs": (90 * GIB, 5 * GIB)}), "slow", "5.0 GiB", "free some"),
+    "memory limit": (lambda m: m.write("sys/fs/cgroup/memory.max", str(4 * GIB)), "failed", "4.0 GiB", "--memory"),
+    "tight memory limit": (lambda m: m.write("sys/fs/cgroup/memory.max", str(64 * GIB)), "slow", "64.0 GiB", "--memory"),
+    "CPU limit": (lambda m: m.write("sys/fs/cgroup/cpu.max", "400000 100000"), "slow", "4.0 CPUs", "--cpus"),
+    "process limit": (lambda m: m.write("sys/fs/cgroup/pids.max", "100"), "failed", "100 processes", "--pids-limit"),
+    "uncorrected": (lambda m: m.write(f"{CARD}/ras/umc_err_count", "ue: 2\nce: 9"), "failed", "GPU 2: 2 uncorrected", "reset"),
+    "corrected": (lambda m: m.write(f"{CARD}/ras/umc_err_count", "ue: 0\nce: 5000"), "slow", "5000 corrected", "failing"),
+    "retired pages": (lambda m: m.write(f"{CARD}/ras/gpu_vram_bad_pages", "0x1 : 0x1000 : R"), "failed", "1 memory pages", "reboot"),
+    "PCIe speed": (lambda m: m.write(f"{CARD}/current_link_speed", "2.5 GT/s PCIe"), "slow", "GPU 2: speed 2.5", "reseat"),
+    "PCIe width": (lambda m: m.write(f"{CARD}/current_link_width", "8"), "slow", "width 8", "reseat"),
+    "clocks": (lambda m: m.write(f"{CARD}/power_dpm_force_performance_level", "low"), "slow", "level is low", "perf-level"),
+    "partition": (lambda m: m.write(f"{CARD}/current_compute_partition", "CPX"), "slow", "partition CPX", "SPX"),
+    "memory in use": (lambda m: m.write(f"{CARD}/mem_info_vram_used", str(150 * GIB)), "failed", "150.0 of 192.0", "amd-smi"),
+    "some memory in use": (lambda m: m.write(f"{CARD}/mem_info_vram_used", str(20 * GIB)), "slow", "20.0 of 192.0", "amd-smi"),
+    "XGMI": (lambda m: m.remove("sys/class/kfd/kfd/topology/nodes/4/io_links/6"), "failed", "GPU 2 has 6 of 7", "reboot"),
+    "RDMA link": (lambda m: m.write(f"{PORT}/state", "1: DOWN"), "failed", "mlx5_1 port 1: the link is DOWN", "cable"),
+    "GID": (lambda m: m.write(f"{PORT}/gid_attrs/types/3", "IB/RoCE v1"), "failed", "no GID is of RoCE v2", "IP address"),
+    "GID index": (lambda m: m.environment.update(NCCL_IB_GID_INDEX="0"), "failed", "GID 0", "NCCL_IB_GID_INDEX=3"),
+    "HCA": (lambda m: m.environment.update(NCCL_IB_HCA="bnxt_re0"), "failed", "bnxt_re0, which does not exist", "unset"),
+    "firmware": (lambda m: m.write("sys/class/infiniband/mlx5_1/fw_ver", "28.30"), "slow", "28.30, 28.39", "one version"),
+    "no uverbs": (lambda m: m.remove("dev/infiniband"), "failed", "uverbs* is missing", "--device /dev/infiniband"),
+    "interface": (lambda m: m.environment.update(NCCL_SOCKET_IFNAME="ens1"), "failed", "ens1, which does not exist", "=eth1"),
+    "interface down": (
+        lambda m: (m.write("sys/class/net/eth0/operstate", "down"), m.environment.update(GLOO_SOCKET_IFNAME="eth0")),
+        "failed", "eth0, which is down", "GLOO_SOCKET_IFNAME=eth1",
+    ),
+}
+# fmt: on
+
+
+def test_a_sound_machine_has_no_finding_and_the_interface_is_recommended(tmp_path: Path) -> None:
+    found = Machine(tmp_path).findings()
+    assert [one for one in found if one[1] in ("failed", "slow")] == []
+    assert any("NCCL_SOCKET_IFNAME=eth1" in said for _, _, said, _ in found)
+    assert any("NCCL_IB_GID_INDEX=3" in said for _, _, said, _ in found)
+    assert any("8 × AMD Instinct MI300X" in said for _, _, said, _ in found)
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_every_fault_is_named_with_its_remedy(name: str, tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    change, level, said, remedy = FAULTS[name]
+    change(machine)
+    bad = [one for one in machine.findings() if one[1] in ("failed", "slow")]
+    assert any(one[1] == level and said in one[2] and remedy in one[3] for one in bad), bad
+    # The fault and what follows from it, and nothing else.
+    assert len(bad) <= 2, bad
+
+
+def test_there_are_enough_faults() -> None:
+    assert len(FAULTS) >= 25
+
+
+def test_every_skip_says_why_on_a_host_without_gpus(tmp_path: Path) -> None:
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    host = Host(
+        root=tmp_path,
+        environment={},
+        space={str(tmp_path / "dev/shm"): (GIB, GIB), "/runs": (900 * GIB, 900 * GIB)},
+        output=Path("/runs"),
+    )
+    found = preflight(host)
+    assert not [one for one in found if one.level in ("failed", "slow")]
+    skipped = [one for one in found if one.level == "skipped"]
+    assert len(skipped) >= 6
+    assert all(one.said for one in skipped)
+    assert len(CHECKS) >= 14
+
+
+def test_an_unknown_driver_is_not_judged(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.write("sys/module/amdgpu/version", "9.9.9")
+    assert ("driver", "skipped", "the table has no row for amdgpu 9.9.9", "") in machine.findings()
+
+
+def test_a_container_that_sees_some_of_the_gpus_is_sound(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gpus=8)
+    machine.write(".dockerenv", "")
+    for number in range(1, 8):
+        machine.remove(f"sys/class/kfd/kfd/topology/nodes/{number + 2}")
+        machine.remove(f"dev/dri/renderD{128 + number}")
+    machine.remove("sys/class/kfd/kfd/topology/nodes/2/io_links")
+    assert [one for one in machine.findings() if one[1] == "failed"] == []
+
+
+def test_the_command_reports_and_fails_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine(tmp_path)
+    machine.write("proc/sys/kernel/numa_balancing", "1")
+    started = time.monotonic()
+    assert main(["preflight", "--quick", "--json", "--root", str(tmp_path), "--output", "/"]) == 1
+    assert time.monotonic() - started < 20
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] is False
+    assert len(found["gpus"]) == 8
+    numa = next(one for one in found["findings"] if one["check"] == "NUMA balancing")
+    assert "echo 0" in numa["remedy"]
+    assert main(["preflight", "--root", str(tmp_path / "nothing")]) == 2
+
+
+def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from primus.gpus.detect import detect
+    from primus.system import finding
+
+    machine = Machine(tmp_path / "host")
+    machine.write("sys/fs/cgroup/pids.max", "100")
+    monkeypatch.setattr("primus.cli.image.train.detect", lambda: detect(machine.root))
+    monkeypatch.setattr("primus.cli.image.train.machine.check", lambda recipe, **_: None)
+    monkeypatch.setattr("primus.cli.image.train.start.check_backend", lambda job: None)
+    monkeypatch.setattr("primus.cli.image.train.start.check_data", lambda job: None)
+    plain = finding.Host
+
+    def elsewhere(**options: Any) -> Host:
+        return plain(**{**options, "root": machine.root})
+
+    monkeypatch.setattr(finding, "Host", elsewhere)
+    words = ["train", "llama3.1-8b", "--gpu", "mi300x", "--output", str(tmp_path / "run")]
+    assert main(words) == 3
+    told = capsys.readouterr().err
+    assert "only 100 processes are allowed" in told
+    assert "--no-preflight" in told
+    assert not (tmp_path / "run").exists()

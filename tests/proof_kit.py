@@ -13,7 +13,8 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
     rows = [
         {
             "step": step, "data": [], "loss": loss, "grad_norm": norm, "rate": 0.01, "rates": [0.01],
-            "own_gradient": True, "gaps": {"a.weight": (1e-6, "a.1.weight")}, "missing": [], "stale": [],
+            "own_gradient": True, "gaps": {"a.weight": (1e-6, "a.1.weight")}, "missing": [], "stale": [], "biases": [],
+            "used_norm": norm, "rounded": 0.4,
             "update": {"gap": 0.0, "name": ""}, "closest": 1.0, "regular": step == 1,
             "noise": {"loss": 1e-9, "grad_norm": 1e-8, "gaps": {"a.weight": (1e-7, "a.0.weight")}},
         }
@@ -21,4 +22,4 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
     ]  # fmt: skip
     parameters = {"missing": [], "besides": [], "shapes": [], "first_values": [], "count": 10, "trained": 10}
     moved: dict[str, list[str]] = {"still": [], "frozen_moved": []}
-    return {"precision": "fp32", "steps": rows, "parameters": parameters, "moved": moved}
+    return {"precision": "fp32", "max_norm": 1.0, "steps": rows, "parameters": parameters, "moved": moved}

@@ -47,6 +47,9 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("reference gradients", lambda e: e["steps"][5]["gaps"].update({"b.weight": (1e-3, "b.0.weight")})),
     ("reference gradients", lambda e: e["steps"][5]["missing"].append("a")),
     ("reference gradients", lambda e: e["steps"][3].update(own_gradient=False)),
+    ("reference gradients", lambda e: e["steps"][3].update(used_norm=1.01)),
+    ("reference gradients", lambda e: e["steps"][3].update(rounded=1.0)),
+    ("reference update", lambda e: e["steps"][2]["biases"].append("a did not move towards balance")),
     ("reference learning rate", lambda e: e["steps"][1].update(rates=[0.01, 0.0])),
     ("reference update", lambda e: e["steps"][1]["update"].update(gap=0.1)),
     ("reference update", lambda e: e["steps"][1]["stale"].append("a")),
@@ -86,7 +89,7 @@ def test_only_a_step_in_which_a_token_may_go_to_either_expert_has_wider_bounds()
     assert failing(found) == ["reference gradients"]
 
 
-@pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (2.0, False), (0.4, False)])
+@pytest.mark.parametrize(("factor", "passed"), [(1.0, True), (1.2, False), (0.4, False)])
 def test_the_launchers_clock_judges_the_throughput(factor: float, passed: bool) -> None:
     # 200 tokens a step at 100 tokens/s: two seconds between lines, half a second of them for evidence.
     arrivals = {step: 2.5 * step for step in range(1, STEPS + 1)}

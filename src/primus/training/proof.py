@@ -23,13 +23,17 @@ __all__ = ["clock", "unjudged", "verdicts"]
 _LEAST = {"loss": 2e-6, "grad_norm": 5e-5, "gradient": 5e-5}
 # How far a run's error may exceed that of the reference in the same precision. Measured: loss 4, norm 1, gradients 3.4.
 _NOISE = {"loss": 8.0, "grad_norm": 2.0, "gradient": 6.0}
-# An update is repeated from the run's own gradient, whatever the precision of the model.
-_UPDATE = 2e-3
+# An update is repeated from the run's own gradient, whatever the precision of the model. Measured: 0.
+_UPDATE = 5e-4
+# The norm that a run reports and the length of its clipped gradients are of the same numbers. Measured: 2e-5.
+_CLIPPED = 2e-4
+# Of the gradients of some matrix, at most half are bfloat16 numbers, where they are sums in float32. Measured: 0.45.
+_ROUNDED = 0.95
 # Where the scores of two experts are closer than float32 tells apart, a token may go to either.
 _TIE = 3e-6
 _TIED = {"loss": 1e-3, "grad_norm": 2e-2, "gradient": 0.3}
-_CLOCK = 1.5
-
+# How far the reported throughput may be below and above the launcher's. Measured on a busy machine: 0.86 to 1.01.
+_CLOCK = (0.7, 1.15)
 
 # The witness of a run larger than this would take longer to write than the run takes.
 _MOST_BYTES = 1 << 30
@@ -75,7 +79,7 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
         _moved(found["moved"]),
         _figure("loss", "reference loss", found, series, [step.loss for step in series.steps]),
         _figure("grad_norm", "reference gradient norm", found, series, [step.grad_norm for step in series.steps]),
-        _gradients(found),
+        _gradients(found, series),
         _rates(steps),
         _updates(found),
     ]
@@ -136,7 +140,7 @@ def _figure(key: str, name: str, found: Mapping[str, Any], series: Series, seen:
     )
 
 
-def _gradients(found: Mapping[str, Any]) -> Verdict:
+def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
     """Each kind of tensor has a limit of its own, from its noise at the steps where the reference found it."""
     rows = [step for step in found["steps"] if step["own_gradient"]]
     wrong = [f"step {row['step']}: {name} has no gradient" for row in rows for name in row["missing"]]
@@ -155,6 +159,8 @@ def _gradients(found: Mapping[str, Any]) -> Verdict:
     share, gap, limit, at, name = max(gaps)
     if share > 1:
         wrong.append(f"{name} differs most, at step {at}")
+    wrong += _clipping(rows, found, series)
+    wrong += [f"step {row['step']}: all are rounded to bfloat16" for row in rows if row["rounded"] > _ROUNDED]
     return Verdict(
         name="reference gradients",
         passed=not wrong,
@@ -162,6 +168,19 @@ def _gradients(found: Mapping[str, Any]) -> Verdict:
         measured=f"{gap:.1e}",
         limit=f"relative gap ≤ {limit:.1e}",
     )
+
+
+def _clipping(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any], series: Series) -> list[str]:
+    """At which steps the gradients that the optimizer got are not as long as the reported norm, clipped."""
+    reported, wrong, most = {step.step: step.grad_norm for step in series.steps}, [], found["max_norm"]
+    for row in rows:
+        norm = reported.get(row["step"], math.nan)
+        wanted = norm * min(1.0, most / (norm + 1e-6)) if most > 0 else norm
+        if not _gap(row["used_norm"], wanted) <= _CLIPPED:
+            wrong.append(
+                f"step {row['step']}: the optimizer got gradients of length {row['used_norm']:.4g}, not {wanted:.4g}"
+            )
+    return wrong
 
 
 def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
@@ -188,6 +207,7 @@ def _updates(found: Mapping[str, Any]) -> Verdict:
         for step in found["steps"]
         for name in step["stale"]
     ]
+    wrong += [f"step {step['step']}: {sentence}" for step in found["steps"] for sentence in step["biases"]]
     return Verdict(
         name="reference update",
         passed=not wrong,
@@ -214,13 +234,14 @@ def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, floa
         for step in series.steps
         if step.step in arrivals and step.step - 1 in arrivals and step.tokens_per_second > 0
     ]
-    limit = f"×{1 / _CLOCK:.2f} – ×{_CLOCK:g}"
+    least, most = _CLOCK
+    limit = f"×{least:g} – ×{most:g}"
     if len(ratios) < 3:
         return Verdict(name="clock", passed=True, reason="fewer than 4 steps: too few to time", limit=limit)
     ratio = statistics.median(ratios)
     return Verdict(
         name="clock",
-        passed=1 / _CLOCK <= ratio <= _CLOCK,
+        passed=least <= ratio <= most,
         reason="tokens per second, as the run reports them, times the seconds between its lines ÷ the tokens of a step",
         measured=f"×{ratio:.2f}",
         limit=limit,

@@ -7,7 +7,7 @@ operations are used (products, exponentials, sums), in the precision of the weig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling
 
-__all__ = ["Dialect", "Model", "Weights", "shapes"]
+__all__ = ["Dialect", "Model", "Weights", "adapter_shapes", "shapes"]
 
 Weights = Mapping[str, torch.Tensor]
 Rounding = Callable[[torch.Tensor], torch.Tensor]
@@ -59,11 +59,15 @@ class Dialect:
     experts: "sequence" (DeepSeek-V2, arXiv:2405.04434, eq. 18-21, Megatron's ``seq_aux_loss``), "batch" (Switch
     Transformer, arXiv:2101.03961, eq. 4), or "none". ``group_best``: how many of a group's best experts stand for it
     when groups are limited: two in DeepSeek-V3's own code, top_k ÷ top_groups in Megatron; the same for its real sizes.
+    ``bias_rate``: by how much a step moves an expert's bias towards the mean number of tokens (arXiv:2408.15664);
+    ``centered``: the mean of all these moves is subtracted.
     """
 
     softmax_mscale: bool = False
     balance: str = "none"
     group_best: int = 2
+    bias_rate: float = 0.0
+    centered: bool = False
 
 
 @dataclass
@@ -80,6 +84,8 @@ class Model:
     eight: bool = False
     # How close the scores of an expert that was chosen and of one that was not have come, relative to the former.
     closest: float = math.inf
+    # Layer -> how many tokens went to each expert, over all calls.
+    sent: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def logits(self, weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss per token."""
@@ -208,6 +214,7 @@ class Model:
         bias = weights.get(name + "gate.e_score_correction_bias")
         choice = self._limited(scores.detach() if bias is None else scores.detach() + bias)
         chosen = self._best(choice)
+        self.sent[name] = self.sent.get(name, 0) + chosen.flatten().bincount(minlength=moe.experts)
         share = scores.gather(-1, chosen)
         if moe.normalize_top_k:
             share = share / share.sum(-1, keepdim=True)
@@ -351,4 +358,16 @@ def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
                 swiglu(layer + "mlp.shared_experts.", moe.ffn_size * moe.shared_experts)
         else:
             swiglu(layer + "mlp.", model.ffn_size)
+    return found
+
+
+def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The adapters beside the linear layers named by ``targets``, by default beside all but the output layer."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes(model).items():
+        layer = name.removesuffix(".weight")
+        kind = layer.rpartition(".")[2]
+        if kind.endswith("_proj") and name.endswith(".weight") and (not targets or kind in targets):
+            found[layer + ".lora_A.weight"] = (rank, shape[1])
+            found[layer + ".lora_B.weight"] = (shape[0], rank)
     return found

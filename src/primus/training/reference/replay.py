@@ -19,7 +19,7 @@ import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
 from primus.training.reference import data, update
-from primus.training.reference.model import Dialect, Model, shapes
+from primus.training.reference.model import Dialect, Model, adapter_shapes, shapes
 from primus.training.reference.names import UnknownWeight, to_canonical
 
 __all__ = ["replay"]
@@ -49,6 +49,7 @@ def replay(output: Path) -> dict[str, Any]:
             # Another model: there is nothing to repeat.
             return found
         replayed = _Replay(job, sizes, folder)
+        found["max_norm"] = update.settings(job).max_norm
         for step in range(first, last + 1):
             after = _weights(job, sizes, folder, step)
             found["steps"].append(replayed.step(step, before, after))
@@ -72,6 +73,7 @@ class _Replay:
         self._given = update.settings(job)
         self._optimizer = update.AdamW(self._given)
         self._usual: dict[str, float] = {}
+        self._norms = _reported_norms(folder.parent / "exact.jsonl")
         self._exact = job["precision"] == "fp32"
         config = job["config"]
         key = "training.dtype" if job["backend"] == "torchtitan" else "training.master_dtype"
@@ -87,7 +89,7 @@ class _Replay:
         row: dict[str, Any] = {"step": step, "data": self._batches(step)}
         row["rate"] = rate = update.rate(self._given, step)
         seen = _load(self._folder / f"update-{step}.pt")
-        used = to_canonical(self._job["backend"], self._sizes, seen["gradients"]) if seen else None
+        used = _without_bias(to_canonical(self._job["backend"], self._sizes, seen["gradients"])) if seen else None
         regular = step in self._noisy
         figures, limited = self._figures(step, before, used, noisy=regular)
         if regular:
@@ -99,6 +101,9 @@ class _Replay:
         row |= figures | {"regular": regular, "own_gradient": seen is not None, "stale": seen["stale"] if seen else []}
         if seen is not None:
             row["rates"] = sorted(set(seen["rates"].values()))
+        if used is not None:
+            row["used_norm"], row["rounded"] = update.norm_of(used), self._least_rounded(step, used)
+        row["biases"] = self._biases(before, after, figures["closest"])
         expected = self._optimizer.update(_wide(_without_bias(before)), _wide(limited if used is None else used), rate)
         row["update"] = self._update_gap(before, expected, after)
         return row
@@ -110,6 +115,7 @@ class _Replay:
         # In float32, the reference's own rounding is judged where it also computes in float64.
         model, weights = self._model(), self._rounded(before, torch.float64 if noisy and self._exact else torch.float32)
         loss, losses, gradients = self._gradients(step, weights, model)
+        self._sent = model.sent
         norm = update.norm_of(gradients)
         found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
         limited = update.clipped(gradients, norm, self._given.max_norm)
@@ -119,6 +125,41 @@ class _Replay:
         if noisy:
             found["noise"] = self._noise(step, before, (loss, losses, gradients), limited, scales)
         return found, limited
+
+    def _biases(self, before: Tensors, after: Tensors, closest: float) -> list[str]:
+        """Which router biases did not move towards the mean number of tokens."""
+        wrong, dialect = [], self._dialect
+        for layer, count in self._sent.items() if dialect.bias_rate else ():
+            name, mean = f"{layer}gate{_BIAS}", count.double().mean()
+            if name not in after:
+                wrong.append(f"{name} is missing")
+                continue
+            # Where rounding decides the routing of a token, experts near the mean may be on either side of it.
+            slack = 0.0 if self._exact and closest > 1e-5 else 2 + 0.1 * float(mean)
+            told = (count - mean).abs() > slack if slack else torch.ones_like(count, dtype=torch.bool)
+            moved, wanted = ((after[name] - before[name]).double()[told], (mean - count).sign()[told])
+            wanted = wanted * dialect.bias_rate
+            if dialect.centered:
+                moved, wanted = moved - moved.mean(), wanted - wanted.mean()
+            if len(wanted) and float((moved - wanted).abs().max()) > 0.01 * dialect.bias_rate:
+                wrong.append(f"{name} did not move towards balance")
+        return wrong
+
+    def _least_rounded(self, step: int, used: Tensors) -> float:
+        """The least share of a matrix's gradients that are bfloat16 numbers, times the factor of clipping.
+
+        A sum over ranks or micro-batches in float32 has more digits, even where they compute in bfloat16.
+        """
+        if self._job["data_parallel"] * self._job["accumulation"] == 1 and not self._exact:
+            return 0.0
+        factor = min(1.0, self._given.max_norm / (self._norms.get(step, 0.0) + 1e-6)) if self._given.max_norm else 1.0
+        shares = [1.0]
+        for gradient in used.values():
+            plain = gradient[gradient != 0].double() / factor
+            if gradient.ndim > 1 and len(plain):
+                near = (plain - plain.bfloat16().double()).abs() <= 4e-7 * plain.abs()
+                shares.append(float(near.double().mean()))
+        return min(shares)
 
     def _model(self) -> Model:
         """The model in which the run is repeated. FP8's rounding is large and known, so it is repeated as well."""
@@ -221,13 +262,16 @@ class _Replay:
 def _dialect(job: Mapping[str, Any]) -> Dialect:
     if job["backend"] == "torchtitan":
         # Its experts are balanced by a bias in the router, not by a loss.
-        return Dialect(softmax_mscale=True)
+        return Dialect(softmax_mscale=True, bias_rate=job["model"]["moe"]["auxiliary_loss"], centered=True)
     moe = job["model"]["moe"]
     if job["backend"] == "megatron" and moe["experts"]:
         kind = str(job["config"].get("model.moe_router_load_balancing_type", "aux_loss"))
         return Dialect(
             balance={"seq_aux_loss": "sequence", "aux_loss": "batch"}.get(kind, "none"),
             group_best=max(1, moe["top_k"] // moe["top_groups"]),
+            bias_rate=float(job["config"].get("model.moe_router_bias_update_rate", 1e-3))
+            if moe["score"] == "sigmoid"
+            else 0.0,
         )
     return Dialect()
 
@@ -243,6 +287,11 @@ def _as_trained(job: Mapping[str, Any], sizes: Architecture) -> Architecture:
 def _weights(job: Mapping[str, Any], sizes: Architecture, folder: Path, step: int) -> Tensors:
     seen = torch.load(folder / f"weights-{step}.pt", weights_only=True)
     return to_canonical(job["backend"], sizes, seen["weights"])
+
+
+def _reported_norms(file: Path) -> dict[int, float]:
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {int(row["step"]): float(row["grad_norm"]) for row in map(json.loads, lines)}
 
 
 def _wide(tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -264,7 +313,10 @@ def _trained(job: Mapping[str, Any], name: str) -> bool:
 def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> dict[str, Any]:
     """Which parameters the model must have and the run lacks, has besides, or has in another shape; first values."""
     expected = shapes(sizes)
-    present = {name: tuple(tensor.shape) for name, tensor in _without_bias(weights).items() if ".lora_" not in name}
+    if job["mode"] == "lora":
+        config = job["config"]
+        expected |= adapter_shapes(sizes, int(config.get("lora.rank", 16)), config.get("lora.targets") or ())
+    present = {name: tuple(tensor.shape) for name, tensor in _without_bias(weights).items()}
     matrices: dict[tuple[int, ...], list[tuple[str, torch.Tensor]]] = {}
     strange = []
     for name, tensor in weights.items():
@@ -272,7 +324,10 @@ def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -
             continue
         if not bool(torch.isfinite(tensor).all()):
             strange.append(f"{name} is not finite")
-        elif tensor.ndim > 1 and ".lora_B." not in name and float(tensor.std()) == 0:
+        elif ".lora_B." in name:
+            if job["first_step"] == 1 and bool(tensor.any()):
+                strange.append(f"{name} is not zero, so the adapted model is not the given one")
+        elif tensor.ndim > 1 and float(tensor.std()) == 0:
             strange.append(f"{name} holds one value")
         elif tensor.ndim > 1 and ".lora_" not in name:
             same = [other for other, value in matrices.get(tuple(tensor.shape), []) if torch.equal(value, tensor)]

@@ -23,6 +23,9 @@ __all__ = ["clock", "unjudged", "verdicts"]
 _LEAST = {"loss": 2e-6, "grad_norm": 5e-5, "gradient": 5e-5}
 # How far a run's error may exceed that of the reference in the same precision. Measured: loss 4, norm 1, gradients 3.4.
 _NOISE = {"loss": 8.0, "grad_norm": 2.0, "gradient": 6.0}
+# The same for the mean over at least so many steps. Measured: 1.7.
+_MEAN_NOISE = 2.5
+_ENOUGH = 4
 # An update is repeated from the run's own gradient, whatever the precision of the model. Measured: 0.
 _UPDATE = 5e-4
 # The norm that a run reports and the length of its clipped gradients are of the same numbers. Measured: 2e-5.
@@ -156,6 +159,9 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
             own, _ = row.get("noise", {}).get("gaps", {}).get(kind, (0.0, ""))
             limit = _limit("gradient", max(usual.get(kind, 0.0), own), row)
             gaps.append((gap / limit, gap, limit, row["step"], name))
+    for kind, (gap, limit) in _means(found["steps"]).items():
+        if gap > limit:
+            wrong.append(f"{kind}: the mean gap is {gap:.1e}, and the limit {limit:.1e}")
     share, gap, limit, at, name = max(gaps)
     if share > 1:
         wrong.append(f"{name} differs most, at step {at}")
@@ -168,6 +174,21 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
         measured=f"{gap:.1e}",
         limit=f"relative gap ≤ {limit:.1e}",
     )
+
+
+def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Kind of tensor → mean gap and its limit, over the steps whose noise is known: rounding averages out.
+
+    Only gaps and noise of the same steps can be compared so closely.
+    """
+    rows = [step for step in steps if step["regular"] and step["own_gradient"]]
+    found = {}
+    for kind in rows[0]["gaps"] if len(rows) >= _ENOUGH else ():
+        gap = statistics.fmean(row["gaps"].get(kind, (0.0, ""))[0] for row in rows)
+        noise = statistics.fmean(row["noise"]["gaps"][kind][0] for row in rows)
+        tied = any(row["closest"] < _TIE for row in rows)
+        found[kind] = gap, (_TIED if tied else _LEAST)["gradient"] + _MEAN_NOISE * noise
+    return found
 
 
 def _clipping(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any], series: Series) -> list[str]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -62,6 +63,7 @@ class Witness:
         self._gradients: dict[str, torch.Tensor] = {}
         self._rates: dict[str, float] = {}
         self._names = {id(p): name for part in parts for name, p in part.named_parameters()}
+        self._optimizers: set[torch.optim.Optimizer] = set()
         self._hook = register_optimizer_step_pre_hook(self._before_update)
         self._seconds: dict[int, float] = {}
 
@@ -76,7 +78,19 @@ class Witness:
 
     def step(self, step: int) -> None:
         """Write what was seen of ``step`` and the weights after it. All ranks."""
+        with self.busy(step):
+            self._step(step)
+
+    @contextmanager
+    def busy(self, step: int) -> Iterator[None]:
+        """Count what is done inside as work for the evidence after ``step``, not as the run's own. All ranks."""
         began = time.perf_counter()
+        yield
+        self._seconds[step] = round(self._seconds.get(step, 0.0) + time.perf_counter() - began, 4)
+        if _rank() == 0:
+            (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
+
+    def _step(self, step: int) -> None:
         batch = {"data_rank": self._data_rank, "inputs": self._inputs, "labels": self._labels}
         torch.save(batch, self._folder / f"batch-{step}-{_rank()}.pt")
         self._inputs, self._labels = [], []
@@ -87,9 +101,21 @@ class Witness:
             torch.save(dict(vars(taken)), self._folder / f"update-{step}.pt")
         self._gradients, self._rates = {}, {}
         self._weights(step)
-        self._seconds[step] = round(time.perf_counter() - began, 4)
-        if _rank() == 0:
-            (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
+
+    def erase(self) -> None:
+        """Set all that was trained, and all that the optimizers keep, to zero."""
+        with torch.no_grad():
+            for part in self._parts:
+                for tensor in part.state_dict(keep_vars=True).values():
+                    if isinstance(tensor, torch.Tensor) and (
+                        tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+                    ):
+                        tensor.zero_()
+            for optimizer in self._optimizers:
+                for parameter, state in optimizer.state.items():
+                    for tensor in (parameter, *state.values()):
+                        if isinstance(tensor, torch.Tensor):
+                            tensor.zero_()
 
     def _weights(self, step: int) -> None:
         weights = self._trained.whole() if self._trained else whole_parameters(self._parts)
@@ -99,6 +125,7 @@ class Witness:
             os.replace(waiting, self._folder / f"weights-{step}.pt")  # noqa: PTH105
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_given: Any) -> None:
+        self._optimizers.add(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from primus.training import identity
 from primus.training.failure import text_of
 from primus.training.loop.session import Session
 
-__all__ = ["load", "save"]
+__all__ = ["load", "prove", "save"]
 
 
 def save(output: Path, step: int, session: Session, known: Mapping[str, Any]) -> Path:
@@ -54,6 +54,16 @@ def load(folder: Path, session: Session) -> None:
         if name in state:
             _set_random_state(state.pop(name))
     session.load_state_dict(state)
+
+
+def prove(output: Path, step: int, session: Session, known: Mapping[str, Any], erase: Callable[[], None]) -> None:
+    """Save a checkpoint, ``erase`` all that was trained, and load it: what a checkpoint loses shows in later steps."""
+    folder = save(output, step, session, known)
+    erase()
+    load(folder, session)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
 
 
 def _load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:

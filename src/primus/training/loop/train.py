@@ -60,6 +60,9 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
             report.step(step, loss, norm, rate)
         if witness:
             witness.step(step)
+            if step == (given.first_step + given.last_step) // 2:
+                with witness.busy(step):
+                    checkpoint.prove(given.output / "cache", step, session, given.identity, witness.erase)
             report.start()
         if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == given.last_step):
             began = time.perf_counter()

@@ -53,8 +53,10 @@ def _regular(status: os.stat_result, shown: str) -> None:
 def read_bytes(path: Path | str, shown: str | None = None) -> bytes:
     """The whole file. InputError for what is no regular file or larger than files of text are, OSError as any read."""
     with open_regular(path, shown) as stream:
-        data = stream.read(_MOST_BYTES + 1) or b""
-        while len(data) <= _MOST_BYTES and (more := stream.read(_MOST_BYTES + 1 - len(data))):
+        # The size and not the limit: Python sets aside as many bytes as it is asked for.
+        size = os.fstat(stream.fileno()).st_size
+        data = stream.read(min(size, _MOST_BYTES) + 1) or b""
+        while len(data) <= _MOST_BYTES and (more := stream.read(1 << 16)):
             data += more
     if len(data) > _MOST_BYTES:
         raise InputError(f"the file is larger than {_MOST_BYTES >> 20} MiB", where=shown or str(path))

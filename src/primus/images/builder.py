@@ -17,7 +17,6 @@ from primus.images.action import Action, ImagePlan
 from primus.images.build import Built, Composed, LayerLine, compose, current, tree_record
 from primus.images.display import choose_progress
 from primus.images.execute import Workshop
-from primus.images.fetch import GoneError, fetch
 from primus.images.given import stacked
 from primus.images.layer import read_paths
 from primus.images.locking import lock_target
@@ -28,7 +27,6 @@ from primus.images.rehash import find_damage
 from primus.images.store import CONFIG_TYPE, MANIFEST_TYPE, Layer, Store
 from primus.sandbox.running import stop_all
 from primus.versions.lock import LockedFile
-from primus.versions.sources import Sources
 from primus.versions.suites import suites_of
 
 if TYPE_CHECKING:
@@ -106,6 +104,9 @@ def build_images(
 
 def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], *, may_relock: bool, offline: bool) -> Sequence[ImagePlan]:
     """Fetch what the plans still lack; returns the plans, new ones where a file was gone and had to be locked again."""
+    # The network's libraries take a third of the start of a build that fetches nothing.
+    from primus.images.fetch import GoneError, fetch
+    from primus.versions.sources import Sources
 
     def get(plans: Sequence[ImagePlan]) -> None:
         files = {f.sha256: f for action in missing(plans, workshop.done) for f in action.files}

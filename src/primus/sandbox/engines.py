@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from primus.errors import HostError, InputError
-from primus.sandbox.docker import DockerEngine
 from primus.sandbox.embedded import EmbeddedEngine
 from primus.sandbox.model import Engine
 
@@ -20,6 +19,8 @@ def choose(name: str = "auto", say: Callable[[str], None] | None = None) -> Engi
     ``say`` gets a line when an engine starts something long. Raises InputError for an unknown name and
     HostError, naming what is missing for each engine, when none can run.
     """
+    from primus.sandbox.docker import DockerEngine
+
     engines: dict[str, Engine] = {"embedded": EmbeddedEngine(say), "docker": DockerEngine(say)}
     if name != "auto" and name not in engines:
         raise InputError(f"no engine {name!r}", hint=f"one of {', '.join(ENGINES)}")

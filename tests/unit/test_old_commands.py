@@ -200,7 +200,7 @@ def test_variables_that_change_nothing_are_named_and_the_deterministic_one_is_ke
 
 
 def test_what_only_the_host_can_start_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("EXP", "examples/megatron/configs/llama2_7B-pretrain.yaml")
     monkeypatch.delenv("SLURM_NODEID", raising=False)
@@ -208,7 +208,10 @@ def test_what_only_the_host_can_start_is_refused(
     assert main(["compat", "run_slurm_pretrain.sh"]) == 3
     assert "a job of Slurm is started outside of the image" in capsys.readouterr().err
     monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "2")
-    assert main(["compat", "run_pretrain.sh"]) == 3
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRIMUS_GPU", "mi300x")
+    assert main(["compat", "run_pretrain.sh"]) == 2
+    assert "the stage dump makes the log" in capsys.readouterr().err
     assert main(["compat", "madengine", "run", "--tags", "pyt_train_flux"]) == 3
 
 

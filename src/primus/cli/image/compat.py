@@ -116,6 +116,10 @@ def run(options: argparse.Namespace) -> int:
     print(f"{command}: → primus train {' '.join(request.train())}", file=sys.stderr)
     if not own.dry_run:
         _startable(command, environment, request)
+        if environment.get("PRIMUS_HIPBLASLT_TUNING_STAGE") in ("2", "3"):
+            code = _tuning(request, own, use=environment["PRIMUS_HIPBLASLT_TUNING_STAGE"] == "3")
+            if code is not None:
+                return code
         for name in _OF_TORCHRUN if _STARTED_BY_TORCHRUN in environment else ():
             os.environ.pop(name, None)
         os.environ.update(request.environment)
@@ -127,6 +131,23 @@ def run(options: argparse.Namespace) -> int:
     if request.benchmark and not own.dry_run:
         _write_csv(command, *request.benchmark, options.output)
     return code
+
+
+def _tuning(request: Request, own: argparse.Namespace, *, use: bool) -> int | None:
+    """Stage 2: measure what stage 1 logged, and train nothing. Stage 3 (``use``): InputError for a wrong result."""
+    from primus.cli.image import tune
+    from primus.recipes.resolve import resolve
+    from primus.tuning import store
+
+    recipe = resolve(request.recipe, request.words, request.asked)
+    folder = store.Folder.of(request.recipe)
+    if not use:
+        return tune.tune(recipe, folder, as_json=own.json)
+    if folder.key.is_file():
+        store.check(folder, tune.key_here(recipe))
+    else:
+        print(f"{folder.tuned} does not say which hipBLASLt it is of; it is used as it is", file=sys.stderr)
+    return None
 
 
 def _ask_service(words: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -239,8 +260,6 @@ def _startable(command: str, environment: Mapping[str, str], request: Request) -
         raise HostError(
             f"{command} starts containers, which is done outside of the image", hint="--dry-run shows the run"
         )
-    if environment.get("PRIMUS_HIPBLASLT_TUNING_STAGE") == "2":
-        raise HostError("this image cannot tune hipBLASLt yet", hint="stages 0, 1 and 3 work")
     tuned = request.environment.get("HIPBLASLT_TUNING_OVERRIDE_FILE")
     if tuned is not None and not Path(tuned).is_file():
         raise InputError(f"there is no {tuned}", where="PRIMUS_HIPBLASLT_TUNING_STAGE=3", hint="stage 2 makes it")

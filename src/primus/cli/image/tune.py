@@ -1,0 +1,180 @@
+"""Find the fastest hipBLASLt solution for every GEMM of a recipe, and train with it.
+
+There are three stages; --stage runs one of them. `dump` trains a few steps and logs the GEMMs, `tune` measures each
+GEMM on all GPUs with hipblaslt-bench, `use` trains with the result. `tune` can be interrupted: results are kept.
+The result holds for one hipBLASLt, one GPU architecture and one recipe, and is refused for another. Exit code 0: done;
+1: a shape could not be measured, or is slower than --against allows; 3: hipblaslt-bench or the GPUs are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from primus.cli.image.common import add_choices, add_recipe, resolved
+from primus.errors import CheckFailed, HostError, InputError
+from primus.gpus.detect import detect
+from primus.gpus.table import generation
+from primus.recipes.choose import CPU
+from primus.recipes.model import Recipe
+from primus.tuning import bench, store
+from primus.tuning.shapes import read_shapes
+
+__all__ = ["EXAMPLE", "add_arguments", "key_here", "run", "tune"]
+
+EXAMPLE = "primus tune gemm llama2-7b --stage tune"
+_STAGES = ("dump", "tune", "use")
+_BENCH = "hipblaslt-bench"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("what", choices=("gemm",), help="what to tune")
+    add_recipe(parser)
+    add_choices(parser)
+    parser.add_argument("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("output/tune_hipblaslt"), metavar="DIR",
+        help="folder of shapes and results (default: output/tune_hipblaslt)",
+    )  # fmt: skip
+    parser.add_argument("--dump-steps", type=int, default=3, metavar="N", help="steps of the stage dump (default: 3)")
+    parser.add_argument("--bench", default=None, metavar="PROGRAM", help="hipblaslt-bench (default: the image's)")
+    parser.add_argument("--workers", type=int, metavar="N", help="GPUs to measure on (default: all)")
+    parser.add_argument("--hipblaslt", metavar="VERSION", help="version of hipBLASLt (default: the image's)")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="times.json of another tuning: fail if a shape is slower"
+    )
+    parser.add_argument("--tolerance", type=float, default=0.1, metavar="SHARE", help="for --against (default: 0.1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do the stages. Returns an exit code; raises InputError, HostError and CheckFailed."""
+    recipe = resolved(options)
+    folder = store.Folder.of(recipe.name, options.folder)
+    stages = _STAGES if options.stage == "all" else (options.stage,)
+    code = 0
+    for stage in stages:
+        if stage == "dump":
+            log = folder.dump(os.environ.get("NODE_RANK", "0"))
+            log.parent.mkdir(parents=True, exist_ok=True)
+            steps = recipe.knows.key("steps")
+            logging = {"HIPBLASLT_LOG_MASK": "32", "HIPBLASLT_LOG_FILE": str(log)}
+            code = _train(recipe, [f"{steps}={options.dump_steps}"], logging, options)
+        elif stage == "tune":
+            code = tune(
+                recipe, folder, program=options.bench, workers=options.workers, hipblaslt=options.hipblaslt,
+                as_json=options.json, against=options.against, tolerance=options.tolerance,
+            )  # fmt: skip
+        else:
+            tuned = store.check(folder, key_here(recipe, options.hipblaslt))
+            code = _train(recipe, [], {"HIPBLASLT_TUNING_OVERRIDE_FILE": str(tuned)}, options)
+        if code:
+            return code
+    return code
+
+
+def _train(recipe: Recipe, more: Sequence[str], environment: dict[str, str], options: argparse.Namespace) -> int:
+    words = [recipe.name, *recipe.asked.words(), *(w for w in recipe.overrides if w.partition("=")[0] not in
+             {m.partition("=")[0] for m in more}), *more]  # fmt: skip
+    if not options.json:
+        given = " ".join(f"{name}={value}" for name, value in environment.items())
+        print(f"primus tune: {given} primus train {' '.join(words)}", file=sys.stderr)
+    command = [sys.executable, "-m", "primus.cli.main", "train", *words, *(["--json"] if options.json else [])]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HIPBLASLT_")}
+    return subprocess.run(command, env={**kept, **environment}, check=False).returncode
+
+
+def tune(
+    recipe: Recipe,
+    folder: store.Folder,
+    *,
+    program: str | None = None,
+    workers: int | None = None,
+    hipblaslt: str | None = None,
+    as_json: bool = False,
+    against: Path | None = None,
+    tolerance: float = 0.1,
+) -> int:
+    """Measure the logged shapes of ``recipe`` and write its tuned file. Returns 0, or 1 for shapes that got slower."""
+    shapes, torn = read_shapes(folder.shapes.glob("*.txt"))
+    found = program or shutil.which(_BENCH) or _of_rocm()
+    if found is None or shutil.which(found) is None:
+        raise HostError(f"{program or _BENCH} is not installed", hint="an Instinct image has it; --bench names another")
+    gpus = _gpus(workers)
+    key = key_here(recipe, hipblaslt)
+    work = folder.work(key)
+    with bench.alone(work.parent):
+        if not as_json:
+            left = f", {torn} lines are no GEMM" if torn else ""
+            print(
+                f"{len(shapes)} shapes, {sum(one.count for one in shapes)} calls{left}; {len(gpus)} GPUs",
+                file=sys.stderr,
+            )
+        bench.measure(shapes, work, found, gpus)
+        measured, missing = bench.results(shapes, work)
+        if missing:
+            for shape in missing:
+                (work / f"{shape.key}.search.txt").unlink(missing_ok=True)
+            raise CheckFailed(
+                f"{len(missing)} of {len(shapes)} shapes have no usable result; the first: {missing[0].title}",
+                hint=f"the logs are in {work}; run it again to measure these once more",
+            )
+        store.merge(folder, key, measured)
+    step, shape_gain = store.speedups(measured)
+    worse = store.slower(measured, against, tolerance) if against else []
+    if as_json:
+        rows = json.loads(folder.times.read_text(encoding="utf-8"))
+        document = {"tuned": str(folder.tuned), "shapes": rows, "gemm_speedup": step, "slower": worse}
+        print(json.dumps(document, indent=2))
+    else:
+        for one in measured[:10]:
+            print(f"  {one.shape.title}: {one.default:.1f} → {one.best:.1f} µs, {one.shape.count} calls")
+        print(f"expected: GEMMs of a step {step:.3f} times as fast, a shape {shape_gain:.3f} times (weighted by FLOPs)")
+        print(f"→ {folder.tuned}")
+        print("\n".join(f"✗ slower than {against}: {one}" for one in worse), end="\n" if worse else "")
+    return 1 if worse else 0
+
+
+def key_here(recipe: Recipe, hipblaslt: str | None = None) -> store.Key:
+    """The key of ``recipe`` here. HostError where nothing tells which hipBLASLt is installed."""
+    if recipe.gpu == CPU:
+        raise InputError("hipBLASLt computes on AMD GPUs only", hint="--gpu mi300x")
+    version = hipblaslt or _version()
+    if not version:
+        raise HostError("nothing tells which hipBLASLt is installed", hint="run it in an image, or --hipblaslt VERSION")
+    return store.Key.of(recipe, version, generation(recipe.gpu).arch)
+
+
+def _version() -> str:
+    for file in (Path("/etc/primus/image.json"),):
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get("components", {})
+        except (OSError, ValueError, AttributeError):
+            continue
+        if version := next((str(value) for name, value in found.items() if name.lower() == "hipblaslt"), ""):
+            return version
+    return ""
+
+
+def _of_rocm() -> str | None:
+    """hipblaslt-bench below ROCm's own folders, which need not be on PATH."""
+    roots = [
+        os.environ.get("ROCM_PATH", ""),
+        "/opt/rocm",
+        *map(str, Path("/opt/venv/lib").glob("python*/site-packages/_rocm_sdk_*")),
+    ]
+    return next((str(path) for root in roots if root and (path := Path(root) / "bin" / _BENCH).is_file()), None)
+
+
+def _gpus(workers: int | None) -> list[str]:
+    count = workers if workers is not None else len(detect().names)
+    if count < 1:
+        raise HostError("there is no GPU on this machine", hint="--workers N measures on N devices")
+    return [str(number) for number in range(count)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from primus.errors import HostError
 from primus.images.filecache import FileCache, Part
 from primus.progress import Progress
-from primus.versions.indexes import local_path, redact, short
+from primus.versions.indexes import ABSENT, local_path, redact, short
 from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
@@ -135,11 +135,11 @@ class _Transfer:
                     return None
             except (requests.RequestException, HTTPError) as error:
                 status = getattr(getattr(error, "response", None), "status_code", None)
-                if status in (404, 410):
+                if status in ABSENT:
                     raise NotThere(self.url) from None
                 reason = short(error)
                 if status is not None and status < 500 and status not in (408, 425, 429):
-                    hint = "give the host's pip or apt the credentials for it" if status in (401, 403, 407) else None
+                    hint = "give the host's pip or apt the credentials for it" if status in (401, 407) else None
                     raise HostError(f"{redact(self.url)} cannot be fetched: {reason}", hint=hint) from None
             # Measured against the most there ever was: a server that starts over each time makes no progress.
             faults = 1 if self.part.size > most else faults + 1

@@ -124,7 +124,13 @@ def _session() -> Session:
     from urllib3.util import Retry
 
     session = requests.Session()
-    retry = Retry(total=2, backoff_factor=0.3, status_forcelist=(500, 502, 503, 504), raise_on_status=False)
+    retry = Retry(
+        total=2,
+        backoff_factor=0.3,
+        status_forcelist=(500, 502, 503, 504),
+        raise_on_status=False,
+        respect_retry_after_header=False,
+    )
     for scheme in ("https://", "http://"):
         session.mount(scheme, HTTPAdapter(max_retries=retry))
     return session

@@ -11,7 +11,9 @@ from primus.errors import HostError
 __all__ = ["DEADLINE_S", "HOST_DEADLINE_S", "ask"]
 
 # Of the 5 s that a refusal may take; on a busy machine starting Python takes a good part of the rest.
-DEADLINE_S = 3.0
+DEADLINE_S = 4.0
+# A source that fails at once may be about to answer: a connection reset, a gateway that restarts.
+RETRY_AFTER_S = 0.5
 # For what pip and apt are configured to: as long as a slow mirror takes that works all the same.
 HOST_DEADLINE_S = 8.0
 
@@ -23,28 +25,35 @@ def ask(
     deadline: float | None = None,
     hint: str = "run it on a machine that reaches it, or take another channel (--channel)",
 ) -> None:
-    """Ask every source at once. Raises HostError, within ``deadline`` seconds (default: ``DEADLINE_S``), for the first
-    that gives no answer.
+    """Ask every source at once, and once more what fails. Raises HostError, within ``deadline`` seconds (default:
+    ``DEADLINE_S``), for the first that gives no answer.
 
     ``channel`` is the one that needs them, where it is known.
     """
     failed: dict[str, HostError] = {}
 
     def one(name: str, probe: Callable[[], object]) -> None:
-        try:
-            probe()
-        except HostError as error:
-            failed[name] = error
+        for last in (False, True):
+            try:
+                probe()
+            except HostError as error:
+                if last:
+                    failed[name] = error
+                else:
+                    time.sleep(RETRY_AFTER_S)
+            else:
+                return
 
     threads = {name: threading.Thread(target=one, args=(name, probe), daemon=True) for name, probe in probes.items()}
     for thread in threads.values():
         thread.start()
-    _wait(threads.values(), DEADLINE_S if deadline is None else deadline)
+    limit = DEADLINE_S if deadline is None else deadline
+    _wait(threads.values(), limit)
     for name, thread in threads.items():
         if name in failed or thread.is_alive():
             needs = f"; channel {channel} needs it" if channel else ""
             error = failed.get(name)
-            cause = error.message.rpartition(": ")[2] if error else "no answer in time"
+            cause = error.message.rpartition(": ")[2] if error else f"no answer in time ({limit:g} s)"
             raise HostError(f"{name} does not answer: {cause}{needs}", hint=hint)
 
 

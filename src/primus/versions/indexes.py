@@ -40,6 +40,9 @@ __all__ = [
     "short",
 ]
 
+# "Not here". AMD's indexes answer 403 for a package or file that they do not have, as object stores do that nobody may
+# list (ROCm/rocm-cli #194, #271).
+ABSENT = (403, 404, 410)
 CONNECT_S, READ_S = 4.0, 20.0
 # What pip takes when nothing is configured; asked of pip itself, so that no address stands in this project.
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.01"
@@ -208,12 +211,12 @@ class Indexes:
 
         try:
             with self.get(session, url, headers={"Accept": _ACCEPT}) as response:
-                if response.status_code in (401, 403, 407):
+                if response.status_code in (401, 407):
                     raise HostError(
                         f"the Python index at {redact(url)} refused the request ({response.status_code})",
                         hint="give pip the credentials (netrc, or user and password in its index URL)",
                     )
-                if response.status_code in (404, 410):
+                if response.status_code in ABSENT:
                     return None
                 response.raise_for_status()
                 return ("" if head else response.text), response.headers.get("Content-Type", ""), response.url
@@ -331,7 +334,8 @@ def short(error: Exception) -> str:
 def pip_failure_hides_network(text: str) -> bool:
     """Whether pip's error output speaks of a network that failed and not of a version that is missing."""
     marks = ("connection broken", "Could not fetch URL", "Max retries exceeded", "HTTPError", "SSLError")
-    return any(mark in text for mark in marks)
+    absent = tuple(f" {status} Client Error" for status in ABSENT)
+    return any(mark in line for line in text.splitlines() for mark in marks if not any(a in line for a in absent))
 
 
 class _Anchors(HTMLParser):

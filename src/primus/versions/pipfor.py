@@ -30,6 +30,10 @@ def main() -> None:
         "sys_platform": "linux",
     }
     markers.default_environment = lambda: dict(environment)  # type: ignore[assignment,return-value,unused-ignore]
+    from pip._vendor.urllib3.util.retry import Retry
+
+    # A server may ask pip to come back in an hour; pip would wait that long.
+    Retry.RETRY_AFTER_STATUS_CODES = frozenset()  # type: ignore[misc,unused-ignore]
     runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 

@@ -5,10 +5,9 @@ They are asked first, all at once and for a few seconds: what does not answer is
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from primus.errors import InputError
@@ -16,6 +15,7 @@ from primus.versions import registry, repository
 from primus.versions.archive import ask_archive
 from primus.versions.ask import HOST_DEADLINE_S, ask
 from primus.versions.indexes import redact
+from primus.versions.model import normalised
 
 if TYPE_CHECKING:
     from primus.versions.indexes import Indexes
@@ -32,6 +32,8 @@ class Sources:
     indexes: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, str] = field(default_factory=dict)
     repositories: Mapping[str, str] = field(default_factory=dict)
+    # Index → a package that is pinned there, for which it is asked whether it answers.
+    packages: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of_project(cls, versions: Versions, bases: Mapping[str, BaseRequest]) -> Sources:
@@ -41,6 +43,12 @@ class Sources:
             indexes={name: index.url for name, index in versions.indexes.items()},
             images={name: base.image for name, base in bases.items() if base.image},
             repositories={pin.commit: pin.git for pin in pins if pin.git and pin.commit},
+            packages={
+                name: normalised(package)
+                for name, index in versions.indexes.items()
+                for pin in reversed(pins)
+                if pin.channel == index.channel and (package := pin.wheel or pin.sdist) and "{" not in package
+            },
         )
 
     @classmethod
@@ -50,10 +58,12 @@ class Sources:
             indexes=request.indexes,
             images={name: base.image for name, base in request.bases.items() if base.image},
             repositories={one.commit: one.url for one in request.gits.values()},
+            packages=dict.fromkeys(request.indexes, min(request.indexed)) if request.indexed else {},
         )
 
     def of_files(self, files: Iterable[LockedFile]) -> Sources:
         """Those of these sources that the files come from. Raises InputError for a file from one that is not here."""
+        files = list(files)
         indexes, images, repositories = set[str](), set[str](), set[str]()
         for file in files:
             if file.index is not None:
@@ -69,6 +79,7 @@ class Sources:
             indexes={name: self.indexes[name] for name in sorted(indexes)},
             images={name: self.images[name] for name in sorted(images)},
             repositories={name: self.repositories[name] for name in sorted(repositories)},
+            packages={file.index: file.name for file in files if file.index is not None},
         )
 
     def probes(self, indexes: Callable[[], Indexes]) -> dict[str, Callable[[], object]]:
@@ -77,16 +88,12 @@ class Sources:
         ``indexes`` gives the host's pip configuration, which the channel's own indexes are asked under too.
         """
         found: dict[str, Callable[[], object]] = {}
-        guard, host = threading.Lock(), cache(indexes)
-
-        def index(url: str) -> None:
-            # Asking pip takes its time too: within the deadline, and once.
-            with guard:
-                own = host().only(url)
-            own.probe("pip")
-
+        # Starting pip takes a second or more, which is not the sources' time.
+        host = indexes() if self.indexes else None
         for name, url in self.indexes.items():
-            found[f"the index {name} ({redact(url)})"] = partial(index, url)
+            if host is not None:
+                package = self.packages.get(name, "pip")
+                found[f"the index {name} ({redact(url)})"] = partial(host.only(url).probe, package)
         for image in self.images.values():
             found[f"the registry of {image.partition('@')[0]}"] = partial(registry.probe, image)
         for url in self.repositories.values():

@@ -20,6 +20,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -625,7 +626,9 @@ def _wheels() -> Iterator[tuple[str, bytes]]:
     yield "a symbolic link", _with("demo/link", b"/etc/passwd", stat.S_IFLNK | 0o777)
     yield "a pipe", _with("demo/pipe", b"", stat.S_IFIFO | 0o644)
     yield "a device", _with("demo/device", b"", stat.S_IFCHR | 0o644)
-    yield "one path twice", _with("demo/data.txt", b"other")
+    with warnings.catch_warnings(action="ignore"):
+        twice = _with("demo/data.txt", b"other")
+    yield "one path twice", twice
     yield "a file below a file", _with("demo/data.txt/below")
     yield "an unknown data folder", _with("demo_pkg-1.0.data/elsewhere/x")
     yield "a data folder that leaves the root", _with("demo_pkg-1.0.data/data/../../../x")

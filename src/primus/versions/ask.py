@@ -33,16 +33,18 @@ def ask(
     failed: dict[str, HostError] = {}
 
     def one(name: str, probe: Callable[[], object]) -> None:
-        for last in (False, True):
+        began = time.monotonic()
+        try:
             try:
                 probe()
-            except HostError as error:
-                if last:
-                    failed[name] = error
-                else:
-                    time.sleep(RETRY_AFTER_S)
-            else:
-                return
+            except HostError:
+                # What took longer than that to fail has had its time.
+                if time.monotonic() - began > RETRY_AFTER_S:
+                    raise
+                time.sleep(RETRY_AFTER_S)
+                probe()
+        except HostError as error:
+            failed[name] = error
 
     threads = {name: threading.Thread(target=one, args=(name, probe), daemon=True) for name, probe in probes.items()}
     for thread in threads.values():

@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent
 TARGETS = sorted(path.stem for path in HERE.glob("images/*.yaml"))
 OLDEST = (3, 11)
 # Each set of dependencies contains the one before it; modules that show that an interpreter has it.
-NEEDS = {"images": ("zstandard", "docker", "rich"), "dev": ("pytest", "mypy", "hypothesis")}
+NEEDS = {"images": ("zstandard", "docker", "rich"), "dev": ("pytest", "mypy", "hypothesis", "kubernetes_validate")}
 MEANING = {
     1: "a check failed",
     2: "the input is wrong",

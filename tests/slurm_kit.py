@@ -16,7 +16,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 
 def missing() -> str:
     """Why no Slurm can run here; empty when it can."""
-    os.environ["PATH"] += ":/usr/sbin"
+    if "/usr/sbin" not in os.environ["PATH"].split(":"):
+        os.environ["PATH"] += ":/usr/sbin"
     lacking = [name for name in PROGRAMS if shutil.which(name) is None]
     if lacking:
         return f"{', '.join(lacking)} not installed (apt-get install slurm-wlm munge)"

@@ -22,4 +22,11 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
     ]  # fmt: skip
     parameters = {"missing": [], "besides": [], "shapes": [], "first_values": [], "count": 10, "trained": 10}
     moved: dict[str, list[str]] = {"still": [], "frozen_moved": []}
-    return {"precision": "fp32", "max_norm": 1.0, "steps": rows, "parameters": parameters, "moved": moved}
+    return {
+        "precision": "fp32",
+        "whole": True,
+        "max_norm": 1.0,
+        "steps": rows,
+        "parameters": parameters,
+        "moved": moved,
+    }

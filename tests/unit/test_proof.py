@@ -104,6 +104,6 @@ def test_a_short_run_is_too_short_to_time() -> None:
 def test_what_the_reference_cannot_repeat_is_said() -> None:
     flux = resolve("flux.1-dev", [], Asked(gpu="cpu", proxy=True))
     llama = resolve("llama3.1-8b", [], Asked(gpu="cpu", proxy=True))
-    assert "diffusion" in str(proof.unjudged(flux))
+    assert proof.unjudged(flux) is None
     assert proof.unjudged(llama) is None
     assert suite.plan("llama3.1-8b", llama.path, (), Asked(gpu="cpu", proxy=True), "quick")[0].judged

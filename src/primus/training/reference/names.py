@@ -174,4 +174,5 @@ _CONVERT: dict[str, Callable[[Architecture, str, torch.Tensor], Iterable[tuple[s
     "fsdp": _fsdp,
     "finetune": _finetune,
     "megatron": _megatron,
+    "flux": lambda _model, name, tensor: [(name, tensor)],
 }

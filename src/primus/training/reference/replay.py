@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
+from primus.recipes.size import size
 from primus.training.reference import data, update
 from primus.training.reference.model import Dialect, Model, adapter_shapes, shapes
 from primus.training.reference.names import UnknownWeight, to_canonical
@@ -44,7 +45,8 @@ def replay(output: Path) -> dict[str, Any]:
     sizes = rebuilt(job["model"])
     try:
         before = _weights(job, sizes, folder, first - 1)
-        found["parameters"] = _parameters(job, sizes, before)
+        found["whole"] = sizes.family != "flux"
+        found["parameters"] = _parameters(job, sizes, before) if found["whole"] else _count(sizes, before)
         if found["parameters"]["missing"] or found["parameters"]["shapes"]:
             # Another model: there is nothing to repeat.
             return found
@@ -81,17 +83,22 @@ class _Replay:
         self._rounding = _ROUNDING[config.get(key, "float32")]
         first, last = job["first_step"], job["last_step"]
         self._noisy = {first + number * (last - first) // (_NOISY - 1) for number in range(_NOISY)}
-        self._samples: data.Samples = data.Stream(job) if job["backend"] == "torchtitan" else data.numbered(job)
+        self._whole = sizes.family != "flux"
+        if self._whole:
+            self._samples: data.Samples = data.Stream(job) if job["backend"] == "torchtitan" else data.numbered(job)
         self._dialect = _dialect(job)
 
     def step(self, step: int, before: Tensors, after: Tensors) -> dict[str, Any]:
         """Figures of one step: what the run had and what the reference has."""
-        row: dict[str, Any] = {"step": step, "data": self._batches(step)}
+        row: dict[str, Any] = {"step": step, "data": self._batches(step) if self._whole else []}
         row["rate"] = rate = update.rate(self._given, step)
         seen = _load(self._folder / f"update-{step}.pt")
         used = _without_bias(to_canonical(self._job["backend"], self._sizes, seen["gradients"])) if seen else None
-        regular = step in self._noisy
-        figures, limited = self._figures(step, before, used, noisy=regular)
+        regular = step in self._noisy and self._whole
+        if self._whole:
+            figures, limited = self._figures(step, before, used, noisy=regular)
+        else:
+            figures, limited = {"closest": 1.0, "missing": sorted(set(before) - set(used or before)), "gaps": {}}, {}
         if regular:
             for kind, (gap, _) in figures["noise"]["gaps"].items():
                 self._usual[kind] = max(self._usual.get(kind, 0.0), gap)
@@ -103,7 +110,7 @@ class _Replay:
             row["rates"] = sorted(set(seen["rates"].values()))
         if used is not None:
             row["used_norm"], row["rounded"] = update.norm_of(used), self._least_rounded(step, used)
-        row["biases"] = self._biases(before, after, figures["closest"])
+        row["biases"] = self._biases(before, after, figures["closest"]) if self._whole else []
         expected = self._optimizer.update(_wide(_without_bias(before)), _wide(limited if used is None else used), rate)
         row["update"] = self._update_gap(before, expected, after)
         return row
@@ -342,6 +349,21 @@ def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -
         "first_values": strange,
         "count": sum(math.prod(shape) for shape in expected.values()),
         "trained": sum(tensor.numel() for name, tensor in weights.items() if _trained(job, name)),
+    }
+
+
+def _count(sizes: Architecture, weights: Tensors) -> dict[str, Any]:
+    """As :func:`_parameters`, for a model of which only the number of parameters is known."""
+    count, present = size(sizes).total, sum(tensor.numel() for tensor in weights.values())
+    strange = [f"{name} is not finite" for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
+    different = [f"the model has {present:,} parameters, not {count:,}"] if present != count else []
+    return {
+        "missing": [],
+        "besides": different,
+        "shapes": [],
+        "first_values": strange,
+        "count": count,
+        "trained": present,
     }
 
 

@@ -81,6 +81,15 @@ def test_bounds_of_a_rounded_precision_follow_from_its_own_noise_for_each_kind_o
     assert failing(found) == ["reference gradients"]
 
 
+@pytest.mark.parametrize(
+    ("summands", "share", "passed"), [(2, 0.45, True), (2, 1.0, False), (4, 0.18, True), (4, 0.42, False)]
+)
+def test_sums_in_bfloat16_have_fewer_digits_than_sums_of_bfloat16(summands: int, share: float, passed: bool) -> None:
+    found = evidence(SEEN) | {"precision": "bf16", "summands": summands}
+    found["steps"][2]["rounded"] = share
+    assert (failing(found) == []) is passed
+
+
 def test_only_a_step_in_which_a_token_may_go_to_either_expert_has_wider_bounds() -> None:
     found = evidence(SEEN)
     found["steps"][3] |= {"gaps": {"a.weight": (0.05, "a.1.weight")}, "closest": 1e-8}

@@ -312,7 +312,7 @@ def end_marks_dropped(module: Any) -> None:
 def one_label_shifted(module: Any) -> None:
     def summed(original: Any, head: Any, states: Any, labels: Any) -> Any:
         labels = labels.clone()
-        labels[..., 3:6] = labels[..., 2:5]
+        labels[..., 3:6] = labels[..., 2:5].clone()
         return original(head, states, labels)
 
     wrap(module, "_summed", summed)

@@ -51,7 +51,7 @@ def replay(output: Path) -> dict[str, Any]:
             # Another model: there is nothing to repeat.
             return found
         replayed = _Replay(job, sizes, folder)
-        found["max_norm"] = update.settings(job).max_norm
+        found |= {"max_norm": update.settings(job).max_norm, "summands": job["data_parallel"] * job["accumulation"]}
         for step in range(first, last + 1):
             after = _weights(job, sizes, folder, step)
             found["steps"].append(replayed.step(step, before, after))
@@ -157,8 +157,6 @@ class _Replay:
 
         A sum over ranks or micro-batches in float32 has more digits, even where they compute in bfloat16.
         """
-        if self._job["data_parallel"] * self._job["accumulation"] == 1 and not self._exact:
-            return 0.0
         factor = min(1.0, self._given.max_norm / (self._norms.get(step, 0.0) + 1e-6)) if self._given.max_norm else 1.0
         shares = [1.0]
         for gradient in used.values():

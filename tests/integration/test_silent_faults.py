@@ -25,6 +25,7 @@ BACKENDS = ("torchtitan", "fsdp", "finetune", "megatron")
 QUICK = (
     "torchtitan_attention_not_causal", "torchtitan_rate_zero_later", "fsdp_labels_equal_inputs",
     "fsdp_tokens_counted_twice", "finetune_adapter_scaled_twice", "megatron_labels_rolled",
+    "torchtitan_gradients_summed_in_bf16", "fsdp_moments_not_saved", "megatron_stale_copies",
 )  # fmt: skip
 
 Run = Callable[[dict[str, tuple[str, tuple[str, ...], str]]], dict[str, Job]]
@@ -59,6 +60,7 @@ def _missed(jobs: dict[str, Job]) -> list[str]:
 
 def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(run: Run) -> None:
     healthy = {f"healthy_{backend}": (backend, (), "-") for backend in BACKENDS}
+    healthy |= {f"healthy_bf16_{backend}": (backend, ("--precision=bf16",), "-") for backend in BACKENDS}
     faulty = {name: (SILENT[name].backend, SILENT[name].words, name) for name in QUICK}
     jobs = run(healthy | faulty)
     assert {name: failed(jobs[name]) for name in healthy} == {name: [] for name in healthy}
@@ -78,7 +80,7 @@ def test_the_references_models_are_those_of_transformers(python: list[str]) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_every_silent_fault_is_named(run: Run, request: pytest.FixtureRequest) -> None:
-    assert len(SILENT) >= 60
+    assert len(SILENT) >= 110
     jobs = run({name: (case.backend, case.words, name) for name, case in SILENT.items()})
     assert _missed(jobs) == []
     if request.config.getoption("--record-faults"):

@@ -96,7 +96,7 @@ def furnish(root: Path, suite: str, user: bool) -> None:
 def readme_line(name: str) -> str:
     """README's command between its markers."""
     text = (HERE / "README.md").read_text(encoding="utf-8")
-    found = re.search(rf"<!-- command: {name} -->\n```sh\n(.+)\n```\n<!-- end -->", text)
+    found = re.search(rf"<!-- command: {re.escape(name)} -->\n```sh\n(.+)\n```\n<!-- end -->", text)
     return found[1] if found else name
 
 

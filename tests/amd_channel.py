@@ -251,11 +251,9 @@ def make_base(folder: Path) -> str:
         ("usr/bin/busybox", Path(shutil.which("busybox") or "").read_bytes(), {"mode": 0o755}),
         *((f"usr/bin/{t}", b"", {"type": tarfile.SYMTYPE, "linkname": "busybox"}) for t in tools),
         ("etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", {"mode": 0o644}),
-        ("etc/gone", b"x", {"mode": 0o644}),
     ]
     upper = [
         ("etc", b"", folders),
-        ("etc/.wh.gone", b"", {"mode": 0o644}),
         ("etc/passwd", b"root:x:0:0::/:/bin/sh\n", {}),
     ]
     made = [layer(lower), layer(upper)]

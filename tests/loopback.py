@@ -78,7 +78,8 @@ def serve(
                 if self.headers.get("Authorization") != want:
                     return self._short(401, {"WWW-Authenticate": 'Basic realm="test"'})
             if body and faults.status.get(path):
-                return self._short(faults.status[path].pop(0), {})
+                status = faults.status[path].pop(0)
+                return self._short(status, {"Retry-After": "3600"} if status == 503 else {})
             if path.startswith("/simple/"):
                 return self._page(path.split("/")[2], body)
             file = server.root / path.lstrip("/")

@@ -174,6 +174,16 @@ def test_silent_index_answers_in_seconds(tmp_path: Path, monkeypatch: pytest.Mon
         assert "no answer in time" in _within(6, lambda: _resolve(_request(small="1.1")), HostError)
 
 
+def test_nobody_waits_as_long_as_a_server_asks(index: Server) -> None:
+    """The server answers pip with 503 once, and with ``Retry-After`` of an hour."""
+    # The first answer is for the question whether the index is there.
+    index.faults.status["/simple/big/"] = [200, 503]
+    began = time.monotonic()
+    assert _resolve(_request(big="1.0+cpu"))["big"].version == "1.0+cpu"
+    assert index.faults.status["/simple/big/"] == []
+    assert time.monotonic() - began < 60
+
+
 def test_fetch_json_and_html_pages_alike(index: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = list(_resolve(_request(big="1.0+cpu")).values())
     with serve(index.root, as_json=True) as other:

@@ -33,7 +33,7 @@ def main() -> None:
     from pip._vendor.urllib3.util.retry import Retry
 
     # A server may ask pip to come back in an hour; pip would wait that long.
-    Retry.RETRY_AFTER_STATUS_CODES = frozenset()  # type: ignore[misc,unused-ignore]
+    Retry.get_retry_after = lambda *_: None  # type: ignore[assignment,method-assign,unused-ignore]
     runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 

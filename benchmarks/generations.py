@@ -28,20 +28,20 @@ from typing import Any
 import zstandard
 
 from benchmarks.measure import PRIMUS, machine, peak_megabytes, run
+from primus.build.kernels import KernelFiles
+from primus.build.wheel import wheel_entries
 from primus.errors import CheckFailed, PrimusError
 from primus.gates.contents import walk
-from primus.images.action import ImagePlan
-from primus.images.elf import AMDGPU, read_elf
-from primus.images.kernels import KernelFiles
-from primus.images.layer import write_layer
-from primus.images.plan import plan_image
-from primus.images.prefix import Prefix
-from primus.images.project import Project
-from primus.images.resolve import resolve
-from primus.images.roots import reference
-from primus.images.store import Layer, Store
-from primus.images.wheel import wheel_entries
-from primus.images.workspace import Workspace
+from primus.gpucode.elf import AMDGPU, read_elf
+from primus.oci.layer import write_layer
+from primus.oci.roots import reference
+from primus.oci.store import Layer, Store
+from primus.plan.action import ImagePlan
+from primus.plan.layers import plan_image
+from primus.plan.prefix import Prefix
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
+from primus.plan.workspace import Workspace
 
 TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
 ROOT = Path(__file__).parents[1]

@@ -15,12 +15,12 @@ from pathlib import Path
 from benchmarks.buildkit import BuildKit
 from benchmarks.measure import PRIMUS, Finished, run
 from primus.errors import CheckFailed, HostError, InputError
-from primus.images.action import ImagePlan
-from primus.images.plan import plan_image
-from primus.images.project import Project
-from primus.images.resolve import ResolvedTarget, resolve
-from primus.images.store import Layer, Store
-from primus.images.workspace import Workspace
+from primus.oci.store import Layer, Store
+from primus.plan.action import ImagePlan
+from primus.plan.layers import plan_image
+from primus.plan.project import Project
+from primus.plan.resolve import ResolvedTarget, resolve
+from primus.plan.workspace import Workspace
 from primus.versions.lock import LockedFile
 
 __all__ = ["ImageProject", "prepare"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.recipes.architecture import built
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.training.job import Job
 from primus.training.loop.config import LoopConfig
 from primus.training.megatron import render

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from primus.images.elf import read_elf
+from primus.gpucode.elf import read_elf
 
 __all__ = ["compare", "machine_code"]
 

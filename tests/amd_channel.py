@@ -27,7 +27,7 @@ from typing import Any
 
 from gpu_files import bundle, code_object, elf, kernel_pack, pack_host, pages
 from loopback import make_wheel, serve
-from primus.versions.model import Pin
+from primus.versions.components import Pin
 from project_kit import SOURCE, Kit
 
 REPOSITORY = Path(__file__).parents[1]
@@ -154,8 +154,8 @@ def fetch_build_tools(folder: Path, kit: Kit) -> None:
 
 def kit_pins(kit: Kit, target: str) -> dict[str, Pin]:
     """Every pin that the target's lock on channel amd answers."""
-    from primus.images.project import Project
-    from primus.images.resolve import resolve
+    from primus.plan.project import Project
+    from primus.plan.resolve import resolve
 
     return dict(resolve(Project(kit.root, channel="amd"), target).pins)
 

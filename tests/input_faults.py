@@ -28,15 +28,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from primus.build.execute import Workshop
 from primus.cli.main import main
 from primus.errors import PrimusError
-from primus.images.action import Action, Input
-from primus.images.bytecode import SCRIPT
-from primus.images.execute import Workshop
-from primus.images.layer import assembler
-from primus.images.project import Project
-from primus.images.resolve import resolve
-from primus.images.workspace import Workspace
+from primus.oci.layer import assembler
+from primus.plan.action import Action, Input
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
+from primus.plan.source import BYTECODE as SCRIPT
+from primus.plan.workspace import Workspace
 from primus.progress import QuietProgress
 from primus.versions.lock import Lock, LockedFile, dumps
 from project_kit import Kit, make_project

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import primus
-from primus.images.action import ImagePlan
-from primus.images.plan import plan_image
-from primus.images.project import Project
-from primus.images.resolve import resolve
+from primus.plan.action import ImagePlan
+from primus.plan.layers import plan_image
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
 from primus.versions.lock import Lock
 
 SOURCE = Path(primus.__file__).parents[1]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from host_tools import needs
-from primus.sandbox.model import LayerRef, RootFs
+from primus.sandbox.container import LayerRef, RootFs
 
 BUSYBOX = shutil.which("busybox") or "/bin/busybox"
 _APPLETS = (

@@ -82,7 +82,19 @@ def test_only_loopback_is_there(cpu_image: Kit) -> None:
 
 
 def test_outside_code_does_not_ship(cpu_image: Kit) -> None:
-    names = ("versions", "images", "sandbox", "cli.host", "cli.options")
+    names = (
+        "versions",
+        "plan",
+        "fetch",
+        "build",
+        "oci",
+        "gpucode",
+        "gates",
+        "sandbox",
+        "release",
+        "cli.host",
+        "cli.options",
+    )
     code = f"import importlib.util as u; print([n for n in {names} if u.find_spec('primus.' + n)])"
     assert inside(cpu_image, "python3", "-c", code).strip() == "[]"
     assert "  build" not in inside(cpu_image, "primus", "--help")

@@ -12,8 +12,8 @@ import pytest
 
 from loopback import Server, index_debs, make_deb, serve
 from primus.errors import HostError, InputError
-from primus.images.fetch import GoneError, fetch
-from primus.images.filecache import FileCache
+from primus.fetch.filecache import FileCache
+from primus.fetch.files import GoneError, fetch
 from primus.progress import QuietProgress
 from primus.versions.debs import resolve_debs
 from primus.versions.lock import BaseRequest, LockedFile, Request

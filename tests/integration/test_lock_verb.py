@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from loopback import Server, index_debs, make_deb, make_wheel, serve
-from primus.images import builder
-from primus.images.execute import Workshop
-from primus.images.fetch import GoneError
-from primus.images.locking import plan_images
-from primus.images.project import Project
-from primus.images.resolve import resolve
+from primus.build import schedule as builder
+from primus.build.execute import Workshop
+from primus.fetch.files import GoneError
+from primus.plan.locking import plan_images
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
 from primus.progress import QuietProgress
 from project_kit import Kit
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from loopback import make_deb
+from primus.build.preflight import require_space
+from primus.build.rootfs import root_entries
 from primus.errors import HostError
-from primus.images.fetch import fetch
-from primus.images.filecache import FileCache
-from primus.images.preflight import require_space
-from primus.images.rootfs import root_entries
+from primus.fetch.filecache import FileCache
+from primus.fetch.files import fetch
 from primus.progress import QuietProgress
 from primus.versions.ask import HOST_DEADLINE_S
 from primus.versions.lock import LockedFile
@@ -158,9 +158,9 @@ def test_without_namespaces_the_sentence_comes_first(tmp_path: Path) -> None:
     """A wheel is to be compiled in the sandbox: said before the index, which is out of reach, is asked for it."""
     kit = make_project(tmp_path / "project")
     code = (
-        "import sys, types; from pathlib import Path; from primus.images.preflight import preflight;"
-        "from primus.images.action import Action; from primus.errors import HostError\n"
-        "from primus.images.project import Project; from primus.progress import QuietProgress\n"
+        "import sys, types; from pathlib import Path; from primus.build.preflight import preflight;"
+        "from primus.plan.action import Action; from primus.errors import HostError\n"
+        "from primus.plan.project import Project; from primus.progress import QuietProgress\n"
         "project = Project.find(Path(sys.argv[1]))\n"
         "action = Action(name='x', kind='wheels', inputs=())\n"
         "shop = types.SimpleNamespace(engine='embedded', workspace=project.workspace, progress=QuietProgress())\n"

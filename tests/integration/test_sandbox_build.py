@@ -16,10 +16,10 @@ from sandbox_kit import Entry, image, needs_busybox, sha
 from primus.cli.main import main
 from primus.errors import HostError
 from primus.sandbox import cgroups, running
-from primus.sandbox.build import log_tail, run_isolated
+from primus.sandbox.container import Command, Limits, RootFs
 from primus.sandbox.engines import choose
+from primus.sandbox.isolated import log_tail, run_isolated
 from primus.sandbox.load import archive_chunks, image_id, load
-from primus.sandbox.model import Command, Limits, RootFs
 from project_kit import Kit
 
 pytestmark = [pytest.mark.integration, needs_busybox]

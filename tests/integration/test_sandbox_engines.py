@@ -19,9 +19,9 @@ from docker_engine import private_dockerd
 from sandbox_kit import Entry, directory, image, needs_busybox
 
 from primus.errors import HostError, InputError
+from primus.sandbox.container import Command, Devices, Engine, Hook, Limits, Mount, RootFs
 from primus.sandbox.devices import gpus, listed
 from primus.sandbox.engines import choose
-from primus.sandbox.model import Command, Devices, Engine, Hook, Limits, Mount, RootFs
 
 pytestmark = [pytest.mark.integration, needs_busybox]
 
@@ -342,7 +342,7 @@ sys.path.insert(0, {here!r})
 from pathlib import Path
 from sandbox_kit import image
 from primus.sandbox.engines import choose
-from primus.sandbox.model import Command
+from primus.sandbox.container import Command
 root = image(Path({place!r}))
 sys.exit(choose({engine!r}).run(root, Command(argv=("sh", "-c", {script!r}))))
 """

@@ -30,9 +30,9 @@ import json, os, sys
 from pathlib import Path
 from primus.errors import PrimusError
 from primus.sandbox import userns
-from primus.sandbox.build import run_isolated
+from primus.sandbox.isolated import run_isolated
 from primus.sandbox.embedded import EmbeddedEngine, unpacked_below
-from primus.sandbox.model import Command, Limits, Mount
+from primus.sandbox.container import Command, Limits, Mount
 from sandbox_kit import Entry, directory, image
 
 place = Path(sys.argv[1])

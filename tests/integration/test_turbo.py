@@ -22,10 +22,10 @@ import triton.language as tl
 from triton.language import core
 
 from primus.errors import CheckFailed
-from primus.turbo.bake import bake
-from primus.turbo.catalogue import Case, Kernel, Shape
-from primus.turbo.gpu import Gpu
-from primus.turbo.workloads import WORKLOADS, Workload
+from primus.aot.bake import bake
+from primus.aot.catalogue import Case, Kernel, Shape
+from primus.aot.gpu import Gpu
+from primus.aot.workloads import WORKLOADS, Workload
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def baked(cpu_image: Kit, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(kit: Kit, baked: Path, gpu: str, *words: str, code: int = 0) -> dict[str, object]:
     options = ("-v", f"{baked}:/opt/primus/triton:ro")
-    options += ("-e", "TRITON_CACHE_MANAGER=primus.turbo.cache:BakedCacheManager")
+    options += ("-e", "TRITON_CACHE_MANAGER=primus.aot.cache:BakedCacheManager")
     command = ("primus", "turbo", "check", "--gpu", gpu, "--pretend", "--json", *words)
     answer: dict[str, object] = json.loads(inside(kit, *command, options=options, code=code))
     return answer
@@ -159,9 +159,9 @@ ALONE = """\
 import sys
 from pathlib import Path
 
-from primus.turbo.bake import bake
-from primus.turbo.catalogue import load_catalogue
-from primus.turbo.gpu import Gpu
+from primus.aot.bake import bake
+from primus.aot.catalogue import load_catalogue
+from primus.aot.gpu import Gpu
 
 catalogue = load_catalogue()
 (kernel,) = (k for k in catalogue.kernels if k.name == "liger-swiglu")

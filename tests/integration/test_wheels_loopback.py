@@ -20,9 +20,9 @@ import pytest
 
 from loopback import Server, make_certificate, make_wheel, serve
 from primus.errors import HostError, InputError
-from primus.images.download import WrongBytes
-from primus.images.fetch import FetchResult, GoneError, fetch
-from primus.images.filecache import FileCache
+from primus.fetch.download import WrongBytes
+from primus.fetch.filecache import FileCache
+from primus.fetch.files import FetchResult, GoneError, fetch
 from primus.progress import QuietProgress
 from primus.versions.lock import BaseRequest, LockedFile, Request
 from primus.versions.wheels import resolve_sdists, resolve_wheels
@@ -418,8 +418,8 @@ def test_two_fetches_on_one_cache_download_once(index: Server, tmp_path: Path) -
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from primus.images.fetch import fetch
-from primus.images.filecache import FileCache
+from primus.fetch.files import fetch
+from primus.fetch.filecache import FileCache
 from primus.progress import QuietProgress
 from primus.versions.lock import LockedFile
 file = LockedFile(**json.loads(sys.argv[1]))

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from primus.gpus import detect
-from primus.images.skeleton import shell_setup
+from primus.plan.skeleton import shell_setup
 from primus.schema import build
 from primus.system import banner
-from primus.versions.model import Versions
+from primus.versions.components import Versions
 from primus.yamlfile import read
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -158,7 +158,8 @@ def test_a_missing_command_is_127_as_in_a_shell(tmp_path: Path) -> None:
 def test_the_inside_never_loads_the_outside() -> None:
     code = (
         "import sys, primus.cli.image.train, primus.system.banner, primus.report.html; "
-        "import primus.training.record; outside = ('versions', 'images', 'sandbox', 'release', 'cli.host'); "
+        "import primus.training.record; "
+        "outside = ('versions', 'plan', 'build', 'oci', 'gates', 'sandbox', 'release', 'cli.host'); "
         "print([m for m in sys.modules if m.removeprefix('primus.').startswith(outside) or m == 'torch'])"
     )
     ended = subprocess.run(
@@ -188,7 +189,7 @@ def test_what_ships_imports_only_what_ships() -> None:
         if not shipped & {SRC / f"{name.replace('.', '/')}.py", SRC / name.replace(".", "/") / "__init__.py"}
     }
     # main.py asks for these where the host's verbs are there.
-    assert missing == {"primus.cli.host": "main.py", "primus.images.unchanged": "main.py"}
+    assert missing == {"primus.cli.host": "main.py", "primus.build.unchanged": "main.py"}
 
 
 def test_a_preview_says_what_it_lacks() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from primus.images import plan
-from primus.images.action import Action
+from primus.plan import layers as plan
+from primus.plan.action import Action
 from primus.versions.lock import Lock, LockedFile
 from project_kit import Kit, plan_over
 

@@ -9,9 +9,9 @@ import pytest
 from primus.cli.host.validate import _cells
 from primus.errors import InputError
 from primus.gates.check import Outcome
-from primus.gates.model import Finding, GateReport
-from primus.images.project import Project
-from primus.images.resolve import resolve as pinned
+from primus.gates.finding import Finding, GateReport
+from primus.plan.project import Project
+from primus.plan.resolve import resolve as pinned
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
 from primus.release.cells import cells_of

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from primus.errors import InputError
-from primus.images.channel import choose
-from primus.images.target import Target
+from primus.plan.channel import choose
+from primus.plan.target import Target
 from primus.versions.lock import Lock, dumps
 from project_kit import Kit
 

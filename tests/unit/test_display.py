@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from primus.images.bars import RichProgress
-from primus.images.display import choose_progress
+from primus.bars import RichProgress
+from primus.display import choose_progress
 from primus.progress import PlainProgress, QuietProgress, clock, last_line
 
 

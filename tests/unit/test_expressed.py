@@ -10,7 +10,7 @@ import pytest
 from primus.errors import InputError
 from primus.recipes import resolve
 from primus.recipes.backends import backends
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.schema import Rule, model_rules
 from primus.recipes.setting import Asked
 from primus.training.loop.config import LoopConfig

@@ -32,8 +32,8 @@ from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.msgpack import unpack
 from primus.gates.prune import prunable, pruning
 from primus.gates.sonames import library_of
-from primus.images.archs import in_entry_id, in_path, of_flags, runs_on
-from primus.images.left_out import LeftOut
+from primus.gpucode.archs import in_entry_id, in_path, of_flags, runs_on
+from primus.oci.left_out import LeftOut
 
 SOURCE = Path(gates.__file__).parents[1]
 GFX942, GFX950 = 0x4C, 0x4F
@@ -366,7 +366,7 @@ def test_a_library_that_lost_all_its_code_fails_with_what_its_package_has() -> N
 def test_a_changed_reader_of_gpu_code_is_a_changed_rule(tmp_path: Path) -> None:
     copy = tmp_path / "primus"
     shutil.copytree(SOURCE / "gates", copy / "gates")
-    shutil.copytree(SOURCE / "images", copy / "images")
+    shutil.copytree(SOURCE / "gpucode", copy / "gpucode")
 
     def found() -> str:
         spec = importlib.util.spec_from_file_location("copied", copy / "gates/rules.py")
@@ -377,11 +377,11 @@ def test_a_changed_reader_of_gpu_code_is_a_changed_rule(tmp_path: Path) -> None:
 
     readers, todo = set[str](), ["gates/codeobjects.py", "gates/sonames.py"]
     while todo:
-        names = re.findall(r"^from primus\.images\.(\w+) import", (copy / todo.pop()).read_text(), re.MULTILINE)
-        todo += [f"images/{name}.py" for name in names if name not in readers]
+        names = re.findall(r"^from primus\.gpucode\.(\w+) import", (copy / todo.pop()).read_text(), re.MULTILINE)
+        todo += [f"gpucode/{name}.py" for name in names if name not in readers]
         readers |= set(names)
     assert readers >= {"archs", "bundles", "elf"}
     for name in readers:
         before = found()
-        (copy / f"images/{name}.py").write_text("changed")
+        (copy / f"gpucode/{name}.py").write_text("changed")
         assert found() != before, name

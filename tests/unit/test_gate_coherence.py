@@ -11,8 +11,8 @@ from primus.errors import CheckFailed
 from primus.files import write_file
 from primus.gates.coherence import Package, RocmVersion, coherence, rocm_version
 from primus.gates.pins import check_pins, pinned_packages
-from primus.images.project import Project
-from primus.images.resolve import ResolvedTarget, resolve
+from primus.plan.project import Project
+from primus.plan.resolve import ResolvedTarget, resolve
 from primus.versions.lock import Lock, LockedFile, dumps
 
 TRAIN = {

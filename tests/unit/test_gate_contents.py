@@ -19,10 +19,10 @@ from primus.gates.size import size_text, size_tree
 from primus.gates.sonames import shared_names
 from primus.gates.versions_inside import Stated, stated_in, versions_inside
 from primus.gates.watch import Watch
-from primus.images.layer import write_layer
-from primus.images.store import Store
-from primus.images.tar import Entry
-from primus.sandbox.model import LayerRef
+from primus.oci.layer import write_layer
+from primus.oci.store import Store
+from primus.oci.tar import Entry
+from primus.sandbox.container import LayerRef
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 # Put together here, so that no scanner takes this file for a leak.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from gpu_files import elf
+from primus.gates.finding import Finding
 from primus.gates.loadable import loadable, toolkit_of
-from primus.gates.model import Finding
 from primus.gates.sonames import Library, library_of
 
 SITE = "opt/venv/lib/python3.11/site-packages"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from primus.errors import InputError
-from primus.images.given import adopt_layer, stacked
-from primus.images.layer import read_paths
-from primus.images.store import Store
+from primus.oci.imported import adopt_layer, stacked
+from primus.oci.layer import read_paths
+from primus.oci.store import Store
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from primus.errors import InputError
 from primus.files import read_sealed
 from primus.gpus.table import environment, load_table
-from primus.images.project import Project
-from primus.images.resolve import resolve
-from primus.images.target import Target, Variable, environment_of
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
+from primus.plan.target import Target, Variable, environment_of
 from project_kit import Kit, make_project
 
 BAKED = {v.name: v.value for v in environment("mi355x")}

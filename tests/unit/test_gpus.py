@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from primus.errors import InputError
 from primus.gpus import detect, table
-from primus.gpus.model import Arch, Generation, Peak, Statement, Table, Variable, plain_name
+from primus.gpus.generation import Arch, Generation, Peak, Statement, Table, Variable, plain_name
 from primus.release.gpu_page import gpu_page
 from primus.schema import build
 from primus.yamlfile import parse

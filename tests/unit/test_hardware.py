@@ -15,7 +15,7 @@ from primus.release import hardware
 from primus.release.cells import cells_of
 from primus.release.hardware import Hardware, choose, ran_on
 from primus.release.validation import _enough
-from primus.sandbox.model import Devices
+from primus.sandbox.container import Devices
 from primus.training.job import Job
 from primus.training.logs import Series
 from primus.training.outcome import Outcome

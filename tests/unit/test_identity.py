@@ -11,7 +11,7 @@ import pytest
 from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes.load import folder as recipes
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.training import identity

@@ -8,7 +8,7 @@ import pytest
 
 from primus.errors import HostError, InputError
 from primus.recipes.architecture import Architecture, LatentAttention, MixtureOfExperts, RopeScaling
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.training import ranks, start

@@ -16,7 +16,7 @@ from primus.errors import InputError
 from primus.recipes import load
 from primus.recipes.architecture import architecture
 from primus.recipes.catalogue import Entry, entries, gpus
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.recipes.size import readable, size

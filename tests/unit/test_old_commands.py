@@ -16,11 +16,11 @@ from primus.cli.main import main
 from primus.compat import tables
 from primus.errors import PrimusError
 from primus.gpus.detect import Found
-from primus.images.overlap import overlaps
-from primus.images.prefix import Prefix
-from primus.images.skeleton import environment, inline_entries, working_folders
+from primus.oci.overlap import overlaps
+from primus.plan.prefix import Prefix
+from primus.plan.skeleton import environment, inline_entries, working_folders
 from primus.recipes.load import names
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 

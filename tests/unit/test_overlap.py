@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import CheckFailed
-from primus.images.overlap import check_overlap, overlaps
+from primus.oci.overlap import check_overlap, overlaps
 
 FOLDER = "dir 755 0:0"
 FILE = "file 644 0:0"

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from gpu_files import bundle, compressed, elf, pages
+from primus.build.kernels import KernelFiles, is_for, unlisted
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.codeobjects import code_in
-from primus.images.fatbinary import FORMAT
-from primus.images.kernels import KernelFiles, is_for, unlisted
-from primus.images.left_out import LeftOut
-from primus.images.project import Project
-from primus.images.resolve import resolve
-from primus.images.tar import Entry
-from primus.images.trim import LEFT_OUT
+from primus.gpucode.fatbinary import FORMAT
+from primus.oci.left_out import LeftOut
+from primus.oci.tar import Entry
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
+from primus.plan.trim import LEFT_OUT
 from primus.versions.lock import Lock, LockedFile
 from project_kit import plan_over
 
@@ -238,7 +238,7 @@ def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project, monkey
     assert mi300x["base debs"].key == mi355x["base debs"].key
     assert mi300x["kernels gfx942"].key == mi325x["kernels gfx942"].key != mi355x["kernels gfx950"].key
     assert [f.name for f in mi300x["kernels gfx942"].files] == ["librocblas5"]
-    monkeypatch.setattr("primus.images.layer.FORMAT", FORMAT + 1)
+    monkeypatch.setattr("primus.oci.layer.FORMAT", FORMAT + 1)
     (project.root / "images/one.yaml").write_text(image + "gpu: mi355x\n")
     again = {a.name: a for a in plan_over(project.root, "one", lock).layers}
     assert again["kernels gfx950"].key != mi355x["kernels gfx950"].key, "how libraries are written decides bytes, too"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.cli.main import main
-from primus.images.project import Project
-from primus.images.resolve import resolve_all
+from primus.plan.project import Project
+from primus.plan.resolve import resolve_all
 from primus.release import show
 from primus.release.compare import Change, Contradiction, Diff, component_order, contradictions, diff, one_of, step
 from primus.release.history import Alternate, Release, load_history, select

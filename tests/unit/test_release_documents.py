@@ -9,7 +9,7 @@ import pytest
 from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
-from primus.images.canonical import digest_of
+from primus.oci.canonical import digest_of
 from primus.release.attach import Document, artifact, listed
 from primus.release.distribution import plain_http
 from primus.release.provenance import statement

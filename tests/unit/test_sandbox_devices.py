@@ -11,7 +11,7 @@ import pytest
 
 from primus.errors import HostError, InputError
 from primus.sandbox import cdi, devices, spec
-from primus.sandbox.model import Command, DeviceNode, Devices, Hook, Limits, Mount, RootFs, image_env, merged
+from primus.sandbox.container import Command, DeviceNode, Devices, Hook, Limits, Mount, RootFs, image_env, merged
 
 NVIDIA = """
 cdiVersion: "0.5.0"

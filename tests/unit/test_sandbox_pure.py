@@ -16,10 +16,10 @@ from primus.cli.host import run as run_verb
 from primus.cli.options import run as run_options
 from primus.errors import HostError, InputError
 from primus.sandbox import cgroups, channel, embedded, userns
-from primus.sandbox.build import log_tail
+from primus.sandbox.container import Command, RootFs, final_argv, host_name, image_env
 from primus.sandbox.embedded import EmbeddedEngine
 from primus.sandbox.engines import choose
-from primus.sandbox.model import Command, RootFs, final_argv, host_name, image_env
+from primus.sandbox.isolated import log_tail
 from primus.sandbox.overlay import missing_program, resolve_inside
 from primus.sandbox.scratch import scratch
 from primus.sandbox.users import identity
@@ -330,8 +330,9 @@ def test_a_damaged_state_names_no_group(tmp_path):
 
 def test_the_sandbox_imports_little():
     code = (
-        "import sys, primus.sandbox.engines, primus.sandbox.build; "
-        "print([m for m in ('docker', 'requests', 'rich', 'zstandard', 'primus.images') if m in sys.modules])"
+        "import sys, primus.sandbox.engines, primus.sandbox.isolated; "
+        "heavy = ('docker', 'requests', 'rich', 'zstandard', 'primus.oci', 'primus.build'); "
+        "print([m for m in heavy if m in sys.modules])"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

@@ -19,7 +19,7 @@ import pytest
 import zstandard
 
 from primus.errors import HostError, InputError
-from primus.sandbox.model import LayerRef
+from primus.sandbox.container import LayerRef
 from primus.sandbox.unpack import layer_dir, unpack_layer
 
 ROOT = os.geteuid() == 0
@@ -280,7 +280,7 @@ def test_a_killed_unpacker_does_no_harm(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     code = (
-        "import sys; from pathlib import Path; from primus.sandbox.model import LayerRef; "
+        "import sys; from pathlib import Path; from primus.sandbox.container import LayerRef; "
         "from primus.sandbox.unpack import unpack_layer; "
         f"unpack_layer(LayerRef(digest={ref.digest!r}, diff_id={ref.diff_id!r}, size=1, media_type='tar'), "
         f"Path({str(fifo)!r}), Path({str(tmp_path / 'cache')!r}))"
@@ -299,7 +299,7 @@ def test_a_killed_unpacker_does_no_harm(tmp_path):
 @pytest.mark.parametrize("kind", ["tar+gzip", "tar+zstd"])
 def test_memory_stays_small(tmp_path, kind):
     code = (
-        "import resource, sys; from pathlib import Path; from primus.sandbox.model import LayerRef; "
+        "import resource, sys; from pathlib import Path; from primus.sandbox.container import LayerRef; "
         "from primus.sandbox.unpack import unpack_layer; "
         "base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
         "unpack_layer(LayerRef(digest=sys.argv[1], diff_id=sys.argv[2], size=1, media_type=sys.argv[5]), "

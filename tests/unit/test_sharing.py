@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.images.sharing import Image, LayerOf, pairs, parts, sharing_text
+from primus.plan.sharing import Image, LayerOf, pairs, parts, sharing_text
 from project_kit import Kit, make_project
 
 

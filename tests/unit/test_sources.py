@@ -10,8 +10,8 @@ import pytest
 
 from loopback import serve
 from primus.errors import HostError, InputError
-from primus.images.download import Meter, NotThere, download
-from primus.images.filecache import FileCache
+from primus.fetch.download import Meter, NotThere, download
+from primus.fetch.filecache import FileCache
 from primus.progress import QuietProgress
 from primus.versions import ask as asking
 from primus.versions.ask import ask

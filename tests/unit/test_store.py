@@ -19,10 +19,10 @@ import pytest
 import zstandard
 
 from primus.errors import HostError
-from primus.images.layer import read_paths, write_layer
-from primus.images.left_out import LeftOut
-from primus.images.store import Blob, Store, storage_error
-from primus.images.tar import Entry
+from primus.oci.layer import read_paths, write_layer
+from primus.oci.left_out import LeftOut
+from primus.oci.store import Blob, Store, storage_error
+from primus.oci.tar import Entry
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primus.errors import CheckFailed, InputError
-from primus.images.tar import MTIME, Entry, in_order, write_tar
+from primus.oci.tar import MTIME, Entry, in_order, write_tar
 
 NAME = st.text(st.sampled_from(string.ascii_letters + "._-é漢"), min_size=1, max_size=60).filter(
     lambda name: name not in (".", "..") and not name.startswith(".wh.")

@@ -19,7 +19,7 @@ from primus.release.validation import outcome_text
 from primus.report.html import page
 from primus.training import outcome, ranks, record, start, suite
 from primus.training.job import Job, JobResult
-from primus.training.store import choose_store
+from primus.training.tcpstore import choose_store
 from primus.training.torchtitan import render
 from proof_kit import evidence
 

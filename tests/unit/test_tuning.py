@@ -14,7 +14,7 @@ import pytest
 
 from primus.cli.main import main
 from primus.errors import CheckFailed, InputError
-from primus.recipes.model import Asked
+from primus.recipes.recipe import Asked
 from primus.recipes.resolve import resolve
 from primus.tuning import bench, store
 from primus.tuning.shapes import read_shapes

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from primus.aot.bake import _elsewhere
+from primus.aot.catalogue import CATALOGUE_FILE, load_catalogue
 from primus.errors import CheckFailed, InputError
-from primus.gates.turbo import turbo
-from primus.images import turbo as plan
-from primus.images.project import Project
-from primus.images.resolve import resolve_all
-from primus.turbo.bake import _elsewhere
-from primus.turbo.catalogue import CATALOGUE_FILE, load_catalogue
+from primus.gates.aot import turbo
+from primus.plan import aot as plan
+from primus.plan.project import Project
+from primus.plan.resolve import resolve_all
 
 ROOT = Path(__file__).parents[2]
-TURBO = ROOT / "src/primus/turbo"
+TURBO = ROOT / "src/primus/aot"
 
 
 def test_every_kernel_has_a_reference_and_every_call_a_name_of_its_own() -> None:
@@ -60,7 +60,7 @@ def test_what_targets_list_is_in_the_catalogue_for_their_gpu() -> None:
     for name, components in listed.items():
         vendor = "amd" if (targets[name].arch or "").startswith("gfx") else "nvidia"
         assert catalogue.of(components, vendor)
-        assert targets[name].environment["TRITON_CACHE_MANAGER"] == "primus.turbo.cache:BakedCacheManager"
+        assert targets[name].environment["TRITON_CACHE_MANAGER"] == "primus.aot.cache:BakedCacheManager"
 
 
 def test_the_compiling_program_sees_every_module_it_imports() -> None:

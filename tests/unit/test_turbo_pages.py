@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.turbo.pages import forget_files
+from primus.aot.pages import forget_files
 
 SIZE = 1_000_000
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from primus.build.execute import Workshop
 from primus.errors import CheckFailed, InputError
-from primus.images import turbo
-from primus.images.action import Action
-from primus.images.execute import Workshop
-from primus.images.project import Project
+from primus.plan import aot as turbo
+from primus.plan.action import Action
+from primus.plan.project import Project
 from primus.progress import QuietProgress
 from primus.versions.lock import Lock, LockedFile
 from project_kit import plan_over
@@ -149,15 +149,13 @@ def test_a_compiler_that_fails_fails_the_build_with_its_words(kit: Kit, monkeypa
     asked: dict[str, Any] = {}
 
     def refuse(root: object, argv: Sequence[str], *, inputs: Mapping[str, Path], log: Path, **options: Any) -> int:
-        sources = {
-            name for name in ("errors.py", "files.py", "turbo/bake.py") if (inputs["/in/primus"] / name).is_file()
-        }
+        sources = {name for name in ("errors.py", "files.py", "aot/bake.py") if (inputs["/in/primus"] / name).is_file()}
         asked.update(argv=argv, sources=sources, env=options["env"])
         log.write_text("liger-rope x\n  _triton_rope\n✗ liger-rope does not compile for gfx942: _triton_rope: no\n")
         return 1
 
-    monkeypatch.setattr("primus.images.execute.run_isolated", refuse)
-    monkeypatch.setattr("primus.images.execute.choose", lambda *_: None)
+    monkeypatch.setattr("primus.build.execute.run_isolated", refuse)
+    monkeypatch.setattr("primus.build.execute.choose", lambda *_: None)
     monkeypatch.setattr(Workshop, "root", lambda *_: None)
     workspace = Project(kit.root).workspace
     workspace.store.prepare()
@@ -167,5 +165,5 @@ def test_a_compiler_that_fails_fails_the_build_with_its_words(kit: Kit, monkeypa
     assert asked["argv"][-5:] == ["gfx942", "304", "/opt/primus/triton", "/out", "liger-kernel"]
     assert asked["env"]["TRITON_F32_DEFAULT"] == "ieee"
     assert "TRITON_CACHE_DIR" not in asked["env"]
-    assert asked["sources"] == {"errors.py", "files.py", "turbo/bake.py"}
+    assert asked["sources"] == {"errors.py", "files.py", "aot/bake.py"}
     assert not workshop.done(kit.layers()["turbo gfx942"])

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from primus.build.unchanged import nothing_to_do
 from primus.files import read_sealed, write_sealed
-from primus.images.unchanged import nothing_to_do
 from project_kit import Kit, make_project
 
 
@@ -39,7 +39,7 @@ def same_size_same_times(kit: Kit) -> None:
 def new_engine(kit: Kit) -> None:
     note = next((kit.root / ".primus/cache").glob("unchanged-demo.json"))
     data = read_sealed(note)
-    engine = next(i for i, (paths, _) in enumerate(data["groups"]) if "images/plan.py" in paths)
+    engine = next(i for i, (paths, _) in enumerate(data["groups"]) if "plan/layers.py" in paths)
     data["groups"][engine][1] = data["groups"][engine][1].replace("1", "2")
     write_sealed(note, data)
 

@@ -6,7 +6,7 @@ import pytest
 
 from primus.errors import InputError
 from primus.schema import build
-from primus.versions.model import Versions
+from primus.versions.components import Versions
 from primus.yamlfile import parse, read
 
 ROOT = Path(__file__).parents[2]

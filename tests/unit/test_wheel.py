@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from primus.build.bytecode import bytecode_entries
+from primus.build.wheel import wheel_entries
+from primus.build.zipped import open_member
 from primus.errors import CheckFailed, InputError
-from primus.images.bytecode import SCRIPT, bytecode_entries
-from primus.images.prefix import Prefix
-from primus.images.tar import Entry
-from primus.images.wheel import wheel_entries
-from primus.images.zipped import open_member
+from primus.oci.tar import Entry
+from primus.plan.prefix import Prefix
+from primus.plan.source import BYTECODE as SCRIPT
 
 PREFIX = Prefix(python=f"{sys.version_info.major}.{sys.version_info.minor}")
 NAME = "Demo_Pkg-1.0-py3-none-any.whl"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import HostError, InputError
-from primus.versions.model import normalised
+from primus.versions.components import normalised
 from primus.versions.wheels import explain, parse_report, platforms
 
 SHA = "ab" * 32

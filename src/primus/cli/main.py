@@ -9,6 +9,9 @@ import io
 import os
 import sys
 
+from primus import __version__
+from primus.errors import HostError, PrimusError, nearest
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,20 +107,16 @@ def _main(args: list[str]) -> int:
         print(_usage())
         return 0 if args else 2
     if args[0] == "--version":
-        from primus import __version__
-
         print(__version__)
         return 0
     verb = args[0]
     here = verbs()
     if verb == "build" and verb in here:
-        from primus.images.unchanged import nothing_to_do
+        from primus.build.unchanged import nothing_to_do
 
         if nothing_to_do(args[1:]):
             return 0
     if verb not in here:
-        from primus.errors import nearest
-
         print(f"primus: no verb {verb!r}" + nearest(verb, here), file=sys.stderr)
         print("  → primus --help lists the verbs", file=sys.stderr)
         return 2
@@ -154,7 +153,6 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
     import argparse
 
     from primus.cli.arguments import utf8_only
-    from primus.errors import HostError, PrimusError
 
     try:
         os.getcwd()  # noqa: PTH109 - pathlib costs start-up time

@@ -7,26 +7,30 @@ fails a gate gets no name; a preview gets its own, and the build says what it fa
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING
 
+from primus.build.schedule import build_images
 from primus.errors import CheckFailed
 from primus.gates.check import Examined, judge, look_into, needles_of, outcome_text
 from primus.gates.facts import keep
+from primus.gates.pins import check_pins
 from primus.gates.rules import rules
 from primus.gates.watch import Watch
 
 if TYPE_CHECKING:
+    from primus.build.image import Built, Composed
     from primus.gates.facts import LayerFacts
-    from primus.gates.model import GateReport
-    from primus.images.build import Composed
-    from primus.images.store import Layer
-    from primus.images.tar import Watch as Watching
-    from primus.images.workspace import Workspace
+    from primus.gates.finding import GateReport
+    from primus.oci.store import Layer
+    from primus.oci.tar import Watch as Watching
+    from primus.plan.action import ImagePlan
+    from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
-__all__ = ["Gatekeeper"]
+__all__ = ["Gatekeeper", "build_gated"]
 
 # One for each builder (see run_actions), which waits for the one that looks at its layer.
 _READERS = max(2, os.cpu_count() or 2)
@@ -94,3 +98,32 @@ def _sentence(report: GateReport) -> str:
     first, *others = (f for f in report.findings if f.severity == "error")
     more = f" (and {len(others)} more)" if others else ""
     return f"{report.gate}: {report.summary}; {first.path + ': ' if first.path else ''}{first.message}{more}"
+
+
+def build_gated(
+    plans: Sequence[ImagePlan],
+    workspace: Workspace,
+    *,
+    locked: bool,
+    offline: bool,
+    rehash: bool,
+    engine: str,
+    quiet: bool,
+) -> list[Built]:
+    """Build the images under all gates. Pins of a release that do not belong together are refused before any fetch.
+
+    See :func:`primus.build.schedule.build_images` for what it raises.
+    """
+    for plan in plans:
+        if not plan.resolved.choice.preview:
+            check_pins(plan.resolved)
+    return build_images(
+        plans,
+        workspace,
+        gates=Gatekeeper,
+        locked=locked,
+        offline=offline,
+        rehash=rehash,
+        engine=engine,
+        quiet=quiet,
+    )

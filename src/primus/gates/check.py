@@ -9,31 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus import __version__
+from primus.build.image import compose, current
 from primus.errors import InputError
+from primus.gates.aot import ask_image, turbo
 from primus.gates.coherence import coherence
 from primus.gates.coverage import coverage, gpu_libraries
 from primus.gates.facts import LayerFacts, facts_of, known
+from primus.gates.finding import Finding, GateReport
 from primus.gates.litter import Trace, litter, secrets_in
 from primus.gates.loadable import loadable
-from primus.gates.model import Finding, GateReport
 from primus.gates.pins import pinned_packages, python_packages
 from primus.gates.prune import pruning
 from primus.gates.sonames import shared_names
-from primus.gates.turbo import ask_image, turbo
 from primus.gates.versions_inside import versions_inside
-from primus.images.build import compose, current
-from primus.images.left_out import LeftOut
-from primus.images.roots import reference
-from primus.sandbox.model import RootFs
+from primus.oci.left_out import LeftOut
+from primus.oci.roots import reference
+from primus.sandbox.container import RootFs
 from primus.terminal import PLAIN, Screen, Styled, bytes_text
 
 if TYPE_CHECKING:
     from threading import Event
 
-    from primus.images.action import ImagePlan
-    from primus.images.build import Composed
-    from primus.images.store import Layer
-    from primus.images.workspace import Workspace
+    from primus.build.image import Composed
+    from primus.oci.store import Layer
+    from primus.plan.action import ImagePlan
+    from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
 __all__ = [

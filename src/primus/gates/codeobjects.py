@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Literal
 
 from primus.gates.msgpack import unpack
-from primus.images.archs import in_path, of_flags
-from primus.images.bundles import COMPRESSED, PLAIN, bundles_in, next_magic
-from primus.images.elf import AMDGPU, read_elf
+from primus.gpucode.archs import in_path, of_flags
+from primus.gpucode.bundles import COMPRESSED, PLAIN, bundles_in, next_magic
+from primus.gpucode.elf import AMDGPU, read_elf
 
 __all__ = ["Code", "Form", "bundle_targets", "code_in", "is_kernel_file", "is_triton_metadata", "section_of"]
 

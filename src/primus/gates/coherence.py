@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from primus.gates.model import Finding, GateReport
+from primus.gates.finding import Finding, GateReport
 from primus.versions.suites import upstream
 
 __all__ = ["Package", "RocmVersion", "coherence", "rocm_version"]

@@ -10,7 +10,7 @@ from typing import IO, Any, Literal, cast
 
 from primus.errors import HostError
 from primus.sandbox.blobs import BlobReader, damaged
-from primus.sandbox.model import LayerRef
+from primus.sandbox.container import LayerRef
 
 __all__ = ["Kind", "Member", "walk"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from primus.gates.codeobjects import Code
-from primus.gates.model import Finding, GateReport
-from primus.images.archs import in_path, runs_on
-from primus.images.left_out import NOTHING, LeftOut
+from primus.gates.finding import Finding, GateReport
+from primus.gpucode.archs import in_path, runs_on
+from primus.oci.left_out import NOTHING, LeftOut
 
 __all__ = ["GpuLibrary", "coverage", "gpu_libraries"]
 

@@ -22,8 +22,8 @@ from primus.gates.litter import Scanner, Trace, path_traces, reads_text, text_tr
 from primus.gates.rules import rules
 from primus.gates.sonames import Library, library_of
 from primus.gates.versions_inside import Stated, stated_in, states_versions
-from primus.images.archs import in_path
-from primus.sandbox.model import LayerRef
+from primus.gpucode.archs import in_path
+from primus.sandbox.container import LayerRef
 
 __all__ = ["Examiner", "LayerFacts", "facts_of", "keep", "known", "observe"]
 

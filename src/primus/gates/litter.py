@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from primus.gates.model import Finding, GateReport, Severity
+from primus.gates.finding import Finding, GateReport, Severity
 from primus.gates.needles import needles as texts_of
 
 __all__ = ["Scanner", "Trace", "litter", "path_traces", "reads_text", "secrets_in", "text_traces"]

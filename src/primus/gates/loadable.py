@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from primus.gates.model import Finding, GateReport
+from primus.gates.finding import Finding, GateReport
 from primus.gates.sonames import Library, owner_of
 from primus.terminal import bytes_text
 

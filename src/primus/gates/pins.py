@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from primus.errors import CheckFailed
 from primus.gates.coherence import Package, coherence
-from primus.versions.model import normalised
+from primus.versions.components import normalised
 from primus.versions.suites import name_of
 
 if TYPE_CHECKING:
-    from primus.images.resolve import ResolvedTarget
+    from primus.plan.resolve import ResolvedTarget
     from primus.versions.lock import Lock, LockedFile
 
 __all__ = ["check_pins", "pinned_packages", "python_packages"]

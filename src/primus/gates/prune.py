@@ -9,9 +9,9 @@ from typing import IO, cast
 
 from primus.gates.codeobjects import Code, code_in, is_kernel_file
 from primus.gates.contents import Member
-from primus.gates.model import Finding, GateReport
-from primus.images.archs import in_path, runs_on
-from primus.images.left_out import NOTHING, LeftOut
+from primus.gates.finding import Finding, GateReport
+from primus.gpucode.archs import in_path, runs_on
+from primus.oci.left_out import NOTHING, LeftOut
 from primus.terminal import bytes_text
 
 __all__ = ["Pruning", "prunable", "pruning"]

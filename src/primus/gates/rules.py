@@ -9,14 +9,10 @@ from pathlib import Path
 __all__ = ["rules"]
 
 
-# Modules of the images' room that read GPU code.
-_READERS = ("archs.py", "bundles.py", "elf.py")
-
-
 @cache
 def rules() -> str:
-    """A hash of the code that reads and judges: the rules are what it does."""
+    """A hash of the code that reads GPU code and judges it: the rules are what it does."""
     code, here = hashlib.sha256(), Path(__file__).parent
-    for path in (*sorted(here.glob("*.py")), *(here.with_name("images") / name for name in _READERS)):
+    for path in (*sorted(here.glob("*.py")), *sorted(here.with_name("gpucode").glob("*.py"))):
         code.update(path.read_bytes())
     return code.hexdigest()

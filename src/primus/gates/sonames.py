@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO
 
-from primus.gates.model import Finding, GateReport
-from primus.images.elf import AMDGPU, DYN, linked_in, read_elf
+from primus.gates.finding import Finding, GateReport
+from primus.gpucode.elf import AMDGPU, DYN, linked_in, read_elf
 
 __all__ = ["Library", "library_of", "owner_of", "shared_names"]
 

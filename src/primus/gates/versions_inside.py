@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from primus.gates.model import Finding, GateReport
-from primus.versions.model import normalised
+from packaging.version import InvalidVersion, Version
+
+from primus.gates.finding import Finding, GateReport
+from primus.versions.components import normalised
 
 __all__ = ["Stated", "stated_in", "states_versions", "versions_inside"]
 
@@ -125,8 +127,6 @@ def _same(kind: Kind, stated: str, locked: str) -> bool:
         return re.split(r"[.+~-]", locked)[:3] == stated.split(".")
     if kind == "wheel":
         # PEP 440 reads `1.0-1`, `1.0.post1` and `1.0.POST1` as one version.
-        from packaging.version import InvalidVersion, Version
-
         try:
             return Version(stated) == Version(locked)
         except InvalidVersion:

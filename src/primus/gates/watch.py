@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from primus.gates.contents import Kind
-    from primus.images.tar import Entry
+    from primus.oci.tar import Entry
 
 __all__ = ["Watch"]
 

@@ -11,6 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from primus.gpus.table import by_device_id, by_gfx, by_product_name
+
 __all__ = ["Found", "detect", "name_of_gfx"]
 
 _SIMDS_PER_UNIT = 4
@@ -87,8 +89,6 @@ def _amd(root: Path) -> Found | None:
 
 def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
     """What to call an AMD GPU, and its generation."""
-    from primus.gpus.table import by_device_id
-
     if not device_id:
         return name_of_gfx(version), ""
     arch = _arch(version)
@@ -103,8 +103,6 @@ def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
 
 
 def _nvidia(root: Path) -> Found | None:
-    from primus.gpus.table import by_product_name
-
     names = []
     for gpu in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         model = next(
@@ -141,8 +139,6 @@ def _driver(root: Path, module: str) -> str:
 
 def name_of_gfx(version: int) -> str:
     """The name for KFD's ``gfx_target_version`` (90402 → gfx942): the products it can be, or "unknown …"."""
-    from primus.gpus.table import by_gfx
-
     arch = _arch(version)
     first, *rest = [g.title for g in by_gfx(arch)] or [""]
     # "AMD Instinct MI300X or MI325X": the maker is named once.

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from primus.errors import InputError, PrimusError, did_you_mean
-from primus.gpus.model import Arch, Dtype, Generation, Peak, Table, Variable, plain_name
+from primus.gpus.generation import Arch, Dtype, Generation, Peak, Table, Variable, plain_name
 from primus.schema import build
 from primus.yamlfile import read
 

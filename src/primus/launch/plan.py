@@ -12,7 +12,7 @@ from primus.errors import InputError
 from primus.gpus.table import generation, load_table
 from primus.recipes.choose import CPU
 from primus.recipes.memory import gpu_bytes, predict
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.setting import CHOICES
 
 __all__ = ["Plan", "refuse_secrets", "vendor"]

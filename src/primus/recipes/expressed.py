@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 from primus.recipes.backends import Model, backends
 from primus.recipes.mesh import Fault
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.schema import model_rules
 from primus.recipes.setting import Value
 from primus.yamlfile import spell

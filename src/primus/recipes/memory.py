@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from primus.gpus.table import generation
 from primus.recipes.architecture import Architecture
 from primus.recipes.choose import CPU
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.size import size
 
 __all__ = ["ERROR_BAND", "USABLE", "Memory", "gpu_bytes", "largest_batch", "predict"]

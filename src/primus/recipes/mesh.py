@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 
 __all__ = ["Fault", "faults"]
 

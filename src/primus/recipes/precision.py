@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 
 __all__ = ["derived_precision", "unsharded"]
 

@@ -11,8 +11,8 @@ from primus.errors import InputError, nearest
 from primus.recipes import expressed, load, mesh, schema, vocabulary
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import choose, supported
-from primus.recipes.model import Recipe
 from primus.recipes.precision import derived_precision, unsharded
+from primus.recipes.recipe import Recipe
 from primus.recipes.setting import CHOICES, Asked, Setting, Value
 from primus.yamlfile import value as typed_value
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
 
-from primus.images import canonical
-from primus.images.store import MANIFEST_TYPE
+from primus.oci import canonical
+from primus.oci.store import MANIFEST_TYPE
 from primus.release.distribution import Registry
 
 if TYPE_CHECKING:

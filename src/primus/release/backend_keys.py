@@ -19,9 +19,9 @@ from primus.errors import InputError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from primus.images.filecache import FileCache
+    from primus.fetch.filecache import FileCache
+    from primus.versions.components import Versions
     from primus.versions.lock import Lock
-    from primus.versions.model import Versions
 
 __all__ = ["Declared", "backend_keys", "dataclass_keys", "declared", "document"]
 

@@ -10,6 +10,11 @@ from base64 import b64encode
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import requests
+from requests import RequestException
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
+
 from primus.errors import HostError
 
 if TYPE_CHECKING:
@@ -53,8 +58,6 @@ class Registry:
 
         Raises HostError, a sentence, when the registry does not answer or refuses; with ``absent`` 404 is an answer.
         """
-        from requests import RequestException
-
         url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
 
         def send() -> Response:
@@ -119,10 +122,6 @@ def _nobody(request: PreparedRequest) -> PreparedRequest:
 
 
 def _session() -> Session:
-    import requests
-    from requests.adapters import HTTPAdapter
-    from urllib3.util import Retry
-
     session = requests.Session()
     retry = Retry(
         total=2,

@@ -10,9 +10,9 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.gpus.table import load_table
-from primus.images.project import Project
-from primus.images.resolve import resolve, resolve_all
-from primus.images.target import Target
+from primus.plan.project import Project
+from primus.plan.resolve import resolve, resolve_all
+from primus.plan.target import Target
 from primus.release.backend_keys import backend_keys
 from primus.release.faults_page import faults_page, input_faults_page
 from primus.release.gate_record import load_gate_records, lock_mark
@@ -30,7 +30,7 @@ from primus.release.show import page
 from primus.release.timing_pages import assembly_page, benchmark_page, launcher_page, turbo_page
 from primus.schema import json_schema
 from primus.terminal import bytes_text
-from primus.versions.model import Versions
+from primus.versions.components import Versions
 
 __all__ = ["generated", "stale", "write"]
 

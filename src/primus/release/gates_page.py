@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from primus.images.archs import runs_on
-from primus.images.left_out import LeftOut
-from primus.images.sharing import Image, LayerOf, pairs, parts, share_text
+from primus.gpucode.archs import runs_on
+from primus.oci.left_out import LeftOut
+from primus.plan.sharing import Image, LayerOf, pairs, parts, share_text
 from primus.release.markdown import table
 from primus.terminal import bytes_text
 

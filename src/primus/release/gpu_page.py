@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from primus.gpus.model import Arch, Generation, Peak, Table, Variable
+from primus.gpus.generation import Arch, Generation, Peak, Table, Variable
 from primus.release.markdown import table
 
 __all__ = ["gpu_page"]

@@ -13,8 +13,8 @@ from primus.sandbox.devices import gpus
 from primus.training.checks import Verdict
 
 if TYPE_CHECKING:
-    from primus.gpus.model import Generation
-    from primus.sandbox.model import Devices
+    from primus.gpus.generation import Generation
+    from primus.sandbox.container import Devices
     from primus.training.checks import Verdict
     from primus.training.outcome import Outcome
 

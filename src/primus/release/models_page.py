@@ -9,7 +9,7 @@ from itertools import groupby
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.catalogue import Entry, entries
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.recipes.size import readable

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from primus.release.history import Release
 
 if TYPE_CHECKING:
-    from primus.images.resolve import ResolvedTarget
-    from primus.versions.model import Pin, Versions
+    from primus.plan.resolve import ResolvedTarget
+    from primus.versions.components import Pin, Versions
 
 __all__ = ["FILE", "IMAGE", "present", "present_names"]
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.check import examine, judge
-from primus.images import canonical
-from primus.images.store import MANIFEST_TYPE, Store
+from primus.oci import canonical
+from primus.oci.store import MANIFEST_TYPE, Store
 from primus.release import fitness, provenance, sbom
 from primus.release.attach import Document, Repository, digest_tag
 from primus.release.distribution import plain_http
@@ -21,10 +21,10 @@ from primus.versions.registry import skopeo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from primus.build.image import Composed
     from primus.gates.check import Outcome
-    from primus.images.action import ImagePlan
-    from primus.images.build import Composed
-    from primus.images.workspace import Workspace
+    from primus.plan.action import ImagePlan
+    from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
 __all__ = ["Ready", "bill", "checkout", "prepare", "publish", "sign"]

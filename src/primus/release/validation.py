@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from primus.display import choose_progress
 from primus.errors import HostError
 from primus.gates.check import check_image
-from primus.images.canonical import digest_of
-from primus.images.display import choose_progress
-from primus.images.roots import root_of_image
+from primus.oci.canonical import digest_of
+from primus.oci.roots import root_of_image
 from primus.release.hardware import NO_GPU, ran_on
 from primus.report.html import page
+from primus.sandbox.container import Command, Mount
 from primus.sandbox.engines import choose
-from primus.sandbox.model import Command, Mount
 from primus.training import proof, suite
 from primus.training import record as records
 from primus.training.checks import Verdict
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from primus.gates.check import Outcome as Checked
-    from primus.gates.model import GateReport
-    from primus.images.action import ImagePlan
-    from primus.images.resolve import ResolvedTarget
-    from primus.images.workspace import Workspace
-    from primus.recipes.model import Recipe
+    from primus.gates.finding import GateReport
+    from primus.plan.action import ImagePlan
+    from primus.plan.resolve import ResolvedTarget
+    from primus.plan.workspace import Workspace
+    from primus.recipes.recipe import Recipe
     from primus.release.cells import Cell
     from primus.release.hardware import Hardware
-    from primus.sandbox.model import Devices, Engine, RootFs
+    from primus.sandbox.container import Devices, Engine, RootFs
     from primus.training.job import Job
     from primus.training.outcome import Outcome
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from primus.errors import HostError
-from primus.sandbox.model import LayerRef
+from primus.sandbox.container import LayerRef
 
 __all__ = ["BlobReader", "damaged"]
 

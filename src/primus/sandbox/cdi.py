@@ -13,7 +13,7 @@ from pathlib import Path
 
 from primus import schema, yamlfile
 from primus.errors import InputError, nearest
-from primus.sandbox.model import DeviceNode, Devices, Hook, Mount, merged
+from primus.sandbox.container import DeviceNode, Devices, Hook, Mount, merged
 
 __all__ = ["FOLDERS", "Registry", "qualified", "read"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.sandbox import cdi
-from primus.sandbox.model import DeviceNode, Devices, Mount
+from primus.sandbox.container import DeviceNode, Devices, Mount
 
 __all__ = ["gpus", "listed"]
 

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from primus.errors import HostError
 from primus.sandbox import relay
-from primus.sandbox.inside import FORWARDED
-from primus.sandbox.load import connect, load
-from primus.sandbox.model import (
+from primus.sandbox.container import (
     Command,
     Devices,
     Mount,
@@ -28,6 +26,8 @@ from primus.sandbox.model import (
     image_env,
     merged,
 )
+from primus.sandbox.inside import FORWARDED
+from primus.sandbox.load import connect, load
 
 if TYPE_CHECKING:
     import docker
@@ -67,7 +67,7 @@ class DockerEngine:
         stdout: Stream = None,
         stderr: Stream = None,
     ) -> int:
-        """Run ``command``; see :class:`primus.sandbox.model.Engine`."""
+        """Run ``command``; see :class:`primus.sandbox.container.Engine`."""
         import docker
         import requests
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from primus.errors import HostError
 from primus.sandbox import cgroups, channel, relay, tools, userns
+from primus.sandbox.container import Command, LayerRef, RootFs, Stream, check_mounts, merged
 from primus.sandbox.inside import FORWARDED
-from primus.sandbox.model import Command, LayerRef, RootFs, Stream, check_mounts, merged
 from primus.sandbox.scratch import Scratch, scratch
 from primus.sandbox.spec import configuration
 from primus.sandbox.unpack import is_unpacked, layer_dir
@@ -84,7 +84,7 @@ class EmbeddedEngine:
         stdout: Stream = None,
         stderr: Stream = None,
     ) -> int:
-        """Run ``command``; see :class:`primus.sandbox.model.Engine`."""
+        """Run ``command``; see :class:`primus.sandbox.container.Engine`."""
         # Only what costs nothing to ask; the kernel's own refusal comes back from the helper as a sentence.
         lack = userns.missing() if userns.needed() else None
         if lack:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from primus.errors import HostError, InputError
+from primus.sandbox.container import Engine
 from primus.sandbox.embedded import EmbeddedEngine
-from primus.sandbox.model import Engine
 
 __all__ = ["ENGINES", "choose"]
 

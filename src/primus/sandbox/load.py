@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from primus.errors import HostError
 from primus.sandbox.blobs import BlobReader
-from primus.sandbox.model import LayerRef, RootFs
+from primus.sandbox.container import LayerRef, RootFs
 
 if TYPE_CHECKING:
     import docker

@@ -10,7 +10,7 @@ import termios
 import tty
 from typing import Any
 
-from primus.sandbox.model import Command, Stream
+from primus.sandbox.container import Command, Stream
 
 __all__ = ["raw_mode", "restore", "saved", "wanted", "window_size"]
 

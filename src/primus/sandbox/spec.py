@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from primus import yamlfile
 from primus.errors import HostError, InputError
-from primus.sandbox.model import (
+from primus.sandbox.container import (
     Command,
     DeviceNode,
     Hook,

@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 from primus.errors import HostError, InputError, PrimusError
 from primus.sandbox.blobs import BlobReader, damaged
-from primus.sandbox.model import LayerRef
+from primus.sandbox.container import LayerRef
 
 __all__ = ["is_unpacked", "layer_dir", "unpack_layer"]
 

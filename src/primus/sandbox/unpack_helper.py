@@ -8,7 +8,7 @@ from pathlib import Path
 
 from primus.errors import PrimusError
 from primus.sandbox import channel, syscalls
-from primus.sandbox.model import LayerRef
+from primus.sandbox.container import LayerRef
 from primus.sandbox.unpack import unpack_layer
 
 __all__ = ["main"]

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from primus.errors import PrimusError
+
 __all__ = ["Failure", "cause", "note", "noting", "text_of"]
 
 _FOLDER = "failures"
@@ -83,8 +85,6 @@ def note(output: Path, rank: int, text: str) -> None:
 
 def text_of(error: BaseException) -> str:
     """What the last line of ``error``'s traceback says, with the error that it was raised from."""
-    from primus.errors import PrimusError
-
     if isinstance(error, PrimusError):
         return " ".join(str(error).split())
     if isinstance(error, SystemExit):

@@ -11,7 +11,7 @@ from typing import Any
 
 from primus.errors import InputError, nearest
 from primus.files import write_file
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.training import tensors
 
 __all__ = ["ALL", "FILE", "check", "of", "seal"]

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 
 __all__ = ["Job", "JobResult", "step_of"]
 

@@ -12,7 +12,7 @@ from primus.gpus.detect import Found, detect
 from primus.gpus.table import generation, load_table
 from primus.recipes.choose import CPU
 from primus.recipes.memory import ERROR_BAND, gpu_bytes, largest_batch, predict
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.size import readable, size
 
 __all__ = ["check", "host_bytes", "least_bytes"]

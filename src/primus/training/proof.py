@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from primus.recipes.choose import CPU
-from primus.recipes.model import MOCK, Recipe
+from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.size import size
 from primus.training.checks import Verdict
 from primus.training.logs import Series

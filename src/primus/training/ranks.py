@@ -12,6 +12,8 @@ from primus.errors import InputError
 from primus.system import network
 from primus.training import identity
 from primus.training.job import Job
+from primus.training.megatron.render import check
+from primus.training.torchtitan import render
 from primus.turbo.optimizations import chosen
 
 __all__ = ["argv", "checkpoints", "environment", "expected_facts", "files", "folder_of_node", "job_file", "node_rank"]
@@ -59,12 +61,8 @@ def files(job: Job) -> dict[str, str]:
     """Name → text of every file that the ranks read from the job's folder. InputError: its backend cannot train it."""
     made = {"job.json": job_file(job)}
     if job.recipe.backend == "torchtitan":
-        from primus.training.torchtitan import render
-
         made["torchtitan.toml"] = render.toml(job)
     if job.recipe.backend == "megatron":
-        from primus.training.megatron.render import check
-
         check(job.recipe)
     return made
 

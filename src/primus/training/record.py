@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.files import write_file
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.training import metrics, suite, utilization
 from primus.training.checks import Verdict
 from primus.training.job import Job

@@ -15,7 +15,7 @@ from pathlib import Path
 import primus
 from primus.errors import HostError, InputError
 from primus.files import write_file
-from primus.recipes.model import MOCK
+from primus.recipes.recipe import MOCK
 from primus.training import checks, corpus, energy, hang, identity, launch, metrics, outcome, ranks, utilization
 from primus.training.checks import Verdict
 from primus.training.clock import Clock

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from primus.errors import InputError
 from primus.recipes.choose import CPU, computes
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.training import checks, metrics, outcome, proof

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
-from primus.gpus.model import Dtype
+from primus.gpus.generation import Dtype
 from primus.gpus.table import UnknownPeak, by_product_name, mfu, peak
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.training.flops import Flops, of_recipe_unit
 
 __all__ = ["Mfu", "Work", "mfu_of", "work"]

@@ -11,7 +11,7 @@ from typing import Any
 
 from primus.errors import CheckFailed, InputError
 from primus.files import write_file
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.tuning.bench import Measured, times
 
 __all__ = ["Folder", "Key", "check", "merge", "slower", "speedups"]

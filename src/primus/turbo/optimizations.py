@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError, nearest
+from primus.gpus.table import load_table
 from primus.yamlfile import read_values
 
 if TYPE_CHECKING:
-    from primus.recipes.model import Recipe
+    from primus.recipes.recipe import Recipe
 
 __all__ = [
     "CALLS",
@@ -83,8 +84,6 @@ class Optimization:
     def _gpu_objections(self, name: str) -> Iterator[str]:
         if not self.vendors and not self.archs:
             return
-        from primus.gpus.table import load_table
-
         found = {generation.name: generation.arch for generation in load_table().generations}.get(name)
         vendor = None if found is None else "amd" if found.startswith("gfx") else "nvidia"
         if self.vendors and vendor not in self.vendors:

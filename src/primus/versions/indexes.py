@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit, urlunsplit
 from urllib.request import url2pathname
 
+import requests
+import urllib3
+from requests.adapters import HTTPAdapter
+
 from primus.errors import HostError
 
 if TYPE_CHECKING:
-    import requests
-
     from primus.versions.lock import LockedFile
 
 __all__ = [
@@ -102,12 +104,7 @@ class Indexes:
 
     def session(self) -> requests.Session:
         """A session with pip's client certificate. Not for two threads at once."""
-        import requests
-        from requests.adapters import HTTPAdapter
-
         if self.trusted_hosts:
-            import urllib3
-
             # Whoever wrote trusted-host knows; pip does not warn either.
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         session = requests.Session()
@@ -207,8 +204,6 @@ class Indexes:
             raise errors[0]
 
     def _answer(self, session: requests.Session, url: str, head: bool = False) -> tuple[str, str, str] | None:
-        import requests
-
         try:
             with self.get(session, url, headers={"Accept": _ACCEPT}) as response:
                 if response.status_code in (401, 407):
@@ -228,8 +223,6 @@ class Indexes:
 
     def measure(self, session: requests.Session, url: str) -> tuple[int, str | None]:
         """Length of the file at ``url``; its sha256 too, but only when it had to be read in full to learn it."""
-        import requests
-
         local = local_path(url)
         if local is not None:
             return local.stat().st_size, None
@@ -254,8 +247,6 @@ class Indexes:
 
     def digest(self, session: requests.Session, url: str) -> str:
         """sha256 of the file at ``url``, by reading all of it: for indexes that tell none."""
-        import requests
-
         digest = hashlib.sha256()
         local = local_path(url)
         if local is not None:

@@ -14,13 +14,13 @@ from primus.errors import InputError
 from primus.versions import registry, repository
 from primus.versions.archive import ask_archive
 from primus.versions.ask import HOST_DEADLINE_S, ask
+from primus.versions.components import normalised
 from primus.versions.indexes import redact
-from primus.versions.model import normalised
 
 if TYPE_CHECKING:
+    from primus.versions.components import Versions
     from primus.versions.indexes import Indexes
     from primus.versions.lock import BaseRequest, LockedFile, Request
-    from primus.versions.model import Versions
 
 __all__ = ["Sources", "ask_host"]
 

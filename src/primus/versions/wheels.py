@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from packaging.version import InvalidVersion, Version
+
 from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.versions.ask import HOST_DEADLINE_S, ask
+from primus.versions.components import normalised
 from primus.versions.indexes import Indexes, pip_failure_hides_network, redact
 from primus.versions.lock import LockedFile, Request
-from primus.versions.model import normalised
 
 __all__ = [
     "Found",
@@ -351,8 +353,6 @@ def _sdist_version(file: str, name: str) -> str | None:
 
 
 def _same(offered: str | None, wanted: str) -> bool:
-    from packaging.version import InvalidVersion, Version
-
     try:
         return offered is not None and Version(offered) == Version(wanted)
     except InvalidVersion:

@@ -9,18 +9,19 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
+from primus.build.image import Built, current
+from primus.build.note import remember
+from primus.build.unchanged import say_unchanged
 from primus.cli.host.common import open_project, targets_of
 from primus.cli.host.plan import print_plans
 from primus.errors import PrimusError
 from primus.gates.rules import rules
-from primus.images.action import ImagePlan
-from primus.images.build import Built, current
-from primus.images.channel import Choice
-from primus.images.locking import plan_images
-from primus.images.resolve import resolve_all
-from primus.images.target import Target
-from primus.images.unchanged import remember, say_unchanged
-from primus.images.workspace import Workspace
+from primus.plan.action import ImagePlan
+from primus.plan.channel import Choice
+from primus.plan.locking import plan_images
+from primus.plan.resolve import resolve_all
+from primus.plan.target import Target
+from primus.plan.workspace import Workspace
 from primus.terminal import Screen, Styled, bytes_text
 
 __all__ = ["build_plans", "run"]
@@ -91,26 +92,11 @@ def build_plans(
     done = [] if rehash else [current(workspace.store, plan, rules()) for plan in plans]
     built = [image for image in done if image is not None]
     if len(built) < len(plans):
-        # Seam "work": what fetches, builds and checks, 300 ms that a build with nothing to do saves.
-        from primus.gates.admit import Gatekeeper
-        from primus.gates.pins import check_pins
-        from primus.images.builder import build_images
+        # Seam "work": what fetches, builds and checks costs 300 ms, which a build with nothing to do saves.
+        from primus.gates.admit import build_gated
 
         _say_channels((plan.target, plan.resolved.target, plan.resolved.choice) for plan in plans)
-        # Before gigabytes are fetched for an image that could not pass.
-        for plan in plans:
-            if not plan.resolved.choice.preview:
-                check_pins(plan.resolved)
-        built = build_images(
-            plans,
-            workspace,
-            gates=Gatekeeper,
-            locked=locked,
-            offline=offline,
-            rehash=rehash,
-            engine=engine,
-            quiet=quiet,
-        )
+        built = build_gated(plans, workspace, locked=locked, offline=offline, rehash=rehash, engine=engine, quiet=quiet)
     workspace.stats.save()
     return built
 

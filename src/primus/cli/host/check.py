@@ -6,9 +6,9 @@ import argparse
 import json
 
 from primus.cli.host.common import resolved_targets
+from primus.display import choose_progress
 from primus.gates.check import examine, judge, outcome_text
-from primus.images.display import choose_progress
-from primus.images.plan import plan_image
+from primus.plan.layers import plan_image
 from primus.release.gate_record import gate_record, write_gate_record
 from primus.terminal import Screen
 

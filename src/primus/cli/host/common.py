@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from primus.errors import InputError
-from primus.images.project import Project
-from primus.images.resolve import ResolvedTarget, resolve, resolve_all
-from primus.images.workspace import Workspace
+from primus.plan.project import Project
+from primus.plan.resolve import ResolvedTarget, resolve, resolve_all
+from primus.plan.workspace import Workspace
 
 __all__ = ["open_project", "resolved_target", "resolved_targets", "targets_of"]
 

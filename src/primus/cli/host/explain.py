@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict
 
 from primus.cli.host.common import resolved_targets
-from primus.images.explain import changes, explain_text
-from primus.images.locking import plan_images
+from primus.plan.explain import changes, explain_text
+from primus.plan.locking import plan_images
 from primus.terminal import Screen
 
 __all__ = ["run"]

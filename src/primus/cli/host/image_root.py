@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from primus.cli.host.common import resolved_target
-from primus.images.project import Project
-from primus.images.roots import root_of_image
-from primus.images.store import Store
-from primus.sandbox.model import RootFs
+from primus.oci.roots import root_of_image
+from primus.oci.store import Store
+from primus.plan.project import Project
+from primus.sandbox.container import RootFs
 
 __all__ = ["image_root"]
 

@@ -27,7 +27,7 @@ from primus.gpus.table import load_table
 from primus.launch import cluster, kubernetes, slurm
 from primus.launch.plan import Plan
 from primus.recipes.load import names
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.terminal import Screen
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]

@@ -9,7 +9,7 @@ import sys
 
 from primus.cli.host.image_root import image_root
 from primus.errors import InputError
-from primus.images.canonical import digest_of
+from primus.oci.canonical import digest_of
 from primus.sandbox.load import load
 
 __all__ = ["run"]

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from primus.cli.host.common import open_project, targets_of
-from primus.images.display import choose_progress
-from primus.images.locking import lock_target
-from primus.images.resolve import ResolvedTarget, resolve_all
+from primus.display import choose_progress
+from primus.plan.locking import lock_target
+from primus.plan.resolve import ResolvedTarget, resolve_all
+from primus.versions.components import normalised
 from primus.versions.lock import Drift, Lock, Request
-from primus.versions.model import normalised
 
 if TYPE_CHECKING:
     from primus.versions.relock import Known

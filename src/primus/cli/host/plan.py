@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 
 from primus.cli.host.common import resolved_targets
-from primus.images.action import ImagePlan
-from primus.images.explain import changes
-from primus.images.locking import plan_images
-from primus.images.outline import outline, outline_text
-from primus.images.sharing import sharing_json, sharing_of, sharing_text
-from primus.images.store import Store
+from primus.oci.store import Store
+from primus.plan.action import ImagePlan
+from primus.plan.explain import changes
+from primus.plan.locking import plan_images
+from primus.plan.outline import outline, outline_text
+from primus.plan.sharing import sharing_json, sharing_of, sharing_text
 from primus.terminal import Screen
 
 __all__ = ["print_plans", "run"]

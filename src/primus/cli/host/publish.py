@@ -8,9 +8,9 @@ import re
 from collections.abc import Sequence
 
 from primus.cli.host.common import resolved_targets
+from primus.display import choose_progress
 from primus.errors import InputError
-from primus.images.display import choose_progress
-from primus.images.plan import plan_image
+from primus.plan.layers import plan_image
 from primus.release.publish import Ready, prepare, publish
 
 __all__ = ["run"]

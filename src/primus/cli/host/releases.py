@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from primus.errors import InputError
-from primus.images.project import Project
-from primus.images.resolve import resolve_all
+from primus.plan.project import Project
+from primus.plan.resolve import resolve_all
 from primus.release import show
 from primus.release.history import History, Release, errors_about, load_history, of_image, select, unconfirmed
 from primus.release.inputs import load_inputs, stack_of

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from primus.cli.host.image_root import image_root
 from primus.errors import InputError
+from primus.sandbox.container import GIB, Command, Limits, Mount
 from primus.sandbox.devices import gpus, listed
 from primus.sandbox.engines import choose
-from primus.sandbox.model import GIB, Command, Limits, Mount
 
 if TYPE_CHECKING:
-    from primus.sandbox.model import Mount
+    from primus.sandbox.container import Mount
 
 __all__ = ["run"]
 

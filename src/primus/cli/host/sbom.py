@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
+from primus.build.image import compose
 from primus.cli.host.common import resolved_target
 from primus.errors import InputError
-from primus.images.build import compose
-from primus.images.plan import plan_image
+from primus.plan.layers import plan_image
 from primus.release.publish import bill, checkout
 from primus.release.sbom import listing
 

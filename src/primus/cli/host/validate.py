@@ -10,9 +10,9 @@ from functools import partial
 from primus.cli.host.build import build_plans
 from primus.cli.host.common import resolved_target
 from primus.errors import InputError
-from primus.images.locking import plan_images
-from primus.images.plan import plan_image
-from primus.images.resolve import ResolvedTarget
+from primus.plan.layers import plan_image
+from primus.plan.locking import plan_images
+from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
 from primus.release import hardware
 from primus.release.cells import Cell, cells_of

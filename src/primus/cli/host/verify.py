@@ -9,15 +9,15 @@ import sys
 import tempfile
 from pathlib import Path
 
+from primus.build.difference import first_difference
+from primus.build.schedule import build_images
 from primus.cli.host.common import resolved_targets
+from primus.display import choose_progress
 from primus.gates.admit import Gatekeeper
 from primus.gates.check import check_image, outcome_text
-from primus.images.builder import build_images
-from primus.images.compare import first_difference
-from primus.images.display import choose_progress
-from primus.images.locking import plan_images
-from primus.images.store import Store
-from primus.images.workspace import Workspace
+from primus.oci.store import Store
+from primus.plan.locking import plan_images
+from primus.plan.workspace import Workspace
 from primus.terminal import Screen
 
 __all__ = ["run"]

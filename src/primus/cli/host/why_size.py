@@ -6,10 +6,10 @@ import argparse
 import json
 
 from primus.cli.host.common import resolved_target
+from primus.display import choose_progress
 from primus.gates.check import examine
 from primus.gates.size import size_text, size_tree
-from primus.images.display import choose_progress
-from primus.images.plan import plan_image
+from primus.plan.layers import plan_image
 from primus.terminal import Screen
 
 __all__ = ["run"]

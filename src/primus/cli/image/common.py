@@ -9,7 +9,7 @@ from primus.recipes.backends import backends
 from primus.recipes.catalogue import gpus
 from primus.recipes.choose import PRECISIONS
 from primus.recipes.load import names
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 

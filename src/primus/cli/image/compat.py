@@ -19,14 +19,16 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from primus.cli.image import train
-from primus.compat import benchmark, pretrain, setup
+from primus.cli.image import train, tune
+from primus.compat import benchmark, pretrain, setup, workloads
 from primus.compat.request import Request
 from primus.errors import HostError, InputError, nearest
 from primus.gpus.detect import detect
 from primus.recipes.backends import backend
+from primus.recipes.resolve import resolve
 from primus.report import sheets
 from primus.report.run import read
+from primus.tuning import store
 
 __all__ = ["EXAMPLE", "add_arguments", "requested", "run"]
 
@@ -135,9 +137,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _tuning(request: Request, own: argparse.Namespace, *, use: bool) -> int | None:
     """Stage 2: measure what stage 1 logged, and train nothing. Stage 3 (``use``): InputError for a wrong result."""
-    from primus.cli.image import tune
-    from primus.recipes.resolve import resolve
-    from primus.tuning import store
 
     recipe = resolve(request.recipe, request.words, request.asked)
     folder = store.Folder.of(request.recipe)
@@ -152,8 +151,6 @@ def _tuning(request: Request, own: argparse.Namespace, *, use: bool) -> int | No
 
 def _ask_service(words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Ask the workload service, and print its answer as JSON."""
-    from primus.compat import workloads
-
     command = next((word for word in words if word in workloads.COMMANDS), None)
     if command is None:
         known = ", ".join(workloads.COMMANDS)
@@ -172,8 +169,6 @@ def _ask_service(words: Sequence[str], environment: Mapping[str, str]) -> int:
 def _launch_slurm(request: Request, environment: Mapping[str, str], own: argparse.Namespace) -> int:
     """Submit the request as a job of Slurm and wait for it, as the script did. Returns the job's exit code."""
     if own.proxy:
-        from primus.recipes.backends import backend
-
         knows = backend(request.asked.backend or "torchtitan")
         request = pretrain.for_proxy(request, [knows.key("steps"), knows.key("seed")])
     gpu = own.gpu or request.asked.gpu or request.gpu_of_path

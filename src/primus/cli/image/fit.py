@@ -17,7 +17,7 @@ from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.recipes.choose import CPU
 from primus.recipes.memory import ERROR_BAND, USABLE, Memory, gpu_bytes, largest_batch, predict
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.size import readable, size
 from primus.terminal import Screen
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from primus.cli.image.common import add_choices, add_recipe, resolved, short_origin
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.setting import CHOICES, Setting
 from primus.recipes.size import readable, size
 from primus.terminal import Screen, Styled

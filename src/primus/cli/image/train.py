@@ -121,11 +121,15 @@ def _preflight(job: Job) -> None:
     """Before a job on GPUs, look for what would end it. HostError names the first problem and its remedy."""
     if job.recipe.gpu == CPU or not detect().names:
         return
-    from primus.system.finding import Host
-    from primus.system.preflight import OF_SEVERAL_NODES, preflight
+    # Seam "preflight": a run on the CPU has nothing to look for.
+    from primus.system import finding, preflight
 
     alone = job.recipe.get("nodes", int) == 1
-    findings = [one for one in preflight(Host(output=job.output)) if not (alone and one.check in OF_SEVERAL_NODES)]
+    findings = [
+        one
+        for one in preflight.preflight(finding.Host(output=job.output))
+        if not (alone and one.check in preflight.OF_SEVERAL_NODES)
+    ]
     for one in findings:
         if one.level == "failed":
             raise HostError(

@@ -22,7 +22,7 @@ from primus.errors import CheckFailed, HostError, InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import generation
 from primus.recipes.choose import CPU
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.tuning import bench, store
 from primus.tuning.shapes import read_shapes
 

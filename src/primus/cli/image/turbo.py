@@ -15,18 +15,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from primus.aot.catalogue import Kernel, load_catalogue
+from primus.aot.gpu import Gpu
 from primus.cli.arguments import folder
 from primus.errors import HostError, InputError
+from primus.gpus.detect import detect
 from primus.gpus.table import generation, load_table
 from primus.terminal import Screen
-from primus.turbo.catalogue import Kernel, load_catalogue
 from primus.turbo.optimizations import Optimization, optimizations, state
-
-if TYPE_CHECKING:
-    from primus.turbo.gpu import Gpu
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -93,8 +93,6 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _described(entry: Kernel | Optimization) -> dict[str, Any]:
-    from dataclasses import asdict
-
     return asdict(entry)
 
 
@@ -114,14 +112,12 @@ def _needs(one: Optimization) -> str:
 
 def _arch(options: argparse.Namespace) -> str | None:
     """The architecture of the GPU that is named, or that this machine has."""
-    from primus.gpus.detect import detect
-
     name = options.gpu or detect().generation
     return generation(name).arch if name else None
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from primus.turbo.bake import bake
+    from primus.aot.bake import bake
 
     gpu = _gpu(options)
     out = options.out or _folder()
@@ -136,12 +132,12 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from primus.turbo.pages import load
+    from primus.aot.pages import load
 
     load("triton", "torch")
     import torch
 
-    from primus.turbo.check import baked_index, check
+    from primus.aot.check import baked_index, check
 
     gpu, real = _gpu(options), torch.cuda.is_available() and not options.pretend
     index = baked_index(_folder(), gpu.arch)
@@ -165,7 +161,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _interpret(options: argparse.Namespace) -> int:
-    from primus.turbo.interpret import interpret
+    from primus.aot.interpret import interpret
 
     found = []
     for case, fault in interpret(_kernels(options, None)):
@@ -194,8 +190,6 @@ def _kernels(options: argparse.Namespace, vendor: str | None) -> Sequence[Kernel
 
 def _gpu(options: argparse.Namespace) -> Gpu:
     """The GPU that is named, or that the image was made for."""
-    from primus.turbo.gpu import Gpu
-
     name = options.gpu
     if name is None and _IMAGE.is_file():
         name = json.loads(_IMAGE.read_text(encoding="utf-8"))["target"]

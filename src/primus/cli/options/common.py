@@ -59,6 +59,6 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
 def complete_target(prefix: str, **_: object) -> list[str]:
     """Names for tab completion."""
     # Seam "completion": `--help` completes nothing.
-    from primus.images.project import Project
+    from primus.plan.project import Project
 
     return [name for name in Project.find().target_names() if name.startswith(prefix)]

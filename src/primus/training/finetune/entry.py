@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from primus.recipes.model import MOCK
+from primus.recipes.recipe import MOCK
 from primus.training.corpus import HUB
 from primus.training.finetune import hub, models
 from primus.training.finetune.config import FinetuneConfig

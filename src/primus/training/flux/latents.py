@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from primus.recipes.architecture import DiffusionTransformer
-from primus.recipes.model import MOCK
+from primus.recipes.recipe import MOCK
 from primus.training.flux.cache import KEYS
 from primus.training.flux.config import FluxConfig
 from primus.training.loop.data import generator_of, shuffled

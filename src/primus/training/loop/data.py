@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from primus.recipes.model import MOCK
+from primus.recipes.recipe import MOCK
 from primus.training.corpus import HUB, Corpus, documents, row_reader
 from primus.training.loop.given import Given
 from primus.training.loop.process import Process

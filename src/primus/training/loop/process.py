@@ -17,7 +17,7 @@ import torch.distributed as dist
 from primus.training import gloo
 from primus.training.failure import noting
 from primus.training.loop.given import Given, read
-from primus.training.store import choose_store
+from primus.training.tcpstore import choose_store
 
 __all__ = ["Process", "leave", "main", "peak_memory", "start"]
 

@@ -7,8 +7,12 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from primus.training.failure import noting
+
+if TYPE_CHECKING:
+    from primus.training.loop.given import Given
 
 __all__ = ["main"]
 
@@ -28,7 +32,6 @@ def main(folder: str) -> None:
 
         cpu.apply()
     from primus.training.loop import data, process, train
-    from primus.training.loop.given import Given
 
     def run(given: Given, here: process.Process) -> None:
         from primus.training.megatron.session import MegatronSession

@@ -7,7 +7,7 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.recipes.architecture import Architecture
-from primus.recipes.model import Recipe
+from primus.recipes.recipe import Recipe
 from primus.training.loop.config import LoopConfig
 
 __all__ = ["check", "ddp", "gpt", "optimizer", "own", "section", "transformer"]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from primus.recipes.model import MOCK
+from primus.recipes.recipe import MOCK
 from primus.training.mock import texts
 
 __all__ = ["Samples", "Stream", "numbered"]

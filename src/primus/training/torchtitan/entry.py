@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from primus.recipes.architecture import rebuilt
-from primus.recipes.model import MOCK
+from primus.recipes.recipe import MOCK
 from primus.training.corpus import HUB, Corpus, documents, row_reader
 from primus.training.failure import noting
 from primus.training.mock import texts
-from primus.training.store import choose_store
+from primus.training.tcpstore import choose_store
 from primus.training.torchtitan import cpu
 from primus.training.torchtitan.render import model_arguments, model_name
 
@@ -101,8 +102,6 @@ def _register_corpus(seed: int, job: Mapping[str, Any]) -> None:
 
 
 def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -> None:
-    from dataclasses import replace
-
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
@@ -143,8 +142,6 @@ def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -
 
 def _arguments(cls: type[Any], given: Mapping[str, Any]) -> Any:
     """torchtitan's arguments from plain values; what is a mapping there is a dataclass of its own here."""
-    from dataclasses import fields
-
     nested = {entry.name: entry.default_factory for entry in fields(cls)}
     made = {
         key: _arguments(type(nested[key]()), value) if isinstance(value, dict) else value  # type: ignore[operator]

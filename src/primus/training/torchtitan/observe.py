@@ -11,6 +11,7 @@ from primus.training import facts, identity
 from primus.training.failure import text_of
 from primus.training.ranks import checkpoints
 from primus.training.witness import Witness
+from primus.turbo.optimizations import active
 
 __all__ = ["observed_trainer"]
 
@@ -30,7 +31,6 @@ def observed_trainer(
     base: Any = Trainer
     if faster:
         from primus.training.torchtitan.turbo import changed_trainer
-        from primus.turbo.optimizations import active
 
         base = changed_trainer(Trainer, faster)
 

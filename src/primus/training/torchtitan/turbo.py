@@ -176,14 +176,12 @@ def _change_layers(model: Any, names: Sequence[str]) -> None:
 
         for layer in model.layers.values():
             layer.attention.inner_attention = FlashAttention4()
+    if {"turbo-attention", "turbo-attention-fp8", "turbo-rms-norm"} & set(names):
+        from primus.turbo.primus_turbo import RmsNorm, TurboAttention
     if {"turbo-attention", "turbo-attention-fp8"} & set(names):
-        from primus.turbo.primus_turbo import TurboAttention
-
         for layer in model.layers.values():
             layer.attention.inner_attention = TurboAttention(eight="turbo-attention-fp8" in names)
     if "turbo-rms-norm" in names:
-        from primus.turbo.primus_turbo import RmsNorm
-
         for module in model.modules():
             if type(module) is torch.nn.RMSNorm:
                 module.__class__ = RmsNorm

@@ -1,0 +1,142 @@
+"""Ask for the catalogue's kernels as a training job does, and note which ones had to be compiled for it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from primus.aot.asked import Answer, Asked, folder_of, refused
+from primus.aot.catalogue import Case
+from primus.aot.gpu import Gpu
+from primus.aot.pretend import KernelError, pretending
+from primus.aot.workloads import WORKLOADS, Workload, call
+
+__all__ = ["ask", "ask_pretending", "call_all", "empty_cache", "forward_and_backward", "skip_dispatcher"]
+
+
+def ask_pretending(cases: Iterable[Case], gpu: Gpu, *, say: Callable[[str], None] = lambda _: None) -> Answer:
+    """Ask for every case as if ``gpu`` were here; ``say`` hears of each case and each kernel before it is compiled.
+
+    A kernel that does not compile is noted and the next case asked: one run names them all.
+    """
+    current: list[Case] = []
+    with empty_cache() as cache, _noting(current, say) as asked:
+        failures = call_all(cases, gpu, current, say)
+        return Answer(asked=tuple(asked.values()), failures=tuple(failures.values()), made=_files(cache))
+
+
+def call_all(cases: Iterable[Case], gpu: Gpu, current: list[Case], say: Callable[[str], None]) -> dict[str, str]:
+    """Call every case as if ``gpu`` were here, with the case in ``current``; returns the functions that the compiler
+    refused, with a sentence.
+    """
+    failures: dict[str, str] = {}
+    with pretending(gpu, lambda: current[0].batch * current[0].sequence - current[0].ignored):
+        skip_dispatcher()
+        for case in cases:
+            current[:] = [case]
+            say(case.label)
+            try:
+                forward_and_backward(case, "cuda")
+            except KernelError as error:
+                failures.setdefault(error.function, refused(case.kernel.name, gpu.arch, str(error), case.label))
+    return failures
+
+
+def ask(cases: Iterable[Case], *, compare: Callable[[Case], bool], say: Callable[[str], None]) -> Answer:
+    """Run every case on the GPU that is here, and those that ``compare`` picks against plain PyTorch."""
+    current: list[Case] = []
+    failures: list[str] = []
+    with empty_cache() as cache, _noting(current, say) as asked:
+        for case in cases:
+            current[:] = [case]
+            say(case.label)
+            torch.manual_seed(1)
+            if fault := forward_and_backward(case, "cuda", compare=compare(case)):
+                failures.append(f"{case.label}: {fault}")
+        return Answer(asked=tuple(asked.values()), failures=tuple(failures), made=_files(cache))
+
+
+def forward_and_backward(case: Case, device: str, *, compare: bool = False) -> str:
+    """Call the library and let it make the gradients; with ``compare`` returns where plain PyTorch disagrees."""
+    workload = WORKLOADS[case.kernel.test]
+    inputs = workload.inputs(case, device)
+    # Made first: some kernels write their gradients over their inputs.
+    wanted = _wanted(workload, case, inputs) if compare else []
+    out = call(case, inputs)
+    out.backward(torch.ones_like(out))
+    if not compare:
+        return ""
+    found = [out, *(t.grad for t in inputs if t.requires_grad)]
+    for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        what = f"gradient {index}" if index else "output"
+        if one is None or one.shape != other.shape:
+            return f"{what} has another shape than plain PyTorch's"
+        error = ((one.float() - other).abs().max() / other.abs().max().clamp(min=1e-30)).item()
+        # Written so that NaN fails.
+        if not error <= workload.largest_error:
+            return f"{what} is off by {error:.3g} of the largest value"
+    return ""
+
+
+def _wanted(workload: Workload, case: Case, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    copies = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    out = workload.reference(*copies, **workload.options(case))
+    out.backward(torch.ones_like(out))
+    return [out.detach().float(), *(t.grad.float() for t in copies if t.grad is not None)]
+
+
+def skip_dispatcher() -> None:
+    """Call Flash Attention's own functions, not the operators that PyTorch knows them as: those have stand-ins for
+    tensors without values, and nothing for a CPU.
+    """
+    with contextlib.suppress(ImportError):
+        from flash_attn import flash_attn_interface as interface
+
+        interface._wrapped_flash_attn_forward = interface._flash_attn_forward._init_fn
+        interface._wrapped_flash_attn_backward = interface._flash_attn_backward._init_fn
+
+
+@contextlib.contextmanager
+def empty_cache() -> Iterator[Path]:
+    """A new folder for what is compiled, so that only a baked cache can spare it."""
+    with tempfile.TemporaryDirectory(prefix="primus-triton-") as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _noting(current: list[Case], say: Callable[[str], None]) -> Iterator[dict[str, Asked]]:
+    """Fill the mapping (key → kernel) with everything that Triton loads or compiles meanwhile."""
+    asked: dict[str, Asked] = {}
+
+    def loaded(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
+        key = folder_of(metadata["hash"])
+        if key not in asked:
+            asked[key] = Asked(
+                kernel=current[0].kernel.name,
+                function=src.name,
+                key=key,
+                case=current[0].label,
+                compiled=not cache_hit,
+                warps=metadata["num_warps"],
+                stages=metadata["num_stages"],
+                shared_bytes=metadata["shared"],
+            )
+
+    def before(*, fn: Any, **_: Any) -> None:
+        say(f"  {fn.name}")
+
+    with triton.knobs.compilation.scope(), triton.knobs.runtime.scope():
+        triton.knobs.compilation.listener = loaded
+        triton.knobs.runtime.jit_cache_hook = before
+        yield asked
+
+
+def _files(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()))

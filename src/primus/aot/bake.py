@@ -1,0 +1,183 @@
+"""Compile the catalogue for one architecture into a folder that an image carries.
+
+Started in the image's own root file system while it is built: ``python -m primus.aot.bake ARCH UNITS ROOT OUT
+COMPONENT…`` writes below OUT what will lie below ROOT, in a folder for Triton's version and one for ARCH. The outcome
+has the same bytes each time: of each kernel its code and what Triton notes of it, with the paths they will have in the
+image, and ``index.json`` that says what was asked for.
+
+The libraries are asked in one process and their kernels compiled in another, one after the other: PyTorch, which the
+libraries need, takes as much memory as the compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from primus.aot.asked import Asked, Noted, folder_of, refused
+from primus.aot.catalogue import Case, load_catalogue
+from primus.aot.gpu import Gpu
+from primus.aot.pages import load
+from primus.errors import CheckFailed, PrimusError
+
+__all__ = ["INDEX", "bake"]
+
+INDEX = "index.json"
+_CODE = (".hsaco", ".cubin")
+T = TypeVar("T")
+
+
+def bake(
+    cases: Sequence[Case], gpu: Gpu, out: Path, root: str, *, say: Callable[[str], None] = lambda _: None
+) -> tuple[Asked, ...]:
+    """Compile everything that ``cases`` ask for; what is below ``out`` will lie below ``root``. ``say`` hears of each
+    case, in the process that asks, and of each kernel before it is compiled.
+
+    Raises CheckFailed naming each kernel that does not compile, and the architecture.
+    """
+    with tempfile.TemporaryDirectory(prefix="primus-turbo-") as scratch:
+        noted, failures = _elsewhere(lambda: _note(cases, gpu, Path(scratch), say))
+        import triton
+
+        inside = f"{triton.__version__}/{gpu.arch}"
+        folder, to = out / inside, f"{root}/{inside}"
+        asked: list[Asked] = []
+        with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
+            # Nothing may be taken from elsewhere, and the intermediate forms are six times the code.
+            triton.knobs.cache.manager_class = None
+            triton.knobs.compilation.store_binary_only = True
+            triton.knobs.cache.dir = f"{scratch}/cache"
+            for one in noted:
+                say(f"  {one.function}")
+                try:
+                    asked.append(_compile(one, gpu))
+                except Exception as error:  # noqa: BLE001 - whatever the compiler raises, the kernel is named
+                    reason = f"{one.function}: {type(error).__name__}: {error}"
+                    failures.setdefault(one.function, refused(one.kernel, gpu.arch, reason, one.case))
+                else:
+                    _copy(Path(scratch, "cache", one.key), folder / one.key, to)
+    if failures:
+        raise CheckFailed("\n".join(failures.values()), hint="pin another version, or take it out of the catalogue")
+    index = {
+        "arch": gpu.arch,
+        "units": gpu.units,
+        "triton": triton.__version__,
+        "kernels": [
+            {k: v for k, v in asdict(one).items() if k != "compiled"}
+            for one in sorted(asked, key=lambda a: (a.kernel, a.function, a.key))
+        ],
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    return tuple(asked)
+
+
+def _elsewhere(work: Callable[[], T]) -> T:
+    """What ``work`` returns or raises, in another process, which takes with it all that it loaded."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            sender.send((work(), None))
+        except (PrimusError, ImportError) as error:
+            sender.send((None, error))
+
+    child = context.Process(target=run)
+    child.start()
+    sender.close()
+    try:
+        value, error = receiver.recv()
+    except EOFError:
+        child.join()
+        raise CheckFailed(f"asking the libraries for their kernels ended with exit code {child.exitcode}") from None
+    child.join()
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]
+
+
+def _note(
+    cases: Sequence[Case], gpu: Gpu, folder: Path, say: Callable[[str], None]
+) -> tuple[tuple[Noted, ...], dict[str, str]]:
+    load("triton", "torch")
+    from primus.aot.note import note
+
+    return note(cases, gpu, folder, say=say)
+
+
+def _compile(noted: Noted, gpu: Gpu) -> Asked:
+    """Let Triton compile a kernel from its first form, under the key that its source has."""
+    from triton import compiler
+    from triton._C.libtriton import ir
+
+    class Source(compiler.ASTSource):  # type: ignore[misc]
+        """In place of the library's source."""
+
+        def __init__(self) -> None:
+            # Of the function nothing but its name is asked after its source was read.
+            super().__init__(SimpleNamespace(__name__=noted.function), signature={})
+
+        def hash(self) -> str:
+            return noted.source
+
+        def make_ir(self, target: Any, options: Any, codegen_fns: Any, module_map: Any, context: Any) -> Any:
+            module = ir.parse_mlir_module(str(noted.form), context)
+            module.context = context
+            return module
+
+    found = compiler.compile(Source(), target=gpu.target, options=dict(noted.options)).metadata
+    if folder_of(found.hash) != noted.key:
+        raise ValueError(f"its key is {folder_of(found.hash)}, and was {noted.key} when the library asked for it")
+    return Asked(
+        kernel=noted.kernel,
+        function=noted.function,
+        key=noted.key,
+        case=noted.case,
+        compiled=True,
+        warps=found.num_warps,
+        stages=found.num_stages,
+        shared_bytes=found.shared,
+    )
+
+
+def _copy(folder: Path, out: Path, to: str) -> None:
+    out.mkdir(parents=True)
+    names = sorted(p.name for p in folder.iterdir() if p.suffix in _CODE or _is_metadata(p))
+    for name in names:
+        shutil.copyfile(folder / name, out / name)
+    (metadata,) = (name for name in names if name.endswith(".json"))
+    group = {"child_paths": {name: f"{to}/{out.name}/{name}" for name in names}}
+    (out / f"__grp__{metadata}").write_text(json.dumps(group), encoding="utf-8")
+
+
+def _is_metadata(path: Path) -> bool:
+    return path.suffix == ".json" and not path.name.startswith("__grp__")
+
+
+def main(words: Sequence[str]) -> int:
+    """ARCH UNITS ROOT OUT COMPONENT…"""
+    arch, units, root, out, *components = words
+    gpu = Gpu(arch=arch, units=int(units))
+    catalogue = load_catalogue()
+    try:
+        cases = list(catalogue.cases(catalogue.of(components, gpu.vendor)))
+        asked = bake(cases, gpu, Path(out), root, say=lambda line: print(line, flush=True))
+    except PrimusError as error:
+        print(f"✗ {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{len(asked)} kernels for {arch}, asked for by {len(cases)} calls")
+    return 0
+
+
+if __name__ == "__main__":
+    os.umask(0o022)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,61 @@
+"""The catalogue's kernels on a CPU, through Triton's interpreter, against plain PyTorch: is their arithmetic right?
+
+It says nothing of compiled code. It runs in 32 bits, since the interpreter has no arithmetic for bfloat16, and puts
+right two things that the interpreter leaves out and every GPU does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from primus.aot.catalogue import Case, Kernel, Shape
+
+__all__ = ["TINY", "interpret"]
+
+# Sizes that are no powers of two where kernels mask, and few enough values for an interpreter.
+TINY = Shape(name="tiny", hidden=80, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=160)
+
+
+def interpret(kernels: Sequence[Kernel], shape: Shape = TINY) -> Iterator[tuple[Case, str]]:
+    """Each kernel's calls for ``shape`` with what is wrong, or "". Triton must not have been imported before."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    import numpy
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from primus.aot.ask import forward_and_backward, skip_dispatcher
+
+    convert = interpreter._implicit_cvt
+
+    def as_launched(value: Any) -> Any:
+        # A float argument reaches a kernel as a 32-bit scalar.
+        if isinstance(value, float):
+            handle = interpreter.TensorHandle(numpy.array([value], dtype=numpy.float32), tl.float32)
+            return tl.tensor(handle, tl.float32)
+        return convert(value)
+
+    interpreter._implicit_cvt = as_launched
+    skip_dispatcher()
+    if any(kernel.component == "liger-kernel" for kernel in kernels):
+        # The device library's functions are no Python. The language's own are while a kernel runs, so it is looked up
+        # then.
+        def rsqrt(x: Any) -> Any:
+            return tl.rsqrt(x)
+
+        importlib.import_module("liger_kernel.ops.rms_norm").__dict__["rsqrt"] = rsqrt
+    for kernel in kernels:
+        for reduction in kernel.reductions:
+            for ignored in kernel.ignored:
+                case = Case(
+                    kernel=kernel,
+                    shape=shape,
+                    batch=2,
+                    sequence=8,
+                    dtype="float32",
+                    ignored=ignored,
+                    reduction=reduction,
+                )
+                yield case, forward_and_backward(case, "cpu", compare=True)

@@ -1,0 +1,160 @@
+"""A GPU that is not there: libraries' own code runs up to each kernel launch, which becomes a compilation.
+
+Tensors have sizes and no values (PyTorch's ``meta`` device) and say they lie on ``cuda:0``; Triton's driver is one
+that knows nothing but the architecture. So a kernel is asked for with the very arguments that a real call has, and
+Triton derives the key that a run on that GPU derives. What only values can tell (how many targets count) the case
+tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import triton
+from torch.overrides import TorchFunctionMode
+from triton.runtime.jit import JITFunction
+
+from primus.aot.gpu import Gpu
+
+__all__ = ["KernelError", "pretending"]
+
+_DEVICE = torch.device("cuda", 0)
+# Allocators of GPU memory align to more than this.
+_ALIGNED = 512
+
+
+class KernelError(Exception):
+    """The compiler refused one kernel: ``function`` is its name in the library."""
+
+    def __init__(self, function: str, reason: str) -> None:
+        super().__init__(f"{function}: {reason}")
+        self.function = function
+
+
+class _Driver:
+    """All of a Triton driver that compiling needs."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._target = gpu.target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return _DEVICE
+
+
+class _Pointer:
+    """A tensor as a kernel's argument: what Triton specializes on, and nothing else."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self._address: int = _ALIGNED + tensor.storage_offset() * tensor.element_size()
+        self._bytes: int = tensor.untyped_storage().nbytes()
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def ptr_range(self) -> int:
+        return self._bytes
+
+
+class _OnCuda(TorchFunctionMode):  # type: ignore[misc]
+    """Makes what is asked for on ``cuda`` on ``meta``, and lets it say ``cuda``."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        super().__init__()
+        self._count = count
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        # A getter is another object, equal to the last, each time it is asked for.
+        if func == torch.Tensor.device.__get__ and args[0].is_meta:
+            return _DEVICE
+        if func == torch.Tensor.is_cuda.__get__ and args[0].is_meta:
+            return True
+        if func is torch.Tensor.item and args[0].is_meta:
+            return self._count()
+        # Whether an incoming gradient is 1: a trainer that scales its loss sends another one.
+        if func is torch.equal:
+            return False
+        # A sum into a tensor that is there: PyTorch derives its shape in Python, which is a fifth of all the time.
+        if func is torch.addmm and len(args) == 3 and _fits(kwargs.get("out"), *args):
+            return kwargs["out"]
+        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def pretending(gpu: Gpu, count: Callable[[], int]) -> Iterator[None]:
+    """Within it ``gpu`` seems present. ``count`` answers every ``item()`` of a tensor on it.
+
+    Libraries look at the GPU when they are imported, so they must be imported within; nothing of a real GPU can be
+    used meanwhile, by any thread. Raises KernelError where a kernel is asked for that does not compile.
+    """
+    real_run = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:
+        given = [_argument(a) for a in args]
+        named = {k: _argument(v) for k, v in kwargs.items()} | {"warmup": True}
+        try:
+            return real_run(self, *given, grid=grid, **named)
+        except Exception as error:
+            raise KernelError(self.__name__, f"{type(error).__name__}: {error}") from error
+
+    with contextlib.ExitStack() as stack:
+        replace = _replacer(stack)
+        replace(torch.version, "hip", "7.2.4" if gpu.amd else None)
+        replace(torch.cuda, "is_available", lambda: True)
+        replace(torch.cuda, "device_count", lambda: 1)
+        replace(torch.cuda, "current_device", lambda: 0)
+        replace(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        replace(torch.cuda, "get_device_properties", lambda _=None: gpu)
+        replace(torch.cuda, "get_device_capability", lambda _=None: gpu.capability)
+        replace(JITFunction, "run", run)
+        mode, real_backward = _OnCuda(count), torch.autograd._engine_run_backward
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            # PyTorch puts a mode aside while the mode handles a call, and backward() is one that it handles.
+            with mode:
+                return real_backward(*args, **kwargs)
+
+        replace(torch.autograd, "_engine_run_backward", backward)
+        replace(triton.runtime.driver, "_active", _Driver(gpu))
+        stack.enter_context(mode)
+        yield
+
+
+def _fits(out: torch.Tensor | None, *given: torch.Tensor) -> bool:
+    """Whether ``out`` has no values, and the shape and type of what ``given`` is added to, and of the product."""
+    added, left, right = given
+    return (
+        out is not None
+        and out.is_meta
+        and out.shape == added.shape == (left.shape[0], right.shape[1])
+        and out.dtype == added.dtype == left.dtype == right.dtype
+    )
+
+
+def _argument(value: Any) -> Any:
+    return _Pointer(value) if isinstance(value, torch.Tensor) else value
+
+
+def _replacer(stack: contextlib.ExitStack) -> Callable[[Any, str, Any], None]:
+    def replace(owner: Any, name: str, value: Any) -> None:
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    return replace

@@ -1,0 +1,129 @@
+"""What an image in the store is: its config and manifest over layers, and the record of how it was built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from primus.oci import canonical
+from primus.oci.left_out import NOTHING, LeftOut
+from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
+from primus.plan.action import ImagePlan
+
+__all__ = ["Built", "Composed", "LayerLine", "compose", "current"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerLine:
+    """One row of the summary: sizes in bytes, seconds as this build spent them (0 when reused); ``left_out`` is
+    what stayed out, since it is for other GPUs.
+    """
+
+    name: str
+    digest: str
+    size: int
+    unpacked: int
+    built: bool
+    seconds: float
+    left_out: LeftOut = NOTHING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """An image in the store. ``content`` is the config's digest: it does not depend on how layers are compressed.
+    ``failed`` are the gates that it failed, a sentence each.
+    """
+
+    target: str
+    ref: str
+    digest: str
+    content: str
+    changed: bool
+    layers: tuple[LayerLine, ...]
+    failed: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Compressed bytes of all layers."""
+        return sum(line.size for line in self.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """An image without a name: all its layers are in the store, and these are the bytes of its config and manifest."""
+
+    plan: ImagePlan
+    layers: tuple[Layer, ...]
+    config: bytes
+    manifest: bytes
+
+    @property
+    def digest(self) -> str:
+        """The manifest's digest, by which the image is known."""
+        return canonical.digest_of(self.manifest)
+
+    @property
+    def size(self) -> int:
+        """Compressed bytes of all layers."""
+        return sum(layer.blob.size for layer in self.layers)
+
+
+def current(store: Store, plan: ImagePlan, judged: str | None = None) -> Built | None:
+    """The image if the store holds exactly this plan's, whole; the no-op build ends here. With ``judged`` only when
+    the gates of this mark judged it.
+    """
+    state = store.record("targets", plan.state)
+    if state is None or state.get("key") != plan.key or judged not in (None, state.get("judged")):
+        return None
+    try:
+        return _current(store, plan, state)
+    except (KeyError, TypeError, ValueError):
+        # A record that another version wrote is like none.
+        return None
+
+
+def _current(store: Store, plan: ImagePlan, state: Mapping[str, Any]) -> Built | None:
+    blobs = [Blob(**b) for b in state["blobs"]]
+    if not all(store.has(blob) for blob in blobs):
+        return None
+    entry = store.images().get(plan.ref, {})
+    if (entry.get("digest"), entry.get("size")) != (state["digest"], blobs[0].size):
+        return None
+    lines = tuple(
+        LayerLine(**{**line, "built": False, "seconds": 0.0, "left_out": LeftOut.of(line.get("left_out", ()))})
+        for line in state["layers"]
+    )
+    return Built(
+        target=plan.target,
+        ref=plan.ref,
+        digest=state["digest"],
+        content=state["content"],
+        changed=False,
+        layers=lines,
+        failed=tuple(state.get("failed", ())),
+    )
+
+
+def compose(store: Store, plan: ImagePlan) -> Composed | None:
+    """The image of the plan, or None when one of its layers is not in the store."""
+    found = [store.layer(action.key) for action in plan.layers]
+    layers = tuple(layer for layer in found if layer is not None)
+    if len(layers) < len(found):
+        return None
+    config = canonical.dumps(
+        {
+            **plan.config,
+            "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in layers]},
+            "history": [{"created_by": f"primus {a.kind} {a.name}", "comment": a.key} for a in plan.layers],
+        }
+    )
+    blob = Blob(digest=canonical.digest_of(config), media_type=CONFIG_TYPE, size=len(config))
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": blob.descriptor,
+        "layers": [layer.blob.descriptor for layer in layers],
+        "annotations": dict(plan.annotations),
+    }
+    return Composed(plan=plan, layers=layers, config=config, manifest=canonical.dumps(manifest))

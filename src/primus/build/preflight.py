@@ -1,0 +1,86 @@
+"""What a build needs of this machine, asked before long work begins: namespaces, tools, disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from primus.errors import HostError
+from primus.plan.action import Action
+from primus.sandbox import userns
+from primus.sandbox.engines import choose
+from primus.sandbox.tools import need
+from primus.terminal import bytes_text
+
+if TYPE_CHECKING:
+    from primus.build.execute import Workshop
+    from primus.versions.lock import LockedFile
+
+__all__ = ["disk_is_full", "preflight", "require_space"]
+
+# Measured on the images of this repository, rounded down, so that no build is refused that would fit: a layer has at
+# least this part of the bytes of its packages, and a base is unpacked once and packed into a tar once.
+_LAYER, _BASE_SCRATCH = 0.8, 5
+_NO_SPACE = (b"No space left on device", b"Disk quota exceeded", b"You don't have enough free space in")
+
+
+def preflight(workshop: Workshop, todo: Sequence[Action], absent: Iterable[LockedFile]) -> None:
+    """Check what running ``todo`` needs, with ``absent`` files still to be fetched. Takes well below a second.
+
+    Raises HostError, in one sentence, for missing namespaces, a missing tool or too little free space.
+    """
+    bases = [action for action in todo if action.kind == "debs" and "over" not in action.spec]
+    if bases:
+        if userns.needed() and (lack := userns.missing()) is not None:
+            raise HostError(f"this user cannot build a root file system: {lack[0]}", hint=lack[1])
+        need("mmdebstrap", "mmdebstrap", say=workshop.progress.say)
+    if any(action.kind in ("wheels", "build", "turbo") for action in todo):
+        choose(workshop.engine, workshop.progress.say).prepare_host()
+    workspace = workshop.workspace
+    scratch = max((_BASE_SCRATCH * sum(f.size for f in action.files) for action in bases), default=0)
+    needs = [
+        (workspace.folder / "files", sum(file.size for file in absent)),
+        (workspace.store.root, int(_LAYER * sum(f.size for a in todo if a.makes_layer for f in a.files))),
+        (Path(tempfile.gettempdir()) if userns.needed() else workspace.store.root, scratch),
+    ]
+    require_space(needs)
+
+
+def require_space(needs: Iterable[tuple[Path, int]]) -> None:
+    """Raise HostError when a file system has less free space than the bytes that all paths on it need."""
+    wanted: dict[int, int] = {}
+    places: dict[int, Path] = {}
+    for path, size in needs:
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        device = there.stat().st_dev
+        wanted[device] = wanted.get(device, 0) + size
+        places.setdefault(device, there)
+    for device, size in wanted.items():
+        found = os.statvfs(places[device])
+        free = found.f_bavail * found.f_frsize
+        if free < size:
+            raise HostError(
+                f"the disk that holds {places[device]} has {bytes_text(free)} free, "
+                f"and this build needs about {bytes_text(size)} there",
+                hint="free some space, or keep the store on another disk (--store DIR)",
+            )
+
+
+def disk_is_full(log: Path, *places: Path) -> HostError | None:
+    """The error for a tool that failed because the disk is full, by the end of its log or by the disk itself."""
+    full = next((place for place in places if place.exists() and os.statvfs(place).f_bavail == 0), None)
+    try:
+        with log.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - 200_000))
+            text = stream.read()
+    except OSError:
+        text = b""
+    if full is None and not any(words in text for words in _NO_SPACE):
+        return None
+    return HostError(
+        f"the disk that holds {full or places[0]} is full",
+        hint=f"free some space and run it again: finished work is kept (log: {log})",
+    )

@@ -1,0 +1,87 @@
+"""Compare everything that a store holds with its hashes; what differs leaves the store and is built again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from primus.errors import HostError
+from primus.oci.roots import reference
+from primus.oci.store import Layer, Store
+from primus.plan.action import Action
+from primus.sandbox.blobs import BlobReader
+
+__all__ = ["find_damage"]
+
+
+def find_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
+    """One sentence per fault found and removed; afterwards everything in the store is what its name says.
+
+    Reads every blob that an image of ``index.json`` or one of ``actions`` needs: manifests, configs, layers and lists
+    of paths. Layers of local folders are also compared with the hashes of the files in their keys.
+    """
+    try:
+        images = store.images()
+    except HostError as error:
+        store.reset_index()
+        images = {}
+        yield f"{error.message}; begun again"
+    faults: dict[str, str | None] = {}
+    for ref, manifest in images.items():
+        for digest in _blobs(store, str(manifest["digest"]), faults):
+            if fault := _fault(store, digest, faults):
+                yield f"{ref}: {fault}; build it again"
+                store.untag(ref)
+                break
+    for action in {a.key: a for a in actions if a.makes_layer}.values():
+        layer = store.layer(action.key)
+        if layer is None:
+            continue
+        fault = _fault(store, layer.blob.digest, faults) or _fault(store, layer.paths, faults)
+        if fault := fault or _differs(store, action, layer):
+            store.forget(action.key)
+            yield f"{action.name}: {fault}; building it again"
+
+
+def _fault(store: Store, digest: str, faults: dict[str, str | None]) -> str | None:
+    """What is wrong with the blob, which then has left the store; each blob is read once."""
+    if digest not in faults:
+        faults[digest] = store.check(digest)
+        if faults[digest]:
+            store.discard(digest)
+    return faults[digest]
+
+
+def _blobs(store: Store, manifest: str, faults: dict[str, str | None]) -> list[str]:
+    if _fault(store, manifest, faults):
+        return [manifest]
+    # Its bytes are those that were written, so its shape is, too.
+    data: dict[str, Any] = json.loads(store.read(manifest))
+    return [str(entry["digest"]) for entry in (data["config"], *data["layers"])]
+
+
+def _differs(store: Store, action: Action, layer: Layer) -> str | None:
+    """The first file of a layer made of a local folder that is not the one in its key."""
+    wanted = {name: value for name, kind, value in action.tree if kind != "link"}
+    if not wanted or action.kind != "files":
+        return None
+    to = str(action.spec.get("to", "")).strip("/")
+    found: dict[str, str] = {}
+    reader = BlobReader(reference(layer), store.blob_path(layer.blob.digest))
+    try:
+        with tarfile.open(fileobj=cast("Any", reader), mode="r|") as archive:
+            for member in archive:
+                if member.isreg() and (stream := archive.extractfile(member)):
+                    name = member.name.removeprefix(f"{to}/") if to else member.name
+                    found[name] = hashlib.file_digest(cast("Any", stream), "sha256").hexdigest()
+        reader.finish()
+    except (tarfile.TarError, zlib.error, HostError) as error:
+        return f"its layer cannot be read: {error.args[0]}"
+    finally:
+        reader.close()
+    bad = next((name for name, value in wanted.items() if found.get(name) != value), None)
+    return f"{bad} in its layer is not the file of its key" if bad else None

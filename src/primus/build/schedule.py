@@ -1,0 +1,249 @@
+"""Plans → images in the store: fetch, run, assemble."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Protocol
+
+from primus.build import heap
+from primus.build.execute import Workshop
+from primus.build.image import Built, Composed, LayerLine, compose, current
+from primus.build.preflight import preflight
+from primus.build.rehash import find_damage
+from primus.display import choose_progress
+from primus.errors import CheckFailed
+from primus.oci.imported import stacked
+from primus.oci.layer import read_paths
+from primus.oci.overlap import check_overlap
+from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Layer, Store
+from primus.plan.action import Action, ImagePlan, tree_record
+from primus.plan.layers import plan_image
+from primus.plan.locking import lock_target
+from primus.sandbox.running import stop_all
+from primus.versions.lock import LockedFile
+from primus.versions.suites import suites_of
+
+if TYPE_CHECKING:
+    from primus.oci.tar import Watch
+    from primus.plan.workspace import Workspace
+    from primus.progress import Progress
+
+__all__ = ["Gates", "build_images"]
+
+
+class Gates(Protocol):
+    """What an image must pass before its name points to it. ``mark`` changes with the rules."""
+
+    mark: str
+
+    def watch(self) -> Watch:
+        """Someone to see a layer while it is written."""
+
+    def look(self, layer: Layer, watch: Watch | None) -> None:
+        """Take note of a layer that the build just made; ``watch`` saw it, if anyone did."""
+
+    def judge(self, image: Composed) -> tuple[str, ...]:
+        """The failed gates, a sentence each; raises CheckFailed when the image must not get its name."""
+
+    def close(self) -> None:
+        """The build is over."""
+
+
+def build_images(
+    plans: Sequence[ImagePlan],
+    workspace: Workspace,
+    *,
+    gates: Callable[[Workspace, Progress], Gates] | None,
+    locked: bool = False,
+    offline: bool = False,
+    rehash: bool = False,
+    engine: str = "auto",
+    quiet: bool = False,
+) -> list[Built]:
+    """Make every image of ``plans``; independent actions side by side, each blob once. ``gates`` judge each image
+    before it gets its name; None lets any pass.
+
+    Raises CheckFailed for a failed action or a refused image, HostError for a source, disk or sandbox that fails.
+    """
+    store = workspace.store
+    store.prepare()
+    if rehash:
+        for fault in find_damage(store, (action for plan in plans for action in plan.actions())):
+            print(f"! {fault}", file=sys.stderr)
+    with choose_progress(quiet) as progress, contextlib.ExitStack() as stack:
+        judge = gates(workspace, progress) if gates else None
+        if judge:
+            stack.callback(judge.close)
+        mark = judge.mark if judge else None
+        before = {plan.key: image for plan in plans if (image := current(store, plan, mark)) is not None}
+        workshop = Workshop(
+            workspace=workspace,
+            progress=progress,
+            engine=engine,
+            watch=judge.watch if judge else lambda: None,
+            made=judge.look if judge else lambda *_: None,
+        )
+        todo = missing(plans, workshop.done)
+        files = {f.sha256: f for action in todo for f in action.files}
+        absent = [f for f in files.values() if not workspace.files.has(f.sha256, f.size)]
+        if todo:
+            heap.share()
+            preflight(workshop, todo, () if offline else absent)
+        if absent:
+            plans = _fetch(workshop, plans, may_relock=not (locked or offline), offline=offline)
+            todo = missing(plans, workshop.done)
+        done_here = run_actions(workshop, todo)
+        return [before.get(plan.key) or assemble(store, plan, done_here, judge) for plan in plans]
+
+
+def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], *, may_relock: bool, offline: bool) -> Sequence[ImagePlan]:
+    """Fetch what the plans still lack; returns the plans, new ones where a file was gone and had to be locked again."""
+    # Seam "sources": the network's libraries take a third of the start of a build that fetches nothing.
+    from primus.fetch.files import GoneError, fetch
+    from primus.versions.sources import Sources
+
+    def get(plans: Sequence[ImagePlan]) -> None:
+        files = {f.sha256: f for action in missing(plans, workshop.done) for f in action.files}
+        absent = [f for f in files.values() if not workshop.files.has(f.sha256, f.size)]
+        bases = {n: b for plan in plans for n, b in plan.resolved.request.bases.items()}
+        fetch(
+            absent,
+            workshop.files,
+            suites={name: suites_of(base.suite, base.packages) for name, base in bases.items()},
+            sources=Sources.of_project(plans[0].resolved.versions, bases),
+            offline=offline,
+            progress=workshop.progress,
+        )
+
+    try:
+        get(plans)
+    except GoneError as gone:
+        if not may_relock:
+            raise
+        plans = _relock(workshop, plans, gone.files)
+        get(plans)
+    return plans
+
+
+def _relock(workshop: Workshop, plans: Sequence[ImagePlan], gone: Sequence[LockedFile]) -> list[ImagePlan]:
+    """Resolve again what no source has any more, and plan anew."""
+    progress = workshop.progress
+    progress.say(f"! no source has {', '.join(f.label for f in gone)} any more; locking again")
+    result = []
+    for plan in plans:
+        resolved = plan.resolved
+        if resolved.lock is not None and any(f in resolved.lock.files for f in gone):
+            resolved = lock_target(resolved, progress, gone=gone)
+        result.append(plan_image(resolved, workshop.workspace.stats))
+    return result
+
+
+def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:
+    """Actions that must run, each once, those needed first. What is needed only by done work is not run."""
+    wanted: dict[str, Action] = {}
+    for plan in plans:
+        for action in reversed(plan.actions()):
+            is_layer = any(action.key == layer.key for layer in plan.layers)
+            needed = any(action in (*other.needs, *other.tools) for other in wanted.values())
+            if action.key not in wanted and (is_layer or needed) and not done(action):
+                wanted[action.key] = action
+    return list(reversed(wanted.values()))
+
+
+def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
+    """Run the actions, independent ones side by side; returns the keys of those done here.
+
+    The first failure stops what has not begun; what was finished stays.
+    """
+    # Hashing and compressing wait for the interpreter a thousand times per gigabyte, behind gates that search text: for
+    # up to 5 ms each time, if it were not told.
+    sys.setswitchinterval(0.0005)
+    waiting = {a.key: a for a in actions}
+    done_here: set[str] = set()
+    running: dict[Future[bool], str] = {}
+    workers = max(2, os.cpu_count() or 2)
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="action") as pool:
+        try:
+            while waiting or running:
+                busy = set(running.values()) | set(waiting)
+                ready = [a for a in waiting.values() if not any(n.key in busy for n in (*a.needs, *a.tools))]
+                # The largest first: the long pole decides the whole.
+                for action in sorted(ready, key=lambda a: -sum(f.size for f in a.files)):
+                    del waiting[action.key]
+                    running[pool.submit(workshop.run, action)] = action.key
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    key = running.pop(future)
+                    if future.result():
+                        done_here.add(key)
+                # What runs in the sandbox next needs it.
+                heap.give_back()
+        except BaseException:
+            for future in running:
+                future.cancel()
+            # Ctrl-C reaches only the main thread, and the pool waits for its workers. One may just be starting another.
+            while wait(running, timeout=0.2).not_done:
+                stop_all()
+            raise
+    return done_here
+
+
+def assemble(store: Store, plan: ImagePlan, built: set[str], gates: Gates | None) -> Built:
+    """Overlap rule, gates, config, manifest; then the name. All layers must be in the store.
+
+    Raises CheckFailed when layers overlap or the gates refuse the image; the name then is as before.
+    """
+    image = compose(store, plan)
+    if image is None:
+        raise CheckFailed(f"a layer of {plan.ref} left the store while it was used", hint="build again")
+    pairs = list(zip(plan.layers, image.layers, strict=True))
+    paths = [(a, read_paths(store, layer)) for a, layer in pairs]
+    given = stacked(found for a, found in paths if a.kind == "image")
+    check_overlap([("the base image", given), *((a.name, found) for a, found in paths if a.kind != "image")])
+    failed = gates.judge(image) if gates else ()
+    config_blob = store.put(image.config, CONFIG_TYPE)
+    manifest_blob = store.put(image.manifest, MANIFEST_TYPE)
+    lines = tuple(
+        LayerLine(
+            name=a.name,
+            digest=layer.blob.digest,
+            size=layer.blob.size,
+            unpacked=layer.unpacked,
+            built=a.key in built,
+            seconds=layer.seconds if a.key in built else 0.0,
+            left_out=layer.left_out,
+        )
+        for a, layer in pairs
+    )
+    platform = {"architecture": str(plan.config["architecture"]), "os": str(plan.config["os"])}
+    store.tag(plan.ref, manifest_blob, platform)
+    store.save(
+        "targets",
+        plan.state,
+        {
+            "key": plan.key,
+            "digest": manifest_blob.digest,
+            "content": config_blob.digest,
+            "blobs": [asdict(b) for b in (manifest_blob, config_blob, *(layer.blob for layer in image.layers))],
+            "layers": [asdict(line) for line in lines],
+            "judged": gates.mark if gates else None,
+            "failed": failed,
+            "inputs": tree_record(plan),
+            "when": int(time.time()),
+        },
+    )
+    return Built(
+        target=plan.target,
+        ref=plan.ref,
+        digest=manifest_blob.digest,
+        content=config_blob.digest,
+        changed=True,
+        layers=lines,
+        failed=failed,
+    )

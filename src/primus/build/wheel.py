@@ -1,0 +1,178 @@
+"""A wheel → entries of a layer, straight from the archive (PEP 427), as pip would have laid them out.
+
+Scripts get the interpreter of the image's environment, ``entry_points.txt`` becomes console scripts, ``INSTALLER``
+and ``RECORD`` are written so that pip inside the image lists and removes the package.
+"""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import csv
+import functools
+import hashlib
+import io
+import re
+import stat
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from primus.build.zipped import open_member
+from primus.errors import CheckFailed, InputError
+from primus.oci.budget import require_sane
+from primus.oci.tar import Entry
+from primus.paths import path_fault
+from primus.plan.prefix import Prefix
+from primus.versions.components import normalised
+
+__all__ = ["wheel_entries"]
+
+_UNIX = 3
+_MOST_TEXT = 64 << 20
+_OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_SCRIPT = """#!{python}
+import sys
+from {module} import {top}
+if __name__ == "__main__":
+    sys.argv[0] = sys.argv[0].removesuffix(".exe")
+    sys.exit({call}())
+"""
+
+
+def wheel_entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str] = ()) -> Iterator[Entry]:
+    """The wheel's files as entries, sources still in the archive; ``file_name`` is the wheel's real name.
+
+    Its folders that ``without`` names are left out, of its ``RECORD`` too. Raises InputError when the archive is no
+    wheel or holds what may not enter an image, CheckFailed when it has no folder to leave out.
+    """
+    try:
+        yield from _entries(path, file_name, prefix, without)
+    except InputError as error:
+        raise InputError(f"the wheel {file_name} cannot be used: {error.message}", hint="pin another wheel") from None
+    except (zipfile.BadZipFile, configparser.Error, csv.Error, zlib.error, KeyError, ValueError) as error:
+        # Of names and texts that a wheel must have: KeyError's text is the missing file in quotes.
+        raise InputError(f"the wheel {file_name} cannot be used: {error}", hint="pin another wheel") from None
+    except (NotImplementedError, RuntimeError, EOFError) as error:
+        raise InputError(f"the wheel {file_name} cannot be read: {error}", hint="pin another wheel") from None
+
+
+def _entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str]) -> Iterator[Entry]:
+    archive = zipfile.ZipFile(path)
+    every = _members(archive, path.stat().st_size)
+    infos = [i for i in every if not i.filename.startswith(tuple(f"{folder}/" for folder in without))]
+    dists = [i.filename.split("/")[0] for i in infos if re.fullmatch(r"[^/]+\.dist-info/WHEEL", i.filename)]
+    if len(dists) != 1:
+        raise InputError(f"it has {len(dists) or 'no'} dist-info/WHEEL where a wheel has one")
+    (dist,) = dists
+    for folder in without:
+        if not any(i.filename.startswith(f"{folder}/") for i in every):
+            raise CheckFailed(f"{file_name} has no folder {folder} to leave out", hint="correct `without` of its pin")
+    placed: dict[str, zipfile.ZipInfo] = {}
+    for info in infos:
+        if (place := _place(info.filename, dist, prefix)) in placed:
+            raise InputError(f"two of its files would be /{place}")
+        placed[place] = info
+    made = dict(_scripts(archive, dist, prefix))
+    made[f"{prefix.site}/{dist}/INSTALLER"] = b"primus\n"
+    record = f"{prefix.site}/{dist}/RECORD"
+    for name, info in placed.items():
+        if name == record or name in made:
+            continue
+        script = name.startswith(f"{prefix.root}/bin/") and ".data/scripts/" in info.filename
+        if script and (text := _text(archive, info.filename)).startswith(b"#!python"):
+            made[name] = f"#!{prefix.interpreter}\n".encode() + text.partition(b"\n")[2]
+            continue
+        runs = script or (info.external_attr >> 16) & 0o111
+        yield Entry(
+            path=name,
+            mode=0o755 if runs else 0o644,
+            size=info.file_size,
+            source=functools.partial(open_member, archive, info),
+        )
+    for name, data in made.items():
+        mode = 0o755 if name.startswith(f"{prefix.root}/bin/") else 0o644
+        yield Entry(path=name, mode=mode, size=len(data), source=data)
+    rows = _record(archive, dist, placed, made, prefix)
+    yield Entry(path=record, size=len(rows), source=rows)
+
+
+def _members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInfo]:
+    """The archive's files. InputError for entries that may not enter an image, ValueError for a decompression bomb."""
+    files = [i for i in archive.infolist() if not i.is_dir()]
+    for info in files:
+        # zipfile has turned what Windows calls a path into one already.
+        if fault := path_fault(info.filename) or path_fault(info.orig_filename):
+            raise InputError(f"the path {info.orig_filename[:200]!r} in it cannot be in an image: {fault}")
+        kind = stat.S_IFMT(info.external_attr >> 16)
+        if info.create_system == _UNIX and kind not in (0, stat.S_IFREG):
+            raise InputError(f"{info.filename} is not a regular file")
+    names = [info.filename for info in files]
+    if len(set(names)) < len(names):
+        raise InputError(f"{next(name for name in names if names.count(name) > 1)} is in it twice")
+    require_sane(sum(info.file_size for info in files), size)
+    return files
+
+
+def _text(archive: zipfile.ZipFile, name: str) -> bytes:
+    """A file of text. KeyError when there is none, ValueError when it is too large to be one."""
+    if archive.getinfo(name).file_size > _MOST_TEXT:
+        raise ValueError(f"{name} is larger than {_MOST_TEXT >> 20} MiB")
+    return archive.read(name)
+
+
+def _place(name: str, dist: str, prefix: Prefix) -> str:
+    data = dist.removesuffix(".dist-info") + ".data/"
+    if not name.startswith(data):
+        return f"{prefix.site}/{name}"
+    scheme, _, rest = name[len(data) :].partition("/")
+    project = normalised(dist.partition("-")[0])
+    places = {
+        "purelib": f"{prefix.site}/{rest}",
+        "platlib": f"{prefix.site}/{rest}",
+        "scripts": f"{prefix.root}/bin/{rest}",
+        "headers": f"{prefix.root}/include/site/python{prefix.python}/{project}/{rest}",
+        "data": f"{prefix.root}/{rest}",
+    }
+    if scheme not in places or not rest:
+        raise InputError(f"{name} is in none of the folders that a wheel's data may have")
+    return places[scheme]
+
+
+def _scripts(archive: zipfile.ZipFile, dist: str, prefix: Prefix) -> Iterator[tuple[str, bytes]]:
+    try:
+        text = _text(archive, f"{dist}/entry_points.txt").decode()
+    except KeyError:
+        return
+    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]  # names of commands keep their case
+    parser.read_string(text)
+    for section in ("console_scripts", "gui_scripts"):
+        for command, target in parser.items(section) if parser.has_section(section) else ():
+            module, _, call = target.partition("[")[0].strip().partition(":")
+            if not _OBJECT.fullmatch(module) or not _OBJECT.fullmatch(call) or "/" in command:
+                raise InputError(f"its entry point {command[:100]!r} is not NAME = MODULE:FUNCTION")
+            script = _SCRIPT.format(python=prefix.interpreter, module=module, top=call.split(".")[0], call=call)
+            yield f"{prefix.root}/bin/{command}", script.encode()
+
+
+def _record(
+    archive: zipfile.ZipFile, dist: str, placed: dict[str, zipfile.ZipInfo], made: dict[str, bytes], prefix: Prefix
+) -> bytes:
+    known = {row[0]: row for row in csv.reader(io.StringIO(_text(archive, f"{dist}/RECORD").decode())) if row}
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    up = "../" * (prefix.site.count("/") - prefix.root.count("/"))
+    rows: dict[str, list[str]] = {}
+    for path, info in placed.items():
+        rows[path] = known.get(info.filename, ["", "", ""])[1:3]
+    for path, data in made.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows[path] = [f"sha256={digest}", str(len(data))]
+    rows[f"{prefix.site}/{dist}/RECORD"] = ["", ""]
+    for path in sorted(rows):
+        site = path.startswith(prefix.site + "/")
+        shown = path[len(prefix.site) + 1 :] if site else up + path[len(prefix.root) + 1 :]
+        writer.writerow([shown, *rows[path]])
+    return out.getvalue().encode()

@@ -1,0 +1,294 @@
+"""Bring locked files into the cache, through the host's own pip and apt configuration; only what is missing.
+
+A file is accepted by its sha256 alone, wherever it lies, so a mirror, a local folder and the origin are all as good.
+"""
+
+from __future__ import annotations
+
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from primus.errors import HostError
+from primus.fetch.download import Meter, NotThere, Stopped, WrongBytes, download, speed
+from primus.fetch.filecache import FileCache
+from primus.progress import Progress
+from primus.sandbox.tools import with_packages
+from primus.versions.ask import ask
+from primus.versions.indexes import Indexes
+from primus.versions.lock import LockedFile
+from primus.versions.pool import Pool, locate
+from primus.versions.registry import copy_image
+from primus.versions.repository import archive_commit
+from primus.versions.sources import Sources, ask_host
+
+__all__ = ["FetchResult", "GoneError", "fetch", "missing"]
+
+# Smaller files only move the bar of all: a line each for a hundred small debs hides what matters.
+_OWN_BAR = 16_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchResult:
+    """What a fetch did; ``size`` counts the bytes of the files that came in."""
+
+    fetched: tuple[LockedFile, ...]
+    kept: int
+    size: int
+
+
+class GoneError(HostError):
+    """Locked files that no source offers any more: ``files``. Lock them again, or find a source that has them."""
+
+    def __init__(self, files: Sequence[LockedFile]) -> None:
+        super().__init__(
+            f"no source offers any more: {_names(files)}",
+            hint="take their successors (build without --locked, or primus lock --refresh), "
+            "or point pip or apt at an archive that keeps them",
+        )
+        self.files = tuple(files)
+
+
+def missing(files: Sequence[LockedFile], cache: FileCache) -> tuple[LockedFile, ...]:
+    """The files that the cache lacks, each content once."""
+    lacking = {f.sha256: f for f in files if not cache.has(f.sha256, f.size)}
+    return tuple(lacking.values())
+
+
+def fetch(
+    files: Sequence[LockedFile],
+    cache: FileCache,
+    *,
+    suites: Mapping[str, tuple[str, ...]],
+    sources: Sources | None = None,
+    architecture: str = "amd64",
+    offline: bool = False,
+    progress: Progress,
+    jobs: int = 4,
+) -> FetchResult:
+    """Bring every file into the cache. ``suites`` maps base names to their Debian suites; ``sources`` are those
+    beside pip's and apt's.
+
+    Raises GoneError when sources no longer have files, HostError when a source is out of reach, offers other bytes,
+    or the disk is full; WrongBytes is such a HostError. What was fetched before stays.
+    """
+    wanted = missing(files, cache)
+    kept = len({f.sha256 for f in files}) - len(wanted)
+    if not wanted:
+        return FetchResult(fetched=(), kept=kept, size=0)
+    if offline:
+        raise HostError(
+            f"offline, and {len(wanted)} file{'s are' if len(wanted) > 1 else ' is'} not here: {_names(wanted)}",
+            hint="run it once without --offline",
+        )
+    began, size = time.monotonic(), sum(f.size for f in wanted)
+    asked = (sources or Sources()).of_files(wanted)
+    with _spill_folder(cache.root) as spill:
+        places = _Places(wanted, suites, architecture, spill, asked, progress)
+        ask(asked.probes(lambda: places.indexes))
+        bases = {f.base for f in wanted if f.kind == "deb" and f.base}
+        python = [f for f in wanted if f.kind in ("wheel", "sdist") and f.index is None]
+        indexes = places.indexes if python else None
+        named = sorted({suite for base in bases for suite in suites[base]})
+        with_packages(partial(ask_host, indexes=indexes, python=python, suites=named), say=progress.say)
+        progress.start("fetch", "fetch", size)
+        work = _Work(places, cache, progress)
+        # Long files first: the last one alone on the line would be the longest wait.
+        work.run(sorted(wanted, key=lambda f: -f.size), jobs)
+    progress.finish("fetch", f"{len(wanted)} files, {speed(size, began)}")
+    return FetchResult(fetched=wanted, kept=kept, size=size)
+
+
+class _Places:
+    """Where to look for each kind of file; read from the host once, when first needed."""
+
+    def __init__(
+        self,
+        wanted: Sequence[LockedFile],
+        suites: Mapping[str, tuple[str, ...]],
+        architecture: str,
+        spill: Path,
+        sources: Sources,
+        progress: Progress,
+    ) -> None:
+        self._wanted, self._suites, self._architecture, self._spill = wanted, suites, architecture, spill
+        self._guards = {"indexes": threading.Lock(), "pools": threading.Lock(), "images": threading.Lock()}
+        self.sources, self._progress = sources, progress
+
+    @cached_property
+    def _indexes(self) -> Indexes:
+        return Indexes.of_host()
+
+    @property
+    def indexes(self) -> Indexes:
+        with self._guards["indexes"]:
+            return self._indexes
+
+    @cached_property
+    def _pools(self) -> dict[str, Pool]:
+        pools: dict[str, Pool] = {}
+        for base in sorted({f.base for f in self._wanted if f.kind == "deb" and f.base}):
+            debs = [f for f in self._wanted if f.base == base]
+            where = (self._suites[base], self._architecture, self._spill)
+            pools[base] = with_packages(partial(locate, debs, *where), say=self._progress.say)
+        return pools
+
+    def pool(self, base: str, stop: threading.Event) -> Pool:
+        with self._guards["pools"]:
+            if stop.is_set():
+                raise Stopped
+            return self._pools[base]
+
+    def image(self, base: str) -> Path:
+        """A folder with the layers of the base's image, each called by its digest."""
+        folder = self._spill / f"image-{base}"
+        with self._guards["images"]:
+            if not folder.exists():
+                copy_image(self.sources.images[base], self._architecture, folder)
+        return folder
+
+    def archive(self, file: LockedFile) -> Path:
+        """The archive of the commit that a ``git`` file's name ends in."""
+        commit = Path(file.file).stem.rpartition("-")[2]
+        target = self._spill / file.file
+        archive_commit(self.sources.repositories[commit], commit, target)
+        return target
+
+
+class _Work:
+    """Daemon threads over a queue: Ctrl-C must not wait for a server that stalls."""
+
+    def __init__(self, places: _Places, cache: FileCache, progress: Progress) -> None:
+        self._places, self._cache, self._progress = places, cache, progress
+        self._stop = threading.Event()
+        self._local = threading.local()
+        self._gone: list[LockedFile] = []
+        self._failed: list[BaseException] = []
+
+    def run(self, files: Sequence[LockedFile], jobs: int) -> None:
+        todo: queue.SimpleQueue[LockedFile] = queue.SimpleQueue()
+        for file in files:
+            todo.put(file)
+        threads = [
+            threading.Thread(target=self._worker, args=(todo,), daemon=True) for _ in range(min(jobs, len(files)))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            # Not join(): Python 3.11 takes a thread for dead whose join is interrupted.
+            while not self._failed and any(thread.is_alive() for thread in threads):
+                time.sleep(0.02)
+        finally:
+            # On a failure or Ctrl-C the rest get a moment to leave their parts tidy, and no more than that.
+            self._stop.set()
+            until = time.monotonic() + 0.5
+            while time.monotonic() < until and any(thread.is_alive() for thread in threads):
+                time.sleep(0.02)
+        if self._failed:
+            raise self._failed[0]
+        if self._gone:
+            raise GoneError(sorted(self._gone, key=lambda f: f.name))
+
+    def _worker(self, todo: queue.SimpleQueue[LockedFile]) -> None:
+        while not self._stop.is_set():
+            try:
+                file = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self._one(file)
+            except Stopped:
+                return
+            except NotThere:
+                self._gone.append(file)
+            except BaseException as error:  # noqa: BLE001 - carried to the caller's thread and raised there
+                self._failed.append(error)
+                self._stop.set()
+                return
+
+    def _one(self, file: LockedFile) -> None:
+        meter, began = Meter(self._progress, file, file.size >= _OWN_BAR), time.monotonic()
+        meter.begin()
+        if file.kind == "deb":
+            self._deb(file, meter)
+        elif file.kind in ("layer", "git"):
+            self._whole(file)
+        else:
+            self._python(file, meter)
+        meter.end(speed(file.size, began))
+
+    def _deb(self, file: LockedFile, meter: Meter) -> None:
+        pool = self._places.pool(file.base or "", self._stop)
+        kept: dict[str, Callable[..., object]] = self._local.__dict__
+        get = kept.setdefault("apt", pool.get())
+        for url in pool.urls(file):
+            try:
+                return self._take(file, url, get, meter)
+            except NotThere:
+                continue
+        raise NotThere(file.file)
+
+    def _whole(self, file: LockedFile) -> None:
+        """What a tool brings in one piece: a layer of an image, the archive of a commit."""
+        sources = self._places.sources
+        if file.kind == "git":
+            path = self._places.archive(file)
+            origin = sources.repositories[path.stem.rpartition("-")[2]]
+        else:
+            path, origin = self._places.image(file.base or "") / file.sha256, sources.images[file.base or ""]
+        if not path.exists() or not self._cache.put(path, file.sha256):
+            raise WrongBytes(file, "other bytes", origin)
+
+    def _python(self, file: LockedFile, meter: Meter) -> None:
+        indexes = self._places.indexes
+        if file.index is not None:
+            indexes = indexes.only(self._places.sources.indexes[file.index])
+        session = self._local.__dict__.setdefault("pip", indexes.session())
+        refused: HostError | None = None
+
+        def get(url: str, headers: Mapping[str, str]) -> object:
+            return indexes.get(session, url, headers=headers)
+
+        for place in indexes.places(file.name):
+            try:
+                offers = [link for link in indexes.offers(session, place) if link.file == file.file]
+            except HostError as error:
+                refused = refused or error
+                continue
+            for link in offers:
+                if link.sha256 not in (None, file.sha256):
+                    refused = refused or WrongBytes(file, f"sha256 {link.sha256}", link.url)
+                    continue
+                try:
+                    return self._take(file, link.url, get, meter)
+                except NotThere:
+                    continue
+                except WrongBytes as error:
+                    refused = refused or error
+        raise refused or NotThere(file.file)
+
+    def _take(self, file: LockedFile, url: str, get: Callable[..., object], meter: Meter) -> None:
+        download(file, url, self._cache, get=get, meter=meter, stop=self._stop)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _spill_folder(root: Path) -> Iterator[Path]:
+    """A folder beside the cache, so on the same disk, for what apt has to fetch itself."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix="apt-", dir=root, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise HostError(f"{root} cannot be written: {error.strerror}") from None
+    with folder as name:
+        yield Path(name)
+
+
+def _names(files: Sequence[LockedFile]) -> str:
+    shown = ", ".join(f.label for f in files[:5])
+    return shown + (f" and {len(files) - 5} more" if len(files) > 5 else "")

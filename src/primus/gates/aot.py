@@ -1,0 +1,68 @@
+"""A run in the image finds every kernel of the turbo catalogue compiled already, and compiles none."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from primus.errors import HostError
+from primus.files import read_sealed, write_sealed
+from primus.gates.finding import Finding, GateReport
+from primus.sandbox.container import Command, RootFs
+from primus.sandbox.engines import choose
+
+__all__ = ["ask_image", "turbo"]
+
+_GATE = "turbo"
+_COMMAND = ("primus", "turbo", "check", "--pretend", "--json")
+
+
+def turbo(answer: Mapping[str, Any]) -> GateReport:
+    """Judge what ``primus turbo check --json`` said inside the image."""
+    findings = [
+        Finding(
+            gate=_GATE,
+            severity="error",
+            message=f"{one['kernel']} is compiled anew: {one['function']}, asked for by {one['case']}",
+        )
+        for one in answer["missing"]
+    ]
+    findings += [Finding(gate=_GATE, severity="error", message=failure) for failure in answer["failures"]]
+    if not answer["kernels"]:
+        findings.append(Finding(gate=_GATE, severity="error", message="no kernel was asked for"))
+    if not (findings or answer["passed"]):
+        findings.append(Finding(gate=_GATE, severity="error", message="a run leaves files in Triton's own cache"))
+    summary = (
+        f"{answer['calls']} calls ask for {answer['kernels']} kernels for {answer['arch']}, "
+        f"{len(answer['missing'])} of them not there"
+    )
+    return GateReport(gate=_GATE, summary=summary, findings=tuple(findings))
+
+
+def ask_image(root: RootFs, digest: str, cache: Path) -> dict[str, Any]:
+    """Let the image itself ask for its kernels; the answer is kept under the image's ``digest`` in ``cache``.
+
+    Raises HostError when the image gives no answer.
+    """
+    kept = cache / f"turbo-{digest.removeprefix('sha256:')}.json"
+    known = read_sealed(kept)
+    if isinstance(known, dict):
+        return known
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as said, Path(os.devnull).open("rb") as nothing:
+        command = Command(argv=_COMMAND, entrypoint=False, tty=False)
+        code = choose("auto").run(root, command, stdin=nothing, stdout=out, stderr=said)
+        out.seek(0)
+        said.seek(0)
+        try:
+            answer: dict[str, Any] = json.loads(out.read())
+        except ValueError:
+            tail = said.read().decode("utf-8", "replace").strip().splitlines()[-3:]
+            raise HostError(
+                f"primus turbo check ended with exit code {code} in {root.name}: {' / '.join(tail) or 'no word'}"
+            ) from None
+    write_sealed(kept, answer)
+    return answer

@@ -1,0 +1,1 @@
+"""Reading and rewriting GPU code: ELF files, bundles, fat binaries and the architectures they name."""

@@ -1,0 +1,166 @@
+"""A library or bundle of GPU code for many architectures → the same file with the code of one.
+
+Nothing in it moves: each offload bundle is written anew where it was, shorter, and zeros follow up to where it ended.
+Addresses in the library stay what they are, and the zeros compress to nothing. A compressed bundle is made again as
+clang makes it, in the same version of the format: the HIP runtime takes its length from its header and hands it to
+comgr, which reads it as LLVM does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import IO, Protocol
+
+from primus.gpucode.archs import runs_on
+from primus.gpucode.bundles import COMPRESSED, HEADS, PAGE, PLAIN, Bundle, Part, Reader, bundles_in, inflated
+from primus.gpucode.elf import read_elf
+
+__all__ = ["FORMAT", "Removed", "keep_only"]
+
+# Part of the keys: raise it whenever the same file would be written in other bytes.
+FORMAT = 1
+_CHUNK = 1 << 20
+_ZSTD_LEVEL = 3
+_ZLIB_LEVEL = 6
+
+
+@dataclass(kw_only=True)
+class Removed:
+    """What was taken out of a file: number of code objects, bytes they took up there, the targets they were for."""
+
+    objects: int = 0
+    size: int = 0
+    targets: list[str] = field(default_factory=list)
+
+
+def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Removed | None:
+    """Copy ``source``, an ELF file or a bundle of ``size`` bytes, to the empty file ``out`` without code that does not
+    run on ``arch``. None, and nothing copied, when the file has no offload bundles. A compressed bundle that would need
+    more room than it had, which a few bytes of code in the best compression may, stays as it is.
+
+    Raises ValueError when the file or a bundle of it is damaged.
+    """
+    source.seek(0)
+    head = source.read(len(PLAIN))
+    if head.startswith(b"\x7fELF"):
+        place = read_elf(source).places().get(".hip_fatbin")
+    else:
+        place = (0, size) if head.startswith((PLAIN, COMPRESSED)) else None
+    bundles = list(bundles_in(source, *place)) if place else []
+    if not bundles:
+        return None
+    removed, at, end = Removed(), 0, sum(place or ())
+    for bundle in bundles:
+        if bundle.offset < at or bundle.offset + bundle.length > end:
+            raise ValueError("an offload bundle reaches beyond its place")
+        idle = [p for p in bundle.parts if p.target is not None and not runs_on([p.target], arch)]
+        if not any(p.size for p in idle):
+            continue
+        _copy(source, at, bundle.offset - at, out)
+        at = bundle.offset
+        kept = tuple(p for p in bundle.parts if p not in idle)
+        write = _write_compressed if bundle.version else _write_plain
+        if (length := write(source, bundle, kept, out)) is None:
+            continue
+        removed.objects += sum(p.size > 0 for p in idle)
+        removed.size += bundle.length - length if bundle.version else sum(p.size for p in idle)
+        removed.targets += [str(p.target) for p in idle if p.size and p.target not in removed.targets]
+        at += bundle.length
+    _copy(source, at, size - at, out)
+    out.truncate(size)
+    return removed
+
+
+def _copy(source: IO[bytes], at: int, amount: int, out: IO[bytes]) -> None:
+    """Copy bytes to the same place; what is skipped in ``out`` reads as zeros."""
+    source.seek(at)
+    out.seek(at)
+    for chunk in _exactly(source, amount):
+        out.write(chunk)
+
+
+def _exactly(source: Reader, amount: int) -> Iterator[bytes]:
+    while amount:
+        data = source.read(min(_CHUNK, amount))
+        if not data:
+            raise ValueError("an offload bundle is cut short")
+        amount -= len(data)
+        yield data
+
+
+def _list_of(parts: Sequence[Part]) -> bytes:
+    rows = (struct.pack("<QQQ", p.offset, p.size, len(p.id)) + p.id.encode() for p in parts)
+    return PLAIN + struct.pack("<Q", len(parts)) + b"".join(rows)
+
+
+def _write_plain(source: IO[bytes], bundle: Bundle, kept: Sequence[Part], out: IO[bytes]) -> int:
+    """Every part that is kept stays where it is; returns the bundle's length."""
+    head = _list_of(kept)
+    out.seek(bundle.offset)
+    out.write(head)
+    for part in kept:
+        _copy(source, bundle.offset + part.offset, part.size, out)
+    return max(len(head), *(p.offset + p.size for p in kept)) if kept else len(head)
+
+
+class _Compressor(Protocol):
+    def compress(self, data: bytes, /) -> bytes: ...
+
+    def flush(self) -> bytes: ...
+
+
+def _write_compressed(source: IO[bytes], bundle: Bundle, kept: Sequence[Part], out: IO[bytes]) -> int | None:
+    """The parts that are kept, each moved up to the next page, compressed as the bundle was; returns its length, or
+    None when it does not fit where it was.
+    """
+    moved, end = [], len(_list_of(kept))
+    for part in kept:
+        start = end + -end % PAGE
+        moved.append(Part(id=part.id, offset=start, size=part.size))
+        end = start + part.size
+    form = HEADS[bundle.version]
+    compressor, digest = _compressor(bundle.method, end), hashlib.md5(usedforsecurity=False)
+    length = struct.calcsize(form)
+    for data in chain(_laid_out(inflated(source, bundle), kept, moved), (None,)):
+        if data is not None:
+            digest.update(data)
+        small = compressor.flush() if data is None else compressor.compress(data)
+        if length + len(small) > bundle.length:
+            return None
+        out.seek(bundle.offset + length)
+        out.write(small)
+        length += len(small)
+    total = () if bundle.version == 1 else (length,)
+    out.seek(bundle.offset)
+    out.write(struct.pack(form, COMPRESSED, bundle.version, bundle.method, *total, end, digest.digest()[:8]))
+    return length
+
+
+def _laid_out(plain: Reader, kept: Sequence[Part], moved: Sequence[Part]) -> Iterator[bytes]:
+    """The bytes of the new bundle; ``plain`` is read from its begin, once, as it may be larger than the memory."""
+    head, done, at = _list_of(moved), 0, 0
+    yield head
+    at = len(head)
+    for part, new in zip(kept, moved, strict=True):
+        yield bytes(new.offset - at)
+        if part.size:
+            if part.offset < done:
+                raise ValueError("an offload bundle's code objects overlap or are out of order")
+            for _ in _exactly(plain, part.offset - done):
+                pass
+            yield from _exactly(plain, part.size)
+            done = part.offset + part.size
+        at = new.offset + new.size
+
+
+def _compressor(method: int, size: int) -> _Compressor:
+    if method == 0:
+        return zlib.compressobj(_ZLIB_LEVEL)
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=size)

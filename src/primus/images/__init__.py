@@ -1,1 +1,0 @@
-"""Targets, plan, actions, layers, store, image."""

@@ -1,0 +1,135 @@
+"""Layers that come finished, from an image of a registry: their bytes enter the store as they are."""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, cast
+
+from primus.errors import CheckFailed, InputError
+from primus.files import open_regular
+from primus.oci.budget import require_sane
+from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
+from primus.oci.tar import Entry, Kind
+
+__all__ = ["adopt_layer", "stacked"]
+
+_KINDS: Mapping[bytes, Kind] = {
+    tarfile.REGTYPE: "file",
+    tarfile.AREGTYPE: "file",
+    tarfile.LNKTYPE: "hardlink",
+    tarfile.SYMTYPE: "symlink",
+    tarfile.DIRTYPE: "dir",
+}
+_CHUNK = 1 << 18
+
+
+class _Plain:
+    """The tar inside a gzip file, both hashed as they are read; the gzip bytes go to ``out``, too."""
+
+    def __init__(self, file: IO[bytes], out: IO[bytes]) -> None:
+        self._file, self._out = file, out
+        self._gzip = zlib.decompressobj(31)
+        self._packed = b""
+        self._left = b""
+        self.packed, self.plain = hashlib.sha256(), hashlib.sha256()
+        self.packed_size = self.size = 0
+
+    def read(self, amount: int) -> bytes:
+        while len(self._left) < amount and (data := self._next()):
+            self._left += data
+        data, self._left = self._left[:amount], self._left[amount:]
+        return data
+
+    def _next(self) -> bytes:
+        """The next bytes of the tar: never more than a piece, because a few bytes can stand for gigabytes of zeros."""
+        while True:
+            if not self._packed:
+                self._packed = self._file.read(_CHUNK)
+                self.packed.update(self._packed)
+                self.packed_size += len(self._packed)
+                self._out.write(self._packed)
+            data = self._gzip.decompress(self._packed, _CHUNK)
+            ended = not self._packed
+            self._packed = self._gzip.unused_data if self._gzip.eof else self._gzip.unconsumed_tail
+            # gzip files may be several members one after the other.
+            if self._gzip.eof:
+                self._gzip = zlib.decompressobj(31)
+            if data or ended:
+                self.plain.update(data)
+                self.size += len(data)
+                require_sane(self.size, self.packed_size)
+                return data
+
+
+def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
+    """Take the gzip layer at ``path``, whose bytes must hash to ``sha256``, into the store, unchanged.
+
+    Raises InputError when it is no layer or has an entry that may not enter an image, CheckFailed when its bytes
+    change while they are read, HostError when the disk is full.
+    """
+    begin = time.monotonic()
+    try:
+        with open_regular(path) as file, store.temporary() as out:
+            plain = _Plain(file, out)
+            lines = sorted(_lines(plain))
+            while plain.read(1 << 20):
+                pass
+            out.flush()
+            if plain.packed.hexdigest() != sha256:
+                raise CheckFailed(f"{path} changed while the build read it", hint="build again")
+            blob = Blob(digest=f"sha256:{sha256}", media_type=LAYER_TYPES["gzip"], size=plain.packed_size)
+            store.adopt(Path(out.name), blob)
+    except (tarfile.TarError, zlib.error, UnicodeError) as error:
+        raise InputError(f"layer sha256:{sha256} is no gzip tar: {error}", hint="choose another image") from None
+    except ValueError as error:
+        raise InputError(f"layer sha256:{sha256} cannot be used: {error}", hint="choose another image") from None
+    except InputError as error:
+        raise InputError(f"layer sha256:{sha256}: {error.message}", hint="choose another image") from None
+    except OSError as error:
+        raise storage_error(error, path) from None
+    return Layer(
+        blob=blob,
+        diff_id=f"sha256:{plain.plain.hexdigest()}",
+        unpacked=plain.size,
+        paths=store.put("\n".join(lines).encode(), "text/plain").digest,
+        seconds=round(time.monotonic() - begin, 3),
+    )
+
+
+def _lines(plain: _Plain) -> Iterator[str]:
+    seen: set[str] = set()
+    with tarfile.open(fileobj=cast("Any", plain), mode="r|", bufsize=1 << 16) as archive:
+        for member in archive:
+            archive.members.clear()  # type: ignore[attr-defined]
+            path = member.name.removeprefix("./").strip("/")
+            if path and path != ".":
+                entry = _entry(member, path)
+                # The same folder may be named again; two files of one path would mean either of them.
+                if path in seen and entry.kind != "dir":
+                    raise InputError(f"/{path} is in it twice")
+                if entry.kind == "hardlink" and entry.link not in seen:
+                    raise InputError(f"/{path} is a link to /{entry.link}, which is no file of this layer")
+                seen.add(path)
+                yield f"{entry.kind} {member.mode:o} {member.uid}:{member.gid} {path}"
+
+
+def _entry(member: tarfile.TarInfo, path: str) -> Entry:
+    """The member under the rule for paths. InputError for what may not enter an image."""
+    kind = _KINDS.get(member.type)
+    if kind is None:
+        raise InputError(f"/{path} is not a file, folder or link")
+    link = member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname
+    return Entry(path=path, kind=kind, link=link)
+
+
+def stacked(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The paths of an image's own layers, lowest first, as one: an upper layer may replace files of a lower one."""
+    result: dict[str, str] = {}
+    for layer in layers:
+        result |= layer
+    return result

@@ -1,0 +1,173 @@
+"""Entries → one compressed layer blob, in one pass: tar, SHA-256 of the tar, compression, SHA-256 of the blob."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import IO, Protocol
+
+from primus.errors import HostError
+from primus.gpucode.fatbinary import FORMAT
+from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
+from primus.oci.tar import Entry, Watch, in_order, write_tar
+
+__all__ = ["COMPRESSIONS", "assembler", "compression_of", "read_paths", "rewriter", "write_layer"]
+
+# Part of every key: raise it whenever the same entries would give other bytes.
+_FORMAT = 1
+_ZSTD_LEVEL = 3
+_GZIP_LEVEL = 6
+_LARGE = 1 << 18
+COMPRESSIONS = tuple(LAYER_TYPES)
+
+
+def assembler(compression: str) -> str:
+    """What turns entries into bytes, for the keys: our format and the exact compressor."""
+    if compression == "gzip":
+        return f"tar {_FORMAT}, gzip {_GZIP_LEVEL}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
+    return f"tar {_FORMAT}, zstd {_ZSTD_LEVEL}, zstandard {_zstandard_version()}"
+
+
+def rewriter() -> str:
+    """What writes libraries with the code of one GPU architecture, for the keys: our format and the compressors."""
+    return f"fat binary {FORMAT}, zstandard {_zstandard_version()}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
+
+
+def compression_of(tool: str) -> str:
+    """The compression that an :func:`assembler` text names: what is in the key is what runs."""
+    return next(compression for compression in COMPRESSIONS if f", {compression} " in tool)
+
+
+@cache
+def _zstandard_version() -> str:
+    """The installed version, read off its metadata folder's name: a no-op build never compresses, and importing
+    zstandard or importlib.metadata costs it 20 ms.
+    """
+    for folder in sys.path:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder or "."):
+                if name.startswith("zstandard-") and name.endswith(".dist-info"):
+                    return name.removeprefix("zstandard-").removesuffix(".dist-info")
+    import zstandard
+
+    return zstandard.__version__
+
+
+class _Compressor(Protocol):
+    def compress(self, data: bytes, /) -> bytes: ...
+
+    def flush(self) -> bytes: ...
+
+
+class _Pipe:
+    """A sink that hashes what comes in, compresses it, hashes what goes out."""
+
+    def __init__(self, out: IO[bytes], compressor: _Compressor, advance: Callable[[int], None]) -> None:
+        self._out = out
+        self._compressor = compressor
+        self._advance = advance
+        self._buffer = bytearray()
+        self.tar = hashlib.sha256()
+        self.blob = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: bytes) -> None:
+        # Headers are 512 bytes: gathered, so that hash and compressor see few large pieces.
+        if len(data) >= _LARGE:
+            self._gathered()
+            self._pass_on(data)
+            return
+        self._buffer += data
+        if len(self._buffer) >= _LARGE:
+            self._gathered()
+
+    def _gathered(self) -> None:
+        data = bytes(self._buffer)
+        self._buffer.clear()
+        self._pass_on(data)
+
+    def _pass_on(self, data: bytes) -> None:
+        self.tar.update(data)
+        self._emit(self._compressor.compress(data))
+        self._advance(len(data))
+
+    def _emit(self, data: bytes) -> None:
+        if data:
+            self.blob.update(data)
+            self._out.write(data)
+            self.size += len(data)
+
+    def close(self) -> None:
+        self._gathered()
+        self._emit(self._compressor.flush())
+
+
+def _compressor(compression: str) -> _Compressor:
+    if compression == "gzip":
+        # wbits 31: a gzip header without name and with time 0.
+        return zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 31)
+    import zstandard
+
+    # zstd's result does not depend on the number of threads once there is at least one worker; each costs some 20 MB,
+    # and layers are written side by side.
+    threads = max(1, min(4, (os.cpu_count() or 1) // 2))
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL, threads=threads, write_checksum=True).compressobj()
+
+
+def write_layer(
+    store: Store,
+    entries: Iterable[Entry],
+    *,
+    compression: str = "zstd",
+    advance: Callable[[int], None] = lambda _: None,
+    watch: Watch | None = None,
+) -> Layer:
+    """Write the entries as a layer blob into the store; ``watch`` sees them pass by.
+
+    Raises InputError for paths that may not enter an image, CheckFailed when a source changes while it is read,
+    HostError when the disk is full or an archive is damaged; the store is then as before.
+    """
+    begin = time.monotonic()
+    ordered = in_order(entries)
+    try:
+        with store.temporary() as out:
+            pipe = _Pipe(out, _compressor(compression), advance)
+            unpacked = write_tar(ordered, pipe, watch)
+            pipe.close()
+            out.flush()
+            blob = Blob(digest=f"sha256:{pipe.blob.hexdigest()}", media_type=LAYER_TYPES[compression], size=pipe.size)
+            store.adopt(Path(out.name), blob)
+    except OSError as error:
+        if error.errno is None:
+            raise HostError(str(error), hint="run it again: a damaged file is fetched again") from None
+        raise storage_error(error, Path(error.filename or store.root)) from None
+    return Layer(
+        blob=blob,
+        diff_id=f"sha256:{pipe.tar.hexdigest()}",
+        unpacked=unpacked,
+        paths=_save_paths(store, ordered),
+        seconds=round(time.monotonic() - begin, 3),
+    )
+
+
+def _save_paths(store: Store, entries: list[Entry]) -> str:
+    """Keep the layer's paths as a blob of text, for the overlap rule: ``kind mode uid:gid path`` per line."""
+    lines = sorted(f"{e.kind} {e.mode:o} {e.uid}:{e.gid} {e.path}" for e in entries)
+    return store.put("\n".join(lines).encode(), "text/plain").digest
+
+
+def read_paths(store: Store, layer: Layer) -> dict[str, str]:
+    """Path → ``kind mode uid:gid`` for every entry of the layer. Raises HostError when the list is damaged."""
+    result: dict[str, str] = {}
+    for line in store.read(layer.paths).decode().split("\n"):
+        if line:
+            kind, mode, owner, path = line.split(" ", 3)
+            result[path] = f"{kind} {mode} {owner}"
+    return result

@@ -1,0 +1,334 @@
+"""The store: one OCI image layout, plus the records of the actions that made its blobs.
+
+Layout: ``oci-layout``, ``index.json``, ``blobs/sha256/*`` as the OCI image-layout specification has them;
+``actions/<key>.json`` one record per finished action; ``targets/<target>.json`` what was last built; ``locks/`` and
+``tmp/`` for work under way. A blob appears by rename when it is whole, a record only after its blobs, so an
+interrupt at any moment leaves a valid store. A name is no check: bytes that ship are hashed again
+(GHSA-3fqg-8hpf-5682), see :meth:`Store.check`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from primus import files
+from primus.errors import HostError, InputError
+from primus.jsonfile import read_json
+from primus.oci import canonical
+from primus.oci.left_out import NOTHING, LeftOut
+from primus.schema import build, described
+from primus.yamlfile import Document
+
+__all__ = ["Blob", "Layer", "Store"]
+
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
+LAYER_TYPES = {
+    "zstd": "application/vnd.oci.image.layer.v1.tar+zstd",
+    "gzip": "application/vnd.oci.image.layer.v1.tar+gzip",
+}
+_REF = "org.opencontainers.image.ref.name"
+_DIGEST = r"sha256:[0-9a-f]{64}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blob:
+    """A blob of the store: OCI digest, media type, size in bytes."""
+
+    digest: str = described("", pattern=_DIGEST, shape="a sha256 digest")
+    media_type: str
+    size: int
+
+    @property
+    def descriptor(self) -> dict[str, object]:
+        """The OCI descriptor."""
+        return {"mediaType": self.media_type, "digest": self.digest, "size": self.size}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What an action made: the blob, the digest of the tar inside it, the tar's size, the paths, the seconds.
+
+    ``left_out`` is what stayed out of it, since it is for other GPUs.
+    """
+
+    blob: Blob
+    diff_id: str = described("", pattern=_DIGEST, shape="a sha256 digest")
+    unpacked: int
+    paths: str = described("", pattern=_DIGEST, shape="a sha256 digest")
+    seconds: float
+    left_out: LeftOut = NOTHING
+
+
+class Store:
+    """One OCI image layout on disk, safe for several builders at once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def prepare(self) -> None:
+        """Make the layout if it is not there; clear away what dead builders left."""
+        try:
+            for folder in ("blobs/sha256", "actions", "targets", "locks", "tmp"):
+                (self.root / folder).mkdir(parents=True, exist_ok=True)
+            if not (self.root / "oci-layout").exists():
+                self._replace(self.root / "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
+                with self.lock("index"):
+                    if not (self.root / "index.json").exists():
+                        self._write_index([])
+        except OSError as error:
+            raise storage_error(error, self.root) from None
+        self._sweep()
+
+    def blob_path(self, digest: str) -> Path:
+        """Where the blob with this digest lies or would lie."""
+        return self.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
+
+    def has(self, blob: Blob) -> bool:
+        """Whether the blob is there with its full size (its bytes are not read)."""
+        try:
+            status = self.blob_path(blob.digest).stat()
+        except OSError:
+            return False
+        return status.st_size == blob.size and stat.S_ISREG(status.st_mode)
+
+    def check(self, digest: str) -> str | None:
+        """Read the blob and hash it: None when sound, else one sentence saying what is wrong."""
+        try:
+            with files.open_regular(self.blob_path(digest)) as stream:
+                seen = hashlib.file_digest(stream, "sha256")  # type: ignore[arg-type]
+        except (OSError, InputError) as error:
+            return f"blob {digest} cannot be read: {_reason(error)}"
+        if f"sha256:{seen.hexdigest()}" != digest:
+            return f"blob {digest} is damaged: its bytes hash to sha256:{seen.hexdigest()}"
+        return None
+
+    def read(self, digest: str) -> bytes:
+        """A small blob, verified. HostError when it is damaged or missing."""
+        hint = "primus build --rehash makes it again"
+        try:
+            data = files.read_bytes(self.blob_path(digest))
+        except (OSError, InputError) as error:
+            raise HostError(f"blob {digest} cannot be read: {_reason(error)}", hint=hint) from None
+        if canonical.digest_of(data) != digest:
+            raise HostError(f"blob {digest} is damaged", hint=hint)
+        return data
+
+    def discard(self, digest: str) -> None:
+        """Take a damaged blob out of the layout."""
+        _remove(self.blob_path(digest))
+
+    def forget(self, key: str) -> None:
+        """Drop the record of the action ``key``, so that it runs again."""
+        _remove(self._record(("actions", key)))
+
+    def put(self, data: bytes, media_type: str) -> Blob:
+        """Store small bytes (a config, a manifest) as a blob."""
+        blob = Blob(digest=canonical.digest_of(data), media_type=media_type, size=len(data))
+        if not self.has(blob) or self.check(blob.digest):
+            self._replace(self.blob_path(blob.digest), data)
+        return blob
+
+    def adopt(self, temporary: Path, blob: Blob) -> None:
+        """Move a finished temporary file of :meth:`temporary` into place."""
+        self._take(temporary, self.blob_path(blob.digest))
+
+    @staticmethod
+    def _take(temporary: Path, place: Path) -> None:
+        try:
+            temporary.replace(place)
+        except IsADirectoryError:
+            # Something else put a folder where the file belongs.
+            _remove(place)
+            temporary.replace(place)
+
+    @contextlib.contextmanager
+    def temporary(self) -> Iterator[IO[bytes]]:
+        """A file under ``tmp/`` held by a lock while this process lives; gone afterwards unless adopted."""
+        # Under the sweepers' lock: between its making and its locking a file looks like one whose owner died.
+        with self.lock("tmp"):
+            stream = tempfile.NamedTemporaryFile(dir=self.root / "tmp", prefix="blob-", delete=False)  # noqa: SIM115
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        path = Path(stream.name)
+        try:
+            with stream:
+                path.chmod(0o644)
+                yield stream
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def folder(self, prefix: str) -> Iterator[Path]:
+        """A scratch folder under ``tmp/``, removed afterwards; swept by a later run if this process is killed."""
+        with self.lock("tmp"):
+            path = Path(tempfile.mkdtemp(dir=self.root / "tmp", prefix=f"{prefix}-"))
+            keep = os.open(path, os.O_RDONLY)
+            fcntl.flock(keep, fcntl.LOCK_EX)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(keep)
+
+    @contextlib.contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """Hold ``locks/<name>``: a second builder of the same thing waits here. The kernel frees it on any death."""
+        handle = os.open(self.root / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    # Records
+
+    def layer(self, key: str) -> Layer | None:
+        """The layer an action made, or None when it was not run, its blob is missing or cut short, or its list of
+        paths is missing.
+        """
+        record = self.record("actions", key)
+        try:
+            fields = dict((record or {})["layer"])
+            left_out = LeftOut.of(fields.pop("left_out", ()))
+            layer = replace(build(Layer, Document(name=key, data=fields, places={}, typed=True)), left_out=left_out)
+        except (KeyError, TypeError, ValueError, InputError):
+            return None
+        return layer if self.has(layer.blob) and self.blob_path(layer.paths).is_file() else None
+
+    def save_layer(self, key: str, layer: Layer, about: dict[str, object]) -> None:
+        """Record that the action ``key`` made ``layer``; its blob is in place already."""
+        self.save("actions", key, {**about, "layer": asdict(layer)})
+
+    def record(self, room: str, name: str) -> dict[str, Any] | None:
+        """A record of ``actions`` or ``targets``; None when absent or damaged (it is then made again)."""
+        data = files.read_sealed(self._record((room, name)))
+        return data if isinstance(data, dict) else None
+
+    def save(self, room: str, name: str, record: dict[str, Any]) -> None:
+        """Write a record, whole or not at all."""
+        self._replace(self._record((room, name)), files.seal(canonical.dumps(record)))
+
+    def _record(self, place: tuple[str, str]) -> Path:
+        return self.root / place[0] / f"{place[1]}.json"
+
+    # Index
+
+    def images(self) -> dict[str, dict[str, Any]]:
+        """Reference name → manifest descriptor, as index.json has them. HostError when it is damaged."""
+        path = self.root / "index.json"
+        try:
+            data: Any = read_json(path).data
+            entries = [m for m in data["manifests"] if _REF in m.get("annotations", {})]
+            images = {str(m["annotations"][_REF]): dict(m) for m in entries}
+            for entry in images.values():
+                fields = {"digest": entry["digest"], "media_type": entry["mediaType"], "size": entry["size"]}
+                build(Blob, Document(name=str(path), data=fields, places={}, typed=True))
+        except FileNotFoundError:
+            return {}
+        except (InputError, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+            reason = _reason(error) if isinstance(error, InputError | OSError) else "it is not an index of images"
+            raise HostError(
+                f"the store's index is damaged: {reason}",
+                where=str(path),
+                hint="primus build --rehash makes it again",
+            ) from None
+        return images
+
+    def tag(self, ref: str, manifest: Blob, platform: dict[str, str]) -> None:
+        """Let ``ref`` name the manifest."""
+        with self.lock("index"):
+            images = self.images()
+            entry = {**manifest.descriptor, "platform": platform, "annotations": {_REF: ref}}
+            if images.get(ref) != entry:
+                images[ref] = entry
+                self._write_index([images[name] for name in sorted(images)])
+
+    def untag(self, ref: str) -> None:
+        """Take the name ``ref`` out of the index."""
+        with self.lock("index"):
+            images = self.images()
+            del images[ref]
+            self._write_index([images[name] for name in sorted(images)])
+
+    def reset_index(self) -> None:
+        """Begin a damaged index anew: every image gets its name back when it is built again, from the same layers."""
+        with self.lock("index"):
+            _remove(self.root / "index.json")
+            self._write_index([])
+
+    def _write_index(self, manifests: list[dict[str, Any]]) -> None:
+        index = {
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.index.v1+json",
+            "manifests": manifests,
+        }
+        self._replace(self.root / "index.json", canonical.dumps(index))
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        try:
+            with self.temporary() as stream:
+                stream.write(data)
+                stream.flush()
+                self._take(Path(stream.name), path)
+        except OSError as error:
+            raise storage_error(error, path) from None
+
+    def _sweep(self) -> None:
+        """Remove what killed builders left in ``tmp/``: whatever nobody holds a lock on any more."""
+        with self.lock("tmp"):
+            left = [path for path in (self.root / "tmp").iterdir() if self._is_left(path)]
+        for path in left:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _is_left(path: Path) -> bool:
+        """Whether nobody holds the path any more; its owner took a lock as it made it."""
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        finally:
+            os.close(handle)
+        return True
+
+
+def _reason(error: OSError | InputError) -> str:
+    return error.message if isinstance(error, InputError) else str(error.strerror)
+
+
+def _remove(path: Path) -> None:
+    """Remove what is there, even where a folder has taken the place of a file."""
+    import shutil
+
+    try:
+        path.unlink(missing_ok=True)
+    except IsADirectoryError:
+        shutil.rmtree(path)
+
+
+def storage_error(error: OSError, path: Path) -> HostError:
+    """The sentence for a write that failed."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return HostError(
+            f"the disk that holds {path.parent} is full",
+            hint="free space and run it again: finished work is kept",
+        )
+    return HostError(f"cannot write {path}: {error.strerror}", hint="check the folder's permissions")

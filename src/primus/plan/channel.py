@@ -1,0 +1,66 @@
+"""Which of a target's channels builds it, and why. The choice is printed; files of two channels never mix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from primus.errors import InputError
+from primus.plan.target import Target
+
+__all__ = ["SOURCES", "Choice", "choose"]
+
+# Pure Python packages are on PyPI whatever the channel; local folders serve all.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "amd": ("amd", "pypi", "local"),
+    "debian": ("debian", "pypi", "local"),
+    "pypi": ("pypi", "local"),
+    "local": ("local",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The channel that builds a target. ``base`` is its root file system, ``preview`` says why it is no release,
+    ``reason`` why it was chosen.
+    """
+
+    channel: str
+    base: str | None
+    preview: str | None
+    reason: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Channels of the pins it may take, best first."""
+        return SOURCES[self.channel]
+
+    @property
+    def suffix(self) -> str:
+        """What the image's name ends in."""
+        return "-preview" if self.preview else ""
+
+
+def choose(name: str, target: Target, asked: str | None, locked: Callable[[str], bool]) -> Choice:
+    """The channel asked for, else the best one with a committed lock, else the best one.
+
+    Locks decide, not the network: the same checkout chooses the same on every machine, and a no-op asks nobody.
+    ``locked`` tells whether a channel has a lock. Raises InputError for a channel the target does not have.
+    """
+    if asked is not None:
+        if asked not in target.channels:
+            raise InputError(f"{name} has no channel {asked!r}", hint="its channels: " + ", ".join(target.channels))
+        return _choice(target, asked, "asked for")
+    for channel in target.channels:
+        if locked(channel):
+            better = target.channels[: target.channels.index(channel)]
+            reason = "the only channel" if len(target.channels) == 1 else "the best channel with a lock"
+            if better:
+                reason += f"; {', '.join(better)} has none here (primus lock {name} --channel {better[0]})"
+            return _choice(target, channel, reason)
+    return _choice(target, target.channels[0], "the best channel; none has a lock yet")
+
+
+def _choice(target: Target, channel: str, reason: str) -> Choice:
+    base = target.bases.get(channel, target.base)
+    return Choice(channel=channel, base=base, preview=target.previews.get(channel), reason=reason)

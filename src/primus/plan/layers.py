@@ -1,0 +1,381 @@
+"""Pins, lock and local files → the actions of an image. Pure, but for hashing local files by stat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from primus.errors import InputError
+from primus.oci.canonical import key_of
+from primus.oci.layer import assembler, rewriter
+from primus.plan.action import Action, ImagePlan, Input
+from primus.plan.aot import turbo_action
+from primus.plan.prefix import Prefix
+from primus.plan.resolve import ResolvedTarget
+from primus.plan.skeleton import console_script, distribution, environment, shell_setup, working_folders
+from primus.plan.source import BYTECODE, ORDER, WHEEL_SCRIPT
+from primus.plan.target import build_root
+from primus.plan.trim import TRIM, VARIANT
+from primus.versions.components import Base, Build, Pin, normalised
+from primus.versions.lock import Lock, LockedFile
+from primus.versions.suites import upstream
+
+if TYPE_CHECKING:
+    from primus.plan.stats import StatIndex
+
+__all__ = ["plan_image"]
+
+# A wheel of the closure at least this large gets a layer of its own: small ones change together, large ones rarely.
+_OWN_LAYER = 8_000_000
+_SOURCE = "https://github.com/AMD-AGI/Primus"
+
+
+def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
+    """The plan of one image; ``stats`` hashes local files.
+
+    Raises InputError if the lock lacks what the target needs.
+    """
+    target, pins, versions, choice = resolved.target, resolved.pins, resolved.versions, resolved.choice
+    tool = assembler(target.compression)
+    prefix: Prefix | None = None
+    layers: list[Action] = []
+    if choice.base:
+        base = versions.bases[choice.base]
+        prefix = Prefix(python=".".join(base.python.split(".")[:2]))
+        layers += _root(resolved, choice.base, tool)
+        if base.kernels:
+            layers.append(_kernels(resolved, choice.base, tool))
+        # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
+        layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
+    root = tuple(a for a in layers if a.kind in ("image", "debs"))
+    layers += _components(resolved, stats, prefix, root, tool)
+    if target.turbo:
+        if prefix is None:
+            raise InputError("kernels need a base to be compiled in", where=resolved.place("turbo"))
+        # In all but the local trees: those change most often, and no kernel is compiled from them.
+        inside = [a for a in layers if not a.tree]
+        local = [a for a in layers if a.tree]
+        layers = [*inside, turbo_action(resolved, stats, inside, prefix, tool), *local]
+    facts = {
+        "release": versions.release,
+        "target": resolved.name,
+        "channel": choice.channel,
+        "preview": choice.preview,
+        "components": {versions.components[c].name: p.version for c, p in pins.items() if p.version},
+    }
+    if prefix:
+        entries = {"etc/primus/image.json": {"text": json.dumps(facts, indent=1) + "\n"}}
+        layers.append(_inline("facts", entries, tool))
+    env = dict(resolved.environment)
+    if prefix:
+        env.setdefault("PATH", f"/{prefix.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+    labels = {f"io.primus.pins.{c}": p.version or "local" for c, p in pins.items()}
+    created = f"{versions.created}T00:00:00Z"
+    return ImagePlan(
+        resolved=resolved,
+        layers=tuple(layers),
+        config={
+            "architecture": "amd64",
+            "os": "linux",
+            "created": created,
+            "config": {
+                "Env": [f"{k}={v}" for k, v in sorted(env.items())],
+                "Entrypoint": list(target.entrypoint),
+                "Cmd": list(target.command),
+                "WorkingDir": target.workdir,
+                "Labels": labels,
+            },
+        },
+        annotations={
+            "org.opencontainers.image.created": created,
+            "org.opencontainers.image.title": f"primus {resolved.name}",
+            "org.opencontainers.image.description": target.description,
+            "org.opencontainers.image.version": versions.release,
+            "org.opencontainers.image.source": _SOURCE,
+            "org.opencontainers.image.ref.name": resolved.ref,
+            "io.primus.target": resolved.name,
+            "io.primus.channel": choice.channel,
+            **({"io.primus.preview": choice.preview} if choice.preview else {}),
+        },
+    )
+
+
+def _need(resolved: ResolvedTarget) -> Lock:
+    if resolved.lock is None:
+        raise InputError(f"{resolved.name} has no lock yet", hint=f"primus lock {resolved.name}")
+    return resolved.lock
+
+
+def _inline(name: str, entries: Mapping[str, Mapping[str, object]], tool: str) -> Action:
+    return Action(
+        name=name,
+        kind="files",
+        inputs=(Input(name="assembler", value=tool), Input(name="content", value=key_of(entries))),
+        spec={"inline": entries},
+    )
+
+
+def _root(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> tuple[Action, ...]:
+    """The layers of ``base``, or of ``root``, a build's: those of its image as they are, over them its packages."""
+    name, about, where = resolved.name, resolved.versions.bases[base], resolved.base_place(base)
+    layers = tuple(
+        Action(
+            name=f"base {layer.name}",
+            kind="image",
+            inputs=(Input(name=layer.name, value=f"sha256:{layer.sha256}", where=where),),
+            files=(layer,),
+        )
+        for layer in _need(resolved).of("layer", root or base)
+    )
+    if about.image and not layers:
+        raise InputError(f"the lock of {name} has no layers for {root or base}", hint=f"primus lock {name}")
+    if about.image and not (about.packages or root):
+        return layers
+    return (*layers, _base(resolved, base, tool, root))
+
+
+def _base(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> Action:
+    """The root file system of ``base``, or ``root``, a build's, which holds more."""
+    debs = _need(resolved).of("deb", root or base)
+    if not debs:
+        name = resolved.name
+        raise InputError(f"the lock of {name} has no packages for {root or base}", hint=f"primus lock {name}")
+    where, about = resolved.base_place(base), resolved.versions.bases[base]
+    kernels = {"kernels": _patterns(about)} if about.kernels else {}
+    over = {"over": about.image} if about.image else {}
+    return Action(
+        name=f"base {root or base}",
+        kind="debs",
+        inputs=(
+            Input(name="assembler", value=tool),
+            Input(name="suite", value=about.suite, where=where),
+            # No part of the spec, which decides what is built in here, too: packages are the same by either way.
+            *([] if about.image else [Input(name="variant", value=VARIANT)]),
+            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
+        ),
+        spec={"suite": about.suite, "trim": list(TRIM), **kernels, **over},
+        files=debs,
+    )
+
+
+def _kernels(resolved: ResolvedTarget, base: str, tool: str) -> Action:
+    """What the base's packages keep per architecture, and their libraries with several, for the target's one."""
+    where, kernels, arch = resolved.base_place(base), resolved.versions.bases[base].kernels, resolved.arch
+    if arch is None:
+        raise InputError(
+            f"base {base} has separate kernel files per GPU, but {resolved.name} has no GPU",
+            where=resolved.place(),
+            hint="set `gpu`",
+        )
+    debs = tuple(f for f in _need(resolved).of("deb", base) if f.name in kernels)
+    return Action(
+        name=f"kernels {arch}",
+        kind="kernels",
+        inputs=(
+            Input(name="assembler", value=tool),
+            Input(name="fat binaries", value=rewriter()),
+            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
+        ),
+        spec={"arch": arch, "kernels": _patterns(resolved.versions.bases[base])},
+        files=debs,
+    )
+
+
+def _patterns(base: Base) -> dict[str, list[str]]:
+    return {package: list(patterns) for package, patterns in base.kernels.items()}
+
+
+def _components(
+    resolved: ResolvedTarget, stats: StatIndex, prefix: Prefix | None, root: tuple[Action, ...], tool: str
+) -> list[Action]:
+    name, lock, pins = resolved.name, resolved.lock, resolved.pins
+    wheels = {f.name: f for f in lock.of("wheel")} if lock else {}
+    made: dict[str, Action] = {}
+    # What is built with something that is built comes after it, wherever the target lists the two.
+    for component, pin in sorted(pins.items(), key=lambda item: bool(item[1].build and item[1].build.built)):
+        where = resolved.pin_place(component, pin)
+        if pin.deb is not None:
+            _check_deb(resolved, pin, where)
+            continue
+        if pin.path is not None:
+            made[component] = _tree(resolved.root, stats, component, pin, where, prefix, tool)
+            continue
+        if prefix is None:
+            raise InputError(f"{component} is a Python package, and target {name} has no base to hold it", where=where)
+        if pin.wheel is not None:
+            wheel = wheels.pop(normalised(pin.wheel), None)
+            if wheel is None or wheel.version != pin.version:
+                locked = f"has {wheel.version}" if wheel else "has none"
+                raise InputError(
+                    f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}"
+                )
+            made[component] = _wheels(stats, component, (wheel,), where, root, prefix, tool, without=pin.without)
+        else:
+            built = _build(resolved, stats, pin, where, root, prefix, tool, made)
+            made[component] = _wheels(stats, component, (), where, root, prefix, tool, built)
+    closure = _closure(stats, "python", wheels.values(), resolved.lock_name, root, prefix, tool) if prefix else []
+    layers = [made[component] for component in pins if component in made]
+    # Local trees change most often: they lie on top of what rarely does.
+    local = [a for a in layers if a.kind == "files"]
+    return [*closure, *(a for a in layers if a.kind != "files"), *local]
+
+
+def _closure(
+    stats: StatIndex,
+    name: str,
+    wheels: Iterable[LockedFile],
+    where: str,
+    root: tuple[Action, ...],
+    prefix: Prefix,
+    tool: str,
+) -> list[Action]:
+    """Layers for wheels that no pin names: large ones each their own, small ones together."""
+    wheels = tuple(wheels)
+    small = tuple(f for f in wheels if f.size < _OWN_LAYER)
+    layers = [
+        _wheels(stats, f"python-{f.name}", (f,), where, root, prefix, tool) for f in wheels if f.size >= _OWN_LAYER
+    ]
+    return [*layers, _wheels(stats, name, small, where, root, prefix, tool)] if small else layers
+
+
+def _check_deb(resolved: ResolvedTarget, pin: Pin, where: str) -> None:
+    """Raise InputError unless the base brings the package in the pinned version."""
+    base = resolved.choice.base
+    version = next((f.version for f in _need(resolved).of("deb", base) if f.name == pin.deb), None)
+    if version is None:
+        raise InputError(
+            f"base {base} does not contain {pin.deb}", where=where, hint=f"add it under bases.{base}.packages"
+        )
+    if upstream(version) != pin.version:
+        raise InputError(
+            f"{pin.text} is pinned, base {base} has {upstream(version)}", where=where, hint=f"pin {upstream(version)}"
+        )
+
+
+def _tree(
+    folder: Path, stats: StatIndex, component: str, pin: Pin, where: str, prefix: Prefix | None, tool: str
+) -> Action:
+    root = folder / (pin.path or "")
+    if not pin.outside and not root.resolve().is_relative_to(folder.resolve()):
+        raise InputError(
+            f"{component}: {pin.path} lies outside of this repository", where=where, hint="set `outside: true` if meant"
+        )
+    tree = tuple(stats.tree(root, pin.include))
+    if prefix is None and "{site}" in (pin.to or ""):
+        raise InputError(f"{component} goes among the Python packages, and its target has no base", where=where)
+    to = (pin.to or "/").replace("{site}", prefix.site if prefix else "").strip("/")
+    extra = dict(working_folders(to, (path for path, _, _ in tree)))
+    if component == "primus":
+        extra = {**distribution(to), **console_script(to), **shell_setup(to)}
+    return Action(
+        name=component,
+        kind="files",
+        inputs=(
+            Input(name="assembler", value=tool),
+            Input(name=pin.path or "", value="tree:" + key_of(tree), where=where),
+            Input(name="to", value="/" + to, where=where),
+        ),
+        spec={"to": to, "inline": extra},
+        root=str(root),
+        tree=tree,
+    )
+
+
+def _wheels(
+    stats: StatIndex,
+    name: str,
+    files: tuple[LockedFile, ...],
+    where: str,
+    root: tuple[Action, ...],
+    prefix: Prefix,
+    tool: str,
+    built: Action | None = None,
+    without: tuple[str, ...] = (),
+) -> Action:
+    # Bytecode is compiled by the image's own interpreter: its packages, not the whole base, are an input.
+    python = [i for a in root for i in a.inputs if "python3" in i.name]
+    return Action(
+        name=name,
+        kind="wheels",
+        inputs=(
+            Input(name="assembler", value=tool),
+            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in files),
+            *python,
+            Input(name="bytecode", value="sha256:" + stats.sha256(str(BYTECODE))),
+        ),
+        spec={
+            "prefix": prefix.root,
+            "python": prefix.python,
+            "built": built.key if built else None,
+            **({"without": list(without)} if without else {}),
+        },
+        needs=(built,) if built else (),
+        files=files,
+        tools=root,
+    )
+
+
+def _build(
+    resolved: ResolvedTarget,
+    stats: StatIndex,
+    pin: Pin,
+    where: str,
+    base: tuple[Action, ...],
+    prefix: Prefix,
+    tool: str,
+    made: Mapping[str, Action],
+) -> Action:
+    package, build = normalised(pin.source or ""), pin.build or Build()
+    name, lock = resolved.name, _need(resolved)
+    source = next((f for f in lock.of("git" if pin.git else "sdist") if f.name == package), None)
+    if source is None or source.version != pin.version or (pin.commit or "") not in source.file:
+        raise InputError(
+            f"{pin.text} is pinned, the lock of {name} has no entry for it", where=where, hint="primus lock"
+        )
+    root, wheels = build_root(package), lock.of("wheel", build_root(package))
+    own = _root(resolved, resolved.choice.base or "", tool, root) if build.debs else base
+    if lacking := [one for one in build.built if one not in made]:
+        raise InputError(
+            f"{pin.text} is built with {lacking[0]}, which is none of {name}'s components or is built with others too",
+            where=where,
+        )
+    built = [made[one] for one in build.built]
+    variables = dict(build.environment)
+    if pin.git:
+        # An archive has no history, from which setuptools-scm would tell the version.
+        variables.setdefault("SETUPTOOLS_SCM_PRETEND_VERSION", pin.version or "")
+    layers: list[Action] = []
+    if wheels or built:
+        layers = [
+            _inline("environment", environment(prefix, system=True), tool),
+            *_closure(stats, f"wheels of {root}", wheels, resolved.lock_name, base, prefix, tool),
+        ]
+    return Action(
+        name=f"build {package}",
+        kind="build",
+        inputs=(
+            Input(name=package, value=f"{source.version} sha256:{source.sha256}", where=where),
+            Input(name="sorted folders", value="sha256:" + stats.sha256(str(ORDER))),
+            *(
+                Input(name=f"{f.kind} {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where)
+                for a in own
+                for f in a.files
+            ),
+            *(Input(name=f"wheel {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where) for f in wheels),
+            *(Input(name=f"environment {k}", value=v, where=where) for k, v in variables.items()),
+        ),
+        spec={
+            "package": package,
+            "script": WHEEL_SCRIPT,
+            "python": prefix.interpreter if layers else f"/usr/bin/python{prefix.python}",
+            "environment": {**variables, "PREPARE": build.prepare},
+            "root": [a.spec for a in own],
+        },
+        needs=tuple(n for a in built for n in a.needs),
+        # How they are compressed and laid out changes no wheel: their packages are the inputs, not their keys.
+        tools=(*own, *layers, *built),
+        files=(source,),
+        job_bytes=round(build.job_gb * 1e9),
+    )

@@ -1,0 +1,92 @@
+"""Resolved targets → plans over locks that answer their pins. A stale lock is resolved again, with a message."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from primus.display import choose_progress
+from primus.errors import InputError
+from primus.files import write_file
+from primus.plan.action import ImagePlan
+from primus.plan.layers import plan_image
+from primus.plan.resolve import ResolvedTarget
+from primus.plan.stats import StatIndex
+from primus.versions.lock import LockedFile, dumps
+
+if TYPE_CHECKING:
+    from primus.progress import Progress
+    from primus.versions.relock import Known
+
+__all__ = ["lock_target", "plan_images"]
+
+
+def lock_target(
+    resolved: ResolvedTarget,
+    progress: Progress,
+    *,
+    refresh: bool = False,
+    gone: Sequence[LockedFile] = (),
+    known: Known | None = None,
+) -> ResolvedTarget:
+    """Resolve the target's request to exact files and write its lock; see :func:`primus.versions.relock.resolve`."""
+    # Seam "sources": pip's and apt's sides and requests, 150 ms that a plan over a fresh lock does not need.
+    from primus.sandbox.tools import with_packages
+    from primus.versions import relock
+
+    previous, request = resolved.lock, resolved.request
+    call = partial(
+        relock.resolve, request, previous=previous, refresh=refresh, gone=gone, known=known, progress=progress
+    )
+    lock = with_packages(call, say=progress.say)
+    if lock != previous:
+        write_file(resolved.lock_path, dumps(lock))
+    return replace(resolved, lock=lock)
+
+
+def plan_images(
+    targets: Sequence[ResolvedTarget],
+    stats: StatIndex,
+    *,
+    locked: bool = False,
+    offline: bool = False,
+    quiet: bool = False,
+) -> list[ImagePlan]:
+    """The plans of the targets, each over a lock that answers its pins.
+
+    A stale or missing lock is made again, with a message, unless ``locked`` (CI, releases) or ``offline`` forbids it.
+    """
+    return [plan_image(_answered(one, locked=locked, offline=offline, quiet=quiet), stats) for one in targets]
+
+
+def _answered(resolved: ResolvedTarget, *, locked: bool, offline: bool, quiet: bool) -> ResolvedTarget:
+    """The target with a lock that answers its request."""
+    stale = resolved.stale
+    if not resolved.request.asks:
+        return replace(resolved, lock=None)
+    if resolved.lock is not None and not stale:
+        return resolved
+    what = "; ".join(map(str, stale[:5])) + (f"; and {len(stale) - 5} more" if len(stale) > 5 else "")
+    name = resolved.name
+    sentence = f"the lock of {name} is stale: {what}" if resolved.lock else f"{name} has no lock yet"
+    if locked or offline:
+        raise InputError(sentence, where=_place(resolved), hint=f"primus lock {name}, and commit the result")
+    print(f"! {sentence}; locking it again", file=sys.stderr)
+    with choose_progress(quiet) as progress:
+        return lock_target(resolved, progress)
+
+
+def _place(resolved: ResolvedTarget) -> str | None:
+    """The line of versions.yaml of the first pin that drifted and is still there."""
+    for item in resolved.stale:
+        kind, _, rest = item.pin.partition(" ")
+        if kind == "base" and rest.split(" ")[0] in resolved.versions.bases:
+            return resolved.base_place(rest.split(" ")[0])
+        for component, entry in resolved.versions.components.items():
+            for pin in entry.pins:
+                if pin.named(kind) == rest and pin.version == (item.wanted or "").partition(" ")[0]:
+                    return resolved.pin_place(component, pin)
+    return None

@@ -1,0 +1,134 @@
+"""A project folder on disk: finds and reads versions.yaml, images/*.yaml and the locks."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from primus.errors import InputError, did_you_mean
+from primus.files import read_bytes, read_sealed, write_sealed
+from primus.gpus.generation import Table
+from primus.gpus.table import TABLE_FILE
+from primus.oci.store import Store
+from primus.plan.channel import Choice, choose
+from primus.plan.target import Target
+from primus.plan.workspace import Workspace
+from primus.schema import build
+from primus.versions.components import Versions
+from primus.versions.lock import Lock
+from primus.versions.lock import load as load_lock
+from primus.yamlfile import Document, read
+
+__all__ = ["Project"]
+
+_CACHE_FORMAT = 2
+
+
+class Project:
+    """The folder that holds versions.yaml. Everything is read once, when it is first asked for."""
+
+    def __init__(self, root: Path, *, store: Path | None = None, channel: str | None = None) -> None:
+        self.root = root
+        self.asked = channel
+        work = root / ".primus"
+        self.workspace = Workspace(Store(store or work / "store"), work)
+        self._targets: dict[str, tuple[Target, Document]] = {}
+
+    @classmethod
+    def find(cls, start: Path | None = None, *, store: Path | None = None, channel: str | None = None) -> Project:
+        """The project at ``start``, or, when none is given, of the current folder or its nearest parent that is one."""
+        folder = start.absolute() if start else cls.here()
+        if folder is None or not (folder / "versions.yaml").is_file():
+            raise InputError(f"there is no versions.yaml in {folder or Path.cwd()}" + ("" if start else " or above it"))
+        return cls(folder, store=store, channel=channel)
+
+    @staticmethod
+    def here() -> Path | None:
+        """The nearest folder, from the current one up, that holds a versions.yaml."""
+        current = Path.cwd()
+        return next((f for f in (current, *current.parents) if (f / "versions.yaml").is_file()), None)
+
+    @cached_property
+    def _versions(self) -> tuple[Versions, Document]:
+        document = self._document(self.root / "versions.yaml")
+        return build(Versions, document), document
+
+    @property
+    def versions(self) -> Versions:
+        """The pins."""
+        return self._versions[0]
+
+    @property
+    def versions_document(self) -> Document:
+        """The text of versions.yaml with its places."""
+        return self._versions[1]
+
+    def target_names(self) -> list[str]:
+        """The targets: one file each in images/."""
+        return sorted(p.stem for p in (self.root / "images").glob("*.yaml"))
+
+    def target(self, name: str) -> Target:
+        """The target called ``name``; InputError names the nearest one there is."""
+        return self._target(name)[0]
+
+    def _target(self, name: str) -> tuple[Target, Document]:
+        if name not in self._targets:
+            path = self.root / "images" / f"{name}.yaml"
+            if not path.is_file():
+                names = self.target_names()
+                hint = did_you_mean(name, names) or "targets: " + ", ".join(names)
+                raise InputError(f"no target is called {name!r}", hint=hint)
+            document = self._document(path)
+            self._targets[name] = (build(Target, document), document)
+        return self._targets[name]
+
+    def target_document(self, name: str) -> Document:
+        """The text of the target's file with its places."""
+        return self._target(name)[1]
+
+    @cached_property
+    def gpus(self) -> Table:
+        """The table of GPU generations."""
+        return build(Table, self._document(TABLE_FILE, TABLE_FILE.name))
+
+    def choice(self, name: str) -> Choice:
+        """The channel that builds the target."""
+        return choose(name, self.target(name), self.asked, lambda c: self._lock_path(name, c).is_file())
+
+    def lock_path(self, name: str) -> Path:
+        """Where the target's lock is committed."""
+        return self._lock_path(name, self.choice(name).channel)
+
+    def _lock_path(self, name: str, channel: str) -> Path:
+        return self.root / "images" / "locks" / channel / f"{name}.json"
+
+    def lock(self, name: str) -> Lock | None:
+        """The target's lock, or None when there is none yet."""
+        path = self.lock_path(name)
+        return load_lock(path, str(path.relative_to(self.root)))
+
+    def _document(self, path: Path, name: str | None = None) -> Document:
+        """The file's parsed text, from the cache when the very same text was parsed before (yaml costs 40 ms)."""
+        name = name or str(path.relative_to(self.root))
+        try:
+            text = read_bytes(path, name)
+        except OSError as error:
+            raise InputError(f"cannot be read: {error.strerror}", where=name) from None
+        mark = hashlib.sha256(f"{_CACHE_FORMAT} {name} ".encode() + text).hexdigest()[:32]
+        cache = self.workspace.folder / "cache" / f"yaml-{mark}.json"
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            known = read_sealed(cache)
+            places = {tuple(key): (line, column) for key, line, column in known["places"]}
+            return Document(name=name, data=known["data"], places=places)
+        document = read(path, name)
+        with contextlib.suppress(OSError):
+            write_sealed(cache, {"data": document.data, "places": list(_rows(document))})
+        return document
+
+
+def _rows(document: Document) -> Iterator[tuple[list[str | int], int, int]]:
+    for key, (line, column) in document.places.items():
+        yield list(key), line, column

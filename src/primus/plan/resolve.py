@@ -1,0 +1,134 @@
+"""Project files → everything that planning, building, checking and publishing one image may know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from primus.errors import InputError
+from primus.gpus.generation import Generation
+from primus.gpus.table import generation
+from primus.plan.channel import Choice
+from primus.plan.project import Project
+from primus.plan.target import Target, environment_of, pins_of, request_of
+from primus.versions.components import Pin, Versions
+from primus.versions.lock import Drift, Lock, Request, drift
+from primus.yamlfile import Document
+
+__all__ = ["ResolvedTarget", "resolve", "resolve_all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedTarget:
+    """One target of a project, read and checked. Every later step takes this and nothing wider.
+
+    ``pins`` are by component, in the target's order. ``lock`` is the committed lock, None when there is none; it may
+    be stale (see :attr:`stale`). ``lock_path`` is where it is committed. ``environment`` is that of every container.
+    ``root`` is the folder that paths of local components start from.
+    """
+
+    name: str
+    root: Path
+    versions: Versions
+    target: Target
+    choice: Choice
+    pins: Mapping[str, Pin]
+    gpu: Generation | None
+    environment: Mapping[str, str]
+    request: Request
+    lock: Lock | None
+    lock_path: Path
+    versions_document: Document
+    target_document: Document
+
+    @property
+    def ref(self) -> str:
+        """The image's name in the store: release, target, and ``-preview`` if its channel makes no release."""
+        return f"{self.versions.release}-{self.name}{self.choice.suffix}"
+
+    @property
+    def arch(self) -> str | None:
+        """The GPU architecture that the target's libraries must have code for: its generation's, or as it says."""
+        return self.gpu.arch if self.gpu else self.target.arch
+
+    @property
+    def budget_gb(self) -> float | None:
+        """The largest compressed size of the image, in GB."""
+        return self.target.budgets_gb.get(self.choice.channel, self.target.budget_gb)
+
+    @property
+    def budget_place(self) -> str:
+        """``images/<target>.yaml:line:col`` of the budget."""
+        channel = self.choice.channel
+        return self.place(*(("budgets_gb", channel) if channel in self.target.budgets_gb else ("budget_gb",)))
+
+    @property
+    def lock_name(self) -> str:
+        """The lock's path in the project."""
+        return self.lock_path.relative_to(self.root).as_posix()
+
+    @property
+    def stale(self) -> tuple[Drift, ...]:
+        """The pins that the lock does not answer; none when there is no lock."""
+        return drift(self.lock, self.request) if self.lock else ()
+
+    def place(self, *key: str | int) -> str:
+        """``images/<target>.yaml:line:col`` of a key."""
+        return self.target_document.where(key)
+
+    def pin_place(self, component: str, pin: Pin) -> str:
+        """``versions.yaml:line:col`` of a pin."""
+        index = pin.place if pin.place >= 0 else self.versions.components[component].pins.index(pin)
+        return self.versions_document.where(("components", component, "pins", index))
+
+    def base_place(self, base: str, *key: str) -> str:
+        """``versions.yaml:line:col`` of a base, or of a key of it."""
+        return self.versions_document.where(("bases", base, *key))
+
+    def better_locks(self) -> Iterator[Path]:
+        """Folders in which a lock of a better channel would lie; it would take over as soon as it is there."""
+        for better in self.target.channels:
+            if better == self.choice.channel:
+                return
+            yield self.lock_path.parents[1] / better
+
+
+def resolve(project: Project, name: str) -> ResolvedTarget:
+    """Target ``name`` of the project.
+
+    Raises InputError, with its place, for an unknown target, component, base or GPU, for a component without a pin
+    for this target, and for a lock that cannot be read.
+    """
+    target, document = project.target(name), project.target_document(name)
+    choice, versions = project.choice(name), project.versions
+    gpu = None
+    if target.gpu is not None:
+        try:
+            gpu = generation(target.gpu, project.gpus)
+        except InputError as error:
+            raise InputError(error.message, where=document.where(("gpu",)), hint=error.hint) from None
+    where = {c: document.where(("components", i)) for i, c in enumerate(target.components)}
+    more = target.more.get(choice.channel, ())
+    where |= {c: document.where(("more", choice.channel, i)) for i, c in enumerate(more)}
+    pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else target.arch, where)
+    return ResolvedTarget(
+        name=name,
+        root=project.root,
+        versions=versions,
+        target=target,
+        choice=choice,
+        pins=pins,
+        gpu=gpu,
+        environment=environment_of(target, project.gpus if gpu else None, lambda *key: document.where(key)),
+        request=request_of(versions, name, choice.channel, choice.base, pins),
+        lock=project.lock(name),
+        lock_path=project.lock_path(name),
+        versions_document=project.versions_document,
+        target_document=document,
+    )
+
+
+def resolve_all(project: Project, names: Sequence[str]) -> list[ResolvedTarget]:
+    """Every target of ``names``."""
+    return [resolve(project, name) for name in names]

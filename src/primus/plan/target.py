@@ -1,0 +1,173 @@
+"""images/<target>.yaml: what one image holds, and what it asks of the pins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from primus.errors import InputError, did_you_mean
+from primus.gpus.generation import Table
+from primus.gpus.table import environment
+from primus.schema import described
+from primus.versions.components import Pin, Versions, normalised
+from primus.versions.lock import BaseRequest, Commit, Request
+
+__all__ = ["Target", "Variable", "build_root", "environment_of", "pins_of", "request_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """One environment variable of the image."""
+
+    name: str = described("Name of the variable.", pattern=r"[A-Z_][A-Z0-9_]*", shape="like HF_HOME")
+    value: str = described("Its value.")
+    why: str = described("The reason it is set; shown in the docs.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One image."""
+
+    description: str = described("One line on what the image is for.")
+    channels: tuple[Literal["amd", "debian", "pypi", "local"], ...] = described(
+        "Channels that can build it, best first."
+    )
+    components: tuple[str, ...] = described("Components of versions.yaml that enter it; each becomes a layer.")
+    more: Mapping[str, tuple[str, ...]] = described(
+        "Components per channel that enter it beside `components`.", default_factory=dict
+    )
+    base: str | None = described("Base of versions.yaml below the layers; none for an empty one.", default=None)
+    gpu: str | None = described(
+        "Generation of the GPU table; its environment is baked in, under that of this file.", default=None
+    )
+    bases: Mapping[str, str] = described("Base per channel, where it is not `base`.", default_factory=dict)
+    previews: Mapping[str, str] = described(
+        "Channels whose images are previews, with the sentence that says what they lack.", default_factory=dict
+    )
+    environment: tuple[Variable, ...] = described("Environment of every container.", default=())
+    turbo: tuple[str, ...] = described(
+        "Components whose Triton kernels are compiled into the image, for its GPU.", default=()
+    )
+    entrypoint: tuple[str, ...] = described("Command that every command line is given to.", default=())
+    command: tuple[str, ...] = described("Command line when none is given.", default=())
+    recipes: tuple[str, ...] = described("Recipes that validate it, the default first.", default=())
+    trained_in: tuple[Literal["fp32", "bf16", "fp8", "mxfp8"], ...] = described(
+        "Precisions in which `validate` trains every recipe once, besides the first recipe's own suite; a recipe is "
+        "left out where it, its backend or the machine has no such precision. None: the first recipe alone.",
+        default=(),
+    )
+    workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
+    compression: Literal["zstd", "gzip"] = described("How layers are compressed.", default="zstd")
+    arch: Literal["gfx942", "gfx950", "sm_90"] | None = described(
+        "GPU architecture that every GPU library in it must have code for, where no `gpu` tells it.", default=None
+    )
+    budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
+    budgets_gb: Mapping[str, float] = described("Budget per channel, where it is not that.", default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.gpu is not None and self.arch is not None:
+            raise ValueError(f"gpu {self.gpu} tells the architecture already: leave out arch")
+
+
+def pins_of(
+    versions: Versions, name: str, sources: Sequence[str], arch: str | None, where: Mapping[str, str]
+) -> dict[str, Pin]:
+    """Component → the one pin that target ``name`` takes, for the components of ``where`` and in their order.
+
+    ``where`` gives the place of each component's line in the target file, for errors. The first of ``sources`` (the
+    channels that may serve this image) that has a pin for the component decides; ``arch`` fills in its ``{arch}``.
+    """
+    result: dict[str, Pin] = {}
+    for component in where:
+        if component not in versions.components:
+            hint = did_you_mean(component, versions.components) or "pin it in versions.yaml"
+            raise InputError(f"no component is called {component!r}", where=where.get(component), hint=hint)
+        pins = [p for p in versions.components[component].pins if not p.targets or name in p.targets]
+        # A pin that names the target goes before one for all.
+        ranked = sorted(pins, key=lambda p: (not p.targets,))
+        chosen = next((p for c in sources for p in ranked if p.channel == c), None)
+        if chosen is None:
+            raise InputError(
+                f"{component} has no pin for {name} from {', '.join(sources)}",
+                where=where.get(component),
+                hint=f"add one to components.{component}.pins in versions.yaml",
+            )
+        try:
+            result[component] = chosen.resolved(versions.components[component].pins.index(chosen), arch)
+        except ValueError as error:
+            raise InputError(f"{component}: {error}", where=where.get(component)) from None
+    return result
+
+
+def environment_of(target: Target, table: Table | None, where: Callable[..., str]) -> dict[str, str]:
+    """Variable → value in every container: the GPU generation's, and over it the target file's own.
+
+    ``where`` gives the place of a key in the target file. Raises InputError for a generation that the table does not
+    hold and for what is said twice: a name in the file, or a value that the table has already. ``table`` is needed for
+    a target with a GPU.
+    """
+    result: dict[str, str] = {}
+    if target.gpu is not None:
+        try:
+            baked = environment(target.gpu, table)
+        except InputError as error:
+            raise InputError(error.message, where=where("gpu"), hint=error.hint) from None
+        result = {v.name: v.value for v in baked if v.value is not None}
+    own: set[str] = set()
+    for index, variable in enumerate(target.environment):
+        if variable.name in own:
+            raise InputError(
+                f"{variable.name} stands here twice", where=where("environment", index), hint="keep one of the two"
+            )
+        own.add(variable.name)
+        if result.get(variable.name) == variable.value:
+            raise InputError(
+                f"{variable.name} is set twice: the environment of {target.gpu} sets {variable.value} already",
+                where=where("environment", index),
+                hint="leave it out here",
+            )
+        result[variable.name] = variable.value
+    return result
+
+
+def request_of(versions: Versions, name: str, channel: str, base: str | None, pins: Mapping[str, Pin]) -> Request:
+    """What the target asks of the sources: the input of its lock. Raises InputError for a base that is not there."""
+    if base and base not in versions.bases:
+        raise InputError(f"{name}: no base is called {base!r}", hint="bases are defined in versions.yaml")
+    python = versions.bases[base].python if base else ""
+    builds = {build_root(p.source): p.build for p in pins.values() if p.source and p.build}
+    indexes = {n: index.url for n, index in versions.indexes.items() if index.channel == channel}
+    debs: dict[str, tuple[str, ...]] = {base: ()} if base else {}
+    debs |= {root: build.debs for root, build in builds.items() if base and build.debs}
+    own = versions.bases[base] if base else None
+    return Request(
+        target=name,
+        channel=channel,
+        python=".".join(python.split(".")[:2]),
+        bases={
+            root: BaseRequest(suite=own.suite, python=own.python, packages=(*own.packages, *more), image=own.image)
+            for root, more in debs.items()
+            if own
+        },
+        wheels={normalised(p.wheel): p.version or "" for p in pins.values() if p.wheel},
+        sdists={normalised(p.sdist): p.version or "" for p in pins.values() if p.sdist},
+        pure=tuple(normalised(p.wheel) for p in pins.values() if p.wheel and p.pure),
+        debs={p.deb: p.version or "" for p in pins.values() if p.deb},
+        requires=tuple(dict.fromkeys(normalised(r) for p in pins.values() for r in p.requires)),
+        builds={root: build.wheels for root, build in builds.items() if build.wheels},
+        gits={
+            normalised(p.package): Commit(url=p.git, commit=p.commit, version=p.version)
+            for p in pins.values()
+            if p.git and p.package and p.commit and p.version
+        },
+        indexes=indexes,
+        indexed=frozenset(
+            normalised(p.wheel or p.sdist or "") for p in pins.values() if indexes and p.channel == channel
+        ),
+    )
+
+
+def build_root(package: str) -> str:
+    """What the lock calls the root file system that builds ``package``."""
+    return f"{normalised(package)} build"

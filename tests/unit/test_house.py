@@ -1,0 +1,64 @@
+"""The code stays easy to live in: bars on hidden imports, import circles and what takes the whole project."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT))
+
+from benchmarks.house import BARS, RESULT, circles, count, hidden_imports  # noqa: E402
+
+SOURCE = ROOT / "src"
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, int]:
+    return count(SOURCE)
+
+
+@pytest.mark.parametrize("name", BARS)
+def test_a_bar_holds(name: str, counted: dict[str, int]) -> None:
+    assert counted[name] <= BARS[name]
+
+
+def test_the_committed_result_holds_the_bars() -> None:
+    rows = {row["name"]: row for row in json.loads(RESULT.read_text())["rows"]}
+    for name, bar in BARS.items():
+        assert rows[name]["bar"] == bar
+        assert rows[name]["value"] <= bar
+
+
+def test_imports_inside_functions_are_counted_once() -> None:
+    tree = ast.parse(
+        "import a\ndef f():\n    import b\n    def g():\n        from primus.x import y\n    if f:\n        import c\n"
+    )
+    assert sorted(what for _, _, what in hidden_imports({"m": tree})) == ["b", "c", "primus"]
+
+
+def test_a_circle_is_found_and_types_make_none() -> None:
+    a, b = "from primus import b", "def f():\n    import primus.a"
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import primus.a"
+    assert circles({"primus.a": ast.parse(a), "primus.b": ast.parse(b)}) == [["primus.a", "primus.b"]]
+    assert circles({"primus.a": ast.parse(a), "primus.b": ast.parse(typed)}) == []
+
+
+@pytest.mark.parametrize("verb", ["build", "check", "publish", "validate", "verify"])
+def test_help_imports_nothing_that_works(verb: str) -> None:
+    code = (
+        "import sys; from primus.cli.main import main\n"
+        f"try: main(['{verb}', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # A build first asks whether there is anything to do.
+    loaded = set(done.stderr.split()) - {"primus.build", "primus.build.unchanged"}
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("primus.")}
+    assert not rooms & {"versions", "plan", "fetch", "build", "oci", "gates", "sandbox", "release"}

@@ -14,10 +14,13 @@ time goes into training.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -42,6 +45,7 @@ def main() -> int:
     parser.add_argument("--until", type=float, default=560, help="seconds after which no variant is started")
     parser.add_argument("--runs", type=Path, default=Path("/tmp/primus-turbo"))
     options = parser.parse_args()
+    options.wait = False
     began = time.monotonic()
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch  # noqa: F401
@@ -107,9 +111,19 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
         "WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks),
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(options.runs / "cute"),
     }  # fmt: skip
-    began = time.monotonic()
-    codes = _ranks(config, flags, environment, output, options)
+    if options.wait:
+        _wait_for_memory()
+    options.wait = True
+    began, began_at = time.monotonic(), time.time()
+    watts = output / "watts.csv"
+    query = ["nvidia-smi", "--query-gpu=timestamp,power.draw", "--format=csv,noheader,nounits", "-lms", "250"]
+    with watts.open("w") as file, subprocess.Popen(query, stdout=file) as meter:
+        try:
+            codes = _ranks(config, flags, environment, output, options)
+        finally:
+            meter.terminate()
     text = (output / "log0.txt").read_text(errors="replace")
+    times = _times(text)
     series = logs.read_steps(text)
     # What the profiler gathered is read during the next step.
     left_out = (_PROFILED, _PROFILED + 1) if "profile" in flags else ()
@@ -127,6 +141,8 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
         "seconds": round(time.monotonic() - began, 1), "local_batch": recipe.local_batch, "seq_len": recipe.seq_len,
         "tokens_per_second": rates[len(rates) // 2] if rates else None,
         "slowest": rates[0] if rates else None, "fastest": rates[-1] if rates else None,
+        "first_step_seconds": round(times[1] - began_at, 1) if 1 in times else None,
+        "joules_per_token": _joules(watts, times, options, recipe.local_batch * recipe.seq_len) if passed else None,
         "memory_gib": max((s.memory_gib or 0 for s in series.steps), default=None),
         "turbo": facts.get("turbo", []), "turbo_calls": facts.get("turbo_calls", {}),
         "gpu_kernels": facts.get("gpu_kernels", []), "modules": facts.get("modules", {}),
@@ -135,6 +151,39 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
         **({"kernel_ms": json.loads(profile.read_text())} if profile.exists() else {}),
         **({"idle": json.loads((output / "idle.json").read_text())} if profile.exists() else {}),
     }  # fmt: skip
+
+
+def _wait_for_memory() -> None:
+    """The processes of the variant before may take a moment to give their memory back."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    for _ in range(20):
+        used = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+        if all(int(mebibytes) < 2000 for mebibytes in used):
+            return
+        time.sleep(0.5)
+
+
+def _times(text: str) -> dict[int, float]:
+    """When the log told of each step."""
+    found = re.findall(r"\[titan\] (\S+ \S+),(\d+) .*step: +(\d+) ", re.sub(r"\x1b\[[\d;]*m", "", text))
+    return {int(step): time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(ms) / 1e3 for at, ms, step in found}
+
+
+def _joules(watts: Path, times: dict[int, float], options: argparse.Namespace, tokens: int) -> float | None:
+    """The GPUs' mean power while the counted steps ran, over tokens per second; ``tokens`` are those of one step."""
+    first, last = times[options.warmup], times[options.steps]
+    drawn: list[float] = []
+    for line in watts.read_text().splitlines():
+        at, _, power = line.partition(", ")
+        with contextlib.suppress(ValueError):
+            second, _, fraction = at.partition(".")
+            when = time.mktime(time.strptime(second, "%Y/%m/%d %H:%M:%S")) + float("0." + fraction)
+            if first <= when <= last:
+                drawn.append(float(power))
+    if not drawn:
+        return None
+    seconds, steps = last - first, int(options.steps - options.warmup)
+    return round(sum(drawn) / len(drawn) * seconds / (steps * tokens), 5)
 
 
 _PROFILED = 8
@@ -168,6 +217,9 @@ def _ranks(config: Path, flags: set[str], environment: dict[str, str], output: P
         found, status = os.waitpid(-1, os.WNOHANG)
         if found in running:
             codes[running.pop(found)] = os.waitstatus_to_exitcode(status)
+            # A data-loading process may outlive its rank for a while, and holds its memory.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(found, signal.SIGKILL)
         if any(code > 0 for code in codes) or time.monotonic() > deadline:
             time.sleep(2)
             for child in running:
@@ -205,7 +257,7 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
             facts.digest = lambda parts: ""
             made = observe.observed_trainer
             if "profile" in flags:
-                observe.observed_trainer = lambda *a: _profiled(made(*a), output)
+                observe.observed_trainer = lambda *a, **k: _profiled(made(*a, **k), output)
             entry.main(sys.argv[1:])
         code = 0
     except BaseException:  # noqa: BLE001 - the log says it

@@ -1,6 +1,6 @@
 """Numerics and speed of the optimizations' kernels on this GPU, at the shapes of Llama 3.1 8B.
 
-    python -m benchmarks.turbo_kernels OUT.json
+    python -m benchmarks.turbo_kernels OUT.json [CASE ...]
 
 Each kernel is compared with FP64 (or with the exact bits that it must give), called twice to see that it repeats
 itself, and timed against what it replaces. A case that fails is written down and the next one runs.
@@ -22,7 +22,7 @@ import torch
 import triton
 
 from benchmarks.gpu import host
-from primus.turbo import kernels
+from primus.turbo import fp8, fp8_kernels, kernels
 from primus.turbo.loss import linear_cross_entropy
 
 HIDDEN, FFN, VOCABULARY, HEADS, KV_HEADS, SIZE = 4096, 14336, 128256, 32, 8, 128
@@ -31,7 +31,11 @@ HIDDEN, FFN, VOCABULARY, HEADS, KV_HEADS, SIZE = 4096, 14336, 128256, 32, 8, 128
 def main() -> int:
     torch.manual_seed(7)
     results: list[dict[str, Any]] = []
-    for case in (cross_entropy, head, weight_cast, layout, optimizer, attention, attention_exact, products):
+    cases = (cross_entropy, head, weight_cast, layout, optimizer, quantize, swiglu, feed_forward, attention,
+             attention_exact, products)  # fmt: skip
+    for case in cases:
+        if sys.argv[2:] and case.__name__ not in sys.argv[2:]:
+            continue
         at = time.monotonic()
         try:
             found = case()
@@ -203,6 +207,148 @@ def optimizer() -> dict[str, Any]:
     return {"passed": off < max(2 * stock_off, 1e-4) and right, "off": off, "fused_adamw_off": stock_off,
             "largest_is_right": right, "ms": step_ms, "fused_adamw_ms": stock_ms,
             "gb_per_s": round(p.numel() * 28 / step_ms / 1e6)}  # fmt: skip
+
+
+def _eight_off(found: torch.Tensor, scale: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Off what the same scale and cast give in FP64."""
+    largest = torch.finfo(found.dtype).max
+    exact = (wanted * scale.double()).clamp(-largest, largest)
+    return _off(found.float(), exact.float().to(found.dtype).float())
+
+
+def _tiles(name: str, tried: list[tuple[int, int, int]], call: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of ``call`` for each tile of the kernel ``name``; the best one stays."""
+    timed = {}
+    for tile in tried:
+        fp8_kernels.TILES[name] = tile
+        timed["x".join(map(str, tile))] = _ms(call)
+    best = min(timed, key=lambda key: timed[key])
+    fp8_kernels.TILES[name] = tuple(map(int, best.split("x")))  # type: ignore[assignment]
+    return timed
+
+
+def quantize() -> dict[str, Any]:
+    """Activations cast to FP8 in both layouts, and a weight transposed: bit for bit what PyTorch gives."""
+    x = torch.randn(16384, HIDDEN, device="cuda").bfloat16()
+    x[5, 7] = float("nan")
+    scale = torch.tensor(448.0 / 3, device="cuda")
+    rows, columns = fp8_kernels.cast_both([x], [scale], torch.float8_e4m3fn)
+    want = (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    same = bool((rows.view(torch.uint8) == want).all()) and bool((columns.view(torch.uint8) == want.t()).all())
+    odd = torch.randn(100, 72, device="cuda").bfloat16()  # no multiple of a tile
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        rows, columns = fp8_kernels.cast_both([odd], [scale], kind)
+        largest = torch.finfo(kind).max
+        odd_want = (odd.float() * scale).clamp(-largest, largest).to(kind).view(torch.uint8)
+        same &= bool((rows.view(torch.uint8) == odd_want).all() and (columns.view(torch.uint8) == odd_want.t()).all())
+    w = torch.randn(FFN, HIDDEN, device="cuda").to(torch.float8_e4m3fn)
+    same &= bool((fp8_kernels.flip(w).view(torch.uint8) == w.view(torch.uint8).t()).all())
+    tried = [(128, 128, 8), (128, 128, 4), (64, 128, 8), (64, 128, 4), (128, 64, 8), (128, 64, 4), (64, 64, 4)]
+    timed = _tiles("cast_both", tried, lambda: fp8_kernels.cast_both([x], [scale], torch.float8_e4m3fn))
+    flips = _tiles("flip", [*tried, (256, 128, 8), (128, 256, 8)], lambda: fp8_kernels.flip(w))
+    return {"passed": same, "same_bits": same, "cast_both_ms": timed, "flip_ms": flips,
+            "cast_both_gb_per_s": round(x.numel() * 4 / min(timed.values()) / 1e6),
+            "flip_gb_per_s": round(w.numel() * 2 / min(flips.values()) / 1e6)}  # fmt: skip
+
+
+def swiglu() -> dict[str, Any]:
+    """SiLU, product, their gradients and the casts, against the same in FP64."""
+    gate, up, grad = (torch.randn(16384, FFN, device="cuda").bfloat16() for _ in range(3))
+    part = slice(0, 512)
+    a, b, d = (t[part].double() for t in (gate, up, grad))
+    sigmoid = a.sigmoid()
+    made, of_gate, of_up = a * sigmoid * b, d * b * (sigmoid + a * sigmoid * (1 - sigmoid)), d * a * sigmoid
+    e4, e5 = torch.float8_e4m3fn, torch.float8_e5m2
+    largest = fp8_kernels.swiglu_largest(gate[part], up[part])
+    tops = fp8_kernels.swiglu_backward_largest(gate[part], up[part], grad[part])
+    off = {
+        "largest": abs(float(largest / made.abs().max()) - 1),
+        "largest_gradients": max(abs(float(t / w.abs().max()) - 1)
+                                 for t, w in zip(tops, (of_gate, of_up), strict=True)),
+    }  # fmt: skip
+    scales = [torch.finfo(kind).max / top for kind, top in ((e5, tops[0]), (e5, tops[1]), (e4, largest))]
+    eight = fp8_kernels.swiglu_cast(gate[part], up[part], scales[2], e4)
+    found = fp8_kernels.swiglu_backward(gate[part], up[part], grad[part], *scales, e5, e4)
+    off["product"] = _eight_off(eight, scales[2], made)
+    for name, values, scale, want in (
+        ("gate", found[0], scales[0], of_gate), ("gate_turned", found[1].t(), scales[0], of_gate),
+        ("up", found[2], scales[1], of_up), ("up_turned", found[3].t(), scales[1], of_up),
+        ("product_turned", found[4].t(), scales[2], made),
+    ):  # fmt: skip
+        off[name] = _eight_off(values, scale, want)
+    off["not_finite"] = float(sum(int((~t.float().isfinite()).sum()) for t in found))
+    gate[3, 5] = float("nan")
+    nan = bool(fp8_kernels.swiglu_largest(gate, up).isnan()) and bool(
+        fp8_kernels.swiglu_backward_largest(gate, up, grad).isnan().all()
+    )
+    gate[3, 5] = 0.0
+    count = gate.numel()
+    sizes = [(1, n, w) for n in (2048, 4096, 8192) for w in (4, 8)]
+    ms: dict[str, Any] = {
+        "largest": _ms(lambda: fp8_kernels.swiglu_largest(gate, up)),
+        "backward_largest": _ms(lambda: fp8_kernels.swiglu_backward_largest(gate, up, grad)),
+        "cast": _tiles("swiglu_cast", sizes, lambda: fp8_kernels.swiglu_cast(gate, up, scales[2], e4)),
+        "backward": _tiles(
+            "swiglu_backward",
+            [
+                (64, 128, 8),
+                (128, 64, 8),
+                (128, 128, 8),
+                (128, 128, 16),
+                (64, 64, 4),
+                (64, 64, 8),
+                (32, 128, 4),
+                (128, 32, 4),
+            ],
+            lambda: fp8_kernels.swiglu_backward(gate, up, grad, *scales, e5, e4),
+        ),
+    }
+    speed = {"largest": 4, "backward_largest": 6, "cast": 5, "backward": 11}
+    best = {name: min(t.values()) if isinstance(t, dict) else t for name, t in ms.items()}
+    # A value on the edge between two FP8 numbers may round to either.
+    return {"passed": max(off.values()) < 2e-3 and nan, "off": off, "nan_is_kept": nan, "ms": ms,
+            "gb_per_s": {name: round(count * size / best[name] / 1e6) for name, size in speed.items()}}  # fmt: skip
+
+
+def feed_forward() -> dict[str, Any]:
+    """A feed-forward block of 2 × 8192 tokens with its norm, forward and backward: torchao compiled, and ours."""
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = Float8LinearConfig()
+    x = torch.randn(2, 8192, HIDDEN, device="cuda").bfloat16().requires_grad_()
+    layers = [torch.nn.Linear(i, o, bias=False, device="cuda", dtype=torch.bfloat16)
+              for i, o in ((HIDDEN, FFN), (HIDDEN, FFN), (FFN, HIDDEN))]  # fmt: skip
+    eight = [Float8Linear.from_float(layer, config) for layer in layers]
+    weights = [layer.weight for layer in layers]
+    grad = (torch.randn(2, 8192, HIDDEN, device="cuda") * 1e-4).bfloat16()
+    norm = torch.nn.RMSNorm(HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def stock(x: torch.Tensor) -> torch.Tensor:
+        y = norm(x)
+        return x + eight[2](torch.nn.functional.silu(eight[0](y)) * eight[1](y))
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        return x + fp8.feed_forward(norm(x), weights[0], weights[1], weights[2], config)
+
+    def exact(x: torch.Tensor) -> torch.Tensor:
+        y = norm(x)
+        return x + layers[2](torch.nn.functional.silu(layers[0](y)) * layers[1](y))
+
+    inputs = (x, *weights)
+    found: dict[str, Any] = {"off_bf16": {}, "ms": {}}
+    wanted = [t.float() for t in torch.autograd.grad(exact(x), inputs, grad)]
+    for name, function in (("torchao", torch.compile(stock)), ("ours", torch.compile(ours))):
+
+        def step(function: Any = function) -> Any:
+            return torch.autograd.grad(function(x), inputs, grad)
+
+        found["off_bf16"][name] = [_off(a, b) for a, b in zip(step(), wanted, strict=True)]
+        found["ms"][name] = _ms(step)
+    found["passed"] = all(
+        a < 1.1 * b for a, b in zip(found["off_bf16"]["ours"], found["off_bf16"]["torchao"], strict=True)
+    )
+    return found
 
 
 def _heads(batch: int, length: int) -> list[torch.Tensor]:

@@ -9,17 +9,32 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from primus.turbo import kernels  # noqa: E402
+from primus.turbo import fp8_kernels, kernels  # noqa: E402
 from primus.turbo.loss import LossHead, linear_cross_entropy  # noqa: E402
+
+KERNELS = [
+    name
+    for module in (kernels, fp8_kernels)
+    for name, value in vars(module).items()
+    if isinstance(value, triton.JITFunction) and value.__module__ == module.__name__
+]
+# Called by kernels, and compiled with them.
+PARTS = {"_larger", "_cut", "_bytes", "_store_both", "_swiglu_gradients"}
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
-@pytest.mark.parametrize("name", ["_cross_entropy", "_cast_fp8", "_copy_in", "_adamw"])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name not in PARTS])
 def test_every_kernel_compiles_for_every_gpu(name: str, arch: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    fp8 = "fp8e4b8" if arch == "gfx942" else "fp8e4nv"
+    fp8, gradient = ("fp8e4b8", "fp8e5b16") if arch == "gfx942" else ("fp8e4nv", "fp8e5")
+    swiglu = {"gate": "*bf16", "up": "*bf16"}
+    flat = {"BLOCK": 4096, "BLOCKS": 4}
+    tile = {"ROWS": 64, "COLUMNS": 64}
+    sizes = {"rows": "i32", "columns": "i32"}
+    alone = {"ALONE": arch == "sm_90"}
+    made = triton.language.float8e4b8 if arch == "gfx942" else triton.language.float8e4nv
     numbers = ("lr", "decay", "beta1", "beta2", "eps", "step_size", "root")
     calls: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         "_cross_entropy": (
@@ -39,9 +54,45 @@ def test_every_kernel_compiles_for_every_gpu(name: str, arch: str) -> None:
             | dict.fromkeys(numbers, "fp32"),
             {"AMAX": True, "BLOCK": 2048},
         ),
+        "_cast_both": (
+            {
+                "x": "*bf16",
+                "scale": "*fp32",
+                "rows_out": f"*{gradient}",
+                "columns_out": "*u8",
+                **sizes,
+                "stride": "i32",
+            },
+            {"LARGEST": 57344.0, **alone, **tile},
+        ),
+        "_flip": ({"x": "*u8", "out": "*u8", **sizes}, tile),
+        "_largest": ({"x": "*bf16", "found": "*fp32", "count": "i32"}, flat),
+        "_swiglu_largest": ({**swiglu, "largest": "*fp32", "count": "i32"}, flat),
+        "_swiglu_cast": (
+            {**swiglu, "scale": "*fp32", "out": f"*{fp8}", "count": "i32"},
+            {"LARGEST": 240.0, "BLOCK": 4096},
+        ),
+        "_swiglu_backward_largest": ({**swiglu, "grad": "*bf16", "largest": "*fp32", "count": "i32"}, flat),
+        "_swiglu_backward": (
+            {
+                **swiglu,
+                "grad": "*bf16",
+                "gate_scale": "*fp32",
+                "up_scale": "*fp32",
+                "made_scale": "*fp32",
+                "gate_rows": f"*{gradient}",
+                "gate_columns": "*u8",
+                "up_rows": f"*{gradient}",
+                "up_columns": "*u8",
+                "made_columns": "*u8",
+                **sizes,
+            },
+            {"LARGEST": 57344.0, "LARGEST_MADE": 240.0, "MADE": made, **alone, **tile},
+        ),
     }
     signature, constants = calls[name]
-    source = ASTSource(getattr(kernels, name), signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    kernel = getattr(kernels, name, None) or getattr(fp8_kernels, name)
+    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", 90, 32)
     warps = 16 if name == "_cross_entropy" else 8
     compiled = triton.compile(source, target=target, options={"num_warps": warps})

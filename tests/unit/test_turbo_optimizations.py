@@ -13,7 +13,13 @@ from primus.recipes.setting import Asked
 from primus.turbo.optimizations import chosen, optimizations, state
 
 ROOT = Path(__file__).parents[2]
-COUNTING = ("turbo/kernels.py", "turbo/attention.py", "turbo/primus_turbo.py", "training/torchtitan/turbo.py")
+COUNTING = (
+    "turbo/kernels.py",
+    "turbo/fp8_kernels.py",
+    "turbo/attention.py",
+    "turbo/primus_turbo.py",
+    "training/torchtitan/turbo.py",
+)
 
 
 def _chosen(*words: str, precision: str = "bf16", backend: str = "torchtitan", gpu: str = "h200") -> tuple[str, ...]:
@@ -28,7 +34,7 @@ def test_nothing_is_used_unless_asked_for() -> None:
 def test_auto_takes_what_the_recipe_can_use() -> None:
     bf16, fp8 = _chosen("turbo=auto"), _chosen("turbo=auto", precision="fp8")
     assert "fp8-weight-cast" not in bf16
-    assert set(fp8) - set(bf16) == {"fp8-weight-cast"}
+    assert set(fp8) - set(bf16) == {"fp8-weight-cast", "fp8-linear", "fp8-projections", "fp8-feed-forward"}
     assert all(optimizations()[name].auto for name in fp8)
     assert _chosen("turbo=auto", backend="fsdp") == ()
 

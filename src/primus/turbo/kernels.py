@@ -21,6 +21,18 @@ _IGNORED = -100
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _cut(x, LARGEST: tl.constexpr):
+    """``x`` within ±LARGEST. NaN stays NaN: a product of it must not look sound."""
+    x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _cross_entropy(logits, labels, losses, stride, columns, IGNORED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -85,8 +97,7 @@ def _cast_fp8(x, scale, out, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     values = tl.load(x + offsets, mask=inside).to(tl.float32) * tl.load(scale)
-    values = tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
-    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + offsets, _cut(values, LARGEST).to(out.dtype.element_ty), mask=inside)
 
 
 def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -157,7 +168,7 @@ def _adamw(
     tl.store(m + offsets, first, mask=inside)
     tl.store(v + offsets, second, mask=inside)
     if AMAX:
-        largest = tl.max(tl.where(inside, tl.abs(weight), 0.0), axis=0)
+        largest = tl.reduce(tl.where(inside, tl.abs(weight), 0.0), 0, _larger)
         tl.atomic_max(amax, largest, sem="relaxed")
 
 

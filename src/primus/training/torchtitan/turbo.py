@@ -27,6 +27,12 @@ def patch(names: Sequence[str]) -> None:
         import primus.turbo.attention  # noqa: F401 - declares the operators before the model is compiled
     if "fp8-weight-cast" in names:
         _cast_weights()
+    if "fp8-linear" in names:
+        _replace_linears()
+    if "fp8-projections" in names:
+        _replace_projections()
+    if "fp8-feed-forward" in names:
+        _replace_feed_forward()
     if "reduce-scatter-copy-in" in names:
         _lay_out_gradients()
     if "fused-adamw" in names:
@@ -113,6 +119,51 @@ def _cast_weights() -> None:
         return (cast_fp8(self._tensor, scale, self._dtype),), (scale,)
 
     Weight.fsdp_pre_all_gather = fsdp_pre_all_gather
+
+
+def _replace_linears() -> None:
+    """Quantize each layer's input and gradient once, into both layouts, instead of once per layout."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    from primus.turbo.fp8 import linear
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in torch.nn.Linear
+        made = linear(input, self.weight, self.config)
+        return made if self.bias is None else made + self.bias.to(made.dtype)
+
+    Float8Linear.forward = forward
+
+
+def _replace_projections() -> None:
+    from torchtitan.models.llama3.model import model
+
+    from primus.turbo.fp8 import projections
+
+    original = model.Attention.forward
+
+    def forward(self: Any, x: torch.Tensor, freqs_cis: Any, attention_masks: Any, positions: Any = None) -> Any:
+        layers = (self.wq, self.wk, self.wv)
+        if self.attn_type != "sdpa" or attention_masks is not None or any(one.bias is not None for one in layers):
+            return original(self, x, freqs_cis, attention_masks, positions)
+        made = projections(x, [one.weight for one in layers], self.wq.config)
+        q, k, v = (each.view(*x.shape[:2], -1, self.head_dim) for each in made)
+        q, k = model.apply_rotary_emb(q, k, freqs_cis=freqs_cis, positions=positions)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        mixed = self.inner_attention(q, k, v, enable_gqa=self.enable_gqa).transpose(1, 2).contiguous()
+        return self.wo(mixed.view(*x.shape[:2], -1))
+
+    model.Attention.forward = forward
+
+
+def _replace_feed_forward() -> None:
+    from torchtitan.models.llama3.model.model import FeedForward
+
+    from primus.turbo.fp8 import feed_forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, self.w1.config)
+
+    FeedForward.forward = forward
 
 
 def _lay_out_gradients() -> None:

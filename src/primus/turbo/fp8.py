@@ -1,0 +1,207 @@
+"""Linear layers and the feed-forward block with one FP8 scale per tensor: quantization fused with what comes before.
+
+A product on the tensor cores takes both factors with the summed dimension contiguous, so each activation and each
+gradient is needed in two layouts: one for the next product, one for the weight's gradient. Scales are those of
+torchao's tensorwise recipe: the largest value of the tensor itself decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from primus.turbo.fp8_kernels import (
+    cast_both,
+    eight,
+    flip,
+    largest,
+    swiglu_backward,
+    swiglu_backward_largest,
+    swiglu_cast,
+    swiglu_largest,
+)
+
+__all__ = ["feed_forward", "linear", "projections"]
+
+_SMALLEST = 1e-12
+
+
+def _scale(top: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a tensor is multiplied with before the cast: float64 in between, as torchao does it."""
+    return (torch.finfo(dtype).max / top.double().clamp(min=_SMALLEST)).float()
+
+
+def _quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``x`` and its transpose in ``dtype``, and their scale."""
+    scale = _scale(x.abs().max(), dtype)
+    return *cast_both([x], [scale], dtype), scale
+
+
+def _weight(weight: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight's FP8 values [out, in] and their scale: as FSDP gathered them, or cast here."""
+    if hasattr(weight, "_data"):
+        return weight._data, weight._scale
+    scale = _scale(weight.abs().max(), dtype)
+    return eight(weight, scale, dtype), scale
+
+
+def _product(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out: torch.dtype, fast: bool
+) -> torch.Tensor:
+    """``a @ b.T`` of scaled FP8 factors, both with the summed dimension contiguous."""
+    if not a.is_cuda:
+        return ((a.float() @ b.float().t()) / (a_scale * b_scale)).to(out)
+    found: torch.Tensor = torch._scaled_mm(
+        a, b.t(), scale_a=a_scale.reciprocal(), scale_b=b_scale.reciprocal(), out_dtype=out, use_fast_accum=fast
+    )
+    return found
+
+
+class _Formats:
+    """Data types of activations, weights and gradients, and which products may accumulate fast."""
+
+    def __init__(self, config: Any) -> None:
+        self.input = config.cast_config_input.target_dtype
+        self.weight = config.cast_config_weight.target_dtype
+        self.grad = config.cast_config_grad_output.target_dtype
+        self.fast_output = config.gemm_config_output.use_fast_accum
+        self.fast_input = config.gemm_config_grad_input.use_fast_accum
+        self.fast_weight = config.gemm_config_grad_weight.use_fast_accum
+
+
+@torch._dynamo.allow_in_graph
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
+        formats = _Formats(config)
+        values, flipped, scale = _quantized(x.reshape(-1, x.shape[-1]), formats.input)
+        data, weight_scale = _weight(weight, formats.weight)
+        ctx.save_for_backward(flipped, scale, weight)
+        ctx.formats = formats
+        made = _product(values, scale, data, weight_scale, x.dtype, formats.fast_output)
+        return made.view(*x.shape[:-1], made.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        flipped, scale, weight = ctx.saved_tensors
+        formats, grad = ctx.formats, grads[0]
+        data, weight_scale = _weight(weight, formats.weight)
+        values, turned, grad_scale = _quantized(grad.reshape(-1, grad.shape[-1]), formats.grad)
+        of_x = _product(values, grad_scale, flip(data), weight_scale, grad.dtype, formats.fast_input)
+        of_weight = _product(turned, grad_scale, flipped, scale, grad.dtype, formats.fast_weight)
+        return of_x.view(*grad.shape[:-1], of_x.shape[-1]), of_weight, None
+
+
+@torch._dynamo.allow_in_graph
+class _Projections(torch.autograd.Function):
+    """Several layers of one input as one product each way, though each keeps scales of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, config: Any, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        formats = _Formats(config)
+        values, flipped, scale = _quantized(x.reshape(-1, x.shape[-1]), formats.input)
+        data, scales = _stacked(weights, formats.weight)
+        ctx.save_for_backward(flipped, scale, *weights)
+        ctx.formats = formats
+        made = _product(values, scale, data, scales[0], x.dtype, formats.fast_output)
+        parts = made.split([weight.shape[0] for weight in weights], dim=1)
+        return tuple(
+            _times(part, None if part is parts[0] else scales[0] / own).view(*x.shape[:-1], part.shape[1])
+            for part, own in zip(parts, scales, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        flipped, scale, *weights = ctx.saved_tensors
+        formats, kind, like = ctx.formats, grads[0].dtype, grads[0].shape[:-1]
+        data, scales = _stacked(weights, formats.weight)
+        # One product adds up what all gradients say of x, so that scale of gradient · scale of weight must be the same
+        # for all: the smallest that makes use of a gradient's range. The others lose no precision, only range.
+        flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        limits = [_scale(largest(grad), formats.grad) * own for grad, own in zip(flat, scales, strict=True)]
+        common = torch.stack(limits).amin()
+        grad_scales = [common / own for own in scales]
+        values, turned = cast_both(flat, grad_scales, formats.grad)
+        of_x = _product(values, common, flip(data), torch.ones_like(common), kind, formats.fast_input)
+        of_weights = _product(turned, grad_scales[0], flipped, scale, kind, formats.fast_weight)
+        parts = of_weights.split([weight.shape[0] for weight in weights])
+        found = (
+            _times(part, None if part is parts[0] else grad_scales[0] / own)
+            for part, own in zip(parts, grad_scales, strict=True)
+        )
+        return of_x.view(*like, of_x.shape[-1]), None, *found
+
+
+def _stacked(weights: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    pairs = [_weight(weight, dtype) for weight in weights]
+    data = torch.cat([data.view(torch.uint8) for data, _ in pairs]).view(pairs[0][0].dtype)
+    return data, [scale for _, scale in pairs]
+
+
+def _times(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    return x if factor is None else (x.float() * factor).to(x.dtype)
+
+
+@torch._dynamo.allow_in_graph
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor,
+        config: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        formats = _Formats(config)
+        values, flipped, scale = _quantized(x.reshape(-1, x.shape[-1]), formats.input)
+        gate, up = (
+            _product(values, scale, *_weight(weight, formats.weight), x.dtype, formats.fast_output)
+            for weight in (gate_weight, up_weight)
+        )
+        made_scale = _scale(swiglu_largest(gate, up), formats.input)
+        made = swiglu_cast(gate, up, made_scale, formats.input)
+        out = _product(made, made_scale, *_weight(down_weight, formats.weight), x.dtype, formats.fast_output)
+        ctx.save_for_backward(flipped, scale, gate, up, made_scale, gate_weight, up_weight, down_weight)
+        ctx.formats = formats
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        flipped, scale, gate, up, made_scale, gate_weight, up_weight, down_weight = ctx.saved_tensors
+        formats, grad = ctx.formats, grads[0]
+        kind = grad.dtype
+        values, turned, grad_scale = _quantized(grad.reshape(-1, grad.shape[-1]), formats.grad)
+        data, weight_scale = _weight(down_weight, formats.weight)
+        of_made = _product(values, grad_scale, flip(data), weight_scale, kind, formats.fast_input)
+        tops = swiglu_backward_largest(gate, up, of_made)
+        gate_scale, up_scale = _scale(tops[0], formats.grad), _scale(tops[1], formats.grad)
+        of_gate, of_gate_flipped, of_up, of_up_flipped, made_flipped = swiglu_backward(
+            gate, up, of_made, gate_scale, up_scale, made_scale, formats.grad, formats.input
+        )
+        of_down = _product(turned, grad_scale, made_flipped, made_scale, kind, formats.fast_weight)
+        data, weight_scale = _weight(gate_weight, formats.weight)
+        of_x = _product(of_gate, gate_scale, flip(data), weight_scale, kind, formats.fast_input)
+        data, weight_scale = _weight(up_weight, formats.weight)
+        of_x = of_x + _product(of_up, up_scale, flip(data), weight_scale, kind, formats.fast_input)
+        of_gates = _product(of_gate_flipped, gate_scale, flipped, scale, kind, formats.fast_weight)
+        of_ups = _product(of_up_flipped, up_scale, flipped, scale, kind, formats.fast_weight)
+        return of_x.view(*grad.shape[:-1], of_x.shape[-1]), of_gates, of_ups, of_down, None
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
+    """``x @ weight.T`` with factors and gradients in FP8; ``config`` is torchao's, with one scale per tensor."""
+    made: torch.Tensor = _Linear.apply(x, weight, config)
+    return made
+
+
+def projections(x: torch.Tensor, weights: Sequence[torch.Tensor], config: Any) -> tuple[torch.Tensor, ...]:
+    """``x @ weight.T`` for each weight, with factors and gradients in FP8; ``config`` is torchao's."""
+    made: tuple[torch.Tensor, ...] = _Projections.apply(x, config, *weights)
+    return made
+
+
+def feed_forward(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, config: Any
+) -> torch.Tensor:
+    """``(silu(x @ gate.T) · (x @ up.T)) @ down.T`` with factors and gradients in FP8; ``config`` is torchao's."""
+    made: torch.Tensor = _FeedForward.apply(x, gate, up, down, config)
+    return made

@@ -1,0 +1,361 @@
+"""Triton kernels that quantize to FP8, and the operators around them.
+
+Each writes a tensor as it is and transposed in one pass. Every operator counts its calls in
+:data:`primus.turbo.optimizations.CALLS`. On tensors that are not on a GPU the operators compute the same in plain
+PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from primus.turbo.kernels import _cut, _larger
+from primus.turbo.optimizations import CALLS
+
+__all__ = [
+    "TILES", "cast_both", "eight", "flip", "largest", "swiglu_backward", "swiglu_backward_largest", "swiglu_cast",
+    "swiglu_largest",
+]  # fmt: skip
+
+TILES = {
+    "cast_both": (128, 128, 8),
+    "flip": (64, 128, 4),
+    "swiglu_cast": (1, 2048, 8),
+    "swiglu_backward": (64, 64, 8),
+}
+"""Rows, columns and warps of one program of each kernel."""
+
+_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e4m3fnuz: tl.float8e4b8}
+_LARGEST_BLOCK = 4096
+_LARGEST_BLOCKS = 4
+
+
+@triton.jit
+def _bytes(value, KIND: tl.constexpr, ALONE: tl.constexpr):
+    """``value`` as bytes of the FP8 type ``KIND``."""
+    if ALONE:
+        # ptxas 12.8 for sm_90 reads an unset register where the upper byte of a pair of e5m2 values is taken alone, so
+        # each value is converted by itself.
+        pair = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e5m2x2.f32 $0, 0f00000000, $1;", "=h,f", [value], dtype=tl.int16, is_pure=True, pack=1
+        )
+        return pair.to(tl.uint8)
+    return value.to(KIND).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _store_both(value, rows_out, columns_out, at, to, inside, flipped, ALONE: tl.constexpr):
+    """Store ``value`` as FP8 as it is, and transposed as bytes."""
+    KIND: tl.constexpr = rows_out.dtype.element_ty
+    tl.store(rows_out + at, value.to(KIND), mask=inside)
+    tl.store(columns_out + to, tl.trans(_bytes(value, KIND, ALONE)), mask=flipped)
+
+
+@triton.jit
+def _cast_both(
+    x, scale, rows_out, columns_out, rows, columns, stride,
+    LARGEST: tl.constexpr, ALONE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (r[:, None] < rows) & (c[None, :] < columns)
+    at = r[:, None] * columns + c[None, :]
+    value = _cut(tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale), LARGEST)
+    at = r[:, None] * stride + c[None, :]
+    flipped = (c[:, None] < columns) & (r[None, :] < rows)
+    _store_both(value, rows_out, columns_out, at, c[:, None] * rows + r[None, :], inside, flipped, ALONE)
+
+
+@triton.jit
+def _flip(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    r = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (r[:, None] < rows) & (c[None, :] < columns)
+    value = tl.load(x + r[:, None] * columns + c[None, :], mask=inside, other=0)
+    flipped = (c[:, None] < columns) & (r[None, :] < rows)
+    tl.store(out + c[:, None] * rows + r[None, :], tl.trans(value), mask=flipped)
+
+
+@triton.jit
+def _largest(x, found, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    top = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
+    for block in tl.static_range(BLOCKS):
+        at = first + block * BLOCK + tl.arange(0, BLOCK)
+        top = _larger(top, tl.abs(tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)))
+    tl.atomic_max(found, tl.reduce(top, 0, _larger), sem="relaxed")
+
+
+@triton.jit
+def _swiglu_largest(gate, up, largest, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    top = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
+    for block in tl.static_range(BLOCKS):
+        at = first + block * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+        top = _larger(top, tl.abs(a * tl.sigmoid(a) * b))
+    tl.atomic_max(largest, tl.reduce(top, 0, _larger), sem="relaxed")
+
+
+@triton.jit
+def _swiglu_cast(gate, up, scale, out, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    value = _cut(a * tl.sigmoid(a) * b * tl.load(scale), LARGEST)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_gradients(a, b, d):
+    """Gradients of gate and up, and the product itself, in float32."""
+    sigmoid = tl.sigmoid(a)
+    silu = a * sigmoid
+    return d * b * (sigmoid + silu * (1.0 - sigmoid)), d * silu, silu * b
+
+
+@triton.jit
+def _swiglu_backward_largest(gate, up, grad, largest, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    top_gate = tl.zeros([BLOCK], tl.float32)
+    top_up = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * (BLOCK * BLOCKS)
+    for block in tl.static_range(BLOCKS):
+        at = first + block * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        of_gate, of_up, _ = _swiglu_gradients(a, b, d)
+        top_gate = _larger(top_gate, tl.abs(of_gate))
+        top_up = _larger(top_up, tl.abs(of_up))
+    tl.atomic_max(largest, tl.reduce(top_gate, 0, _larger), sem="relaxed")
+    tl.atomic_max(largest + 1, tl.reduce(top_up, 0, _larger), sem="relaxed")
+
+
+@triton.jit
+def _swiglu_backward(
+    gate, up, grad, gate_scale, up_scale, made_scale, gate_rows, gate_columns, up_rows, up_columns, made_columns,
+    rows, columns, LARGEST: tl.constexpr, LARGEST_MADE: tl.constexpr, MADE: tl.constexpr,
+    ALONE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (r[:, None] < rows) & (c[None, :] < columns)
+    at = r[:, None] * columns + c[None, :]
+    flipped = (c[:, None] < columns) & (r[None, :] < rows)
+    to = c[:, None] * rows + r[None, :]
+    a = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    of_gate, of_up, made = _swiglu_gradients(a, b, d)
+    _store_both(_cut(of_gate * tl.load(gate_scale), LARGEST), gate_rows, gate_columns, at, to, inside, flipped, ALONE)
+    _store_both(_cut(of_up * tl.load(up_scale), LARGEST), up_rows, up_columns, at, to, inside, flipped, ALONE)
+    value = _cut(made * tl.load(made_scale), LARGEST_MADE)
+    tl.store(made_columns + to, tl.trans(_bytes(value, MADE, False)), mask=flipped)
+
+
+def _alone(dtype: torch.dtype) -> bool:
+    return dtype == torch.float8_e5m2 and torch.version.hip is None
+
+
+def _grid(rows: int, columns: int, tile: tuple[int, int, int]) -> tuple[int, int]:
+    return triton.cdiv(columns, tile[1]), triton.cdiv(rows, tile[0])
+
+
+def eight(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x · scale`` in plain PyTorch, cut to ``dtype``'s range and cast to it."""
+    top = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-top, top).to(dtype)
+
+
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(x.dtype)
+
+
+@torch.library.custom_op("primus::fp8_cast_both", mutates_args=())
+def cast_both(
+    parts: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``parts`` [rows, columns of each], each times its scale, cut to ``dtype``'s range and cast to it.
+
+    Returned are all of them side by side, and the same transposed.
+    """
+    CALLS["fp8_cast_both" if len(parts) == 1 else "fp8_cast_parts"] += 1
+    if not parts[0].is_cuda:
+        eights = [eight(x, scale, dtype).view(torch.uint8) for x, scale in zip(parts, scales, strict=True)]
+        rows = torch.cat(eights, dim=1).view(dtype)
+        return rows, _turned(rows)
+    rows, width = len(parts[0]), sum(x.shape[1] for x in parts)
+    out, flipped = parts[0].new_empty((rows, width), dtype=dtype), parts[0].new_empty((width, rows), dtype=dtype)
+    tile, start = TILES["cast_both"], 0
+    for x, scale in zip(parts, scales, strict=True):
+        columns = x.shape[1]
+        _cast_both[_grid(rows, columns, tile)](
+            x.contiguous(), scale, out[:, start:], flipped[start:].view(torch.uint8), rows, columns, width,
+            LARGEST=torch.finfo(dtype).max, ALONE=_alone(dtype), ROWS=tile[0], COLUMNS=tile[1], num_warps=tile[2],
+        )  # fmt: skip
+        start += columns
+    return out, flipped
+
+
+@cast_both.register_fake
+def _(parts: Any, scales: Any, dtype: torch.dtype) -> Any:  # noqa: ARG001 - the operator's arguments
+    rows, width = parts[0].shape[0], sum(x.shape[1] for x in parts)
+    return parts[0].new_empty((rows, width), dtype=dtype), parts[0].new_empty((width, rows), dtype=dtype)
+
+
+@torch.library.custom_op("primus::fp8_largest", mutates_args=())
+def largest(x: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of ``x``, in float32; NaN where there is one."""
+    CALLS["fp8_largest"] += 1
+    if not x.is_cuda:
+        return x.abs().max().float()
+    found = torch.zeros((), dtype=torch.float32, device=x.device)
+    count = x.numel()
+    _largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
+        x.contiguous(), found, count, BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
+    )
+    return found
+
+
+@largest.register_fake
+def _(x: Any) -> Any:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("primus::fp8_flip", mutates_args=())
+def flip(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [rows, columns] of an 8-bit type, transposed in memory."""
+    CALLS["fp8_flip"] += 1
+    if not x.is_cuda:
+        return _turned(x)
+    x = x.contiguous()
+    rows, columns = x.shape
+    out = x.new_empty((columns, rows))
+    tile = TILES["flip"]
+    _flip[_grid(rows, columns, tile)](
+        x.view(torch.uint8), out.view(torch.uint8), rows, columns, ROWS=tile[0], COLUMNS=tile[1], num_warps=tile[2]
+    )
+    return out
+
+
+@flip.register_fake
+def _(x: Any) -> Any:
+    return x.new_empty((x.shape[1], x.shape[0]))
+
+
+@torch.library.custom_op("primus::fp8_swiglu_largest", mutates_args=())
+def swiglu_largest(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value of ``silu(gate) · up``, in float32; NaN where there is one."""
+    CALLS["fp8_swiglu_largest"] += 1
+    if not gate.is_cuda:
+        return (torch.nn.functional.silu(gate.float()) * up.float()).abs().max()
+    found = torch.zeros((), dtype=torch.float32, device=gate.device)
+    count = gate.numel()
+    _swiglu_largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
+        gate.contiguous(), up.contiguous(), found, count, BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8
+    )
+    return found
+
+
+@swiglu_largest.register_fake
+def _(gate: Any, up: Any) -> Any:  # noqa: ARG001
+    return gate.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("primus::fp8_swiglu_cast", mutates_args=())
+def swiglu_cast(gate: torch.Tensor, up: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``silu(gate) · up · scale``, computed in float32, cut to ``dtype``'s range and cast to it."""
+    CALLS["fp8_swiglu_cast"] += 1
+    if not gate.is_cuda:
+        return eight(torch.nn.functional.silu(gate.float()) * up.float(), scale, dtype)
+    out = gate.new_empty(gate.shape, dtype=dtype)
+    count = gate.numel()
+    _, block, warps = TILES["swiglu_cast"]
+    _swiglu_cast[(triton.cdiv(count, block),)](
+        gate.contiguous(), up.contiguous(), scale, out, count,
+        LARGEST=torch.finfo(dtype).max, BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+@swiglu_cast.register_fake
+def _(gate: Any, up: Any, scale: Any, dtype: torch.dtype) -> Any:  # noqa: ARG001
+    return gate.new_empty(gate.shape, dtype=dtype)
+
+
+def _gradients(
+    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    a, b, d = gate.float(), up.float(), grad.float()
+    sigmoid = a.sigmoid()
+    silu = a * sigmoid
+    return d * b * (sigmoid + silu * (1 - sigmoid)), d * silu, silu * b
+
+
+@torch.library.custom_op("primus::fp8_swiglu_backward_largest", mutates_args=())
+def swiglu_backward_largest(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The largest absolute gradients of ``gate`` and ``up`` under ``grad``: two float32, NaN where there is one."""
+    CALLS["fp8_swiglu_backward_largest"] += 1
+    if not gate.is_cuda:
+        of_gate, of_up, _ = _gradients(gate, up, grad)
+        return torch.stack((of_gate.abs().max(), of_up.abs().max()))
+    found = torch.zeros(2, dtype=torch.float32, device=gate.device)
+    count = gate.numel()
+    _swiglu_backward_largest[(triton.cdiv(count, _LARGEST_BLOCK * _LARGEST_BLOCKS),)](
+        gate.contiguous(), up.contiguous(), grad.contiguous(), found, count,
+        BLOCK=_LARGEST_BLOCK, BLOCKS=_LARGEST_BLOCKS, num_warps=8,
+    )  # fmt: skip
+    return found
+
+
+@swiglu_backward_largest.register_fake
+def _(gate: Any, up: Any, grad: Any) -> Any:  # noqa: ARG001
+    return gate.new_empty((2,), dtype=torch.float32)
+
+
+@torch.library.custom_op("primus::fp8_swiglu_backward", mutates_args=())
+def swiglu_backward(
+    gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, gate_scale: torch.Tensor, up_scale: torch.Tensor,
+    made_scale: torch.Tensor, dtype: torch.dtype, made_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Scaled gradients of ``gate`` and ``up`` [rows, columns] in ``dtype``, each as it is and transposed, and
+    ``silu(gate) · up · made_scale`` in ``made_dtype``, transposed."""
+    CALLS["fp8_swiglu_backward"] += 1
+    if not gate.is_cuda:
+        of_gate, of_up, made = _gradients(gate, up, grad)
+        one, two = eight(of_gate, gate_scale, dtype), eight(of_up, up_scale, dtype)
+        made = eight(made, made_scale, made_dtype)
+        return one, _turned(one), two, _turned(two), _turned(made)
+    rows, columns = gate.shape
+    straight = [gate.new_empty((rows, columns), dtype=dtype) for _ in range(2)]
+    flipped = [gate.new_empty((columns, rows), dtype=kind) for kind in (dtype, dtype, made_dtype)]
+    tile = TILES["swiglu_backward"]
+    _swiglu_backward[_grid(rows, columns, tile)](
+        gate.contiguous(), up.contiguous(), grad.contiguous(), gate_scale, up_scale, made_scale,
+        straight[0], flipped[0].view(torch.uint8), straight[1], flipped[1].view(torch.uint8),
+        flipped[2].view(torch.uint8), rows, columns,
+        LARGEST=torch.finfo(dtype).max, LARGEST_MADE=torch.finfo(made_dtype).max, MADE=_TYPES[made_dtype],
+        ALONE=_alone(dtype), ROWS=tile[0], COLUMNS=tile[1], num_warps=tile[2],
+    )  # fmt: skip
+    return straight[0], flipped[0], straight[1], flipped[1], flipped[2]
+
+
+@swiglu_backward.register_fake
+def _(gate: Any, *others: Any) -> Any:
+    dtype, made_dtype = others[-2:]
+    rows, columns = gate.shape
+    straight, flipped = (rows, columns), (columns, rows)
+    return (
+        gate.new_empty(straight, dtype=dtype), gate.new_empty(flipped, dtype=dtype),
+        gate.new_empty(straight, dtype=dtype), gate.new_empty(flipped, dtype=dtype),
+        gate.new_empty(flipped, dtype=made_dtype),
+    )  # fmt: skip

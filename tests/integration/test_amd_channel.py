@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -232,7 +233,7 @@ def test_an_index_that_does_not_answer_is_a_sentence_in_seconds(
         kit.write("images/locks/amd/mi355x.json", json.dumps(lock))
         for name in LOCAL:
             (kit.root / name).parent.mkdir(parents=True, exist_ok=True)
-            (kit.root / name).symlink_to(channel.kit.root / name)
+            shutil.copytree(channel.kit.root / name, kit.root / name, symlinks=True)
         refused(kit, "build", "mi355x", "--locked", address=address, cause=cause)
 
 

@@ -1,6 +1,7 @@
 """Run the bad inputs of ``fixtures/bad_inputs.yaml`` and judge what is said. Needs primus alone, so images run it, too.
 
 As a script: run all of them, print one JSON object, name → what is wrong with the answer.
+Those for verbs of the host alone are left out.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _inside(folder: Path) -> Iterator[None]:
 
 if __name__ == "__main__":
     faults = {}
-    for one in INPUTS:
+    for one in (given for given in INPUTS if given.get("on") != "host"):
         with tempfile.TemporaryDirectory() as empty:
             faults[one["name"]] = fault(one, Path(empty))
     json.dump(faults, sys.stdout)

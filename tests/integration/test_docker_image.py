@@ -13,6 +13,7 @@ from test_native_build import lend_files
 from test_ordinary_user import TARGET, VERSIONS
 
 from host_tools import needs
+from primus.files import read_sealed
 from project_kit import Kit
 
 pytestmark = [
@@ -118,7 +119,7 @@ def test_docker_as_the_sandbox_gives_the_same_digest(engine: pytest.MonkeyPatch,
     store = kit.root / ".primus/store"
     (store / "targets/small.json").unlink()
     for record in (store / "actions").iterdir():
-        if json.loads(record.read_bytes())["kind"] == "wheels":
+        if read_sealed(record)["kind"] == "wheels":
             record.unlink()
     again = kit.build("small", "--engine", "docker")
     assert again.digest == want

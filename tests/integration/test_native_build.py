@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from primus.files import read_sealed
 from project_kit import Kit
 
 pytestmark = pytest.mark.integration
@@ -89,9 +90,7 @@ def test_what_builds_is_not_in_the_image(native: Kit) -> None:
 
 def test_the_wheel_was_built_here_and_only_its_wheel_was_taken(native: Kit) -> None:
     (record,) = [
-        data
-        for path in (native.root / ".primus/store/actions").iterdir()
-        if "wheel" in (data := json.loads(path.read_bytes()))
+        data for path in (native.root / ".primus/store/actions").iterdir() if "wheel" in (data := read_sealed(path))
     ]
     assert record["kind"] == "build"
     assert record["wheel"]["file"].startswith("psutil-6.1.1-")
@@ -140,7 +139,7 @@ def test_damaged_fetched_file_is_named_and_fetched_again(native: Kit) -> None:
     path.unlink()
     path.write_bytes(data)
     for record in (native.root / ".primus/store/actions").iterdir():
-        if "psutil" in json.loads(record.read_bytes())["name"]:
+        if "psutil" in read_sealed(record)["name"]:
             record.unlink()
     (native.root / ".primus/store/targets/native.json").unlink()
     result = native.primus("build", "native")

@@ -57,7 +57,7 @@ def bad_server(kind: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{one.getsockname()[1]}"
 
 
-CAUSES = {"refuses": "connection refused", "hangs": "no answer in time", "answers 503": "HTTP status 503"}
+CAUSES = {"refuses": "connection refused", "hangs": "no answer in time (8 s)", "answers 503": "HTTP status 503"}
 
 
 def locked(kind: str, number: int) -> LockedFile:

@@ -161,7 +161,8 @@ def layout(tmp_path: Path, kind: str = "tar+zstd") -> RootFs:
     raw = json.dumps(manifest).encode()
     (store / "blobs/sha256" / sha(raw).partition(":")[2]).write_bytes(raw)
     name = "org.opencontainers.image.ref.name"
-    entry = {"digest": sha(raw), "size": len(raw), "annotations": {name: "v26.11-cpu"}}
+    media_type = "application/vnd.oci.image.manifest.v1+json"
+    entry = {"mediaType": media_type, "digest": sha(raw), "size": len(raw), "annotations": {name: "v26.11-cpu"}}
     (store / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [entry]}))
     Kit(tmp_path).write("versions.yaml", "release: v26.11\ncreated: 2026-11-20\nbases: {}\ncomponents: {}\n")
     for target in ("cpu", "h200"):

@@ -60,7 +60,8 @@ def _missed(jobs: dict[str, Job]) -> list[str]:
 
 def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(run: Run) -> None:
     healthy = {f"healthy_{backend}": (backend, (), "-") for backend in BACKENDS}
-    healthy |= {f"healthy_bf16_{backend}": (backend, ("--precision=bf16",), "-") for backend in BACKENDS}
+    narrow = ("torchtitan", "megatron")
+    healthy |= {f"healthy_bf16_{backend}": (backend, ("--precision=bf16",), "-") for backend in narrow}
     faulty = {name: (SILENT[name].backend, SILENT[name].words, name) for name in QUICK}
     jobs = run(healthy | faulty)
     assert {name: failed(jobs[name]) for name in healthy} == {name: [] for name in healthy}

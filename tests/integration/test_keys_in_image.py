@@ -61,7 +61,7 @@ def test_bad_inputs_are_judged_as_on_the_host(cpu_image: Kit) -> None:
     result = cpu_image.primus("run", "cpu", "--no-entrypoint", *lend, "--", "python3", "/tests/bad_inputs.py")
     assert result.code == 0, result.err
     faults = json.loads(result.out)
-    assert set(faults) == {given["name"] for given in INPUTS if given.get("on") != "host"}
+    assert set(faults) == {given["name"] for given in INPUTS if not given.get("host")}
     assert {name: fault for name, fault in faults.items() if fault is not None} == {}
 
 

@@ -21,7 +21,7 @@ STEPS = 10
 KEPT = 8
 # Backend → recipe and words of the job that each fault breaks, small enough to end in seconds.
 BASES = {
-    "torchtitan": ("llama3.1-8b", ("steps=10",)),
+    "torchtitan": ("llama3.1-8b", ("torchtitan.training.steps=10",)),
     "fsdp": ("llama3.1-8b", ("fsdp.training.steps=10", "fsdp.training.lr=0.01")),
     "megatron": ("llama3.1-8b", ("megatron.training.steps=2", "model.layers=2")),
 }
@@ -54,7 +54,9 @@ class Case:
         asked = Asked(backend=self.backend, gpu="cpu", proxy=True, precision=self.precision)
         more = _SPLIT[self.backend] if self.check == "accumulation" else self.words
         kept = base / "checkpoint" / f"step-{KEPT}" if base is not None and self.check == "resume" else None
-        return Job(name="fault", recipe=resolve(recipe, [*words, *more], asked), output=output, resume_from=kept)
+        # A case's words replace those of its base.
+        settings = {word.partition("=")[0]: word for word in (*words, *more)}
+        return Job(name="fault", recipe=resolve(recipe, [*settings.values()], asked), output=output, resume_from=kept)
 
 
 def _cases(backend: str, prefix: str) -> tuple[Case, ...]:

@@ -250,17 +250,16 @@ def fetch(repository: str, digest: str, folder: Path) -> bytes:
 
 
 @pytest.mark.timeout(2700)
-@pytest.mark.parametrize("recipe", [pytest.param("*", marks=pytest.mark.slow), "deepseek-16b"])
-def test_every_recipe_trains_by_every_backend_and_in_every_mode(cpu_image: Kit, tmp_path: Path, recipe: str) -> None:
-    only = () if recipe == "*" else ("--recipe", recipe)
-    words = ("validate", "cpu", "--locked", "--suite", "quick", *only, "--output", str(tmp_path))
+@pytest.mark.slow
+def test_every_recipe_trains_by_every_backend_and_in_every_mode(cpu_image: Kit, tmp_path: Path) -> None:
+    words = ("validate", "cpu", "--locked", "--suite", "quick", "--output", str(tmp_path))
     result = cpu_image.primus(*words, timeout=2600)
     assert result.code == 0, result.out + result.err
     lines = result.out.splitlines()
     recipes = cpu_image.root / "recipes"
     cells = [
         f"{path.stem}-{backend}-{mode}"
-        for path in recipes.glob(f"{recipe}.yaml")
+        for path in recipes.glob("*.yaml")
         for backend, mode in supported(read(path).settings)
     ]
     assert {line.split()[1] for line in lines[:-1]} == set(cells)

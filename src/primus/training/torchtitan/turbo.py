@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from primus.turbo import primus_turbo
 from primus.turbo.kernels import adamw_, cast_fp8, copy_in
 from primus.turbo.optimizations import CALLS
 
@@ -38,8 +39,6 @@ def patch(names: Sequence[str]) -> None:
     if "fused-adamw" in names:
         _clip_later()
     if any(name.startswith("turbo-") for name in names):
-        from primus.turbo import primus_turbo
-
         primus_turbo.check()
     if "turbo-fp8-linear" in names:
         _convert_linears()
@@ -51,14 +50,12 @@ def _convert_linears() -> None:
     """Primus Turbo's linear layers, in place of torchao's converter that the recipe's precision asks for."""
     from torchtitan.protocols import model_converter
 
-    from primus.turbo.primus_turbo import convert_linears
-
     class Converter:
         def __init__(self, job_config: Any, parallel_dims: Any) -> None:
             self._filtered = job_config.quantize.linear.float8.filter_fqns
 
         def convert(self, model: torch.nn.Module) -> None:
-            convert_linears(model, self._filtered)
+            primus_turbo.convert_linears(model, self._filtered)
 
         def post_optimizer_hook(self, model: Any) -> None:
             """Nothing is scaled ahead."""
@@ -69,10 +66,8 @@ def _convert_linears() -> None:
 def _group_experts() -> None:
     from torchtitan.models.moe import moe
 
-    from primus.turbo.primus_turbo import grouped_experts
-
     def _run_experts_grouped_mm_dynamic(*args: Any) -> torch.Tensor:
-        return grouped_experts(*args)
+        return primus_turbo.grouped_experts(*args)
 
     # torchtitan compiles the function unless its name says that this was done already; Primus Turbo's kernels are not
     # to be traced (torchtitan.models.llama4.infra.parallelize.apply_compile).
@@ -227,15 +222,13 @@ def _change_layers(model: Any, names: Sequence[str]) -> None:
 
         for layer in model.layers.values():
             layer.attention.inner_attention = FlashAttention4()
-    if {"turbo-attention", "turbo-attention-fp8", "turbo-rms-norm"} & set(names):
-        from primus.turbo.primus_turbo import RmsNorm, TurboAttention
     if {"turbo-attention", "turbo-attention-fp8"} & set(names):
         for layer in model.layers.values():
-            layer.attention.inner_attention = TurboAttention(eight="turbo-attention-fp8" in names)
+            layer.attention.inner_attention = primus_turbo.TurboAttention(eight="turbo-attention-fp8" in names)
     if "turbo-rms-norm" in names:
         for module in model.modules():
             if type(module) is torch.nn.RMSNorm:
-                module.__class__ = RmsNorm
+                module.__class__ = primus_turbo.RmsNorm
 
 
 def _loss(build: Callable[..., Any]) -> Callable[..., Any]:

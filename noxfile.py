@@ -179,7 +179,15 @@ def tests(session: nox.Session) -> None:
         _tool(session, "tests/host_tools.py", interpreter(session, "dev"), "tests/host_tools.py")
     # One worker leaves a third of two cores idle. A file's tests share what they set up, so it stays with one worker;
     # the longest files come early by name.
-    python(session, "pytest", "--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder", *session.posargs)
+    python(
+        session,
+        "pytest",
+        "--numprocesses=2",
+        "--dist=loadfile",
+        "--no-loadscope-reorder",
+        "--durations=30",
+        *session.posargs,
+    )
 
 
 @nox.session

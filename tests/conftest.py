@@ -35,6 +35,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Name each failure when it happens: a session of 20 minutes that is cut off reports nothing at its end."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(reporter))
+
+
+class _Failures:
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self.reporter = reporter
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            lines = report.longreprtext.strip().splitlines()
+            what = next((line[1:].strip() for line in lines if line.startswith("E ")), lines[-1] if lines else "")
+            self.reporter.write_line(f"\n{report.nodeid}: {report.when} failed: {what[:300]}", red=True)
+
+
 # Deadlines measure the machine, not the code: two busy cores break them.
 hypothesis.settings.register_profile("primus", deadline=None)
 hypothesis.settings.load_profile("primus")

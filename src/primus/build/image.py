@@ -11,7 +11,20 @@ from primus.oci.left_out import NOTHING, LeftOut
 from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
 from primus.plan.action import ImagePlan
 
-__all__ = ["Built", "Composed", "LayerLine", "compose", "current"]
+__all__ = ["Built", "Composed", "LayerLine", "Options", "compose", "current"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to build. ``locked``: a stale lock is an error. ``offline``: use downloaded files only. ``rehash``: read all
+    files and layers again. ``engine``: what runs build actions. ``quiet``: show no progress.
+    """
+
+    locked: bool = False
+    offline: bool = False
+    rehash: bool = False
+    engine: str = "auto"
+    quiet: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from primus.build import heap
 from primus.build.execute import Workshop
-from primus.build.image import Built, Composed, LayerLine, compose, current
+from primus.build.image import Built, Composed, LayerLine, Options, compose, current
 from primus.build.preflight import preflight
 from primus.build.rehash import find_damage
 from primus.display import choose_progress
@@ -60,11 +60,7 @@ def build_images(
     workspace: Workspace,
     *,
     gates: Callable[[Workspace, Progress], Gates] | None,
-    locked: bool = False,
-    offline: bool = False,
-    rehash: bool = False,
-    engine: str = "auto",
-    quiet: bool = False,
+    options: Options,
 ) -> list[Built]:
     """Make every image of ``plans``; independent actions side by side, each blob once. ``gates`` judge each image
     before it gets its name; None lets any pass.
@@ -73,10 +69,10 @@ def build_images(
     """
     store = workspace.store
     store.prepare()
-    if rehash:
+    if options.rehash:
         for fault in find_damage(store, (action for plan in plans for action in plan.actions())):
             print(f"! {fault}", file=sys.stderr)
-    with choose_progress(quiet) as progress, contextlib.ExitStack() as stack:
+    with choose_progress(options.quiet) as progress, contextlib.ExitStack() as stack:
         judge = gates(workspace, progress) if gates else None
         if judge:
             stack.callback(judge.close)
@@ -85,7 +81,7 @@ def build_images(
         workshop = Workshop(
             workspace=workspace,
             progress=progress,
-            engine=engine,
+            engine=options.engine,
             watch=judge.watch if judge else lambda: None,
             made=judge.look if judge else lambda *_: None,
         )
@@ -94,15 +90,15 @@ def build_images(
         absent = [f for f in files.values() if not workspace.files.has(f.sha256, f.size)]
         if todo:
             heap.share()
-            preflight(workshop, todo, () if offline else absent)
+            preflight(workshop, todo, () if options.offline else absent)
         if absent:
-            plans = _fetch(workshop, plans, may_relock=not (locked or offline), offline=offline)
+            plans = _fetch(workshop, plans, options)
             todo = missing(plans, workshop.done)
         done_here = run_actions(workshop, todo)
         return [before.get(plan.key) or assemble(store, plan, done_here, judge) for plan in plans]
 
 
-def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], *, may_relock: bool, offline: bool) -> Sequence[ImagePlan]:
+def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], options: Options) -> Sequence[ImagePlan]:
     """Fetch what the plans still lack; returns the plans, new ones where a file was gone and had to be locked again."""
     # Seam "sources": the network's libraries take a third of the start of a build that fetches nothing.
     from primus.fetch.files import GoneError, fetch
@@ -117,14 +113,14 @@ def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], *, may_relock: bool, 
             workshop.files,
             suites={name: suites_of(base.suite, base.packages) for name, base in bases.items()},
             sources=Sources.of_project(plans[0].resolved.versions, bases),
-            offline=offline,
+            offline=options.offline,
             progress=workshop.progress,
         )
 
     try:
         get(plans)
     except GoneError as gone:
-        if not may_relock:
+        if options.locked or options.offline:
             raise
         plans = _relock(workshop, plans, gone.files)
         get(plans)

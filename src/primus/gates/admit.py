@@ -21,7 +21,7 @@ from primus.gates.rules import rules
 from primus.gates.watch import Watch
 
 if TYPE_CHECKING:
-    from primus.build.image import Built, Composed
+    from primus.build.image import Built, Composed, Options
     from primus.gates.facts import LayerFacts
     from primus.gates.finding import GateReport
     from primus.oci.store import Layer
@@ -100,16 +100,7 @@ def _sentence(report: GateReport) -> str:
     return f"{report.gate}: {report.summary}; {first.path + ': ' if first.path else ''}{first.message}{more}"
 
 
-def build_gated(
-    plans: Sequence[ImagePlan],
-    workspace: Workspace,
-    *,
-    locked: bool,
-    offline: bool,
-    rehash: bool,
-    engine: str,
-    quiet: bool,
-) -> list[Built]:
+def build_gated(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
     """Build the images under all gates. Pins of a release that do not belong together are refused before any fetch.
 
     See :func:`primus.build.schedule.build_images` for what it raises.
@@ -117,13 +108,4 @@ def build_gated(
     for plan in plans:
         if not plan.resolved.choice.preview:
             check_pins(plan.resolved)
-    return build_images(
-        plans,
-        workspace,
-        gates=Gatekeeper,
-        locked=locked,
-        offline=offline,
-        rehash=rehash,
-        engine=engine,
-        quiet=quiet,
-    )
+    return build_images(plans, workspace, gates=Gatekeeper, options=options)

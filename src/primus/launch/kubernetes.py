@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from primus.errors import InputError
 from primus.gpus.table import generation
-from primus.launch.plan import Plan, refuse_secrets, vendor
+from primus.launch.plan import Plan, refuse_secrets, refuse_unfit, vendor
 
 __all__ = ["KINDS", "Cluster", "Kind", "Manifest", "default_name", "manifests", "name_of"]
 
@@ -64,17 +64,12 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.image:
             raise InputError("--image is missing", hint="--image rocm/primus:v26.11-mi300x")
-        for option, text in (("name", self.name), ("namespace", self.namespace), ("queue", self.queue)):
-            if text and not _DNS.fullmatch(text):
-                raise InputError(
-                    f"--{option}: {text!r} is not a name of Kubernetes",
-                    hint="at most 42 lower-case letters, digits and hyphens, beginning with a letter",
-                )
-        for option, text in (("cpu", self.cpu), ("memory", self.memory), ("shm", self.shm)):
-            if text and not _QUANTITY.fullmatch(text):
-                raise InputError(f"--{option}: {text!r} is not a quantity of Kubernetes", hint="for example 96 or 64Gi")
-        if self.rdma and not _RESOURCE.fullmatch(self.rdma):
-            raise InputError(f"--rdma: {self.rdma!r} is not a resource", hint="for example rdma/hca=8")
+        names = {"name": self.name, "namespace": self.namespace, "queue": self.queue}
+        hint = "at most 42 lower-case letters, digits and hyphens, beginning with a letter"
+        refuse_unfit(names, _DNS, "a name of Kubernetes", hint)
+        quantities = {"cpu": self.cpu, "memory": self.memory, "shm": self.shm}
+        refuse_unfit(quantities, _QUANTITY, "a quantity of Kubernetes", "for example 96 or 64Gi")
+        refuse_unfit({"rdma": self.rdma}, _RESOURCE, "a resource", "for example rdma/hca=8")
         for word in self.selector:
             if not _LABEL.fullmatch(word):
                 raise InputError(f"--node-selector: {word!r} is not LABEL=VALUE")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from primus.recipes.memory import gpu_bytes, predict
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import CHOICES
 
-__all__ = ["Plan", "refuse_secrets", "vendor"]
+__all__ = ["Plan", "refuse_secrets", "refuse_unfit", "vendor"]
 
 # What a value looks like that must not be written into a script or manifest: Hugging Face, W&B, GitHub, AWS, bearer.
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|\b[0-9a-f]{40}\b|Bearer \S+")
@@ -116,6 +116,13 @@ def vendor(gpu: str) -> str:
         return ""
     arch = generation(gpu).arch
     return next(one.vendor for one in load_table().archs if one.arch == arch)
+
+
+def refuse_unfit(options: Mapping[str, str], pattern: re.Pattern[str], what: str, hint: str) -> None:
+    """InputError for the first option whose text is given and does not match: it is not ``what``."""
+    for option, text in options.items():
+        if text and not pattern.fullmatch(text):
+            raise InputError(f"--{option}: {text!r} is not {what}", hint=hint)
 
 
 def refuse_secrets(words: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from primus.errors import HostError, InputError
-from primus.launch.plan import Plan, refuse_secrets, vendor
+from primus.launch.plan import Plan, refuse_secrets, refuse_unfit, vendor
 
 __all__ = ["CONTAINERS", "FORWARDED", "Container", "Site", "container_here", "script", "submit"]
 
@@ -61,13 +61,9 @@ class Site:
     def __post_init__(self) -> None:
         if self.container != "none" and not self.image:
             raise InputError(f"--container {self.container} needs --image", hint="--image rocm/primus:v26.11-mi300x")
-        for option, text in (("partition", self.partition), ("account", self.account), ("qos", self.qos)):
-            if text and not _WORD.fullmatch(text):
-                raise InputError(f"--{option}: {text!r} is not a name of Slurm", hint="letters, digits and _.,@:+-")
-        if self.time and not _TIME.fullmatch(self.time):
-            raise InputError(
-                f"--time: {self.time!r} is not a duration of Slurm", hint="MINUTES, HH:MM:SS or D-HH:MM:SS"
-            )
+        names = {"partition": self.partition, "account": self.account, "qos": self.qos}
+        refuse_unfit(names, _WORD, "a name of Slurm", "letters, digits and _.,@:+-")
+        refuse_unfit({"time": self.time}, _TIME, "a duration of Slurm", "MINUTES, HH:MM:SS or D-HH:MM:SS")
         for word in self.environment:
             if not _VARIABLE.fullmatch(word):
                 raise InputError(f"--env: {word!r} is neither NAME nor NAME=VALUE")

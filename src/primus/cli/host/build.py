@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from primus.build.image import Built, current
+from primus.build.image import Built, Options, current
 from primus.build.note import remember
 from primus.build.unchanged import say_unchanged
 from primus.cli.host.common import open_project, targets_of
@@ -44,15 +44,8 @@ def run(args: argparse.Namespace) -> int:
         workspace.stats.save()
         print_plans(plans, workspace.store, as_json=args.json)
         return 0
-    built = build_plans(
-        plans,
-        workspace,
-        locked=args.locked,
-        offline=args.offline,
-        rehash=args.rehash,
-        engine=args.engine,
-        quiet=args.json,
-    )
+    options = Options(locked=args.locked, offline=args.offline, rehash=args.rehash, engine=args.engine, quiet=args.json)
+    built = build_plans(plans, workspace, options)
     seconds = time.monotonic() - begin
     if args.json:
         print(json.dumps({"images": [asdict(b) for b in built], "seconds": round(seconds, 3)}))
@@ -78,25 +71,16 @@ def _name(image: Built) -> str:
     return image.ref + (f" (fails {gates}; see primus check {image.target})" if gates else "")
 
 
-def build_plans(
-    plans: Sequence[ImagePlan],
-    workspace: Workspace,
-    *,
-    locked: bool,
-    offline: bool,
-    rehash: bool,
-    engine: str,
-    quiet: bool,
-) -> list[Built]:
+def build_plans(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
     """The images of the plans, built under all gates; says on standard error which channel builds each."""
-    done = [] if rehash else [current(workspace.store, plan, rules()) for plan in plans]
+    done = [] if options.rehash else [current(workspace.store, plan, rules()) for plan in plans]
     built = [image for image in done if image is not None]
     if len(built) < len(plans):
         # Seam "work": what fetches, builds and checks costs 300 ms, which a build with nothing to do saves.
         from primus.gates.admit import build_gated
 
         _say_channels((plan.target, plan.resolved.target, plan.resolved.choice) for plan in plans)
-        built = build_gated(plans, workspace, locked=locked, offline=offline, rehash=rehash, engine=engine, quiet=quiet)
+        built = build_gated(plans, workspace, options)
     workspace.stats.save()
     return built
 

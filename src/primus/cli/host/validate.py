@@ -7,6 +7,7 @@ import json
 import sys
 from functools import partial
 
+from primus.build.image import Options
 from primus.cli.host.build import build_plans
 from primus.cli.host.common import resolved_target
 from primus.errors import InputError
@@ -33,9 +34,11 @@ def run(args: argparse.Namespace) -> int:
     if args.no_build:
         plan = plan_image(resolved, workspace.stats)
     else:
-        options: dict[str, bool] = {"locked": args.locked, "offline": args.offline, "quiet": args.json}
-        (plan,) = plan_images([resolved], workspace.stats, **options)
-        build_plans([plan], workspace, rehash=False, engine=args.engine, **options)
+        options = Options(locked=args.locked, offline=args.offline, engine=args.engine, quiet=args.json)
+        (plan,) = plan_images(
+            [resolved], workspace.stats, locked=options.locked, offline=options.offline, quiet=options.quiet
+        )
+        build_plans([plan], workspace, options)
     validated = validate(
         plan,
         workspace,

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from primus.build.difference import first_difference
+from primus.build.image import Options
 from primus.build.schedule import build_images
 from primus.cli.host.common import resolved_targets
 from primus.display import choose_progress
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Build twice, compare."""
     targets, workspace = resolved_targets(args)
     plans = plan_images(targets, workspace.stats, locked=True, quiet=args.json)
-    first = build_images(plans, workspace, gates=Gatekeeper, locked=True, rehash=True, quiet=args.json)
+    first = build_images(plans, workspace, gates=Gatekeeper, options=Options(locked=True, rehash=True, quiet=args.json))
     workspace.folder.mkdir(exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))
     failed: dict[str, str] = {}
@@ -35,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         # Another store, the same downloads and unpacked layers. Local files are hashed again.
         twin = Workspace(Store(scratch / "store"), workspace.folder)
         again = plan_images(targets, twin.stats, locked=True)
-        second = build_images(again, twin, gates=None, locked=True, quiet=args.json)
+        second = build_images(again, twin, gates=None, options=Options(locked=True, quiet=args.json))
         for one, other in zip(first, second, strict=True):
             if (where := first_difference((workspace.store, one), (twin.store, other))) is not None:
                 failed[one.target] = where

@@ -55,6 +55,10 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
         """From [tokens, samples, heads, size] to [tokens, samples, heads × size of values]."""
         assert attention_bias is None
         assert packed_seq_params is None
+        return self.attend(query, key, value).flatten(2)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """From [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         tokens, groups = query.size(2), query.size(1) // key.size(1)
         mask = None
@@ -68,7 +72,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
         context = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=groups > 1
         )
-        return context.permute(2, 0, 1, 3).flatten(2)
+        return context.permute(2, 0, 1, 3)
 
 
 class TurboAttention(TorchAttention):
@@ -76,23 +80,12 @@ class TurboAttention(TorchAttention):
 
     eight = False
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> torch.Tensor:
-        """From [tokens, samples, heads, size] to [tokens, samples, heads × size of values]."""
-        assert attention_bias is None
-        assert packed_seq_params is None
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """From [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
         query, key, value = (tensor.transpose(0, 1).contiguous() for tensor in (query, key, value))
         window = self.window if query.size(1) > self.window else 0
         context = attention(query, key, value, scale=self.scale, window=window, eight=self.eight)
-        return context.transpose(0, 1).flatten(2)
+        return context.transpose(0, 1)
 
 
 class TurboAttentionFp8(TurboAttention):

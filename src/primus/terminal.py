@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-__all__ = ["PLAIN", "Screen", "Styled", "bytes_text"]
+__all__ = ["PLAIN", "Screen", "Styled", "bytes_text", "counted"]
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
@@ -222,6 +222,11 @@ def _broken(text: str, width: int) -> list[str]:
                 lines.append(line[:cut])
                 line = line[cut:]
     return [*lines, line] if line else lines or [""]
+
+
+def counted(amount: int, noun: str) -> str:
+    """``1 layer``, ``2 layers``."""
+    return f"{amount:,} {noun}" + ("" if amount == 1 else "s")
 
 
 def bytes_text(amount: int) -> str:

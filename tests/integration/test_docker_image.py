@@ -123,4 +123,4 @@ def test_docker_as_the_sandbox_gives_the_same_digest(engine: pytest.MonkeyPatch,
             record.unlink()
     again = kit.build("small", "--engine", "docker")
     assert again.digest == want
-    assert "1 layers built, 3 reused" in again.err
+    assert "1 layer built, 3 reused" in again.err

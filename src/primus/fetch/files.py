@@ -20,6 +20,7 @@ from primus.fetch.download import Meter, NotThere, Stopped, WrongBytes, download
 from primus.fetch.filecache import FileCache
 from primus.progress import Progress
 from primus.sandbox.tools import with_packages
+from primus.terminal import counted
 from primus.versions.ask import ask
 from primus.versions.indexes import Indexes
 from primus.versions.lock import LockedFile
@@ -101,7 +102,7 @@ def fetch(
         work = _Work(places, cache, progress)
         # Long files first: the last one alone on the line would be the longest wait.
         work.run(sorted(wanted, key=lambda f: -f.size), jobs)
-    progress.finish("fetch", f"{len(wanted)} files, {speed(size, began)}")
+    progress.finish("fetch", f"{counted(len(wanted), 'file')}, {speed(size, began)}")
     return FetchResult(fetched=wanted, kept=kept, size=size)
 
 

@@ -21,6 +21,7 @@ from primus.sandbox.inside import FORWARDED
 from primus.sandbox.scratch import Scratch, scratch
 from primus.sandbox.spec import configuration
 from primus.sandbox.unpack import is_unpacked, layer_dir
+from primus.terminal import counted
 
 __all__ = ["EmbeddedEngine", "unpacked_below"]
 
@@ -71,7 +72,7 @@ class EmbeddedEngine:
         todo = [layer for layer in root.layers if not is_unpacked(cache, layer)]
         if todo:
             total = sum(layer.size for layer in todo)
-            self._say(f"unpacking {len(todo)} layers ({total / 1e6:.0f} MB compressed) of {root.name}, once")
+            self._say(f"unpacking {counted(len(todo), 'layer')} ({total / 1e6:.0f} MB compressed) of {root.name}, once")
             _unpack(root, cache, {layer.diff_id: layer for layer in todo})
         return [layer_dir(cache, layer).absolute() for layer in root.layers]
 

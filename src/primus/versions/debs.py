@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from primus.errors import HostError, InputError
 from primus.progress import Progress
+from primus.terminal import counted
 from primus.versions.archive import Archive, open_archive, titled
 from primus.versions.lock import BaseRequest, LockedFile
 from primus.versions.suites import name_of, preferences, suites_of, upstream
@@ -49,7 +50,7 @@ def resolve_debs(
         )
         for name, version in sorted(chosen.items())
     )
-    progress.finish(key, f"{len(files)} packages")
+    progress.finish(key, counted(len(files), "package"))
     return files
 
 

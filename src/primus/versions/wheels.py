@@ -23,6 +23,7 @@ from packaging.version import InvalidVersion, Version
 
 from primus.errors import HostError, InputError
 from primus.progress import Progress
+from primus.terminal import counted
 from primus.versions.ask import HOST_DEADLINE_S, ask
 from primus.versions.components import normalised
 from primus.versions.indexes import Indexes, pip_failure_hides_network, redact
@@ -106,7 +107,7 @@ def resolve_wheels(
             )
     placed = [_pure(one, indexes) if one.name in request.pure else one for one in _placed(found, request, indexes)]
     files = _measured("wheel", placed, indexes)
-    progress.finish("wheels", f"{len(files)} wheels")
+    progress.finish("wheels", counted(len(files), "wheel"))
     return files
 
 
@@ -166,7 +167,7 @@ def resolve_build(
     found = tuple(one for one in parse_report(report) if one.name not in request.provided)
     indexes = Indexes.of_host()
     files = _measured("wheel", _placed(found, request, indexes), indexes)
-    progress.finish(root, f"{len(files)} wheels")
+    progress.finish(root, counted(len(files), "wheel"))
     return tuple(replace(file, base=root) for file in files)
 
 

@@ -22,7 +22,7 @@ from primus.plan.locking import plan_images
 from primus.plan.resolve import resolve_all
 from primus.plan.target import Target
 from primus.plan.workspace import Workspace
-from primus.terminal import Screen, Styled, bytes_text
+from primus.terminal import Screen, Styled, bytes_text, counted
 
 __all__ = ["build_plans", "run"]
 
@@ -94,7 +94,7 @@ def _say_channels(targets: Iterable[tuple[str, Target, Choice]]) -> None:
 
 def _outcome(built: Sequence[Built]) -> str:
     made = sum(line.built for image in built for line in image.layers)
-    return f"{made} layers built, {sum(len(image.layers) for image in built) - made} reused"
+    return f"{counted(made, 'layer')} built, {sum(len(image.layers) for image in built) - made} reused"
 
 
 def _table(image: Built, choice: Choice, screen: Screen) -> str:
@@ -105,7 +105,7 @@ def _table(image: Built, choice: Choice, screen: Screen) -> str:
     for line in image.layers:
         state, seconds = (Styled("built", "green"), f"{line.seconds:.1f}") if line.built else ("cached", "")
         rows.append((line.name, bytes_text(line.size), state, seconds, line.digest[7:19]))
-    rows.append(("", bytes_text(image.size), f"{len(image.layers)} layers", "", ""))
+    rows.append(("", bytes_text(image.size), counted(len(image.layers), "layer"), "", ""))
     lines += screen.table(rows, head=("layer", "size", "state", "seconds", "digest"), right=(1, 3), indent="  ")
     for line in image.layers:
         if text := line.left_out.text():

@@ -13,6 +13,7 @@ from primus.cli.host.common import open_project, targets_of
 from primus.display import choose_progress
 from primus.plan.locking import lock_target
 from primus.plan.resolve import ResolvedTarget, resolve_all
+from primus.terminal import counted
 from primus.versions.components import normalised
 from primus.versions.lock import Drift, Lock, Request
 
@@ -99,7 +100,7 @@ def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:
 
 def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
     size = sum(f.size for f in lock.distinct)
-    head = f"{name}: {len(lock.distinct)} files, {size / 1e6:,.1f} MB"
+    head = f"{name}: {counted(len(lock.distinct), 'file')}, {size / 1e6:,.1f} MB"
     if not changes:
         return f"{head}; nothing changed"
     if all(change.old is None for change in changes) and len(changes) == len(lock.files):

@@ -25,7 +25,7 @@ from primus.cli.arguments import folder
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import generation, load_table
-from primus.terminal import Screen
+from primus.terminal import Screen, counted
 from primus.turbo.optimizations import Optimization, optimizations, state
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
@@ -127,7 +127,7 @@ def _compile(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found))
     else:
-        print(f"{len(asked)} kernels for {gpu.arch}, asked for by {len(cases)} calls, in {out}")
+        print(f"{counted(len(asked), 'kernel')} for {gpu.arch}, asked for by {counted(len(cases), 'call')}, in {out}")
     return 0
 
 

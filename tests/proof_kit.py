@@ -30,4 +30,6 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         "steps": rows,
         "parameters": parameters,
         "moved": moved,
+        "first": [],
+        "saved": [],
     }

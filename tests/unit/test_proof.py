@@ -39,6 +39,8 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("reference data", lambda e: e["steps"][2]["data"].append("step 3, rank 0: 10% of the labels are other tokens")),
     ("reference parameters", lambda e: e["parameters"]["missing"].append("model.layers.1.mlp.up_proj.weight")),
     ("reference parameters", lambda e: e["parameters"]["first_values"].append("a equals b")),
+    ("reference first weights", lambda e: e["first"].append("a begins with a mean of 1, not 0")),
+    ("reference saved files", lambda e: e["saved"].append("weights lacks a")),
     ("reference trained weights", lambda e: e["moved"]["still"].append("a")),
     ("reference trained weights", lambda e: e["moved"]["frozen_moved"].append("a")),
     ("reference loss", lambda e: e["steps"][4].update(loss=2.0001)),

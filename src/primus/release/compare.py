@@ -69,6 +69,7 @@ class Diff:
     unknown: tuple[str, ...] = described("Components that neither side gives.")
     contradictions: tuple[Contradiction, ...] = described("Other tables of either side that say otherwise.")
     notes: Mapping[str, tuple[str, ...]] = described("Image and tag → what is known beyond tables.")
+    curves: tuple[str, ...] = described("What differs between the golden curves of both sides.", default=())
 
 
 def one_of(found: Sequence[Release], word: str) -> Release:

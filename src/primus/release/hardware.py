@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import HostError
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from primus.training.checks import Verdict
     from primus.training.outcome import Outcome
 
-__all__ = ["NO_GPU", "Hardware", "choose", "ran_on"]
+__all__ = ["NO_GPU", "Hardware", "choose", "cpu_model", "ran_on"]
 
 NO_GPU = "none"
 
@@ -81,3 +83,12 @@ def ran_on(gpu: str, outcomes: Mapping[str, Outcome]) -> Verdict:
             elsewhere.append(f"{name} ran on {shown}")
     reason = "; ".join(elsewhere) or f"every job ran on {gpu}"
     return Verdict(name="on the GPU", passed=bool(outcomes) and not elsewhere, reason=reason)
+
+
+def cpu_model() -> str:
+    """The name of this machine's CPU; "unknown" where the kernel does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "unknown"

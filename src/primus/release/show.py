@@ -183,6 +183,8 @@ def diff_text(found: Diff, screen: Screen = PLAIN) -> str:
         lines += ["", "the same on both sides", *_listed(same, screen)]
     if found.unknown:
         lines += ["", "on neither side", *_listed([", ".join(found.unknown)], screen)]
+    if found.curves:
+        lines += ["", "training", *_listed(found.curves, screen)]
     if found.contradictions:
         lines += ["", "other sources on these tags"]
         lines += _listed((f"{tag}, {line}" for tag, line in _by_source(found.contradictions)), screen)
@@ -200,6 +202,8 @@ def diff_markdown(found: Diff, _: Screen = PLAIN) -> str:
     lines += _table([head, *(_cells(c, found) for c in found.components), *_same(found.same_components)])
     if found.unknown:
         lines += ["", f"On neither side: {', '.join(found.unknown)}."]
+    if found.curves:
+        lines += ["", "### Training", "", *(f"- {_cell(sentence)}" for sentence in found.curves)]
     if found.contradictions:
         lines += ["", "### Other sources on these tags", ""]
         lines += _table([_CONTRADICTION_HEAD, *map(_contradiction_cells, found.contradictions)])

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from primus.errors import HostError
 from primus.gates.check import check_image
 from primus.oci.canonical import digest_of
 from primus.oci.roots import root_of_image
+from primus.release import golden
 from primus.release.hardware import NO_GPU, ran_on
 from primus.report.html import page
 from primus.sandbox.container import Command, Mount
@@ -191,7 +192,7 @@ def _evidence(
     hardware: Hardware,
 ) -> dict[str, Any]:
     on_gpu = [ran_on(hardware.gpu, outcomes)] if hardware.gpu != NO_GPU else []
-    return records.make(
+    made = records.make(
         jobs,
         outcomes,
         [*suite.judge(jobs, outcomes), *on_gpu, *map(_gate_verdict, gates.reports)],
@@ -206,6 +207,14 @@ def _evidence(
             "not_run": _not_run(resolved.arch, hardware, jobs),
         },
     )
+    if golden.name_of(made) and made["passed"]:
+        against = golden.compared(golden.load(resolved.root, resolved.ref), made)
+        if isinstance(against, str):
+            made["not_run"].append(against)
+        else:
+            made["verdicts"].append(asdict(against))
+            made["passed"] = against.passed
+    return made
 
 
 def _keep(evidence: dict[str, Any], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
@@ -15,9 +16,10 @@ from pathlib import Path
 
 from primus.errors import PrimusError
 
-__all__ = ["Failure", "cause", "note", "noting", "text_of"]
+__all__ = ["Failure", "cause", "note", "noting", "stack_file", "text_of"]
 
 _FOLDER = "failures"
+_STACKS = "stacks"
 _LONGEST = 600
 _TRACEBACK = "Traceback (most recent call last)"
 # What the other ranks say when one is gone.
@@ -56,16 +58,42 @@ class Failure:
 
 @contextmanager
 def noting(output: Path) -> Iterator[None]:
-    """Inside a rank: when the block ends by an exception, leave its text and time in the job's folder."""
-    try:
-        yield
-    except SystemExit as error:
-        if error.code not in (None, 0):
+    """Inside a rank: when the block ends by an exception, leave its text and time in the job's folder.
+
+    A fatal signal leaves the Python stack of every thread in :func:`stack_file`.
+    """
+    with _kept_stack(stack_file(output, int(os.environ.get("RANK", "0")))):
+        try:
+            yield
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                _note(output, error)
+            raise
+        except BaseException as error:
             _note(output, error)
-        raise
-    except BaseException as error:
-        _note(output, error)
-        raise
+            raise
+
+
+def stack_file(output: Path, rank: int) -> Path:
+    """Where a rank that a fatal signal ends writes its stack. Empty while nothing happened."""
+    return output / "cache" / _STACKS / f"rank-{rank}.txt"
+
+
+@contextmanager
+def _kept_stack(path: Path) -> Iterator[None]:
+    """Ranks share one standard error, in which their stacks would mix: each has a file instead."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", encoding="utf-8")
+    except OSError:
+        yield
+        return
+    with file:
+        faulthandler.enable(file)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
 
 
 def _note(output: Path, error: BaseException) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from primus.training import failure
 
-__all__ = ["end_ranks", "name_hung"]
+__all__ = ["end_ranks", "name_hung", "stacks"]
 
-_DUMP = re.compile(r"^\[rank(?P<rank>\d+)\]: (?P<text>.*)$")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 # Where a rank waits for the others. Backward passes enter collectives from C++, below autograd's frame.
 _WAITING = re.compile(r"torch/distributed/|_engine_run_backward|torch/autograd/graph\.py")
@@ -32,26 +31,28 @@ def end_ranks(launcher: int, output: Path, seconds: float) -> None:
             os.kill(pid, signal.SIGKILL if state in "Tt" else signal.SIGABRT)
 
 
-def name_hung(log: Path, output: Path, seconds: float) -> list[int]:
-    """Ranks in ``log`` whose dump shows that they were not waiting for others. Each is noted in the job's folder."""
-    stacks: dict[int, list[re.Match[str]]] = {}
-    dumped: set[int] = set()
-    with suppress(OSError):
-        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-            if not (dump := _DUMP.match(line)):
-                continue
-            rank = int(dump["rank"])
-            # The dump shows other threads first; the main one receives the signal.
-            if dump["text"].startswith("Current thread 0x"):
-                dumped.add(rank)
-            elif rank in dumped and (frame := _FRAME.search(dump["text"])):
-                stacks.setdefault(rank, []).append(frame)
-    hung = [rank for rank, frames in stacks.items() if not any(_WAITING.search(f["file"]) for f in frames)]
-    for rank in hung:
-        top = stacks[rank][0]
-        place = f"{top['function']} ({Path(top['file']).name}:{top['line']})"
-        failure.note(output, rank, f"hung: no progress for {seconds:g} s; it is in {place}")
-    return sorted(hung)
+def stacks(output: Path) -> dict[int, str]:
+    """Rank → the stack that it left when a fatal signal ended it, innermost frame first."""
+    found = {}
+    for file in failure.stack_file(output, 0).parent.glob("rank-*.txt"):
+        with suppress(OSError, ValueError):
+            if text := file.read_text(encoding="utf-8", errors="replace"):
+                found[int(file.stem.removeprefix("rank-"))] = text
+    return dict(sorted(found.items()))
+
+
+def name_hung(output: Path, seconds: float) -> list[int]:
+    """Ranks whose stacks show that they were not waiting for others. Each is noted in the job's folder."""
+    hung = []
+    for rank, text in stacks(output).items():
+        # Other threads may come first; the main one receives the signal.
+        frames = list(_FRAME.finditer(text.partition("Current thread 0x")[2].partition("\n\n")[0]))
+        if frames and not any(_WAITING.search(frame["file"]) for frame in frames):
+            top = frames[0]
+            place = f"{top['function']} ({Path(top['file']).name}:{top['line']})"
+            failure.note(output, rank, f"hung: no progress for {seconds:g} s; it is in {place}")
+            hung.append(rank)
+    return hung
 
 
 def _ranks(launcher: int) -> dict[int, int]:

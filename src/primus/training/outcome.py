@@ -107,6 +107,7 @@ def _proven(outcome: Outcome) -> list[Verdict]:
     tokens = recipe.global_batch * recipe.seq_len // recipe.world_size
     return [
         *proof.verdicts(outcome.proof, outcome.series),
+        proof.figures(outcome.facts, outcome.proof, outcome.series, recipe),
         proof.clock(outcome.series, outcome.arrivals, outcome.busy, tokens),
     ]
 

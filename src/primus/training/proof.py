@@ -14,9 +14,10 @@ from primus.recipes.choose import CPU
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.size import size
 from primus.training.checks import Verdict
+from primus.training.flops import of_recipe_unit
 from primus.training.logs import Series
 
-__all__ = ["clock", "unjudged", "verdicts"]
+__all__ = ["clock", "figures", "unjudged", "verdicts"]
 
 # What float32 may differ by besides the noise: libraries add in other orders than the reference, norms for one in
 # float32 throughout. Measured: 7e-7, 5e-6, 5e-6.
@@ -36,6 +37,8 @@ _ROUNDED = {1: 1.0, 2: 0.7, 3: 0.35}
 # Where the scores of two experts are closer than float32 tells apart, a token may go to either.
 _TIE = 3e-6
 _TIED = {"loss": 1e-3, "grad_norm": 2e-2, "gradient": 0.3}
+# How far a backend's count of FLOPs may be from the recipe's.
+_FLOPS = 0.01
 # How far the reported throughput may be below and above the launcher's. Measured on a busy machine: 0.86 to 1.01.
 _CLOCK = (0.7, 1.15)
 
@@ -77,7 +80,13 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
         return [Verdict(name="reference", passed=False, reason="the reference found no step to repeat")]
     update = [
         _parameters(found["parameters"]),
+        _listed(
+            "reference first weights",
+            found.get("first", _NOTHING),
+            "every weight begins as the backend's rule draws it",
+        ),
         _moved(found["moved"]),
+        _listed("reference saved files", found.get("saved", _NOTHING), "checkpoints and files hold what was trained"),
         _gradients(found, series),
         _rates(steps),
         _updates(found),
@@ -91,6 +100,15 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
         _figure("grad_norm", "reference gradient norm", found, series, [step.grad_norm for step in series.steps]),
         *update,
     ]
+
+
+_NOTHING = ("the reference did not compare this",)
+
+
+def _listed(name: str, wrong: Sequence[str], passed: str) -> Verdict:
+    return Verdict(
+        name=name, passed=not wrong, reason=_first(wrong) or passed, measured=f"{len(wrong)} differences", limit="0"
+    )
 
 
 def _data(steps: Sequence[Mapping[str, Any]]) -> Verdict:
@@ -248,6 +266,30 @@ def _limit(key: str, noise: float, step: Mapping[str, Any]) -> float:
     """The largest relative gap at a step, in a run whose precision alone moves the reference by ``noise``."""
     least = _TIED[key] if step.get("closest", 1.0) < _TIE else _LEAST[key]
     return least + _NOISE[key] * noise
+
+
+def figures(facts: Mapping[str, Any], found: Mapping[str, Any], series: Series, recipe: Recipe) -> Verdict:
+    """What the run reports besides loss, norm and speed: parameters, FLOPs per token or image, memory.
+
+    Ranks that share layers or experts report their own parts only; their numbers of parameters are not compared.
+    """
+    wrong, known = [], found.get("parameters", {})
+    shared = any(recipe.degree(kind) > 1 for kind in ("tp", "pp", "ep"))
+    for key, count in (("parameters", known.get("count")), ("trainable_parameters", known.get("trained"))):
+        if not shared and facts.get(key) != count:
+            wrong.append(f"{key}: {facts.get(key)}, not {count}")
+    trained = known.get("trained") if recipe.mode == "lora" else None
+    flops = of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained).non_causal
+    if _gap(facts.get("flops_per_unit", math.nan), flops) > _FLOPS:
+        wrong.append(f"FLOPs of a token or image: {facts.get('flops_per_unit', math.nan):.4g}, not {flops:.4g}")
+    # In the narrowest precision of all, and without gradients and moments.
+    least = 2 * (known.get("count") or 0) / recipe.world_size / 2**30
+    wrong += [
+        f"step {step.step}: {step.memory_gib:g} GiB of memory, and the weights alone take {least:.2g}"
+        for step in series.steps
+        if step.memory_gib < max(least, 0.005)
+    ]
+    return _listed("reported figures", wrong, "parameters, FLOPs per unit and memory are the recipe's")
 
 
 def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, float], tokens: int) -> Verdict:

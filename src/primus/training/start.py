@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -141,7 +141,9 @@ def start(
     ended = launch.run(
         argv, log=own / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent
     )
-    if hung and not hang.name_hung(own / "log.txt", job.output, patience) and job.recipe.get("nodes", int) > 1:
+    if stacks := hang.stacks(job.output):
+        _append(own / "log.txt", stacks, on_line)
+    if hung and not hang.name_hung(job.output, patience) and job.recipe.get("nodes", int) > 1:
         time.sleep(_OTHERS_NAME_IT)
     left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}
     write_file(own / "result.json", json.dumps(left, indent=2) + "\n")
@@ -163,6 +165,15 @@ def start(
     }
     write_file(own / "result.json", json.dumps(left, indent=2, ensure_ascii=False) + "\n")
     return result, verdicts, summary
+
+
+def _append(log: Path, stacks: Mapping[int, str], on_line: Callable[[str], None]) -> None:
+    """Add each rank's stack to the log, one after the other."""
+    lines = [f"[rank{rank}]: {line}\n" for rank, text in stacks.items() for line in text.splitlines()]
+    with log.open("a", encoding="utf-8") as file:
+        file.writelines(lines)
+    for line in lines:
+        on_line(line)
 
 
 def _judge(job: Job) -> None:

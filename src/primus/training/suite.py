@@ -26,7 +26,7 @@ from primus.training.outcome import Outcome
 __all__ = ["digest", "judge", "plan", "recipe_of", "run"]
 
 # Raised when a rule or the plan changes its meaning: a record of another suite proves something else.
-FORMAT = 3
+FORMAT = 4
 _PRECISION_JOB = "precision-"
 
 

@@ -7,6 +7,7 @@ The files of ``OUTPUT/witness`` are written from the tensors that the model, its
 - ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped), ``rates``, the learning rate of each
   parameter or group, and ``stale``, the parameters that are not the rounded weights of the optimizer; absent when no
   optimizer ran;
+- ``random-RANK.json``: ``kept``, whether the rank's random state after loading a checkpoint was that at its saving;
 - ``seconds.json``: how long writing all this took after each step;
 - ``weights-STEP.pt``: ``weights`` after the step, whole, by the backend's own names; step 0 before the first update.
   Where the optimizer keeps float32 weights of its own, these.
@@ -66,6 +67,7 @@ class Witness:
         self._optimizers: set[torch.optim.Optimizer] = set()
         self._hook = register_optimizer_step_pre_hook(self._before_update)
         self._seconds: dict[int, float] = {}
+        self._random = torch.get_rng_state()
 
     def batch(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
         """Take a micro-batch of the step in progress."""
@@ -103,7 +105,9 @@ class Witness:
         self._weights(step)
 
     def erase(self) -> None:
-        """Set all that was trained, and all that the optimizers keep, to zero."""
+        """Set all that was trained, and all that the optimizers keep, to zero; let random numbers begin anew."""
+        self._random = torch.get_rng_state()
+        torch.manual_seed(0)
         with torch.no_grad():
             for part in self._parts:
                 for tensor in part.state_dict(keep_vars=True).values():
@@ -116,6 +120,12 @@ class Witness:
                     for tensor in (parameter, *state.values()):
                         if isinstance(tensor, torch.Tensor):
                             tensor.zero_()
+
+    def loaded(self) -> None:
+        """Note whether a checkpoint gave back the random state that :meth:`erase` found. All ranks."""
+        kept = {"kept": torch.equal(self._random, torch.get_rng_state())}
+        (self._folder / f"random-{_rank()}.json").write_text(json.dumps(kept), encoding="utf-8")
+        torch.set_rng_state(self._random)
 
     def _weights(self, step: int) -> None:
         weights = self._trained.whole() if self._trained else whole_parameters(self._parts)

@@ -223,6 +223,22 @@ def loop_killed(train: Any) -> None:
     train._step = killed
 
 
+def loop_hangs(train: Any) -> None:
+    """Rank 1 never comes to its third step."""
+    import time
+
+    step = train._step
+
+    def hanging(*given: Any) -> Any:
+        hanging.count += 1  # type: ignore[attr-defined]
+        if os.environ["RANK"] == "1" and hanging.count == 3:  # type: ignore[attr-defined]
+            time.sleep(3600)
+        return step(*given)
+
+    hanging.count = 0  # type: ignore[attr-defined]
+    train._step = hanging
+
+
 def import_error(llama: Any) -> None:
     """A module of the backend needs one that is not installed."""
     raise ModuleNotFoundError("No module named 'fast_kernels'")
@@ -255,6 +271,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "loop_forgets_its_place": ("primus.training.loop.train", loop_forgets_its_place),
     "loop_out_of_memory": ("primus.training.loop.train", loop_out_of_memory),
     "loop_killed": ("primus.training.loop.train", loop_killed),
+    "loop_hangs": ("primus.training.loop.train", loop_hangs),
     "import_error": ("primus.training.fsdp.llama", import_error),
     "loop_bf16": ("primus.training.loop.sharded", loop_bf16),
 }

@@ -13,6 +13,7 @@ from primus.training.job import Job, JobResult
 # In the image the faults are mounted at /faults.
 sys.path += [str(Path(__file__).parents[1] / "faults"), "/faults"]
 import silent_subtle  # noqa: F401
+import silent_wide  # noqa: F401
 from silent import SILENT
 
 __all__ = ["SILENT", "failed", "job_of", "write"]

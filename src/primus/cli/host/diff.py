@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 from primus.cli.host.releases import choices, open_pins
-from primus.release import show
+from primus.release import golden, show
 from primus.release.compare import diff, one_of
 from primus.release.history import load_history
 from primus.terminal import Screen
@@ -21,8 +22,24 @@ def run(args: argparse.Namespace) -> int:
     project = open_pins(args)
     old, new = (one_of(choices(history, word, project), word) for word in (args.old, args.new))
     found = diff(old, new)
+    if project is not None:
+        found = replace(found, curves=_curves(project.root, old.tag, new.tag))
     if args.json:
         print(json.dumps(asdict(found), ensure_ascii=False))
     else:
         print(show.diff_markdown(found) if args.markdown else show.diff_text(found, Screen.of()))
     return 0
+
+
+def _curves(root: Path, old: str, new: str) -> tuple[str, ...]:
+    """What differs between the golden curves of two releases; nothing where neither has any."""
+    sides = {name: golden.load(root, name) for name in (old, new)}
+    missing = [name for name, curves in sides.items() if curves is None]
+    if len(missing) == len(sides):
+        return ()
+    if missing:
+        return (f"{missing[0]} has no golden curves: how both train was not compared",)
+    before, after = sides[old], sides[new]
+    assert before is not None
+    assert after is not None
+    return golden.changes(before, after) or (f"all {len(after['curves'])} golden curves agree",)

@@ -6,11 +6,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from primus.errors import InputError
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
-from primus.release import show
+from primus.release import golden, show
 from primus.release.history import History, Release, errors_about, load_history, of_image, select, unconfirmed
 from primus.release.inputs import load_inputs, stack_of
 from primus.release.present import IMAGE, present, present_names
@@ -39,7 +40,12 @@ def choices(history: History, word: str, project: Project | None) -> Sequence[Re
             raise
         names = present_names(project.versions, project.target_names())
         bare = word.removeprefix(f"{IMAGE}:")
-        return (pinned(project, bare, history),) if bare in names else select(history, word, also=names)
+        if bare in names:
+            return (pinned(project, bare, history),)
+        if golden.load(project.root, Path(bare).name) is not None:
+            # An earlier release of this repository: its pins are in its own commit, its curves in every later one.
+            return (Release(image=IMAGE, tag=bare, components={}, notes=("Only its golden curves are known here.",)),)
+        return select(history, word, also=names)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from functools import partial
 
 from primus.build.image import Options
@@ -15,7 +16,7 @@ from primus.plan.layers import plan_image
 from primus.plan.locking import plan_images
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.choose import CPU
-from primus.release import hardware
+from primus.release import golden, hardware
 from primus.release.cells import Cell, cells_of
 from primus.release.hardware import NO_GPU
 from primus.release.validation import outcome_text, table, validate
@@ -26,6 +27,8 @@ __all__ = ["run"]
 
 def run(args: argparse.Namespace) -> int:
     """Build, train, judge, record."""
+    if args.record_golden and (not args.suite or args.recipe):
+        raise InputError("--record-golden records every recipe of a target", hint="use it with --suite quick")
     resolved, workspace = resolved_target(args)
     found = hardware.choose(args.gpus, resolved.gpu)
     if not args.json and (found.names or found.why):
@@ -46,10 +49,19 @@ def run(args: argparse.Namespace) -> int:
         output=(args.output or resolved.root / "out" / "validation").absolute(),
         engine=args.engine,
         quiet=args.json,
-        again=args.again,
+        again=args.again or args.record_golden,
         hardware=found,
     )
     records = [one.record for one in validated]
+    if args.record_golden:
+        count = golden.record(
+            resolved.root,
+            resolved.ref,
+            records,
+            date=time.strftime("%Y-%m-%d", time.gmtime()),
+            cpu=hardware.cpu_model(),
+        )
+        print(f"{count} golden curves of {resolved.ref} recorded", file=sys.stderr)
     if args.json:
         print(json.dumps(records if len(cells) > 1 or args.suite else records[0]))
     elif len(validated) == 1:

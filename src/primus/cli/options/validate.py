@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--again", action="store_true", help="also run what has already passed for the same image and recipe"
     )
     parser.add_argument(
+        "--record-golden",
+        action="store_true",
+        help="write the FP32 curves of all recipes to benchmarks/golden, to compare later validations and releases "
+        "with; needs --suite, and implies --again",
+    )
+    parser.add_argument(
         "--output",
         type=folder("--output"),
         metavar="DIR",

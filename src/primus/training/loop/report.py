@@ -34,6 +34,8 @@ class Report:
         # Counted as torchtitan counts, so that the figures of all backends compare: attention non-causal.
         per_unit = of_recipe_unit(given.model, given.training.seq_len, adapters=adapters)
         self._causal = per_unit.causal * (self._images or self._tokens)
+        # FLOPs of one token or image, attention counted in full.
+        self.flops_per_unit = per_unit.non_causal
         self._flops = per_unit.non_causal * (self._images or self._tokens)
 
     def start(self) -> None:

@@ -32,6 +32,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
     config = given.training
     known = {**facts.static(session.model_parts, process.device.type), **_kept(given), **session.facts()}
     report = Report(given, process, data, known["trainable_parameters"] if given.mode == "lora" else None)
+    known["flops_per_unit"] = report.flops_per_unit
     if given.resume_from is not None:
         checkpoint.load(given.resume_from, session)
         report.say(f"resumed from {given.resume_from}")
@@ -64,6 +65,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
             if step == (given.first_step + given.last_step) // 2:
                 with witness.busy(step):
                     checkpoint.prove(given.output / "cache", step, session, given.identity, witness.erase)
+                    witness.loaded()
             report.start()
         if config.checkpoint_interval and (step % config.checkpoint_interval == 0 or step == given.last_step):
             began = time.perf_counter()

@@ -19,7 +19,7 @@ import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
 from primus.recipes.size import size
-from primus.training.reference import data, update
+from primus.training.reference import data, first, saved, update
 from primus.training.reference.model import Dialect, Model, adapter_shapes, shapes
 from primus.training.reference.names import UnknownWeight, to_canonical
 
@@ -41,22 +41,24 @@ def replay(output: Path) -> dict[str, Any]:
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
     found: dict[str, Any] = {"precision": job["precision"], "steps": []}
-    first, last = job["first_step"], job["last_step"]
+    began_at, last = job["first_step"], job["last_step"]
     sizes = rebuilt(job["model"])
     try:
-        before = _weights(job, sizes, folder, first - 1)
+        before = _weights(job, sizes, folder, began_at - 1)
         found["whole"] = sizes.family != "flux"
         found["parameters"] = _parameters(job, sizes, before) if found["whole"] else _count(sizes, before)
+        found["first"] = first.strange(job, sizes, before)
         if found["parameters"]["missing"] or found["parameters"]["shapes"]:
             # Another model: there is nothing to repeat.
             return found
         replayed = _Replay(job, sizes, folder)
         found |= {"max_norm": update.settings(job).max_norm, "summands": job["data_parallel"] * job["accumulation"]}
-        for step in range(first, last + 1):
+        for step in range(began_at, last + 1):
             after = _weights(job, sizes, folder, step)
             found["steps"].append(replayed.step(step, before, after))
             before = after
-        found["moved"] = _moved(job, _weights(job, sizes, folder, first - 1), before)
+        found["moved"] = _moved(job, _weights(job, sizes, folder, began_at - 1), before)
+        found["saved"] = saved.differences(output, job, sizes, before)
     except UnknownWeight as error:
         found["problem"] = f"the run has a weight that the model has not: {error}"
     except FileNotFoundError as error:

@@ -46,6 +46,7 @@ def observed_trainer(
                 "accumulation_steps": self.gradient_accumulation_steps,
                 "seed": config.debug.seed,
                 "vocab_size": self.model_args.vocab_size,
+                "flops_per_unit": float(self.metrics_processor.num_flops_per_token),
             }
             self._save, self._load = self.checkpointer.save, self.checkpointer.load
             self.checkpointer.save, self.checkpointer.load = self._save_sealed, self._load_told

@@ -1,0 +1,131 @@
+"""Golden curves: losses and gradient norms of a release's proxies in FP32 on a CPU, kept in the repository."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from primus.errors import InputError
+from primus.files import write_file
+from primus.training.checks import Verdict
+
+__all__ = ["changes", "compared", "load", "name_of", "record"]
+
+FOLDER = "benchmarks/golden"
+_FIGURES = ("loss", "grad_norm")
+# Relative, between types of CPU: they add in other orders, and training amplifies it.
+_TOLERANCE = {"loss": 2e-3, "grad_norm": 5e-2}
+
+
+def load(root: Path, release: str) -> dict[str, Any] | None:
+    """The curves of ``release`` (``v26.11-cpu``); None where none were recorded. InputError for a damaged file."""
+    path = root / FOLDER / f"{release}.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        for curve in content["curves"].values():
+            assert len(curve["loss"]) == len(curve["grad_norm"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+        hint = "primus validate cpu --suite quick --record-golden makes it again"
+        raise InputError("this is not a file of golden curves", where=str(path), hint=hint) from error
+    return content
+
+
+def name_of(evidence: Mapping[str, Any]) -> str | None:
+    """The name of the curve that a validation's record holds; None unless it trained in FP32 on a CPU."""
+    recipe = evidence["recipe"]
+    if recipe["precision"] != "fp32" or recipe["gpu"] != "cpu" or evidence["gpu"] != "none":
+        return None
+    return f"{recipe['name']}-{recipe['backend']}-{recipe['mode']}"
+
+
+def compared(golden: Mapping[str, Any] | None, evidence: Mapping[str, Any]) -> Verdict | str:
+    """The verdict on the first job of ``evidence``, or a sentence on why there is no curve to compare with."""
+    name = name_of(evidence)
+    curve = (golden or {}).get("curves", {}).get(name)
+    if curve is None:
+        return f"the golden curve: none is recorded for {name}"
+    if curve["recipe"] != evidence["recipe"]["sha256"]:
+        return f"the golden curve: {name} was recorded from another version of the recipe"
+    gaps = _gaps(curve, _curve(evidence))
+    outside = [(step, key, gap) for step, key, gap in gaps if not gap <= _TOLERANCE[key]]
+    largest = max((gap for _, _, gap in gaps), default=math.inf)
+    if outside:
+        step, key, gap = outside[0]
+        reason = f"{_WORDS[key]} leaves the curve at step {step}, by {gap:.1e}"
+    elif largest == 0:
+        reason = f"{len(curve['loss'])} steps are equal to the last bit"
+    else:
+        reason = f"{len(curve['loss'])} steps agree, as far as CPUs of different types do"
+    limit = f"relative gap ≤ {_TOLERANCE['loss']:g} (loss), {_TOLERANCE['grad_norm']:g} (gradient norm)"
+    return Verdict(name="golden curve", passed=not outside and bool(gaps), reason=reason, measured=f"{largest:.1e}",
+                   limit=limit)  # fmt: skip
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
+    """What differs between the curves of two releases, a sentence for each recipe and backend."""
+    found = []
+    exact = old["cpu"] == new["cpu"]
+    for name in sorted({*old["curves"], *new["curves"]}):
+        before, after = old["curves"].get(name), new["curves"].get(name)
+        if before is None or after is None:
+            found.append(f"{name} has a curve in {_side(old, new, before)} only")
+            continue
+        limits = dict.fromkeys(_FIGURES, 0.0) if exact else _TOLERANCE
+        for step, key, gap in _gaps(before, after):
+            if not gap <= limits[key]:
+                recipe = "" if before["recipe"] == after["recipe"] else "; its recipe changed as well"
+                found.append(f"{_WORDS[key]} of {name} changed at step {step}, by {gap:.1e}{recipe}")
+                break
+    return tuple(found)
+
+
+def record(root: Path, release: str, records: Sequence[Mapping[str, Any]], *, date: str, cpu: str) -> int:
+    """Write the curves of ``records`` to the file of ``release``; how many there are. Records that failed have none."""
+    curves = {
+        name: {"recipe": one["recipe"]["sha256"], **_curve(one)}
+        for one in records
+        if one["passed"] and (name := name_of(one))
+    }
+    content = {
+        "release": release,
+        "command": "primus validate cpu --suite quick --record-golden",
+        "date": date,
+        "cpu": cpu,
+        "image": records[0]["image"]["content"] if records else "",
+        "versions": records[0]["versions"] if records else {},
+        "curves": dict(sorted(curves.items())),
+    }
+    path = root / FOLDER / f"{release}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(content, indent=1) + "\n")
+    return len(curves)
+
+
+_WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
+
+
+def _curve(evidence: Mapping[str, Any]) -> dict[str, list[float]]:
+    series = evidence["jobs"][0].get("series", [])
+    return {key: [step[key] for step in series] for key in _FIGURES}
+
+
+def _gaps(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[int, str, float]]:
+    """Step, figure and relative gap, in order. A step that one side lacks has an infinite gap."""
+    found = []
+    for place in range(max(len(old["loss"]), len(new["loss"]))):
+        for key in _FIGURES:
+            pair = [side[key][place] for side in (old, new) if place < len(side[key])]
+            gap = math.inf
+            if len(pair) == 2 and None not in pair:
+                gap = abs(pair[0] - pair[1]) / max(abs(pair[0]), abs(pair[1]), 1e-30)
+            found.append((place + 1, key, gap))
+    return found
+
+
+def _side(old: Mapping[str, Any], new: Mapping[str, Any], before: object) -> str:
+    return str((new if before is None else old)["release"])

@@ -1,0 +1,75 @@
+"""What a run saved: its checkpoint's random states, and the weights that it exported."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from primus.recipes.architecture import Architecture
+from primus.training.reference.names import to_canonical
+
+__all__ = ["differences"]
+
+# Hugging Face's configuration key → the size of the recipe that it must equal.
+_SIZES = {
+    "hidden_size": "hidden_size", "num_hidden_layers": "layers", "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads", "vocab_size": "vocab_size", "rms_norm_eps": "norm_eps",
+}  # fmt: skip
+
+
+def differences(
+    output: Path, job: Mapping[str, Any], sizes: Architecture, last: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """How the files in ``output`` differ from what was trained; ``last`` are the run's last weights."""
+    found = [
+        f"rank {file.stem.partition('-')[2]} has other random states after loading its checkpoint"
+        for file in sorted((output / "witness").glob("random-*.json"))
+        if not json.loads(file.read_text(encoding="utf-8"))["kept"]
+    ]
+    if job["config"].get("save_weights"):
+        found += _exported(output / "weights", job, sizes, last)
+    return found
+
+
+def _exported(folder: Path, job: Mapping[str, Any], sizes: Architecture, last: Mapping[str, torch.Tensor]) -> list[str]:
+    from safetensors.torch import load_file
+
+    saved: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        saved |= {f"model.{_experts(name)}": tensor for name, tensor in load_file(file).items()}
+    saved = to_canonical(job["backend"], sizes, saved)
+    adapters = job["mode"] == "lora"
+    wanted = {name: tensor for name, tensor in last.items() if not adapters or ".lora_" in name}
+    found = [f"{folder.name} lacks {name}" for name in wanted if name not in saved]
+    found += [
+        f"{name} in {folder.name} is not the trained one"
+        for name, tensor in wanted.items()
+        if name in saved and not torch.equal(saved[name], tensor.to(saved[name].dtype))
+    ]
+    file = folder / ("adapter_config.json" if adapters else "config.json")
+    said = json.loads(file.read_text(encoding="utf-8"))
+    return found + [
+        f"{file.name}: {key} is {said.get(key)}, not {value}"
+        for key, value in _described(job, sizes).items()
+        if said.get(key) != value
+    ]
+
+
+def _described(job: Mapping[str, Any], sizes: Architecture) -> dict[str, Any]:
+    """What the file beside the weights must say."""
+    if job["mode"] == "lora":
+        config = job["config"]
+        return {"r": int(config.get("lora.rank", 16)), "lora_alpha": float(config.get("lora.alpha", 32.0))}
+    return {key: getattr(sizes, name) for key, name in _SIZES.items()}
+
+
+def _experts(name: str) -> str:
+    """Mixtral's files name experts otherwise than the model does."""
+    parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return re.sub(r"(?<=\.experts\.)(\d+)\.(w[123])\.", lambda match: f"{match[1]}.{parts[match[2]]}.", name)

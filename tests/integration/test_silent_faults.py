@@ -24,7 +24,7 @@ BACKENDS = ("torchtitan", "fsdp", "finetune", "megatron")
 # One of each class of fault, over all backends: CI runs these; `--slow` runs all.
 QUICK = (
     "torchtitan_attention_not_causal", "torchtitan_rate_zero_later", "fsdp_labels_equal_inputs",
-    "fsdp_tokens_counted_twice", "finetune_adapter_scaled_twice", "megatron_labels_rolled",
+    "fsdp_tokens_counted_twice", "finetune_adapter_scaled_twice", "megatron_output_projections_as_large_as_others",
     "torchtitan_gradients_summed_in_bf16", "fsdp_moments_not_saved", "megatron_stale_copies",
 )  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_the_references_models_are_those_of_transformers(python: list[str]) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_every_silent_fault_is_named(run: Run, request: pytest.FixtureRequest) -> None:
-    assert len(SILENT) >= 110
+    assert len(SILENT) >= 175
     jobs = run({name: (case.backend, case.words, name) for name, case in SILENT.items()})
     assert _missed(jobs) == []
     if request.config.getoption("--record-faults"):

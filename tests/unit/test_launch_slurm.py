@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from primus.launch import slurm
 from primus.launch.plan import Plan
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
-from primus.training import hang
 
 SITE = slurm.Site(container="docker", image="rocm/primus:v26.11-mi300x", output=Path("/shared/my runs"))
 
@@ -168,24 +166,3 @@ def test_a_warning_ends_the_ranks_and_requeues(tmp_path: Path) -> None:
     )
     assert "ended" in said.stdout
     assert "the job was told to end; requeued" in said.stderr
-
-
-DUMP = """\
-[rank0]: Fatal Python error: Aborted
-[rank0]: Current thread 0x1 (most recent call first):
-[rank0]:   File "/x/torch/distributed/distributed_c10d.py", line 7 in all_reduce
-[rank0]:   File "/x/entry.py", line 3 in main
-[rank1]: Fatal Python error: Aborted
-[rank1]: Thread 0x2 (most recent call first):
-[rank1]:   File "/x/torch/distributed/agent.py", line 1 in watch
-[rank1]: Current thread 0x1 (most recent call first):
-[rank1]:   File "/x/data.py", line 12 in read
-[rank1]:   File "/x/entry.py", line 3 in main
-"""
-
-
-def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path) -> None:
-    (tmp_path / "log.txt").write_text(DUMP)
-    assert hang.name_hung(tmp_path / "log.txt", tmp_path, 30) == [1]
-    noted = json.loads((tmp_path / "cache/failures/1.json").read_text())
-    assert re.search(r"hung: no progress for 30 s; it is in read \(data\.py:12\)", noted["text"])

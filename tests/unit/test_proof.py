@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.training import proof, suite
+from primus.training.flops import of_recipe_unit
 from primus.training.logs import Series, Step
 from proof_kit import evidence
 
@@ -118,3 +120,26 @@ def test_what_the_reference_cannot_repeat_is_said() -> None:
     assert proof.unjudged(flux) is None
     assert proof.unjudged(llama) is None
     assert suite.plan("llama3.1-8b", llama.path, (), Asked(gpu="cpu", proxy=True), "quick")[0].judged
+
+
+FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10}
+
+
+@pytest.mark.parametrize(
+    ("change", "memory", "told"),
+    [
+        ({}, 1.0, ""),
+        ({"parameters": 8}, 1.0, "parameters: 8, not 10"),
+        ({"trainable_parameters": None}, 1.0, "trainable_parameters: None, not 10"),
+        ({"flops_per_unit": 5.63e12}, 1.0, "FLOPs of a token or image: 5.63e+12, not"),
+        ({"flops_per_unit": None}, 1.0, "FLOPs of a token or image: nan, not"),
+        ({}, 0.0, "step 1: 0 GiB of memory"),
+    ],
+)
+def test_reported_figures_are_those_of_the_recipe(change: dict[str, Any], memory: float, told: str) -> None:
+    recipe = resolve("llama3.1-8b", (), Asked(gpu="cpu", proxy=True))
+    facts = {**FIGURES, "flops_per_unit": of_recipe_unit(recipe.architecture, recipe.seq_len).non_causal, **change}
+    steps = tuple(replace(step, memory_gib=memory) for step in series().steps)
+    verdict = proof.figures({k: v for k, v in facts.items() if v}, evidence(SEEN), Series(steps=steps), recipe)
+    assert verdict.passed == (not told)
+    assert verdict.reason.startswith(told)

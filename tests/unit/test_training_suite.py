@@ -18,6 +18,7 @@ from primus.recipes.setting import Asked
 from primus.release.validation import outcome_text
 from primus.report.html import page
 from primus.training import outcome, ranks, record, start, suite
+from primus.training.flops import of_recipe_unit
 from primus.training.job import Job, JobResult
 from primus.training.tcpstore import choose_store
 from primus.training.torchtitan import render
@@ -47,7 +48,8 @@ def leave(job: Job, *, exit_code: int = 0, values: dict[int, tuple[float, float]
     (job.output / "exact.jsonl").write_text("".join(json.dumps(line) + "\n" for line in exact))
     facts = ranks.expected_facts(job) | {
         "linears": LINEARS, "float32_matmul_precision": "highest", "weights_sha256": "ab" * 32,
-        "versions": {"torch": "2.13.0+cpu"}, "parameters": 501408, "device": "cpu", "backend": "gloo",
+        "versions": {"torch": "2.13.0+cpu"}, "parameters": 10, "trainable_parameters": 10, "device": "cpu",
+        "backend": "gloo", "flops_per_unit": of_recipe_unit(job.recipe.architecture, job.recipe.seq_len).non_causal,
     }  # fmt: skip
     (job.output / "facts.json").write_text(json.dumps(facts))
     (job.output / "result.json").write_text(json.dumps({"exit_code": exit_code, "seconds": 8.5, "argv": ["x"]}))

@@ -516,35 +516,22 @@ def clock_begins_after_the_forward_pass(module: Any) -> None:
 SAVED = ("finetune.save_weights=true",)
 
 
-@silent("checkpoint", "finetune", "primus.training.finetune.entry", KEPT, words=("--mode=lora", *SAVED))
+@silent("checkpoint", "finetune", FINETUNE, KEPT, words=("--mode=lora", *SAVED))
 def adapters_saved_with_another_scale(module: Any) -> None:
-    def save(original: Any, model: Any, *given: Any) -> None:
+    def ready(original: Any, model: Any, *given: Any) -> None:
+        original(model, *given)
         model.model.peft_config["default"].lora_alpha *= 2
-        original(model, *given)
 
-    wrap(module, "_save", save)
+    wrap(module, "ready_to_generate", ready)
 
 
-@silent("checkpoint", "finetune", "primus.training.finetune.entry", KEPT, words=SAVED)
-def weights_saved_before_training(module: Any) -> None:
-    def init(original: Any, model: Any, *given: Any) -> None:
-        original(model, *given)
-        module.first = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+@silent("checkpoint", "finetune", "torch.distributed.checkpoint.state_dict", KEPT, words=SAVED)
+def saved_weights_half_rounded(module: Any) -> None:
+    def state(original: Any, *given: Any, **named: Any) -> Any:
+        found = original(*given, **named)
+        return {name: tensor.bfloat16().float() if "layers.1." in name else tensor for name, tensor in found.items()}
 
-    def save(original: Any, model: Any, *given: Any) -> None:
-        import torch
-
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "layers.1." in name:
-                    from torch.distributed.tensor import distribute_tensor
-
-                    whole = module.first[name]
-                    parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
-        original(model, *given)
-
-    wrap(module.models, "init", init)
-    wrap(module, "_save", save)
+    wrap(module, "get_model_state_dict", state)
 
 
 @silent("model", "finetune", FINETUNE, LOSS, GRADIENTS)
@@ -619,25 +606,6 @@ def master_weights_rounded(module: Any) -> None:
 @silent("metrics", "megatron", SESSION, NORM, GRADIENTS)
 def norm_of_one_rank(module: Any) -> None:
     wrap(module.MegatronSession, "step", lambda step, self, lr: step(self, lr) / 2**0.5)
-
-
-# FLUX
-
-
-FLUX = "primus.training.flux.entry"
-
-
-@silent("model", "flux", FLUX, LOSS, GRADIENTS, words=("--recipe=flux.1-dev",))
-def velocity_backwards(module: Any) -> None:
-    def flow(original: Any, model: Any, batch: Any, *given: Any) -> Any:
-        return original(model, {**batch, "latents": -batch["latents"]}, *given)
-
-    wrap(module, "flow_matching", flow)
-
-
-@silent("data", "flux", "primus.training.flux.latents", DATA, LOSS, words=("--recipe=flux.1-dev",))
-def same_noise_for_each_image(module: Any) -> None:
-    wrap(module, "generator_of", lambda make, seed, number: make(seed, 0))
 
 
 # On record upstream

@@ -51,16 +51,18 @@ def test_the_first_cause_is_told(python: list[str], tmp_path: Path, fault: str, 
     assert all(verdict.skipped for verdict in others), others
 
 
+# The ranks import for some seconds in silence, more on a busy machine.
+@pytest.mark.slow
 def test_a_hung_rank_is_named_and_every_rank_leaves_its_stack(python: list[str], tmp_path: Path) -> None:
     job = proxy(tmp_path / "job")
     ended = subprocess.run(
-        [*python, "-m", "primus.cli.main", *job.arguments(), "--stall-timeout", "8"], check=False,
+        [*python, "-m", "primus.cli.main", *job.arguments(), "--stall-timeout", "30"], check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": "loop_hangs"}, capture_output=True,
         timeout=120,
     )  # fmt: skip
     assert ended.returncode == 1
     left = outcome.read(job, JobResult(exit_code=1, output=job.output))
-    assert re.match(r"rank 1: hung: no progress for 8 s; it is in hanging \(sitecustomize.py:\d+\)", left.cause), left
+    assert re.match(r"rank 1: hung: no progress for 30 s; it is in hanging \(sitecustomize.py:\d+\)", left.cause), left
     log = (job.output / "log.txt").read_text()
     assert re.search(r"^\[rank0\]: .*distributed_c10d.py", log, re.MULTILINE), log
     assert re.search(r"^\[rank1\]: .*sitecustomize.py", log, re.MULTILINE), log

@@ -29,14 +29,18 @@ class PrimusError(Exception):
     """Base of all errors shown to the user.
 
     ``message`` says what is wrong in one sentence, ``where`` is ``file:line:col`` when a file is to blame,
-    ``hint`` says what to do about it.
+    ``hint`` says what to do about it. ``about`` is the package, image or repository concerned, for a caller that knows
+    where that is pinned.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, where: str | None = None, hint: str | None = None, about: str | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
+        self.about = about
         self.where = where
         self.hint = hint
 

@@ -22,6 +22,7 @@ from primus.progress import Progress
 from primus.sandbox.tools import with_packages
 from primus.terminal import counted
 from primus.versions.ask import ask
+from primus.versions.asked import listening
 from primus.versions.indexes import Indexes
 from primus.versions.lock import LockedFile
 from primus.versions.pool import Pool, locate
@@ -90,9 +91,9 @@ def fetch(
         )
     began, size = time.monotonic(), sum(f.size for f in wanted)
     asked = (sources or Sources()).of_files(wanted)
-    with _spill_folder(cache.root) as spill:
+    with _spill_folder(cache.root) as spill, listening(progress.say):
         places = _Places(wanted, suites, architecture, spill, asked, progress)
-        ask(asked.probes(lambda: places.indexes))
+        ask(asked.probes(lambda: places.indexes), abouts=asked.abouts(lambda: places.indexes))
         bases = {f.base for f in wanted if f.kind == "deb" and f.base}
         python = [f for f in wanted if f.kind in ("wheel", "sdist") and f.index is None]
         indexes = places.indexes if python else None

@@ -24,11 +24,12 @@ def ask(
     *,
     deadline: float | None = None,
     hint: str = "run it on a machine that reaches it, or take another channel (--channel)",
+    abouts: Mapping[str, str] | None = None,
 ) -> None:
     """Ask every source at once, and once more what fails. Raises HostError, within ``deadline`` seconds (default:
     ``DEADLINE_S``), for the first that gives no answer.
 
-    ``channel`` is the one that needs them, where it is known.
+    ``channel`` is the one that needs them, where it is known; ``abouts`` names what is pinned to a source.
     """
     failed: dict[str, HostError] = {}
 
@@ -53,10 +54,11 @@ def ask(
     _wait(threads.values(), limit)
     for name, thread in threads.items():
         if name in failed or thread.is_alive():
-            needs = f"; channel {channel} needs it" if channel else ""
+            about = (abouts or {}).get(name)
+            needs = f"; channel {channel} needs it{f' for {about}' if about else ''}" if channel else ""
             error = failed.get(name)
             cause = error.message.rpartition(": ")[2] if error else f"no answer in time ({limit:g} s)"
-            raise HostError(f"{name} does not answer: {cause}{needs}", hint=hint)
+            raise HostError(f"{name} does not answer: {cause}{needs}", hint=hint, about=about)
 
 
 def _wait(threads: Iterable[threading.Thread], seconds: float) -> None:

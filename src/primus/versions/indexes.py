@@ -7,31 +7,31 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import os
-import re
 import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urldefrag, urljoin, urlsplit, urlunsplit
-from urllib.request import url2pathname
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import requests
 import urllib3
 from requests.adapters import HTTPAdapter
 
 from primus.errors import HostError
+from primus.versions.answers import ABSENT, LASTING, PASSING, PLAIN, SafeSession, file_length, retry_after, short
+from primus.versions.asked import PATIENCE, Patience, asking, bare_url, tell
+from primus.versions.pages import Link, NotAPage, folder, local_path, parse_page
 
 if TYPE_CHECKING:
     from primus.versions.lock import LockedFile
 
 __all__ = [
+    "ABSENT",
     "Indexes",
     "Link",
     "local_path",
@@ -42,22 +42,8 @@ __all__ = [
     "short",
 ]
 
-# "Not here". AMD's indexes answer 403 for a package or file that they do not have, as object stores do that nobody may
-# list (ROCm/rocm-cli #194, #271).
-ABSENT = (403, 404, 410)
-CONNECT_S, READ_S = 4.0, 20.0
 # What pip takes when nothing is configured; asked of pip itself, so that no address stands in this project.
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.01"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """One file an index offers. ``sha256`` and ``size`` are None where the page does not say."""
-
-    file: str
-    url: str
-    sha256: str | None = None
-    size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +57,15 @@ class Indexes:
     proxy: str | None = None
     trusted_hosts: tuple[str, ...] = ()
     credentials: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
+    patience: Patience = PATIENCE
 
     @classmethod
-    def of_host(cls) -> Indexes:
+    def of_host(cls, patience: Patience = PATIENCE) -> Indexes:
         """The configuration of this host's pip (files and PIP_* variables). Raises HostError when pip is missing."""
         listing = _pip("config", "list")
         settings = parse_config(listing)
         default = _pip_default_index() if "index-url" not in settings else ""
-        return cls.from_settings(settings, default)
+        return replace(cls.from_settings(settings, default), patience=patience)
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str], default_index: str) -> Indexes:
@@ -107,7 +94,7 @@ class Indexes:
         if self.trusted_hosts:
             # Whoever wrote trusted-host knows; pip does not warn either.
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-        session = requests.Session()
+        session = SafeSession()
         adapter = HTTPAdapter(max_retries=0, pool_maxsize=16)
         session.mount("https://", adapter)
         session.mount("http://", adapter)
@@ -115,22 +102,87 @@ class Indexes:
         return session
 
     def get(
-        self, session: requests.Session, url: str, *, method: str = "GET", headers: Mapping[str, str] | None = None
+        self,
+        session: requests.Session,
+        url: str,
+        *,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        about: str = "",
     ) -> requests.Response:
         """One streamed request with the right CA and credentials. Raises ``requests`` errors as they are."""
         host = urlsplit(url).netloc
         trusted = host in self.trusted_hosts or (urlsplit(url).hostname or "") in self.trusted_hosts
-        return session.request(
-            method,
-            url,
-            stream=True,
-            allow_redirects=True,
-            headers=dict(headers or {}),
-            auth=self.credentials.get(host),
-            # Not on the session: there the environment's proxies would win over pip's own setting.
-            proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
-            verify=False if trusted else self._ca(),
-            timeout=(CONNECT_S, READ_S),
+        with asking("primus", url, about or url.rpartition("/")[2], method) as asked:
+            try:
+                response = session.request(
+                    method,
+                    url,
+                    stream=True,
+                    allow_redirects=True,
+                    headers=dict(headers or {}),
+                    auth=self.credentials.get(host),
+                    # Not on the session: there the environment's proxies would win over pip's own setting.
+                    proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
+                    verify=False if trusted else self._ca(),
+                    timeout=(self.patience.connect_s, self.patience.read_s),
+                )
+            except requests.RequestException as error:
+                asked.verdict = f"failed: {short(error)}"
+                raise
+            length = response.headers.get("Content-Length", "")
+            kind = response.headers.get("Content-Type", "")
+            asked.answer(response.status_code, kind, int(length) if length.isdigit() else None)
+        return response
+
+    def _patient(
+        self,
+        session: requests.Session,
+        url: str,
+        about: str,
+        *,
+        what: str,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        probe: bool = False,
+    ) -> requests.Response:
+        """The answer to :meth:`get`, asked again while a fault may pass; one that says "not here" counts as an answer.
+
+        Raises HostError, which names ``what`` was asked and ``about`` which package.
+        """
+        cause, hint = "", "check the network, or point pip at a mirror (pip config set global.index-url URL)"
+        for number in range(1, self.patience.tries + 1):
+            pause = self.patience.pause_s * 2 ** (number - 1)
+            try:
+                response = self.get(session, url, method=method, headers=headers, about=about)
+            except requests.RequestException as error:
+                cause = short(error)
+                if isinstance(error, requests.exceptions.SSLError | requests.TooManyRedirects | LASTING):
+                    break
+            else:
+                status = response.status_code
+                if status < 400 or status in (*ABSENT, 416) or (probe and status in PASSING):
+                    return response
+                response.close()
+                cause = f"HTTP status {status}"
+                if status in (401, 407):
+                    raise HostError(
+                        f"{what} at {redact(url)} refused the request ({status}) for {about}",
+                        hint="give pip the credentials (netrc, or user and password in its index URL)",
+                        about=_name(about),
+                    )
+                if status not in PASSING:
+                    break
+                pause = retry_after(response) or pause
+                if pause > self.patience.longest_pause_s:
+                    cause, hint = f"{cause}, asked to come back in {pause:g} s", f"run it again in {pause:g} s"
+                    break
+            if number < self.patience.tries:
+                tries = f"try {number + 1} of {self.patience.tries}"
+                tell(f"{redact(url)} ({about}): {cause}; asking again in {pause:g} s, {tries}")
+                time.sleep(pause)
+        raise HostError(
+            f"{what} at {redact(url)}, asked for {about}, does not answer: {cause}", hint=hint, about=_name(about)
         )
 
     def _ca(self) -> str | bool:
@@ -148,12 +200,22 @@ class Indexes:
         """What one place offers; nothing when it does not know the project. HostError when it does not answer."""
         local = local_path(place)
         if local is not None:
-            return _folder(local)
-        answer = self._answer(session, place)
-        if answer is None:
-            return ()
-        text, kind, final = answer
-        return parse_page(text, kind, final)
+            return folder(local)
+        about = place.rstrip("/").rpartition("/")[2]
+        with self._patient(session, place, about, what="the Python index", headers={"Accept": _ACCEPT}) as response:
+            if response.status_code in ABSENT:
+                return ()
+            try:
+                with asking("primus", place, about, record=False):
+                    text = response.text
+                return parse_page(text, response.headers.get("Content-Type", ""), response.url)
+            except (requests.RequestException, NotAPage) as error:
+                cause = str(error) if isinstance(error, NotAPage) else short(error)
+                raise HostError(
+                    f"the Python index at {redact(place)} has no usable page of {about}: {cause}",
+                    hint="open the address in a browser; sign in where it asks, or point pip or `indexes` at another",
+                    about=about,
+                ) from None
 
     def links(self, session: requests.Session, name: str) -> Iterator[Link]:
         """Every file offered for the project ``name``, place after place. Raises HostError like :meth:`offers`."""
@@ -161,10 +223,15 @@ class Indexes:
             yield from self.offers(session, place)
 
     def probe(self, name: str) -> None:
-        """Raise HostError within seconds when an index does not answer (asked for the page of ``name``)."""
+        """Raise HostError within seconds when an index does not answer (asked for the page of ``name``). A fault that
+        may pass is an answer here; whoever wants the page asks again.
+        """
         session = self.session()
+        once = replace(self, patience=replace(self.patience, tries=1))
         for url in self.remote:
-            self._answer(session, url.rstrip("/") + f"/{name}/", head=True)
+            page = url.rstrip("/") + f"/{name}/"
+            headers = {"Accept": _ACCEPT}
+            once._patient(session, page, name, what="the Python index", headers=headers, probe=True).close()
 
     @property
     def remote(self) -> tuple[str, ...]:
@@ -203,63 +270,89 @@ class Indexes:
         if remote and len(errors) == len(remote):
             raise errors[0]
 
-    def _answer(self, session: requests.Session, url: str, head: bool = False) -> tuple[str, str, str] | None:
-        try:
-            with self.get(session, url, headers={"Accept": _ACCEPT}) as response:
-                if response.status_code in (401, 407):
-                    raise HostError(
-                        f"the Python index at {redact(url)} refused the request ({response.status_code})",
-                        hint="give pip the credentials (netrc, or user and password in its index URL)",
-                    )
-                if response.status_code in ABSENT:
-                    return None
-                response.raise_for_status()
-                return ("" if head else response.text), response.headers.get("Content-Type", ""), response.url
-        except requests.RequestException as error:
-            raise HostError(
-                f"the Python index at {redact(url)} does not answer: {short(error)}",
-                hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",
-            ) from None
+    def measure(self, session: requests.Session, url: str, about: str = "") -> tuple[int, str | None]:
+        """Length of the file at ``url``; its sha256 too, but only when it had to be read in full to learn it.
 
-    def measure(self, session: requests.Session, url: str) -> tuple[int, str | None]:
-        """Length of the file at ``url``; its sha256 too, but only when it had to be read in full to learn it."""
+        Raises HostError when the file is not there or a web page stands in its place.
+        """
         local = local_path(url)
         if local is not None:
             return local.stat().st_size, None
-        plain = {"Accept-Encoding": "identity"}
+        about = about or url.rpartition("/")[2]
         try:
-            with self.get(session, url, method="HEAD", headers=plain) as response:
-                length = response.headers.get("Content-Length", "")
-                if response.ok and length.isdigit():
-                    return int(length), None
-            with self.get(session, url, headers=plain) as response:
-                response.raise_for_status()
-                length = response.headers.get("Content-Length", "")
-                if length.isdigit():
-                    return int(length), None
-                size, digest = 0, hashlib.sha256()
-                for block in response.iter_content(1 << 20):
-                    size += len(block)
-                    digest.update(block)
-                return size, digest.hexdigest()
-        except requests.RequestException as error:
-            raise HostError(f"{redact(url)} does not answer: {short(error)}", hint="run it again") from None
+            with self.get(session, url, method="HEAD", headers=PLAIN, about=about) as response:
+                if response.ok and (length := file_length(response)) is not None:
+                    return length, None
+        except requests.RequestException:
+            pass  # asked again below, where a fault is waited out
+        # Some servers refuse HEAD, as a signed address does; one byte tells the length of the whole.
+        headers = PLAIN | {"Range": "bytes=0-0"}
+        with self._patient(session, url, about, what="the file", headers=headers) as response:
+            self._must_be_file(response, url, about)
+            total = response.headers.get("Content-Range", "").rpartition("/")[2]
+            if response.status_code == 206 and total.isdigit():
+                return int(total), None
+            if response.status_code == 200 and (length := file_length(response)) is not None:
+                return length, None
+        return self.read(session, url, about)
 
-    def digest(self, session: requests.Session, url: str) -> str:
-        """sha256 of the file at ``url``, by reading all of it: for indexes that tell none."""
-        digest = hashlib.sha256()
+    def read(self, session: requests.Session, url: str, about: str = "") -> tuple[int, str]:
+        """Length and sha256 of the file at ``url``, by reading all of it; resumed where it is cut."""
         local = local_path(url)
         if local is not None:
             with local.open("rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-        try:
-            with self.get(session, url, headers={"Accept-Encoding": "identity"}) as response:
-                response.raise_for_status()
-                for block in response.iter_content(1 << 20):
-                    digest.update(block)
-        except requests.RequestException as error:
-            raise HostError(f"{redact(url)} does not answer: {short(error)}", hint="run it again") from None
-        return digest.hexdigest()
+                return local.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        about = about or url.rpartition("/")[2]
+        size, most, faults, digest = 0, 0, 0, hashlib.sha256()
+        while True:
+            headers = PLAIN | ({"Range": f"bytes={size}-"} if size else {})
+            cause = "it ended early"
+            with self._patient(session, url, about, what="the file", headers=headers) as response:
+                self._must_be_file(response, url, about)
+                resumed = response.headers.get("Content-Range", "").startswith(f"bytes {size}-")
+                if size and not (response.status_code == 206 and resumed):
+                    size, digest = 0, hashlib.sha256()
+                try:
+                    response.raise_for_status()
+                    with asking("primus", url, about, record=False) as asked:
+                        for block in response.raw.stream(1 << 20, decode_content=False):
+                            asked.hear()
+                            size += len(block)
+                            digest.update(block)
+                    return size, digest.hexdigest()
+                except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+                    cause = short(error)
+            # A server that starts over each time makes no progress.
+            faults = 1 if size > most else faults + 1
+            most = max(most, size)
+            if faults >= self.patience.tries:
+                raise HostError(
+                    f"the file at {redact(url)}, asked for {about}, cannot be read: {cause}, {faults} times",
+                    hint="run it again",
+                    about=_name(about),
+                )
+            tell(f"{redact(url)} ({about}): {cause} after {size:,} bytes; continuing from there")
+            time.sleep(self.patience.pause_s)
+
+    def _must_be_file(self, response: requests.Response, url: str, about: str) -> None:
+        """HostError for an address that has no such file, or a page in its place."""
+        kind = response.headers.get("Content-Type", "")
+        if response.status_code in ABSENT:
+            cause = f"HTTP status {response.status_code}"
+        elif kind.startswith("text/html"):
+            cause = "it sends a web page, such as a login"
+        else:
+            return
+        raise HostError(
+            f"the index lists {about}, but the file at {redact(url)} is not there: {cause}",
+            hint="run it again later, or pin a version whose file is there",
+            about=_name(about),
+        )
+
+
+def _name(about: str) -> str:
+    """The package of ``NAME`` or ``NAME VERSION``."""
+    return about.partition(" ")[0]
 
 
 def parse_config(listing: str) -> dict[str, str]:
@@ -277,49 +370,9 @@ def parse_config(listing: str) -> dict[str, str]:
     return layers["global"] | layers["install"] | layers[":env:"]
 
 
-def parse_page(text: str, content_type: str, url: str) -> tuple[Link, ...]:
-    """The links of a simple page, PEP 691 JSON or PEP 503 HTML."""
-    if "json" in content_type:
-        files = json.loads(text).get("files", [])
-        return tuple(
-            Link(
-                file=f["filename"],
-                url=urljoin(url, f["url"]),
-                sha256=f.get("hashes", {}).get("sha256"),
-                size=f.get("size"),
-            )
-            for f in files
-        )
-    reader = _Anchors()
-    reader.feed(text)
-    base = urljoin(url, reader.base) if reader.base else url
-    return tuple(_link(urljoin(base, href)) for href in reader.hrefs)
-
-
 def redact(url: str) -> str:
     """``url`` without credentials, query and fragment: what a message may show."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
-
-
-def short(error: Exception) -> str:
-    """The cause of a network error in a few words, without its URL."""
-    text = str(error)
-    known = {
-        "refused": "connection refused",
-        "Name or service not known": "its name is not known",
-        "name resolution": "its name is not known",
-        "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted (set pip's `cert`, or REQUESTS_CA_BUNDLE)",
-        "timed out": "no answer in time",
-        "roxy": "the proxy refuses",
-        "No route to host": "no route to it",
-        "unreachable": "the network is unreachable",
-    }
-    for mark, words in known.items():
-        if mark in text:
-            return words
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return f"HTTP status {status}" if status else type(error).__name__
+    return bare_url(url)
 
 
 def pip_failure_hides_network(text: str) -> bool:
@@ -327,46 +380,6 @@ def pip_failure_hides_network(text: str) -> bool:
     marks = ("connection broken", "Could not fetch URL", "Max retries exceeded", "HTTPError", "SSLError")
     absent = tuple(f" {status} Client Error" for status in ABSENT)
     return any(mark in line for line in text.splitlines() for mark in marks if not any(a in line for a in absent))
-
-
-class _Anchors(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hrefs: list[str] = []
-        self.base: str | None = None
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        href = dict(attrs).get("href")
-        if href and tag == "a":
-            self.hrefs.append(href)
-        elif href and tag == "base" and self.base is None:
-            self.base = href
-
-
-def _link(url: str) -> Link:
-    bare, fragment = urldefrag(url)
-    match = re.search(r"(?:^|&)sha256=([0-9a-f]{64})", fragment)
-    return Link(file=unquote(urlsplit(bare).path.rpartition("/")[2]), url=bare, sha256=match[1] if match else None)
-
-
-def local_path(url: str) -> Path | None:
-    """The path behind a file: URL or a bare path; None for a remote URL."""
-    parts = urlsplit(url)
-    if parts.scheme in ("file", "copy"):
-        return Path(url2pathname(parts.path))
-    return Path(url).expanduser() if parts.scheme == "" else None
-
-
-def _folder(path: Path) -> tuple[Link, ...]:
-    """Files in a find-links folder, of one page file, or of a static index folder (index.html inside)."""
-    if path.is_file():
-        return parse_page(path.read_text(encoding="utf-8"), "text/html", path.as_uri())
-    if not path.is_dir():
-        return ()
-    index = path / "index.html"
-    if index.is_file():
-        return parse_page(index.read_text(encoding="utf-8"), "text/html", path.resolve().as_uri() + "/")
-    return tuple(Link(file=p.name, url=p.resolve().as_uri()) for p in sorted(path.iterdir()) if p.is_file())
 
 
 def _without_credentials(url: str, credentials: dict[str, tuple[str, str]]) -> str:

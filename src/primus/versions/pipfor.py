@@ -1,19 +1,28 @@
-"""Runs pip as if on another Python: ``python pipfor.py 3.11.2 x86_64 install …``.
+"""Runs pip as if on another Python: ``python pipfor.py 3.11.2 x86_64 FD install …``.
 
 pip's own ``--python-version`` and ``--platform`` choose wheels, but leave environment markers to the running
-interpreter, so a host with another Python would lock other dependencies. This file is a program, not imported.
+interpreter, so a host with another Python would lock other dependencies. Each request is told to the file descriptor
+``FD`` as lines of JSON: one when it leaves, one when its answer begins. This file is a program, not imported.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import runpy
 import sys
+from typing import Any
+
+# The most that a server may ask pip to wait. Statuses that pip itself does not retry are retried as well.
+LONGEST_PAUSE_S = 10.0
+PASSING = (408, 425, 429, 500, 502, 503, 504, 520, 524)
 
 
 def main() -> None:
     """Replace pip's marker environment, then be pip."""
-    python, machine = sys.argv[1:3]
-    sys.argv = ["pip", *sys.argv[3:]]
+    python, machine, out = sys.argv[1:4]
+    sys.argv = ["pip", *sys.argv[4:]]
     from pip._vendor.packaging import markers
 
     environment = {
@@ -33,8 +42,36 @@ def main() -> None:
     from pip._vendor.urllib3.util.retry import Retry
 
     # A server may ask pip to come back in an hour; pip would wait that long.
-    Retry.get_retry_after = lambda *_: None  # type: ignore[assignment,method-assign,unused-ignore]
+    asked_for = Retry.get_retry_after
+    Retry.get_retry_after = lambda self, response: min(asked_for(self, response) or 0.0, LONGEST_PAUSE_S) or None  # type: ignore[assignment,method-assign,unused-ignore]
+    Retry.is_retry = lambda self, _, status, *__, **___: bool(self.total) and status in PASSING  # type: ignore[assignment,method-assign,unused-ignore]
+    _tell_requests(int(out))
     runpy.run_module("pip", run_name="__main__", alter_sys=True)
+
+
+def _tell_requests(out: int) -> None:
+    """Make pip write every request to the file descriptor ``out``."""
+    from pip._vendor.requests.adapters import HTTPAdapter
+
+    send, numbers = HTTPAdapter.send, itertools.count()
+
+    def told(self: Any, request: Any, *args: Any, **more: Any) -> Any:
+        number = next(numbers)
+
+        def tell(**fields: object) -> None:
+            os.write(out, (json.dumps({"id": number, **fields}) + "\n").encode())
+
+        tell(url=request.url, method=request.method)
+        try:
+            response = send(self, request, *args, **more)
+        except Exception as error:
+            tell(failed=type(error).__name__)
+            raise
+        headers = response.headers
+        tell(status=response.status_code, type=headers.get("Content-Type", ""), size=headers.get("Content-Length", ""))
+        return response
+
+    HTTPAdapter.send = told  # type: ignore[method-assign,unused-ignore]
 
 
 if __name__ == "__main__":

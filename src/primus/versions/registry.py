@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 import subprocess
 import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError, InputError
+from primus.versions.asked import PATIENCE, Asked, Patience, asking, tell
 from primus.versions.lock import LockedFile
 
 __all__ = ["copy_image", "installed", "probe", "resolve_image", "skopeo"]
@@ -26,28 +31,39 @@ _GZIP = {
 
 def probe(image: str) -> None:
     """Raise HostError when the registry does not give the image's manifest."""
-    skopeo("--command-timeout", "4s", "inspect", "--raw", f"docker://{image}")
+    skopeo("--command-timeout", "3.5s", "inspect", "--raw", f"docker://{image}")
 
 
-def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile, ...]:
+def resolve_image(base: str, image: str, architecture: str, patience: Patience = PATIENCE) -> tuple[LockedFile, ...]:
     """The layers of ``image`` (``name@sha256:…``), lowest first.
 
     Raises InputError for an image of another platform or with layers of a kind that is not taken, HostError when the
     registry does not answer or sends other bytes.
     """
     name, _, digest = image.partition("@")
-    manifest = _manifest(name, digest)
+    manifest = _manifest(name, digest, patience)
     if "manifests" in manifest:
         wanted = {"os": "linux", "architecture": architecture}
         fits = [m for m in manifest["manifests"] if wanted.items() <= m.get("platform", {}).items()]
         if not fits:
-            raise InputError(f"{image} has no image for linux/{architecture}", hint=f"choose another for base {base}")
-        manifest = _manifest(name, str(fits[0]["digest"]))
+            raise InputError(
+                f"{image} has no image for linux/{architecture}", hint=f"choose another for base {base}", about=name
+            )
+        manifest = _manifest(name, str(fits[0]["digest"]), patience)
+    if not manifest.get("layers"):
+        kind = manifest.get("mediaType") or f"schema {manifest.get('schemaVersion', 'unknown')}"
+        raise InputError(
+            f"{image} is no image with layers but {kind}",
+            hint=f"name the digest of an OCI or Docker schema 2 image for base {base}",
+            about=name,
+        )
     short = name.rpartition("/")[2].partition(":")[0]
     layers = []
     for number, layer in enumerate(manifest.get("layers", ()), 1):
         if layer["mediaType"] not in _GZIP:
-            raise InputError(f"{image} has a layer of type {layer['mediaType']}", hint="only gzip layers are taken")
+            raise InputError(
+                f"{image} has a layer of type {layer['mediaType']}", hint="only gzip layers are taken", about=name
+            )
         sha256 = str(layer["digest"]).removeprefix("sha256:")
         layers.append(
             LockedFile(
@@ -63,15 +79,17 @@ def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile,
     return tuple(layers)
 
 
-def copy_image(image: str, architecture: str, folder: Path) -> None:
+def copy_image(image: str, architecture: str, folder: Path, patience: Patience = PATIENCE) -> None:
     """Bring the image into ``folder``: one file per layer, called by the 64 digits of its digest, bytes unchanged."""
     platform = ("--override-os", "linux", "--override-arch", architecture)
-    skopeo(*platform, "copy", "--quiet", f"docker://{image}", f"dir:{folder}")
+    skopeo(*platform, "copy", "--quiet", f"docker://{image}", f"dir:{folder}", grows=folder, patience=patience)
 
 
-def installed(image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path) -> str:
+def installed(
+    image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path, patience: Patience = PATIENCE
+) -> str:
     """dpkg's status in the image: the packages that it brings already. Empty for an image without dpkg."""
-    copy_image(image, architecture, folder)
+    copy_image(image, architecture, folder, patience)
     status = ""
     for layer in layers:
         with tarfile.open(folder / layer.sha256, "r:gz") as archive:
@@ -81,32 +99,106 @@ def installed(image: str, architecture: str, layers: tuple[LockedFile, ...], fol
     return status
 
 
-def _manifest(name: str, digest: str) -> dict[str, Any]:
-    data = skopeo("inspect", "--raw", f"docker://{name}@{digest}")
+def _manifest(name: str, digest: str, patience: Patience) -> dict[str, Any]:
+    data = skopeo("inspect", "--raw", f"docker://{name}@{digest}", patience=patience)
     if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
-        raise HostError(f"the registry of {name} sent different bytes for {digest}", hint="do not trust that registry")
-    manifest: dict[str, Any] = json.loads(data)
+        raise HostError(
+            f"the registry of {name} sent different bytes for {digest}", hint="do not trust that registry", about=name
+        )
+    try:
+        manifest = json.loads(data)
+    except ValueError:
+        manifest = None
+    if not isinstance(manifest, dict):
+        raise InputError(f"{name}@{digest} is no manifest", hint="correct `image` in versions.yaml", about=name)
     return manifest
 
 
-def skopeo(*words: str) -> bytes:
-    """What ``skopeo WORDS`` prints; the last word is the image. HostError says why the registry does not do it."""
+def skopeo(*words: str, grows: Path | None = None, patience: Patience = PATIENCE) -> bytes:
+    """What ``skopeo WORDS`` prints. HostError says why the registry does not do it.
+
+    ``inspect`` is given up after ``patience.read_s`` seconds, a copy to ``grows`` when that folder has not grown for as
+    long.
+    """
     if shutil.which("skopeo") is None:
         raise HostError("skopeo is missing; it is needed to copy images", hint="apt-get install skopeo")
-    done = subprocess.run(["skopeo", *words], capture_output=True, check=False, stdin=subprocess.DEVNULL)
-    if done.returncode != 0:
-        raise HostError(
-            f"the registry of {words[-1].removeprefix('docker://').partition('@')[0]} does not answer: "
-            f"{_reason(done.stderr.decode('utf-8', 'replace'))}",
-            hint="check the network, or name a mirror in containers-registries.conf",
-        )
-    return done.stdout
+    address = next((word for word in words if word.startswith("docker://")), words[-1])
+    image = address.removeprefix("docker://").partition("@")[0]
+    for number in range(1, patience.tries + 1):
+        out, cause = _skopeo(words, address, image, grows, patience)
+        if out is not None:
+            return out
+        # A token that ran out looks like a missing login; the next run asks for a new one.
+        if number == patience.tries or not (cause.startswith("HTTP status 5") or (cause in _PASSING and number == 1)):
+            break
+        tell(f"{address} ({image}): {cause}; asking again")
+        time.sleep(patience.pause_s * 2 ** (number - 1))
+    login = f"sign in (skopeo login {image.partition('/')[0] if '.' in image or ':' in image else 'docker.io'})"
+    hint = f"{login} or wait" if "rate limit" in cause else "check the network"
+    raise HostError(
+        f"the registry of {image} does not answer: {cause}",
+        hint=f"{hint}, or name a mirror in containers-registries.conf",
+        about=image,
+    )
+
+
+# Causes of :func:`_reason` that a second run may not meet.
+_PASSING = ("it wants credentials", "the connection was reset", "it ended early")
+
+
+def _skopeo(
+    words: Sequence[str], address: str, image: str, grows: Path | None, patience: Patience
+) -> tuple[bytes | None, str]:
+    """What one run prints, or None and the cause of its failure."""
+    # Its log names a rate limit that it waits out by itself, for minutes.
+    with tempfile.TemporaryFile() as log, asking("skopeo", address, image, words[-2]) as asked:
+        command = ["skopeo", "--debug", *words]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as process:
+            try:
+                out = _while_it_answers(
+                    process, asked, grows, patience.read_s if grows or "inspect" in words else math.inf
+                )
+            except BaseException:
+                process.kill()
+                raise
+        log.seek(0)
+        text = log.read().decode("utf-8", "replace")
+        if process.returncode == 0 and out is not None:
+            asked.answer(None, size=len(out))
+            return out, ""
+        text = text.replace(image, "IMAGE")
+        cause = _reason(text if out is not None else f"{text} deadline exceeded")
+        asked.verdict = f"failed: {cause}"
+    return None, cause
+
+
+def _while_it_answers(
+    process: subprocess.Popen[bytes], asked: Asked, grows: Path | None, silence_s: float
+) -> bytes | None:
+    """What the tool prints; None when it was ended because nothing came for ``silence_s`` seconds."""
+    size = -1
+    while True:
+        try:
+            return process.communicate(timeout=0.2)[0]
+        except subprocess.TimeoutExpired:
+            now = sum(file.stat().st_size for file in grows.iterdir()) if grows and grows.is_dir() else 0
+            if now > size:
+                size = now
+                asked.hear()
+            if time.monotonic() - asked.heard > silence_s:
+                process.kill()
+                process.communicate()
+                return None
 
 
 def _reason(text: str) -> str:
     known = {
+        "Too many requests": "its rate limit is reached (HTTP status 429)",
+        "toomanyrequests": "its rate limit is reached (HTTP status 429)",
         "no such host": "its name is not known",
         "connection refused": "connection refused",
+        "reset by peer": "the connection was reset",
+        "unexpected EOF": "it ended early",
         "deadline exceeded": "no answer in time",
         "timeout": "no answer in time",
         "manifest unknown": "it has no such image",
@@ -115,5 +207,10 @@ def _reason(text: str) -> str:
         "x509": "its certificate is not trusted",
         "HTTP response to HTTPS client": "it speaks no TLS",
     }
-    last = (re.findall(r'msg="(.*)"', text) or ["skopeo failed"])[-1].replace('\\"', '"')
-    return next((words for mark, words in known.items() if mark in text), last[:300])
+    last = (re.findall(r'level=fatal msg="(.*)"', text) or re.findall(r'msg="(.*)"', text) or ["skopeo failed"])[-1]
+    faults = "\n".join(line for line in text.splitlines() if "level=debug" not in line or "Too many" in line)
+    found = next((words for mark, words in known.items() if mark in faults), None)
+    status = re.search(r"status(?: code)?:? (5\d\d)|(5\d\d) \((?:Internal|Bad|Service|Gateway)", faults)
+    if status:
+        return f"HTTP status {status[1] or status[2]}"
+    return found or last.replace('\\"', '"')[:300]

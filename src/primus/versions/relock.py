@@ -6,10 +6,12 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from primus.progress import Progress
 from primus.versions.ask import ask
+from primus.versions.asked import PATIENCE, Patience, listening
 from primus.versions.debs import resolve_debs
 from primus.versions.indexes import Indexes
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, drift
@@ -66,26 +68,41 @@ def resolve(
     gone: Collection[LockedFile] = (),
     known: Known | None = None,
     progress: Progress,
+    patience: Patience = PATIENCE,
 ) -> Lock:
     """The lock that answers ``request``. With ``refresh`` nothing of ``previous`` is kept.
 
     ``gone`` are files of ``previous`` that no source offers any more: they and what hangs on them are taken anew.
-    ``known`` gathers bases and commits, so that targets locked one after the other ask for each once.
+    ``known`` gathers bases and commits, so that targets locked one after the other ask for each once. ``patience`` is
+    how long a source is waited for; ``progress`` hears of a silent one within seconds.
 
     Raises InputError when the pins cannot be met and HostError when a source is out of reach.
     """
+    with listening(progress.say):
+        return _resolve(request, previous, refresh, gone, {} if known is None else known, progress, patience)
+
+
+def _resolve(
+    request: Request,
+    previous: Lock | None,
+    refresh: bool,
+    gone: Collection[LockedFile],
+    known: Known,
+    progress: Progress,
+    patience: Patience,
+) -> Lock:
     parts = stale(request, previous, refresh, gone)
     keep: dict[str, str] = {}
     if previous is not None and not refresh:
         keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
     if parts:
-        ask(Sources.of_request(request).probes(Indexes.of_host), request.channel)
-    known = {} if known is None else known
+        sources, host = Sources.of_request(request), cache(partial(Indexes.of_host, patience))
+        ask(sources.probes(host), request.channel, abouts=sources.abouts(host))
     ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
-        "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
-        "sdists": lambda: resolve_sdists(request, progress=progress),
-        "gits": lambda: _commits(request.gits, known),
-        "bases": lambda: _bases(request, parts, known, progress),
+        "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep, patience=patience),
+        "sdists": lambda: resolve_sdists(request, progress=progress, patience=patience),
+        "gits": lambda: _commits(request.gits, known, patience),
+        "bases": lambda: _bases(request, parts, known, progress, patience),
     }
     work = [way for part, way in ways.items() if part in (*parts, "bases")]
     files = previous.files if previous is not None else ()
@@ -99,37 +116,41 @@ def resolve(
         before = previous.of("wheel", name) if previous is not None else ()
         if f"build {name}" in parts:
             held = {} if refresh else {f.name: f.version for f in before if f not in gone}
-            found += resolve_build(request, name, wheels, image=image, keep=held, progress=progress)
+            found += resolve_build(request, name, wheels, image=image, keep=held, progress=progress, patience=patience)
         else:
             kept += before
     answer = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
     return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
 
 
-def _commits(commits: Mapping[str, Commit], known: Known) -> list[LockedFile]:
+def _commits(commits: Mapping[str, Commit], known: Known, patience: Patience) -> list[LockedFile]:
     for name, one in commits.items():
         if one not in known:
-            known[one] = (resolve_commit(name, one),)
+            known[one] = (resolve_commit(name, one, patience),)
     return [file for one in commits.values() for file in known[one]]
 
 
-def _bases(request: Request, parts: Stale, known: Known, progress: Progress) -> list[LockedFile]:
+def _bases(request: Request, parts: Stale, known: Known, progress: Progress, patience: Patience) -> list[LockedFile]:
     """The files of every base in ``parts``; bases that ask the same are asked for once."""
     wanted = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
     lacking = {base: name for name, base in reversed(wanted.items()) if base not in known}
     with ThreadPoolExecutor(max(1, len(lacking))) as pool:
-        found = pool.map(lambda item: _base(item[1], item[0], request.architecture, progress), lacking.items())
+        found = pool.map(
+            lambda item: _base(item[1], item[0], request.architecture, progress, patience), lacking.items()
+        )
         known |= dict(zip(lacking, found, strict=True))
     return [replace(file, base=name) for name, base in wanted.items() for file in known[base]]
 
 
-def _base(name: str, base: BaseRequest, architecture: str, progress: Progress) -> tuple[LockedFile, ...]:
+def _base(
+    name: str, base: BaseRequest, architecture: str, progress: Progress, patience: Patience
+) -> tuple[LockedFile, ...]:
     """The packages of a base, below them the layers of its image."""
     if base.image is None:
         return resolve_debs(name, base, architecture, progress=progress)
-    layers = resolve_image(name, base.image, architecture)
+    layers = resolve_image(name, base.image, architecture, patience)
     if not base.packages:
         return layers
     with tempfile.TemporaryDirectory(prefix="primus-image-") as folder:
-        status = installed(base.image, architecture, layers, Path(folder))
+        status = installed(base.image, architecture, layers, Path(folder), patience)
     return (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status))

@@ -13,17 +13,21 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from primus.errors import HostError, InputError
+from primus.versions.asked import PATIENCE, Patience, asking, bare_url, tell
 from primus.versions.lock import Commit, LockedFile
 
-__all__ = ["archive_commit", "probe", "resolve_commit"]
+__all__ = ["archive_commit", "named", "probe", "resolve_commit"]
 
 # 1980-01-01, the oldest time a wheel can hold.
 _MTIME = 315532800
 _WAIT_S = 4.0
+_POINTER = b"version https://git-lfs.github.com/spec/v1\n"
+# How git says that it must fetch more than one commit.
+_REFUSALS = ("not our ref", "unadvertised object", "does not support shallow", "no shallow")
 
 
 def probe(url: str) -> None:
@@ -31,11 +35,16 @@ def probe(url: str) -> None:
     _git("ls-remote", "--quiet", "--", url, "HEAD", timeout=_WAIT_S, about=url)
 
 
-def resolve_commit(name: str, one: Commit) -> LockedFile:
+def named(url: str) -> str:
+    """The repository in one word, for messages: ``aiter`` of ``https://HOST/ROCm/aiter.git``."""
+    return url.rstrip("/").rpartition("/")[2].removesuffix(".git")
+
+
+def resolve_commit(name: str, one: Commit, patience: Patience = PATIENCE) -> LockedFile:
     """The archive of the commit of package ``name``. Raises InputError when the repository has no such commit."""
     with tempfile.TemporaryDirectory(prefix="primus-git-") as folder:
         path = Path(folder, "archive.tar")
-        archive_commit(one.url, one.commit, path)
+        archive_commit(one.url, one.commit, path, patience)
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         size = path.stat().st_size
@@ -44,13 +53,16 @@ def resolve_commit(name: str, one: Commit) -> LockedFile:
     )
 
 
-def archive_commit(url: str, commit: str, target: Path) -> None:
+def archive_commit(url: str, commit: str, target: Path, patience: Patience = PATIENCE) -> None:
     """Write the archive of the commit to ``target``. InputError for an unknown commit, HostError without an answer."""
+    pointers: list[str] = []
     with (
         tempfile.TemporaryDirectory(prefix="primus-git-") as folder,
         tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as archive,
     ):
-        for path, mode, data in _files(url, commit, "source/", Path(folder)):
+        for path, mode, data in _files(url, commit, "source/", Path(folder), patience):
+            if data.startswith(_POINTER):
+                pointers.append(path.removeprefix("source/"))
             member = tarfile.TarInfo(path)
             member.mtime = _MTIME
             if mode == "120000":
@@ -60,13 +72,20 @@ def archive_commit(url: str, commit: str, target: Path) -> None:
                 member.size, member.mode = len(data), 0o755 if mode == "100755" else 0o644
                 archive.addfile(member, io.BytesIO(data))
 
+    if pointers:
+        more = f" and {len(pointers) - 1} more" if len(pointers) > 1 else ""
+        tell(
+            f"{bare_url(url)} at {commit[:12]} keeps {pointers[0]}{more} in Git LFS; its archive has the pointer and "
+            "not the file, so a build that reads the file fails"
+        )
 
-def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[str, str, bytes]]:
+
+def _files(url: str, commit: str, prefix: str, folder: Path, patience: Patience) -> Iterator[tuple[str, str, bytes]]:
     """(path, mode, bytes) of every file of the commit, in the tree's own order."""
     here = folder / commit
     if not here.is_dir():
         _git("init", "--quiet", "--bare", str(here), about=url)
-        _git("-C", str(here), "fetch", "--quiet", "--depth=1", "--no-tags", "--", url, commit, about=url)
+        _bring(here, url, commit, patience)
     listing = _git("-C", str(here), "ls-tree", "-r", "-z", "--full-tree", commit, about=url)
     places = dict(_submodules(here, commit, url))
     with subprocess.Popen(
@@ -83,7 +102,10 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
             if mode == "160000":
                 if path not in places:
                     raise InputError(f"{url} at {commit} has a submodule {path} without an address")
-                yield from _files(places[path], digest, f"{prefix}{path}/", folder)
+                if not (folder / digest).is_dir():
+                    # Its host may be another one, which nobody has asked yet.
+                    probe(places[path])
+                yield from _files(places[path], digest, f"{prefix}{path}/", folder, patience)
                 continue
             batch.stdin.write(f"{digest}\n".encode())
             batch.stdin.flush()
@@ -91,6 +113,21 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
             data = batch.stdout.read(size)
             batch.stdout.read(1)
             yield prefix + path, mode, data
+
+
+def _bring(here: Path, url: str, commit: str, patience: Patience) -> None:
+    """Fetch the commit alone; where the server gives no single commit, everything that its branches and tags reach."""
+    waits = (f"http.lowSpeedTime={max(1, round(patience.read_s))}", "http.lowSpeedLimit=1")
+    fetch = ["-C", str(here), *(word for wait in waits for word in ("-c", wait)), "fetch", "--quiet", "--no-tags"]
+    try:
+        _git(*fetch, "--depth=1", "--", url, commit, about=url)
+    except _NoSingleCommit:
+        tell(f"{bare_url(url)} gives no single commit; fetching its whole history")
+        _git(*fetch, "--", url, "+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*", about=url)
+        try:
+            _git("-C", str(here), "cat-file", "-e", f"{commit}^{{commit}}", about=url)
+        except HostError:
+            raise _no_commit(url, commit) from None
 
 
 def _submodules(here: Path, commit: str, url: str) -> Iterator[tuple[str, str]]:
@@ -115,21 +152,52 @@ def _meant(url: str, address: str) -> str:
     return f"{base}/{address.removeprefix('./')}"
 
 
+class _NoSingleCommit(Exception):
+    """The server gives no commit by its digits, or no history without its past."""
+
+
+def _no_commit(url: str, commit: str) -> InputError:
+    return InputError(
+        f"{bare_url(url)} has no commit {commit}", hint="correct `commit` in versions.yaml", about=named(url)
+    )
+
+
 def _git(*words: str, about: str, timeout: float | None = None) -> bytes:
+    """What git prints. ``about`` is the repository's address; HostError says why it does not answer."""
+    remote = next((word for word in ("ls-remote", "fetch") if word in words), None)
+    with asking("git", about, named(about), remote or "", record=remote is not None) as asked:
+        done = _run(words, about, timeout)
+        text = done.stderr.decode("utf-8", "replace")
+        if done.returncode == 0:
+            asked.answer(None)
+            return done.stdout
+        asked.verdict = f"failed: {_reason(text)}"
+    if "--depth=1" in words and any(mark in text for mark in _REFUSALS):
+        raise _NoSingleCommit
+    if "not our ref" in text:
+        raise _no_commit(about, words[-1])
+    raise HostError(
+        f"the repository {bare_url(about)} does not answer: {_reason(text)}",
+        hint="check the network"
+        if "credentials" not in _reason(text)
+        else "check the address; give git a login for it",
+        about=named(about),
+    )
+
+
+def _run(words: Sequence[str], about: str, timeout: float | None) -> subprocess.CompletedProcess[bytes]:
     if shutil.which("git") is None:
         raise HostError("git is missing; it is needed to fetch repositories", hint="apt-get install git")
     try:
-        done = subprocess.run(
+        return subprocess.run(
             ["git", *words], capture_output=True, check=False, env=_env(), stdin=subprocess.DEVNULL, timeout=timeout
         )
     except subprocess.TimeoutExpired:
-        raise HostError(f"the repository {about} does not answer: no answer in time", hint="run it again") from None
-    if done.returncode != 0:
-        text = done.stderr.decode("utf-8", "replace")
-        if "not our ref" in text or "unadvertised object" in text:
-            raise InputError(f"{about} has no commit {words[-1]}", hint="correct `commit` in versions.yaml")
-        raise HostError(f"the repository {about} does not answer: {_reason(text)}", hint="check the network")
-    return done.stdout
+        raise HostError(
+            f"the repository {bare_url(about)} does not answer: no answer in time",
+            hint="run it again",
+            about=named(about),
+        ) from None
 
 
 def _env() -> dict[str, str]:
@@ -138,6 +206,11 @@ def _env() -> dict[str, str]:
 
 def _reason(text: str) -> str:
     known = {
+        "Operation too slow": "no answer in time",
+        "The requested URL returned error: 429": "it limits requests (HTTP status 429); run it again in some minutes",
+        "redirecting to": "it redirects elsewhere",
+        "SSL certificate problem": "its certificate is not trusted",
+        "early EOF": "it ended early",
         "Could not resolve host": "its name is not known",
         "Connection refused": "connection refused",
         "Failed to connect": "no connection",

@@ -87,17 +87,27 @@ class Sources:
 
         ``indexes`` gives the host's pip configuration, which the channel's own indexes are asked under too.
         """
-        found: dict[str, Callable[[], object]] = {}
+        return {name: probe for name, (probe, _) in self._asked(indexes).items()}
+
+    def abouts(self, indexes: Callable[[], Indexes]) -> dict[str, str]:
+        """A package, image or repository that is pinned to each source, by the source's name in messages."""
+        return {name: about for name, (_, about) in self._asked(indexes).items()}
+
+    def _asked(self, indexes: Callable[[], Indexes]) -> dict[str, tuple[Callable[[], object], str]]:
+        found: dict[str, tuple[Callable[[], object], str]] = {}
         # Starting pip takes a second or more, which is not the sources' time.
         host = indexes() if self.indexes else None
         for name, url in self.indexes.items():
             if host is not None:
                 package = self.packages.get(name, "pip")
-                found[f"the index {name} ({redact(url)})"] = partial(host.only(url).probe, package)
+                found[f"the index {name} ({redact(url)})"] = partial(host.only(url).probe, package), package
         for image in self.images.values():
-            found[f"the registry of {image.partition('@')[0]}"] = partial(registry.probe, image)
+            found[f"the registry of {image.partition('@')[0]}"] = (
+                partial(registry.probe, image),
+                image.partition("@")[0],
+            )
         for url in self.repositories.values():
-            found[f"the repository {url}"] = partial(repository.probe, url)
+            found[f"the repository {url}"] = partial(repository.probe, url), repository.named(url)
         return found
 
 

@@ -5,29 +5,31 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions.ask import HOST_DEADLINE_S, ask
+from primus.versions.asked import PATIENCE, Patience
 from primus.versions.components import normalised
 from primus.versions.indexes import Indexes, pip_failure_hides_network, redact
 from primus.versions.lock import LockedFile, Request
+from primus.versions.pages import Link
+from primus.versions.piprun import explain, no_such, run_pip
 
 __all__ = [
     "Found",
@@ -57,6 +59,7 @@ class Found:
     url: str
     sha256: str | None
     index: str | None = None
+    size: int | None = None
 
 
 def platforms(suite: str, architecture: str) -> tuple[str, ...]:
@@ -74,7 +77,7 @@ def platforms(suite: str, architecture: str) -> tuple[str, ...]:
 
 
 def resolve_wheels(
-    request: Request, *, progress: Progress, keep: Mapping[str, str] | None = None
+    request: Request, *, progress: Progress, keep: Mapping[str, str] | None = None, patience: Patience = PATIENCE
 ) -> tuple[LockedFile, ...]:
     """The pinned wheels and all they need. ``keep`` maps names to versions that should stay if they can.
 
@@ -82,7 +85,7 @@ def resolve_wheels(
     """
     if not request.wheels and not request.requires:
         return ()
-    indexes = Indexes.of_host()
+    indexes = Indexes.of_host(patience)
     name = next(iter((*request.wheels, *request.requires)))
     ask(
         {f"the Python index at {redact(url)}": partial(indexes.only(url).probe, name) for url in indexes.remote},
@@ -93,9 +96,9 @@ def resolve_wheels(
     pins = [f"{name}=={version}" for name, version in request.wheels.items()]
     pins += [name for name in request.requires if name not in request.wheels]
     constraints = [f"{n}=={v}" for n, v in (keep or {}).items() if n not in request.wheels]
-    report = _report(request, pins, constraints)
+    report = _report(request, pins, constraints, indexes)
     if report is None:
-        report = _report(request, pins, [])
+        report = _report(request, pins, [], indexes)
         progress.say("the versions locked before do not fit the new pins; their dependencies are resolved anew")
     found = tuple(one for one in parse_report(report or {}) if one.name not in request.provided)
     for one in found:
@@ -126,15 +129,16 @@ def _indexed(one: Found, request: Request, indexes: Indexes) -> Found:
     session, own = indexes.session(), one.name in request.indexed
     mine = None if own else next((link for link in indexes.links(session, one.name) if link.file == one.file), None)
     if mine is not None:
-        return replace(one, url=mine.url, sha256=mine.sha256)
+        return replace(one, url=mine.url, sha256=mine.sha256, size=mine.size)
     for name, url in request.indexes.items():
         for link in indexes.only(url).links(session, one.name):
             if link.file == one.file:
-                return replace(one, url=link.url, sha256=link.sha256, index=name)
+                return replace(one, url=link.url, sha256=link.sha256, size=link.size, index=name)
     if own:
         raise InputError(
             f"{one.name} {one.version} is pinned to channel {request.channel}, but none of its indexes has {one.file}",
-            hint="its indexes: " + ", ".join(request.indexes),
+            hint="its indexes: " + ", ".join(f"{name} ({redact(url)})" for name, url in request.indexes.items()),
+            about=one.name,
         )
     return one
 
@@ -147,6 +151,7 @@ def resolve_build(
     image: Mapping[str, str],
     keep: Mapping[str, str],
     progress: Progress,
+    patience: Patience = PATIENCE,
 ) -> tuple[LockedFile, ...]:
     """The wheels of the build root ``root`` and all they need, in the image's versions (``image``) where it has them.
 
@@ -161,22 +166,22 @@ def resolve_build(
     own = {normalised(name.partition("==")[0]) for name in wheels}
     fixed = [f"{n}=={v}" for n, v in image.items() if n not in own]
     kept = [f"{n}=={v}" for n, v in keep.items() if n not in own and n not in image]
-    report = _report(request, pins, [*fixed, *kept]) or _report(request, pins, fixed)
+    indexes = Indexes.of_host(patience)
+    report = _report(request, pins, [*fixed, *kept], indexes) or _report(request, pins, fixed, indexes)
     if report is None:
         raise InputError(f"the wheels of {root} do not go with the image's versions", hint="pin others under `build`")
     found = tuple(one for one in parse_report(report) if one.name not in request.provided)
-    indexes = Indexes.of_host()
     files = _measured("wheel", _placed(found, request, indexes), indexes)
     progress.finish(root, counted(len(files), "wheel"))
     return tuple(replace(file, base=root) for file in files)
 
 
-def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile, ...]:
+def resolve_sdists(request: Request, *, progress: Progress, patience: Patience = PATIENCE) -> tuple[LockedFile, ...]:
     """The one source archive of each sdist pin (what it needs is pinned on its own)."""
     if not request.sdists:
         return ()
     progress.start("sdists", "find source archives", unit="files")
-    indexes = Indexes.of_host()
+    indexes = Indexes.of_host(patience)
     session = indexes.session()
     found: list[Found] = []
     for name, version in request.sdists.items():
@@ -191,12 +196,40 @@ def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile,
         ]
         match = next(((index, link) for index, link, offers in offered if _same(offers, version)), None)
         if match is None:
-            raise _no_such(name, version, [offers for _, _, offers in offered], "source archive")
+            asked = [url for place in places.values() for url in place.index_urls]
+            raise no_such(name, version, [offers for _, _, offers in offered], "source archive", asked)
         index, link = match
-        found.append(Found(name=name, version=version, file=link.file, url=link.url, sha256=link.sha256, index=index))
+        _check_python(link, f"{name} {version}", name, request)
+        found.append(
+            Found(
+                name=name,
+                version=version,
+                file=link.file,
+                url=link.url,
+                sha256=link.sha256,
+                size=link.size,
+                index=index,
+            )
+        )
     files = _measured("sdist", found, indexes)
     progress.finish("sdists", f"{len(files)} source archives")
     return files
+
+
+def _check_python(link: Link, label: str, name: str, request: Request) -> None:
+    """InputError when the source says that it is not for the Python of the target's base."""
+    pythons = [base.python for base in request.bases.values() if base.python.startswith(request.python + ".")]
+    python = pythons[0] if pythons else request.python
+    try:
+        fits = not link.requires_python or SpecifierSet(link.requires_python).contains(python, prereleases=True)
+    except InvalidSpecifier:
+        return
+    if not fits:
+        raise InputError(
+            f"the source archive of {label} needs Python {link.requires_python}; the base has {python}",
+            hint="pin a version for the base's Python",
+            about=name,
+        )
 
 
 def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
@@ -216,7 +249,9 @@ def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
     return tuple(found)
 
 
-def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -> dict[str, Any] | None:
+def _report(
+    request: Request, pins: Sequence[str], constraints: Sequence[str], indexes: Indexes
+) -> dict[str, Any] | None:
     """pip's report; None when there is none with these constraints (without any it raises)."""
     bases = [base for base in request.bases.values() if base.python.startswith(request.python + ".")]
     if not bases:
@@ -235,19 +270,24 @@ def _report(request: Request, pins: Sequence[str], constraints: Sequence[str]) -
         args += _provided(request, Path(folder, "provided"))
         args += [word for url in request.indexes.values() for word in ("--extra-index-url", url)]
         args += ["--target", str(Path(folder, "target")), "--constraint", str(held)]
-        args += ["--retries", "1", "--timeout", "10", "--no-input", "--disable-pip-version-check", "--no-color", *pins]
+        patience = indexes.patience
+        args += ["--retries", str(patience.tries - 1), "--timeout", f"{patience.read_s / 2:g}"]
+        args += [
+            "--no-input",
+            "--disable-pip-version-check",
+            "--no-color",
+            *pins,
+        ]
         # These would change what is resolved or clash with --target; indexes, CA and proxies stay the host's.
         off = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "PIP_QUIET": "0", "PIP_PRE": "0"}
         shim = [sys.executable, "-P", str(Path(__file__).with_name("pipfor.py"))]
-        command = [*shim, base.python, _MACHINES[request.architecture], *args]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=os.environ | off, stdin=subprocess.DEVNULL
-        )
+        done = run_pip([*shim, base.python, _MACHINES[request.architecture]], args, os.environ | off)
         if done.returncode != 0 or not out.is_file():
             if constraints and not pip_failure_hides_network(done.stderr):
                 return None
             # pip writes what failed to stderr and why to stdout.
-            raise explain(f"{done.stderr}\n{done.stdout}\n\n")
+            urls = (*indexes.index_urls, *indexes.find_links, *request.indexes.values())
+            raise explain(f"{done.stderr}\n{done.stdout}\n\n", urls)
         report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     if report.get("environment", {}).get("python_version") != request.python:
         raise HostError(
@@ -286,54 +326,20 @@ def _provided(request: Request, folder: Path) -> list[str]:
     return ["--find-links", str(folder), *pins] if pins else []
 
 
-def explain(output: str) -> InputError | HostError:
-    """pip's output on failing as one sentence and what to do."""
-    if pip_failure_hides_network(output):
-        return HostError(
-            "a Python index stopped answering while pip resolved", hint="check the network and run it again"
-        )
-    if "DO NOT MATCH THE HASHES" in output:
-        return HostError(
-            "a Python index sent different bytes than it announced",
-            hint="do not trust that index; choose another mirror",
-        )
-    missing = re.search(
-        r"satisfies the requirement ([A-Za-z0-9._-]+)==?=?([^ ]+)[^\n]*\(from versions: ([^)]*)\)", output
-    )
-    if missing:
-        offered = [] if missing[3].strip() == "none" else [v.strip() for v in missing[3].split(",")]
-        return _no_such(missing[1], missing[2], offered, "wheel")
-    # ResolutionImpossible: the lines between the heading and the advice are the conflict itself.
-    conflict = re.search(r"The conflict is caused by:\n(.*?)\n\n", output, re.S)
-    if conflict:
-        lines = [line.strip() for line in conflict[1].splitlines() if line.strip()]
-        return InputError("the pins do not fit together: " + "; ".join(lines), hint="change one pin in versions.yaml")
-    python = re.search(r"ERROR: (Package .* requires a different Python[^\n]*)", output)
-    if python:
-        return InputError(python[1], hint="pin a version for the base's Python")
-    lines = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR:")]
-    return InputError("pip found no solution: " + (lines[0] if lines else "no reason given"))
-
-
-def _no_such(name: str, version: str, offered: Iterable[str], what: str) -> InputError:
-    versions = list(dict.fromkeys(offered))
-    if not versions:
-        return InputError(
-            f"no {what} of {name} is on the Python indexes of this host",
-            hint="check the name, and that pip's index-url, extra-index-url and find-links reach its channel",
-        )
-    near = get_close_matches(version, versions, 1, cutoff=0.3)
-    text = f"nearest is {near[0]}, latest is {versions[-1]}" if near else f"latest is {versions[-1]}"
-    return InputError(f"there is no {what} of {name} {version} for this target", hint=text)
-
-
 def _measured(kind: Any, found: Sequence[Found], indexes: Indexes) -> tuple[LockedFile, ...]:
     local = threading.local()
 
     def measured(one: Found) -> LockedFile:
         session = local.__dict__.setdefault("session", indexes.session())
-        size, read = indexes.measure(session, one.url)
-        sha256 = one.sha256 or read or indexes.digest(session, one.url)
+        about = f"{one.name} {one.version}"
+        size, read = indexes.measure(session, one.url, about)
+        if one.size not in (None, size):
+            raise HostError(
+                f"the index says that {one.file} has {one.size:,} bytes, but {redact(one.url)} sends {size:,}",
+                hint="run it again later; the index or its mirror is being changed",
+                about=one.name,
+            )
+        sha256 = one.sha256 or read or indexes.read(session, one.url, about)[1]
         return LockedFile(
             kind=kind,
             name=one.name,

@@ -1,0 +1,77 @@
+"""What an HTTP answer or its failure means to the lock: absent, passing or lasting, and in which words."""
+
+from __future__ import annotations
+
+import time
+from email.utils import parsedate_to_datetime
+from urllib.parse import urljoin
+
+import requests
+
+__all__ = ["ABSENT", "LASTING", "PASSING", "PLAIN", "SafeSession", "file_length", "retry_after", "short"]
+
+# "Not here". AMD's indexes answer 403 for a package or file that they do not have, as object stores do that nobody may
+# list (ROCm/rocm-cli #194, #271).
+ABSENT = (403, 404, 410)
+# What a server or a network may answer now and not in a moment.
+PASSING = (408, 425, 429, 500, 502, 503, 504)
+
+
+class SafeSession(requests.Session):
+    """Follows no redirect from https to http, where anyone on the way could change the answer."""
+
+    def get_redirect_target(self, resp: requests.Response) -> str | None:
+        """Where the answer sends; InvalidSchema when that is less safe."""
+        target: str | None = super().get_redirect_target(resp)  # type: ignore[no-untyped-call,unused-ignore]
+        if target and resp.url.startswith("https:") and urljoin(resp.url, target).startswith("http:"):
+            raise requests.exceptions.InvalidSchema("it redirects from https to http")
+        return target
+
+
+LASTING = requests.exceptions.InvalidSchema | requests.exceptions.InvalidURL
+PLAIN = {"Accept-Encoding": "identity"}
+
+
+def file_length(response: requests.Response) -> int | None:
+    """The file's length by the answer's headers, if these speak of the file's own bytes."""
+    length = response.headers.get("Content-Length", "")
+    as_it_is = response.headers.get("Content-Encoding", "identity") == "identity"
+    page = response.headers.get("Content-Type", "").startswith("text/html")
+    return int(length) if length.isdigit() and as_it_is and not page else None
+
+
+def retry_after(response: requests.Response) -> float | None:
+    """Seconds that the server asks for: a number, or until a date."""
+    text = response.headers.get("Retry-After", "").strip()
+    if text.isdigit():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def short(error: Exception) -> str:
+    """The cause of a network error in a few words, without its URL."""
+    text = str(error)
+    known = {
+        "refused": "connection refused",
+        "Name or service not known": "its name is not known",
+        "name resolution": "its name is not known",
+        "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted (set pip's `cert`, or REQUESTS_CA_BUNDLE)",
+        "timed out": "no answer in time",
+        "roxy": "the proxy refuses",
+        "No route to host": "no route to it",
+        "unreachable": "the network is unreachable",
+        "redirects from https": "it redirects from https to http",
+        "redirects": "it redirects in a circle",
+        "reset by peer": "the connection was reset",
+        "without response": "it closed the connection",
+        "IncompleteRead": "it ended early",
+        "SSL": "it speaks no TLS that this host accepts",
+    }
+    for mark, words in known.items():
+        if mark in text:
+            return words
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return f"HTTP status {status}" if status else type(error).__name__

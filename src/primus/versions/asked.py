@@ -1,0 +1,153 @@
+"""Requests to the sources: who listens to them, what they answered, and which of them are silent.
+
+Requests leave from several threads and several tools (requests, pip, skopeo, git), so each of them tells the listeners
+of this module, like a logger. Without a listener nothing is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+__all__ = ["FIRST_WORD_S", "PATIENCE", "Asked", "Patience", "asking", "bare_url", "listening", "tell"]
+
+# Of the 5 s in which a person hears of a silent source; starting Python and pip takes the rest.
+FIRST_WORD_S = 2.5
+# A host that is slow with every one of hundreds of files is named often enough.
+MOST_WORDS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long to wait for a source: seconds to connect, seconds of silence, and how often a passing fault is retried.
+
+    ``pause_s`` doubles with each try; a server's Retry-After replaces it up to ``longest_pause_s``.
+    """
+
+    connect_s: float = 4.0
+    read_s: float = 20.0
+    tries: int = 3
+    pause_s: float = 0.5
+    longest_pause_s: float = 10.0
+
+
+PATIENCE = Patience()
+
+
+@dataclass(kw_only=True)
+class Asked:
+    """One request. ``about`` is the package, image or repository that it concerns, ``size`` is in bytes, ``seconds``
+    lasts until the answer began (for a tool: until it ended).
+    """
+
+    tool: str
+    url: str
+    about: str
+    method: str = "GET"
+    status: int | None = None
+    type: str = ""
+    size: int | None = None
+    seconds: float = 0.0
+    verdict: str = "not answered"
+    began: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
+
+    def hear(self) -> None:
+        """The source has just sent something."""
+        self.heard = time.monotonic()
+
+    def answer(self, status: int | None, kind: str = "", size: int | None = None) -> None:
+        """The answer has begun."""
+        self.status, self.type, self.size = status, kind, size
+        if status in (403, 404, 410):
+            self.verdict = "not here"
+        else:
+            self.verdict = "answered" if status is None or status < 400 else "refused"
+
+    def row(self) -> dict[str, Any]:
+        """The request as a row of the report."""
+        row = asdict(self)
+        del row["began"], row["heard"]
+        return row | {"seconds": round(self.seconds, 3)}
+
+
+class _Listener:
+    def __init__(self, say: Callable[[str], None] | None, first_word_s: float) -> None:
+        self.rows: list[Asked] = []
+        self.open: list[Asked] = []
+        self.say, self.first_word_s = say, first_word_s
+        self.guard, self.done = threading.Lock(), threading.Event()
+        self._told: set[str] = set()
+
+    def watch(self) -> None:
+        """Name each source once that sends nothing for ``first_word_s`` seconds."""
+        while not self.done.wait(min(0.2, self.first_word_s)):
+            now = time.monotonic()
+            with self.guard:
+                silent = [one for one in self.open if now - one.heard >= self.first_word_s]
+            for one in silent:
+                if one.url not in self._told and len(self._told) < MOST_WORDS and self.say is not None:
+                    self._told.add(one.url)
+                    self.say(f"! {one.url} ({one.about}) has sent nothing for {self.first_word_s:g} s; waiting for it")
+
+
+_LISTENERS: list[_Listener] = []
+
+
+@contextmanager
+def listening(say: Callable[[str], None] | None = None, *, first_word_s: float = FIRST_WORD_S) -> Iterator[list[Asked]]:
+    """Gather every request made meanwhile. ``say`` hears of retries, and of each source that is silent for
+    ``first_word_s`` seconds.
+    """
+    listener = _Listener(say, first_word_s)
+    _LISTENERS.append(listener)
+    if say is not None:
+        threading.Thread(target=listener.watch, daemon=True).start()
+    try:
+        yield listener.rows
+    finally:
+        listener.done.set()
+        _LISTENERS.remove(listener)
+
+
+def tell(text: str) -> None:
+    """Say one line to whoever listens: a retry, or something odd about an answer."""
+    for listener in tuple(_LISTENERS):
+        if listener.say is not None:
+            listener.say(f"! {text}")
+
+
+@contextmanager
+def asking(tool: str, url: str, about: str, method: str = "GET", *, record: bool = True) -> Iterator[Asked]:
+    """Tell the listeners of a request while it lasts. ``record`` is False for one that is only watched, such as the
+    rest of an answer that is recorded already.
+    """
+    one = Asked(tool=tool, url=bare_url(url), about=about, method=method)
+    listeners = tuple(_LISTENERS)
+    for listener in listeners:
+        with listener.guard:
+            listener.open.append(one)
+            if record:
+                listener.rows.append(one)
+    try:
+        yield one
+    except Exception as error:
+        one.verdict = f"failed: {getattr(error, 'message', None) or type(error).__name__}"
+        raise
+    finally:
+        one.seconds = time.monotonic() - one.began
+        for listener in listeners:
+            with listener.guard:
+                # By identity: two requests may be equal.
+                listener.open[:] = [other for other in listener.open if other is not one]
+
+
+def bare_url(url: str) -> str:
+    """``url`` without credentials, query and fragment: what a message or a report may show."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

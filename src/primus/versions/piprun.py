@@ -1,0 +1,144 @@
+"""pip as a program: run with its requests listened to, and its failure as one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from difflib import get_close_matches
+from urllib.parse import unquote, urlsplit
+
+from primus.errors import HostError, InputError
+from primus.versions.answers import ABSENT
+from primus.versions.asked import Asked, asking
+from primus.versions.indexes import pip_failure_hides_network, redact
+
+__all__ = ["explain", "no_such", "run_pip"]
+
+
+def run_pip(
+    shim: Sequence[str], args: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run pip, and pass on what it asks of which index while it runs."""
+    reading, writing = os.pipe()
+    command = [*shim, str(writing), *args]
+    pipe = subprocess.PIPE
+    with (
+        os.fdopen(reading, encoding="utf-8") as lines,
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            env=environment,
+            pass_fds=(writing,),
+        ) as process,
+    ):
+        os.close(writing)
+        listener = threading.Thread(target=_hear, args=(lines,), daemon=True)
+        listener.start()
+        try:
+            out, err = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+        listener.join(1.0)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _hear(lines: Iterable[str]) -> None:
+    """Tell the listeners of requests what pip writes of its own."""
+    with ExitStack() as every:
+        running: dict[int, tuple[ExitStack, Asked]] = {}
+        for line in lines:
+            told = json.loads(line)
+            if "url" in told:
+                one = every.enter_context(ExitStack())
+                about = unquote(urlsplit(told["url"]).path.rstrip("/").rpartition("/")[2])
+                running[told["id"]] = one, one.enter_context(asking("pip", told["url"], about, told["method"]))
+                continue
+            one, asked = running.pop(told["id"])
+            if "failed" in told:
+                asked.verdict = f"failed: {told['failed']}"
+            else:
+                asked.answer(told["status"], told["type"], int(told["size"]) if told["size"].isdigit() else None)
+            one.close()
+
+
+def explain(output: str, urls: Sequence[str] = ()) -> InputError | HostError:
+    """pip's output on failing as one sentence and what to do; ``urls`` are the indexes that it was given."""
+    if pip_failure_hides_network(output):
+        url, package, cause = _network_fault(output)
+        return HostError(
+            f"the Python index {f'at {redact(url)} ' if url else ''}stopped answering while pip resolved"
+            f"{f' {package}' if package else ''}{f': {cause}' if cause else ''}",
+            hint="check the network and run it again",
+            about=package or None,
+        )
+    if "DO NOT MATCH THE HASHES" in output or "has inconsistent" in output or "MetadataInvalid" in output:
+        package, url = next(iter(re.findall(r"^    (\S+?)(?:[<>=!~]=?\S+)? from (\S+)", output, re.M)), ("", ""))
+        return HostError(
+            f"the Python index {f'at {redact(url)} ' if url else ''}sent different bytes than it announced"
+            f"{f' for {package}' if package else ''}",
+            hint="do not trust that index; choose another mirror",
+            about=package or None,
+        )
+    missing = re.search(
+        r"satisfies the requirement ([A-Za-z0-9._-]+)==?=?([^ ]+)[^\n]*\(from versions: ([^)]*)\)", output
+    )
+    if missing:
+        offered = [] if missing[3].strip() == "none" else [v.strip() for v in missing[3].split(",")]
+        return no_such(missing[1], missing[2], offered, "wheel", urls)
+    # ResolutionImpossible: the lines between the heading and the advice are the conflict itself.
+    conflict = re.search(r"The conflict is caused by:\n(.*?)\n\n", output, re.S)
+    if conflict:
+        lines = [line.strip() for line in conflict[1].splitlines() if line.strip()]
+        return InputError("the pins do not fit together: " + "; ".join(lines), hint="change one pin in versions.yaml")
+    python = re.search(r"ERROR: (Package .* requires a different Python[^\n]*)", output)
+    if python:
+        return InputError(python[1], hint="pin a version for the base's Python")
+    lines = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR:")]
+    return InputError("pip found no solution: " + (lines[0] if lines else "no reason given"))
+
+
+def _network_fault(output: str) -> tuple[str, str, str]:
+    """The address, the package and the cause that pip's warnings name; empty where they name none."""
+    for line in output.splitlines():
+        if "Could not fetch URL" in line and (found := re.search(r"Could not fetch URL (\S+?): (.*)", line)):
+            if any(f" {status} Client Error" in line for status in ABSENT):
+                continue
+            return found[1], found[1].rstrip("/").rpartition("/")[2], _cause(found[2])
+    found = re.search(r"host='([^']+)', port=(\d+).*?(?:[Uu]rl: |': )(/\S+)", output)
+    if found:
+        return f"{found[1]}:{found[2]}", found[3].rstrip("/").rpartition("/")[2], _cause(output)
+    return "", "", _cause(output)
+
+
+def _cause(text: str) -> str:
+    status = re.search(r"\b([45]\d\d) (?:Client|Server) Error", text) or re.search(r"too many (\d{3}) error", text)
+    if status:
+        return f"HTTP status {status[1]}"
+    known = {"Read timed out": "no answer in time", "timed out": "no answer in time", "refused": "connection refused"}
+    known |= {"Name or service": "its name is not known", "CERTIFICATE": "its certificate is not trusted"}
+    return next((words for mark, words in known.items() if mark in text), "")
+
+
+def no_such(name: str, version: str, offered: Iterable[str], what: str, urls: Sequence[str] = ()) -> InputError:
+    """The sentence for a version that none of ``urls`` has; ``what`` is a wheel or a source archive."""
+    versions = list(dict.fromkeys(offered))
+    if not versions:
+        asked = ", ".join(map(redact, urls))
+        return InputError(
+            f"no {what} of {name} is on the Python indexes of this host{f' ({asked})' if asked else ''}",
+            hint="check the name, and that pip's index-url, extra-index-url and find-links, or `indexes` in "
+            "versions.yaml, reach its channel",
+            about=name,
+        )
+    near = get_close_matches(version, versions, 1, cutoff=0.3)
+    text = f"nearest is {near[0]}, latest is {versions[-1]}" if near else f"latest is {versions[-1]}"
+    return InputError(f"there is no {what} of {name} {version} for this target", hint=text, about=name)

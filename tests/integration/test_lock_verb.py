@@ -222,3 +222,54 @@ def test_a_builds_wheel_that_the_image_lacks_needs_a_version(world: tuple[Kit, S
     failed = kit.primus("lock", "demo")
     assert failed.code == 2
     assert "native build: the image has no setup" in failed.err
+
+
+def test_a_report_says_what_was_asked_and_answered(
+    world: tuple[Kit, Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kit, server = world
+    server.faults.login = ("me", "pass-word")
+    monkeypatch.setenv("PIP_INDEX_URL", server.url.replace("://", "://me:pass-word@") + "/simple")
+    file = tmp_path / "report.json"
+    done = kit.primus("lock", "--report", str(file))
+    assert done.code == 0, done.err
+    report = json.loads(file.read_text())
+    assert "pass-word" not in file.read_text()
+    assert report["outcome"] == "locked"
+    (page,) = [r for r in report["asked"] if r["tool"] == "pip" and r["url"].endswith("/simple/tool/")]
+    line = VERSIONS.splitlines().index("      - {wheel: tool, version: 1.0, channel: pypi}") + 1
+    assert (page["target"], page["pin"], page["where"]) == ("demo", "tool", f"versions.yaml:{line}:9")
+    assert (page["method"], page["status"], page["verdict"]) == ("GET", 200, "answered")
+    assert page["type"].startswith("text/html")
+    assert page["size"] > 0
+    assert page["seconds"] >= 0
+    wheel = next(r for r in report["asked"] if r["url"].endswith("helper-1.0-py3-none-any.whl"))
+    assert wheel["pin"] == "", "no pin names it; tool needs it"
+    assert {r["tool"] for r in report["asked"]} == {"primus", "pip", "apt"}
+
+
+def test_a_report_of_a_lock_that_fails_is_written_too(
+    world: tuple[Kit, Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kit, server = world
+    server.faults.status["/files/tool-1.0-py3-none-any.whl"] = [404] * 20
+    file = tmp_path / "report.json"
+    done = kit.primus("lock", "--report", str(file))
+    assert done.code != 0
+    line = VERSIONS.splitlines().index("      - {wheel: tool, version: 1.0, channel: pypi}") + 1
+    report = json.loads(file.read_text())
+    assert report["outcome"].startswith("failed: ")
+    assert any(r["status"] == 404 and r["verdict"] == "not here" and r["pin"] == "tool" for r in report["asked"])
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    away = kit.primus("lock", "--report", str(file))
+    assert away.code == 3
+    report = json.loads(file.read_text())
+    assert "does not answer: connection refused" in report["outcome"]
+    assert f"versions.yaml:{line}:9" in report["outcome"], "the pin is named by its line"
+    assert [r["verdict"] for r in report["asked"] if r["url"].startswith("http://127.0.0.1:9/")][0] == (
+        "failed: connection refused"
+    )
+    assert kit.primus("lock", "--check", "--report", str(file)).code == 2
+    nowhere = kit.primus("lock", "--report", str(file / "x.json"))
+    assert nowhere.code == 2, nowhere.err
+    assert "Traceback" not in nowhere.err

@@ -25,6 +25,7 @@ import requests
 from primus.errors import HostError, LacksPackages
 from primus.versions.apt import AptAccess
 from primus.versions.ask import HOST_DEADLINE_S, ask
+from primus.versions.asked import asking
 from primus.versions.indexes import redact, short
 from primus.versions.suites import ROLLING
 
@@ -107,8 +108,10 @@ class Archive:
 
     def update(self) -> None:
         """Fetch the indexes. Raises HostError when a source does not answer or is not trusted."""
-        done = self.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "update")
-        text = done.stdout + done.stderr
+        with asking("apt", f"apt:{self.maker}", f"the {self.maker.title()} archive", "update", silent=True) as asked:
+            done = self.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "update")
+            text = done.stdout + done.stderr
+            asked.verdict = "answered" if done.returncode == 0 else f"failed: {reason(text)}"
         if done.returncode != 0:
             raise HostError(
                 f"the {self.maker.title()} archive does not answer: {reason(text)}",

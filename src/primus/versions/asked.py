@@ -123,21 +123,25 @@ def tell(text: str) -> None:
 
 
 @contextmanager
-def asking(tool: str, url: str, about: str, method: str = "GET", *, record: bool = True) -> Iterator[Asked]:
+def asking(
+    tool: str, url: str, about: str, method: str = "GET", *, record: bool = True, silent: bool = False
+) -> Iterator[Asked]:
     """Tell the listeners of a request while it lasts. ``record`` is False for one that is only watched, such as the
-    rest of an answer that is recorded already.
+    rest of an answer that is recorded already; ``silent`` is a tool that takes long without being stuck.
     """
     one = Asked(tool=tool, url=bare_url(url), about=about, method=method)
     listeners = tuple(_LISTENERS)
     for listener in listeners:
         with listener.guard:
-            listener.open.append(one)
+            if not silent:
+                listener.open.append(one)
             if record:
                 listener.rows.append(one)
     try:
         yield one
     except Exception as error:
-        one.verdict = f"failed: {getattr(error, 'message', None) or type(error).__name__}"
+        if one.verdict == "not answered":
+            one.verdict = f"failed: {getattr(error, 'message', None) or type(error).__name__}"
         raise
     finally:
         one.seconds = time.monotonic() - one.began

@@ -87,8 +87,10 @@ def resolve_wheels(
         return ()
     indexes = Indexes.of_host(patience)
     name = next(iter((*request.wheels, *request.requires)))
+    probes = {f"the Python index at {redact(url)}": partial(indexes.only(url).probe, name) for url in indexes.remote}
     ask(
-        {f"the Python index at {redact(url)}": partial(indexes.only(url).probe, name) for url in indexes.remote},
+        probes,
+        abouts=dict.fromkeys(probes, name),
         deadline=HOST_DEADLINE_S,
         hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",
     )

@@ -6,11 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from primus.cli.host.common import open_project, targets_of
+from primus.cli.host.lock_report import Report, pin_of
 from primus.display import choose_progress
+from primus.errors import InputError, PrimusError
 from primus.plan.locking import lock_target
 from primus.plan.resolve import ResolvedTarget, resolve_all
 from primus.terminal import counted
@@ -18,6 +21,7 @@ from primus.versions.components import normalised
 from primus.versions.lock import Drift, Lock, Request
 
 if TYPE_CHECKING:
+    from primus.progress import Progress
     from primus.versions.relock import Known
 
 __all__ = ["Change", "compare", "run"]
@@ -40,7 +44,18 @@ def run(args: argparse.Namespace) -> int:
     if args.channel and not args.target:
         names = [name for name in names if args.channel in project.target(name).channels]
     targets = [resolved for resolved in resolve_all(project, names) if resolved.request.asks]
-    return _check(targets, args.json) if args.check else _lock(targets, args.json, refresh=args.refresh)
+    if args.check:
+        if args.report:
+            raise InputError(
+                "--check asks no source, so there is nothing to report", hint="leave out --check or --report"
+            )
+        return _check(targets, args.json)
+    if not args.report:
+        return _lock(targets, args.json, refresh=args.refresh)
+    asked = ["lock", *names, *(["--channel", args.channel] if args.channel else ()), *(["--refresh"] * args.refresh)]
+    report = Report(args.report, " ".join(("primus", *asked)))
+    with report.written():
+        return _lock(targets, args.json, refresh=args.refresh, report=report)
 
 
 def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
@@ -62,12 +77,14 @@ def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
     return 1 if stale else 0
 
 
-def _lock(targets: Sequence[ResolvedTarget], as_json: bool, *, refresh: bool) -> int:
+def _lock(targets: Sequence[ResolvedTarget], as_json: bool, *, refresh: bool, report: Report | None = None) -> int:
     outcome: list[dict[str, Any]] = []
     known: Known = {}
     with choose_progress(as_json) as progress:
         for resolved in targets:
-            name, lock = resolved.lock_name, lock_target(resolved, progress, refresh=refresh, known=known).lock
+            name = resolved.lock_name
+            with report.of(resolved) if report else nullcontext():
+                lock = _placed(resolved, progress, refresh, known)
             assert lock is not None
             changes = compare(resolved.lock, lock)
             outcome.append({"lock": name, "files": len(lock.distinct), "changes": [asdict(c) for c in changes]})
@@ -76,6 +93,16 @@ def _lock(targets: Sequence[ResolvedTarget], as_json: bool, *, refresh: bool) ->
     if as_json:
         print(json.dumps(outcome, ensure_ascii=False, indent=2))
     return 0
+
+
+def _placed(resolved: ResolvedTarget, progress: Progress, refresh: bool, known: Known) -> Lock | None:
+    """The target's new lock. An error that is about a package, an image or a repository names its pin's line."""
+    try:
+        return lock_target(resolved, progress, refresh=refresh, known=known).lock
+    except PrimusError as error:
+        if error.where is None and error.about:
+            error.where = pin_of(resolved, error.about)[1] or None
+        raise
 
 
 def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:

@@ -1,0 +1,115 @@
+"""What a lock asked of its sources and what they answered, as a file that a person can send to another."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from primus import __version__
+from primus.errors import InputError, PrimusError
+from primus.files import write_file
+from primus.plan.resolve import ResolvedTarget
+from primus.versions.asked import Asked, listening
+from primus.versions.components import Pin, normalised
+
+__all__ = ["Report", "pin_of"]
+
+FORMAT = 1
+
+
+def pin_of(resolved: ResolvedTarget, about: str) -> tuple[str, str]:
+    """The component and the place in versions.yaml that pin the package, image, repository or file ``about``; two empty
+    texts for what no pin names, such as a dependency of a pinned package.
+    """
+    word = about.partition(" ")[0]
+    package = normalised(word)
+    # A file's name begins with its package, whose own hyphens may be underscores.
+    stem = normalised(re.split(r"-(?=[0-9])", word, maxsplit=1)[0])
+    for component, pin in resolved.pins.items():
+        if {package, stem} & _names(pin):
+            return component, resolved.pin_place(component, pin)
+    for name, base in resolved.request.bases.items():
+        if base.image and base.image.partition("@")[0] in (word, word.partition("@")[0]):
+            known = name in resolved.versions.bases
+            return f"base {name}", resolved.base_place(name, "image") if known else ""
+    for component, pin in resolved.pins.items():
+        if pin.build and stem in {normalised(tool.partition("==")[0]) for tool in pin.build.wheels}:
+            return f"build of {component}", resolved.pin_place(component, pin)
+    return "", ""
+
+
+def _names(pin: Pin) -> set[str]:
+    repository = pin.git.rstrip("/").rpartition("/")[2].removesuffix(".git") if pin.git else None
+    return {normalised(name) for name in (pin.wheel, pin.sdist, pin.package, pin.deb, repository) if name}
+
+
+@dataclass
+class Report:
+    """Gathers requests and lines target by target; :meth:`write` makes the file."""
+
+    path: Path
+    command: str
+    outcome: str = "interrupted"
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def of(self, resolved: ResolvedTarget) -> Iterator[None]:
+        """The requests made for one target."""
+        with listening(self.said.append) as asked:
+            try:
+                yield
+            finally:
+                self.rows += [self._row(resolved, one) for one in tuple(asked)]
+
+    def _row(self, resolved: ResolvedTarget, one: Asked) -> dict[str, Any]:
+        component, place = pin_of(resolved, one.about)
+        row = one.row()
+        return {"target": resolved.name, "pin": component, "where": place, **row}
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """Write the file when the work ends, however it ends. Raises InputError when it cannot be written."""
+        self.write()
+        try:
+            yield
+            self.outcome = "locked"
+        except PrimusError as error:
+            self.outcome = f"failed: {error}"
+            raise
+        finally:
+            self.write()
+
+    def write(self) -> None:
+        """The file as it is now, without anybody's login."""
+        document = {
+            "format": FORMAT,
+            "command": self.command,
+            "outcome": self.outcome,
+            "host": {"system": platform.platform(), "python": platform.python_version(), "primus": __version__}
+            | {name: _version(name) for name in ("pip", "requests", "urllib3")},
+            "asked": self.rows,
+            "said": self.said,
+        }
+        text = json.dumps(document, ensure_ascii=False, indent=1) + "\n"
+        try:
+            write_file(self.path, re.sub(r"(://)[^/@\s\"]+@", r"\1", text))
+        except OSError as error:
+            raise InputError(
+                f"the report cannot be written to {self.path}: {error.strerror}",
+                hint="name another file: --report FILE",
+            ) from None
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -266,7 +266,7 @@ def test_a_report_of_a_lock_that_fails_is_written_too(
     report = json.loads(file.read_text())
     assert "does not answer: connection refused" in report["outcome"]
     assert f"versions.yaml:{line}:9" in report["outcome"], "the pin is named by its line"
-    assert [r["verdict"] for r in report["asked"] if r["url"].startswith("http://127.0.0.1:9/")][0] == (
+    assert next(r["verdict"] for r in report["asked"] if r["url"].startswith("http://127.0.0.1:9/")) == (
         "failed: connection refused"
     )
     assert kit.primus("lock", "--check", "--report", str(file)).code == 2

@@ -169,3 +169,39 @@ def test_a_hung_rank_ends_and_is_named(slurm: Slurm, folder: Path) -> None:
     ended = job.ended()
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), job.said()
     assert re.search(r"rank [01]: hung: no progress for 60 s; its process is stopped", str(job.result()["cause"]))
+
+
+def test_a_slow_rank_delays_the_job_and_changes_nothing(slurm: Slurm, folder: Path, undisturbed: Launched) -> None:
+    job = Launched(slurm, folder / "runs")
+    job.reach(10)
+    for _ in range(10):
+        for signal_ in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in job.pids("n2"):
+                os.kill(pid, signal_)
+            time.sleep(1)
+    assert job.ended()["JobState"] == "COMPLETED", job.said()
+    assert job.losses(0) == undisturbed.losses(0)
+
+
+def test_a_full_disk_fails_the_job_and_loses_no_checkpoint(
+    slurm: Slurm, folder: Path, undisturbed: Launched
+) -> None:
+    runs = folder / "small"
+    runs.mkdir()
+    size = sum(path.stat().st_size for path in undisturbed.folder.rglob("*") if path.is_file())
+    # Room for two of the four checkpoints, and for the logs.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 5 // 8}", "tmpfs", runs], check=True)
+    try:
+        job = Launched(slurm, runs)
+        ended = job.ended()
+        assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), job.said()
+        assert "No space left on device" in str(job.result()["cause"]), job.said()
+        subprocess.run(["mount", "-o", f"remount,size={size * 4}", runs], check=True)
+        again = Launched(slurm, runs, "--resume-from", str(job.folder / "attempt-0"))
+        assert again.ended()["JobState"] == "COMPLETED", again.said()
+        whole = undisturbed.losses(0)
+        assert again.losses(0) == {step: whole[step] for step in again.losses(0)}
+        assert max(again.losses(0)) == STEPS
+        assert min(again.losses(0)) > 1
+    finally:
+        subprocess.run(["umount", runs], check=True)

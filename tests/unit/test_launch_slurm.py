@@ -102,7 +102,7 @@ def test_the_document_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def body(
-    tmp_path: Path, srun: str, *, restart: int = 0, steps: int = 50, more: str = ""
+    tmp_path: Path, srun: str, *, restart: int = 0, steps: int = 50, resume_from: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a rendered script for real; Slurm's commands are small scripts that note how they were called."""
     tools = tmp_path / "bin"
@@ -115,7 +115,7 @@ def body(
     }.items():
         (tools / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {calls}\n{text}\n')
         (tools / name).chmod(0o755)
-    site = slurm.Site(output=tmp_path / "runs", restarts=3)
+    site = slurm.Site(output=tmp_path / "runs", restarts=3, resume_from=resume_from)
     text = slurm.script(plan(f"steps={steps}", nodes=2), site)
     environment = {
         **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
@@ -141,6 +141,24 @@ def test_a_restarted_job_takes_the_newest_whole_checkpoint_before_the_last_step(
     assert done.returncode == 0, done.stderr
     assert "attempt-1/checkpoint/step-20 to" in done.stdout
     assert "7/attempt-2 at 10.0.0.1:20007 7-2" in done.stdout
+
+
+def test_a_job_continues_another_run_until_it_has_checkpoints_of_its_own(tmp_path: Path) -> None:
+    earlier = str(tmp_path / "an earlier run")
+    done = body(tmp_path, 'echo "from $RESUME_FROM"', resume_from=earlier)
+    assert f"from {earlier}\n" in done.stdout, done.stderr
+    assert f"continuing from {earlier}" in done.stderr
+    checkpoint(tmp_path, 0, 8)
+    done = body(tmp_path, 'echo "from $RESUME_FROM"', resume_from=earlier, restart=1)
+    assert "attempt-0/checkpoint/step-8\n" in done.stdout
+
+
+def test_containers_see_the_run_that_is_continued(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama3.1-8b", "--gpu", "mi300x", "--image", "a/b:c", "--container", "docker", "--dry-run"]
+    assert main(["launch", "slurm", *words, "--resume-from", "/shared/run-7"]) == 0
+    out = capsys.readouterr().out
+    assert "/shared/run-7:/shared/run-7" in out
+    assert "export RESUME_FROM=/shared/run-7" in out
 
 
 def test_the_exit_code_of_the_ranks_is_the_jobs(tmp_path: Path) -> None:

@@ -157,6 +157,8 @@ def delete(kind: Kind, name: str, namespace: str) -> None:
 def nodes() -> list[dict[str, Any]]:
     """Name, readiness, GPUs and their product of every node."""
     with _client() as client:
+        from kubernetes.utils.quantity import parse_quantity
+
         found = client.CoreV1Api().list_node(_request_timeout=_TIMEOUT).items
     rows: list[dict[str, Any]] = []
     for node in found:
@@ -164,5 +166,5 @@ def nodes() -> list[dict[str, Any]]:
         ready = next((c.status for c in node.status.conditions or () if c.type == "Ready"), "Unknown")
         product = labels.get("amd.com/gpu.product-name") or labels.get("nvidia.com/gpu.product") or ""
         count = amounts.get("amd.com/gpu") or amounts.get("nvidia.com/gpu") or 0
-        rows.append({"name": node.metadata.name, "ready": ready == "True", "gpus": int(count), "product": product})
+        rows.append({"name": node.metadata.name, "ready": ready == "True", "gpus": int(parse_quantity(count)), "product": product})
     return rows

@@ -36,7 +36,8 @@ class Site:
     """What the cluster's owner decides. Empty texts leave the choice to Slurm.
 
     ``grace`` is how many seconds before its end the job is told. ``environment`` holds ``NAME`` or ``NAME=VALUE``;
-    ``mounts`` are folders that appear at the same path inside the container. ``extra`` are options of sbatch as they
+    ``mounts`` are folders that appear at the same path inside the container; so does ``resume_from``, the checkpoint or
+    run that the first attempt continues. ``extra`` are options of sbatch as they
     are.
     """
 
@@ -55,6 +56,7 @@ class Site:
     port: int = 0
     environment: tuple[str, ...] = ()
     mounts: tuple[Path, ...] = ()
+    resume_from: str = ""
     extra: tuple[str, ...] = ()
     command: str = "primus"
 
@@ -67,7 +69,7 @@ class Site:
         for word in self.environment:
             if not _VARIABLE.fullmatch(word):
                 raise InputError(f"--env: {word!r} is neither NAME nor NAME=VALUE")
-        for text in (self.image, self.exclude, self.interface, self.name, *self.extra, str(self.output)):
+        for text in (self.image, self.exclude, self.interface, self.name, self.resume_from, *self.extra, str(self.output)):
             if any(not character.isprintable() for character in text):
                 raise InputError(f"{text!r} holds a control character")
         refuse_secrets((*self.environment, *self.extra, self.image))
@@ -110,6 +112,7 @@ def script(plan: Plan, site: Site) -> str:
                 steps=plan.recipe.steps,
                 restarts=site.restarts,
                 root=shlex.quote(str(site.output)),
+                resume=shlex.quote(site.resume_from) if site.resume_from else "",
                 port=site.port or "$((20000 + SLURM_JOB_ID % 20000))",
                 task=_task(plan, site),
                 srun=_srun(plan, site),
@@ -147,7 +150,7 @@ NODE_ADDRESSES=$(for node in "${{nodes[@]}}"; do address "$node"; done | tr '\\n
 # A restarted job continues from the newest whole checkpoint of its earlier attempts. The last step's is left out: what
 # is repeated after the one before it is judged.
 newest=0
-export RESUME_FROM=
+export RESUME_FROM={resume}
 for folder in "$run"/attempt-*/checkpoint/step-*; do
     [[ -f $folder/.metadata && -f $folder/recipe.json ]] || continue
     step=${{folder##*/step-}}
@@ -213,7 +216,8 @@ def _names(site: Site) -> list[str]:
 
 def _mounts(plan: Plan, site: Site) -> list[str]:
     own = [plan.recipe.path.parent] if "/" in plan.recipe.name else []
-    return [shlex.quote(str(path)) for path in (site.output, *site.mounts, *own)]
+    resumed = [Path(site.resume_from)] if site.resume_from else []
+    return [shlex.quote(str(path)) for path in (site.output, *site.mounts, *resumed, *own)]
 
 
 def _engine(plan: Plan, site: Site) -> str:

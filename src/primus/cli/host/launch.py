@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -105,7 +106,6 @@ def add_kubernetes(parser: argparse.ArgumentParser) -> None:
     site.add_argument(
         "--ttl", type=seconds, default=86400, metavar="S", help="keep a finished job so long (default: 1 day)"
     )
-    site.add_argument("--resume-from", default="", metavar="DIR", help="checkpoint or run, as the nodes see it")
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +125,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mount", action="append", default=[], type=path("--mount"), metavar="DIR", help="folder to mount"
     )
+    parser.add_argument("--resume-from", default="", metavar="DIR", help="checkpoint or run, as the nodes see it")
     parser.add_argument("--stall-timeout", type=seconds, default=1800, metavar="S", help="as in `primus train`")
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -236,7 +237,7 @@ def _slurm(options: argparse.Namespace, plan: Plan) -> int:
         account=options.account, qos=options.qos, time=options.time, exclude=options.exclude,
         interface=options.interface, grace=options.grace, restarts=options.restarts, port=options.port,
         environment=tuple(options.env), mounts=tuple(path.absolute() for path in options.mount),
-        extra=tuple(options.sbatch),
+        extra=tuple(options.sbatch), resume_from=options.resume_from and os.path.abspath(options.resume_from),
     )  # fmt: skip
     text = slurm.script(plan, site)
     document: dict[str, Any] = {"plan": plan.document(), "container": site.container, "script": text}

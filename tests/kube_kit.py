@@ -1,0 +1,185 @@
+"""A real Kubernetes API on this machine: etcd, kube-apiserver and kube-controller-manager, without nodes.
+
+Debian packages no server of Kubernetes, but the source of one (1.20.2, in bookworm). It is built once, in about five
+minutes on two cores, below ``~/.cache/primus-tests``. This version ignores fields of later ones, such as a Job's
+``completionMode``; the schemas of current versions are tested in tests/unit/test_launch_kubernetes.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
+
+PACKAGES = {"go": "golang-go", "etcd": "etcd-server", "openssl": "openssl"}
+SERVERS = ("kube-apiserver", "kube-controller-manager")
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "primus-tests" / "kubernetes-1.20"
+SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
+ROOT = "k8s.io/kubernetes"
+# The source's own copy iterates over maps as Go before 1.18 did: custom resources crash a server built with it.
+REFLECT = Path("/usr/share/gocode/src/github.com/modern-go/reflect2")
+
+
+def missing() -> str:
+    """Why no API server can run here; empty when it can."""
+    lacking = [package for program, package in PACKAGES.items() if shutil.which(program) is None]
+    if lacking:
+        return f"not installed: {', '.join(lacking)} (apt-get install {' '.join(lacking)})"
+    if all((CACHE / name).exists() for name in SERVERS):
+        return ""
+    if not SOURCES.exists():
+        return f"Debian's source of Kubernetes cannot be had: {SOURCES} is missing"
+    return "" if REFLECT.exists() else "not installed: golang-github-modern-go-reflect2-dev"
+
+
+def build() -> Path:
+    """The folder with the servers, built from Debian's source unless they are there."""
+    if all((CACHE / name).exists() for name in SERVERS):
+        return CACHE
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="primus-kube-") as scratch:
+        folder = Path(scratch)
+        tree = folder / "go/src" / ROOT
+        tree.mkdir(parents=True)
+        (folder / "parts").mkdir()
+        (folder / "lists/partial").mkdir(parents=True)
+        text = SOURCES.read_text().replace("Types: deb\n", "Types: deb-src\n")
+        (folder / "parts/debian.sources").write_text(text)
+        apt = [
+            "apt-get", "-q", "-o", "Dir::Etc::sourcelist=/dev/null", "-o", f"Dir::Etc::sourceparts={folder}/parts",
+            "-o", f"Dir::State::lists={folder}/lists",
+        ]  # fmt: skip
+        subprocess.run([*apt, "update"], check=True)
+        subprocess.run([*apt, "source", "--download-only", "--only-source", "kubernetes"], check=True, cwd=folder)
+        (source,) = folder.glob("*.orig.tar.gz")
+        subprocess.run(["tar", "-xzf", source, "--strip-components=1", "-C", tree], check=True)
+        vendored = tree / "vendor/github.com/modern-go/reflect2"
+        shutil.rmtree(vendored)
+        shutil.copytree(REFLECT, vendored, symlinks=False)
+        _compile(folder, tree)
+    return CACHE
+
+
+def _compile(folder: Path, tree: Path) -> None:
+    environment = {
+        **os.environ, "GOPATH": f"{folder}/go", "GO111MODULE": "off", "GOFLAGS": "", "CGO_ENABLED": "0",
+        "GOCACHE": f"{folder}/cache",
+    }  # fmt: skip
+
+    def go(output: Path, *packages: str) -> None:
+        subprocess.run(["go", "build", "-o", output, *packages], check=True, cwd=tree, env=environment)
+
+    go(folder / "openapi-gen", f"{ROOT}/vendor/k8s.io/kube-openapi/cmd/openapi-gen")
+    packages = set()
+    for top, place in (("pkg", "pkg"), ("staging/src", "vendor")):
+        for file in (tree / top).rglob("*.go"):
+            name = file.parent.relative_to(tree / top).as_posix()
+            away = ("k8s.io/code-generator", "k8s.io/sample-apiserver")
+            if not name.startswith(away) and "+k8s:openapi-gen=" in file.read_text(errors="replace"):
+                packages.add(f"{ROOT}/{place}/{name}")
+    subprocess.run(
+        [
+            folder / "openapi-gen", "-i", ",".join(sorted(packages)), "-p", f"{ROOT}/pkg/generated/openapi",
+            "-O", "zz_generated.openapi", "-h", "vendor/k8s.io/code-generator/hack/boilerplate.go.txt",
+            "-r", folder / "violations",
+        ],
+        check=True, cwd=tree, env=environment,
+    )  # fmt: skip
+    (folder / "bin").mkdir()
+    go(folder / "bin", *(f"{ROOT}/cmd/{name}" for name in SERVERS))
+    for name in SERVERS:
+        shutil.move(folder / "bin" / name, CACHE / name)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Kubernetes:
+    """The API below ``folder``. ``config`` is a kubeconfig with every right; nothing runs pods."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = folder, folder / "kubeconfig"
+        self._servers: dict[str, subprocess.Popen[bytes]] = {}
+        programs, port, token = build(), _free_port(), "test-token"
+        client, peer = (f"http://127.0.0.1:{_free_port()}" for _ in range(2))
+        key = folder / "accounts.key"
+        subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
+        (folder / "tokens.csv").write_text(f"{token},admin,1\n")
+        self.write_config(self.config, port, token)
+        self.port = port
+        try:
+            self._start(
+                "etcd", "etcd", "--data-dir", folder / "etcd", "--listen-client-urls", client,
+                "--advertise-client-urls", client, "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+                "--initial-cluster", f"default={peer}",
+            )  # fmt: skip
+            self._start(
+                "kube-apiserver", programs / "kube-apiserver", "--etcd-servers", client, "--secure-port", port,
+                "--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1", "--cert-dir", folder / "certificates",
+                "--token-auth-file", folder / "tokens.csv", "--authorization-mode", "AlwaysAllow",
+                "--disable-admission-plugins", "ServiceAccount", "--service-account-issuer", "https://127.0.0.1",
+                "--service-account-key-file", key, "--service-account-signing-key-file", key,
+            )  # fmt: skip
+            self._until_ready()
+            self._start(
+                "kube-controller-manager", programs / "kube-controller-manager", "--kubeconfig", self.config,
+                "--leader-elect=false", "--controllers", "job,garbagecollector,namespace",
+                "--bind-address", "127.0.0.1", "--secure-port", _free_port(), "--port", "0",
+                "--cert-dir", folder / "certificates",
+            )  # fmt: skip
+        except BaseException:
+            self.stop()
+            raise
+
+    def write_config(self, path: Path, port: int, token: str) -> None:
+        """A kubeconfig for the server at ``port``. Its certificate is its own, made at start."""
+        cluster = {"server": f"https://127.0.0.1:{port}", "insecure-skip-tls-verify": True}
+        document = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "test", "user": {"token": token}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        }  # fmt: skip
+        path.write_text(yaml.safe_dump(document))
+
+    def _start(self, name: str, *words: object) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._servers[name] = subprocess.Popen(
+                [str(word) for word in words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder
+            )
+
+    def _until_ready(self) -> None:
+        from kubernetes import client, config
+
+        deadline = time.monotonic() + 90
+        api = config.new_client_from_config(str(self.config))
+        while time.monotonic() < deadline:
+            assert all(server.poll() is None for server in self._servers.values()), self._logs()
+            with suppress(Exception):
+                client.CoreV1Api(api).read_namespace("default", _request_timeout=5)
+                return
+            time.sleep(0.5)
+        raise AssertionError(self._logs())
+
+    def _logs(self) -> str:
+        return "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(self.folder.glob("*.log")))
+
+    def stop(self) -> None:
+        """End the servers, the last one first."""
+        for server in reversed(list(self._servers.values())):
+            server.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(timeout=10)
+                continue
+            server.kill()
+            server.wait()

@@ -125,7 +125,8 @@ class Kubernetes:
             )  # fmt: skip
             self._start(
                 "kube-apiserver", programs / "kube-apiserver", "--etcd-servers", client, "--secure-port", port,
-                "--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1", "--cert-dir", folder / "certificates",
+                "--bind-address", "127.0.0.1", "--advertise-address", "127.0.0.1",
+                "--cert-dir", folder / "certificates",
                 "--token-auth-file", folder / "tokens.csv", "--authorization-mode", "AlwaysAllow",
                 "--disable-admission-plugins", "ServiceAccount", "--service-account-issuer", "https://127.0.0.1",
                 "--service-account-key-file", key, "--service-account-signing-key-file", key,

@@ -47,9 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube_kit.Kubern
 
 
 @pytest.fixture
-def launch(
-    server: kube_kit.Kubernetes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Launch:
+def launch(server: kube_kit.Kubernetes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Launch:
     monkeypatch.setenv("KUBECONFIG", str(server.config))
 
     def call(*words: str) -> Said:

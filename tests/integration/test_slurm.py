@@ -183,9 +183,7 @@ def test_a_slow_rank_delays_the_job_and_changes_nothing(slurm: Slurm, folder: Pa
     assert job.losses(0) == undisturbed.losses(0)
 
 
-def test_a_full_disk_fails_the_job_and_loses_no_checkpoint(
-    slurm: Slurm, folder: Path, undisturbed: Launched
-) -> None:
+def test_a_full_disk_fails_the_job_and_loses_no_checkpoint(slurm: Slurm, folder: Path, undisturbed: Launched) -> None:
     runs = folder / "small"
     runs.mkdir()
     size = sum(path.stat().st_size for path in undisturbed.folder.rglob("*") if path.is_file())

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -39,6 +40,37 @@ def test_the_exit_code_is_the_processes_own_and_the_log_holds_both_streams(tmp_p
 
 def test_a_signal_is_a_negative_exit_code(tmp_path: Path) -> None:
     assert run("import os; os.kill(os.getpid(), 9)", tmp_path).exit_code == -9
+
+
+def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 2.0)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", tmp_path], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted: {mounted.stderr.strip()}")
+    try:
+        code = """
+            import time
+            try:
+                open("DIR/data", "wb", buffering=0).write(bytes(8 << 20))
+                open("DIR/data", "ab", buffering=0).write(bytes(8 << 20))
+            except OSError as error:
+                for number in range(3000):
+                    print(number, flush=True)
+                print(error, flush=True)
+                time.sleep(600)
+        """
+        lines: list[str] = []
+        ended = run(textwrap.dedent(code).replace("DIR", str(tmp_path)), tmp_path, lines)
+        assert ended.exit_code == -signal.SIGTERM
+        assert len(lines) == 3001
+        text = (tmp_path / "log.txt").read_text()
+        assert "the disk was full; " in text
+        assert text.endswith("\n2999\n[Errno 28] No space left on device\n")
+        assert not (tmp_path / ".reserve").exists()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_the_environment_is_the_one_given(tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ def _client() -> Iterator[Any]:
         raise HostError(
             f"the cluster does not answer: {' '.join(str(error).split())[:300]}", hint="kubectl cluster-info tells more"
         ) from error
+    except ValueError as error:  # the client's models are of one version of the API
+        told = " ".join(str(error).split())[:200]
+        raise HostError(f"the client does not understand the cluster's answer: {told}", hint="use kubectl") from error
 
 
 def _refused(code: int, reason: str, body: str | bytes | None) -> HostError | InputError:
@@ -88,10 +91,15 @@ def _create(client: Any, kind: Kind, one: Manifest, name: str, namespace: str) -
     if one["kind"] == "Service":
         core = client.CoreV1Api()
         core.create_namespaced_service(namespace, one, _request_timeout=_TIMEOUT)
-        return lambda: core.delete_namespaced_service(name, namespace, _request_timeout=_TIMEOUT)
+        return lambda: _delete_service(core, name, namespace)
     api, place = _custom(client, kind, namespace)
     api.create_namespaced_custom_object(**place, body=one, _request_timeout=_TIMEOUT)
     return lambda: api.delete_namespaced_custom_object(**place, name=name, _request_timeout=_TIMEOUT)
+
+
+def _delete_service(core: Any, name: str, namespace: str) -> None:
+    # The answer is not read: older servers send a Status, later ones the Service, and the client knows only the latter.
+    core.delete_namespaced_service(name, namespace, _request_timeout=_TIMEOUT, _preload_content=False)
 
 
 def status(kind: Kind, name: str, namespace: str) -> dict[str, Any]:
@@ -151,7 +159,7 @@ def delete(kind: Kind, name: str, namespace: str) -> None:
             **place, name=name, propagation_policy="Foreground", _request_timeout=_TIMEOUT
         )
         if kind == "job":
-            client.CoreV1Api().delete_namespaced_service(name, namespace, _request_timeout=_TIMEOUT)
+            _delete_service(client.CoreV1Api(), name, namespace)
 
 
 def nodes() -> list[dict[str, Any]]:
@@ -166,5 +174,12 @@ def nodes() -> list[dict[str, Any]]:
         ready = next((c.status for c in node.status.conditions or () if c.type == "Ready"), "Unknown")
         product = labels.get("amd.com/gpu.product-name") or labels.get("nvidia.com/gpu.product") or ""
         count = amounts.get("amd.com/gpu") or amounts.get("nvidia.com/gpu") or 0
-        rows.append({"name": node.metadata.name, "ready": ready == "True", "gpus": int(parse_quantity(count)), "product": product})
+        rows.append(
+            {
+                "name": node.metadata.name,
+                "ready": ready == "True",
+                "gpus": int(parse_quantity(count)),
+                "product": product,
+            }
+        )
     return rows

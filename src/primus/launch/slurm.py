@@ -69,7 +69,15 @@ class Site:
         for word in self.environment:
             if not _VARIABLE.fullmatch(word):
                 raise InputError(f"--env: {word!r} is neither NAME nor NAME=VALUE")
-        for text in (self.image, self.exclude, self.interface, self.name, self.resume_from, *self.extra, str(self.output)):
+        for text in (
+            self.image,
+            self.exclude,
+            self.interface,
+            self.name,
+            self.resume_from,
+            *self.extra,
+            str(self.output),
+        ):
             if any(not character.isprintable() for character in text):
                 raise InputError(f"{text!r} holds a control character")
         refuse_secrets((*self.environment, *self.extra, self.image))

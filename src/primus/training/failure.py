@@ -41,6 +41,8 @@ _HINTS = {
 }
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator: can't allocate")
 _OUT_OF_MEMORY_HINT = "a smaller batch per rank, full recomputation or more ranks need less memory"
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
+_DISK_FULL_HINT = "the disk with the results is full; finished checkpoints are whole: make room and use --resume-from"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +142,8 @@ def _last_line(text: str) -> str:
 def cause(output: Path, exit_code: int) -> Failure | None:
     """The first cause of a job that ended with ``exit_code`` (negative: a signal), from its folder; None if it is 0.
 
-    Of what the ranks noted the earliest counts, unless it only says that another rank is gone; then a rank that a
-    signal ended; then the log's first exception; then its last line.
+    A full disk comes first. Of what the ranks noted the earliest counts, unless it only says that another rank is
+    gone; then a rank that a signal ended; then the log's first exception; then its last line.
     """
     if exit_code == 0:
         return None
@@ -150,11 +152,15 @@ def cause(output: Path, exit_code: int) -> Failure | None:
     own = [one for one in notes if not _DERIVED.search(one.text)]
     raised = [Failure(text=match["text"]) for line in lines if (match := _EXCEPTION.match(line.strip()))]
     first = [failure for failure in raised if not _DERIVED.search(failure.text)]
-    found = next(iter([*own, *_signalled(lines), *first, *notes, *raised]), None)
+    # A full disk makes every writer fail in a way of its own, and checkpointing wraps them all.
+    full = [failure for failure in [*own, *raised] if _DISK_FULL.search(failure.text)]
+    found = next(iter([*full, *own, *_signalled(lines), *first, *notes, *raised]), None)
     if found is None:
         found = _by_code(exit_code, lines)
     if _OUT_OF_MEMORY.search(found.text):
         return Failure(text=found.text, rank=found.rank, hint=_OUT_OF_MEMORY_HINT)
+    if _DISK_FULL.search(found.text):
+        return Failure(text=found.text, rank=found.rank, hint=_DISK_FULL_HINT)
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -18,6 +20,9 @@ from typing import Any
 __all__ = ["Ended", "run"]
 
 GRACE_SECONDS = 15.0
+# Space kept free for the end of the log and the results, so that a job which fills its disk can still say so.
+_RESERVE_BYTES = 4 << 20
+_TAIL_LINES = 1000
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -41,17 +46,19 @@ def run(
     """Run ``argv``, write all it prints to ``log`` and pass each line to ``on_line``.
 
     SIGINT and SIGTERM end the ranks first (after ``GRACE_SECONDS`` by force), then raise KeyboardInterrupt.
+    When the disk is full, the job ends ``GRACE_SECONDS`` later, and the last ``_TAIL_LINES`` lines are then written
+    into space that was kept for them. Raises OSError when that much is not free at the start.
+
     No process of the job outlives this call, even when the launcher itself was killed. After ``patience`` seconds
-    without a line (0: never) ``on_silence`` is called once with the
-    launcher's process id and must make the ranks end; ``GRACE_SECONDS`` later the
-    launcher is ended, too.
+    without a line (0: never) ``on_silence`` is called once with the launcher's process id and must make the ranks end;
+    ``GRACE_SECONDS`` later the launcher is ended, too.
     """
     heard = [time.monotonic()]
     _adopt_orphans()
     others = _children(os.getpid())
     started = time.monotonic()
     stop = threading.Event()
-    with log.open("w", encoding="utf-8", errors="replace") as file, _signals(stop):
+    with _Log(log) as kept, _signals(stop):
         process = subprocess.Popen(
             list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace", start_new_session=True,
@@ -59,14 +66,13 @@ def run(
 
         def copy() -> None:
             for line in process.stdout or ():
-                file.write(line)
-                file.flush()
+                kept.write(line)
                 heard[0] = time.monotonic()
                 on_line(line)
 
         reader = threading.Thread(target=copy, daemon=True)
         reader.start()
-        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence)
+        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, kept)
         # Ranks run in sessions of their own; whatever the launcher left is ours now.
         _end(_children(os.getpid()) - others)
         reader.join(timeout=10)
@@ -78,7 +84,11 @@ def run(
 
 
 def _wait(
-    process: subprocess.Popen[str], stop: threading.Event, silent: Callable[[], bool], on_silence: Callable[[int], None]
+    process: subprocess.Popen[str],
+    stop: threading.Event,
+    silent: Callable[[], bool],
+    on_silence: Callable[[int], None],
+    kept: _Log,
 ) -> int:
     until = float("inf")
     while True:
@@ -88,6 +98,9 @@ def _wait(
             if until == float("inf") and silent():
                 on_silence(process.pid)
                 until = time.monotonic() + GRACE_SECONDS
+            # torchrun tries for ever to write to its store on a full disk, long after its ranks have failed.
+            if until == float("inf") and kept.full:
+                until = time.monotonic() + GRACE_SECONDS
             if stop.is_set() or time.monotonic() > until:
                 break
     process.terminate()
@@ -96,6 +109,47 @@ def _wait(
     except subprocess.TimeoutExpired:
         process.kill()
         return process.wait()
+
+
+class _Log:
+    """A log that keeps its last lines when the disk is full, and writes them at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._reserve = path, path.with_name(".reserve")
+        self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._lost = 0
+
+    def __enter__(self) -> _Log:
+        with self._reserve.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+        return self
+
+    @property
+    def full(self) -> bool:
+        """Whether a line could not be written."""
+        return self._lost > 0
+
+    def write(self, line: str) -> None:
+        """Add a line; a full disk is no error here."""
+        if not self._lost:
+            data = line.encode("utf-8", "replace")
+            try:
+                # A short write is of a disk that has just become full.
+                if os.write(self._file, data) == len(data):
+                    return
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+        self._lost += 1
+        self._tail.append(line)
+
+    def __exit__(self, *_: object) -> None:
+        self._reserve.unlink(missing_ok=True)
+        if self._lost:
+            note = f"\nprimus: the disk was full; {self._lost - len(self._tail)} lines are missing here\n"
+            os.write(self._file, "".join([note, *self._tail]).encode("utf-8", "replace"))
+        os.close(self._file)
 
 
 class _signals:

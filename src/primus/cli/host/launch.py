@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -237,7 +236,7 @@ def _slurm(options: argparse.Namespace, plan: Plan) -> int:
         account=options.account, qos=options.qos, time=options.time, exclude=options.exclude,
         interface=options.interface, grace=options.grace, restarts=options.restarts, port=options.port,
         environment=tuple(options.env), mounts=tuple(path.absolute() for path in options.mount),
-        extra=tuple(options.sbatch), resume_from=options.resume_from and os.path.abspath(options.resume_from),
+        extra=tuple(options.sbatch), resume_from=options.resume_from and str(Path(options.resume_from).absolute()),
     )  # fmt: skip
     text = slurm.script(plan, site)
     document: dict[str, Any] = {"plan": plan.document(), "container": site.container, "script": text}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from primus.errors import PrimusError
 
-__all__ = ["Failure", "cause", "note", "noting", "stack_file", "text_of"]
+__all__ = ["DISK_FULL", "Failure", "cause", "note", "noting", "stack_file", "text_of"]
 
 _FOLDER = "failures"
 _STACKS = "stacks"
@@ -29,7 +29,8 @@ _DERIVED = re.compile(
     r"|Watchdog caught|failed to recv|Socket Timeout|wait timeout after|Timed out waiting"
 )
 _EXCEPTION = re.compile(
-    r"^(?:\[rank\d+\]: ?)*(?P<text>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$"
+    r"^(?:\[(?:rank|default)\d+\]: ?)*"
+    r"(?P<text>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$"
 )
 # torchrun's report of a rank that a signal ended.
 _SIGNALLED = re.compile(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\) received by PID")
@@ -56,6 +57,10 @@ class Failure:
     def __str__(self) -> str:
         who = f"rank {self.rank}: " if self.rank is not None else ""
         return f"{who}{self.text}" + (f" ({self.hint})" if self.hint else "")
+
+
+# Of a job that left too little behind to read this from.
+DISK_FULL = Failure(text="No space left on device", hint=_DISK_FULL_HINT)
 
 
 @contextmanager

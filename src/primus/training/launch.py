@@ -23,15 +23,20 @@ GRACE_SECONDS = 15.0
 # Space kept free for the end of the log and the results, so that a job which fills its disk can still say so.
 _RESERVE_BYTES = 4 << 20
 _TAIL_LINES = 1000
+# With less than this free, what ranks left behind is not whole either.
+_FULL_BYTES = 64 << 10
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a launch ended: the process's exit code (negative: the signal that killed it), wall seconds."""
+    """How a launch ended: the process's exit code (negative: the signal that killed it), wall seconds, and whether the
+    disk with its log was full.
+    """
 
     exit_code: int
     seconds: float
+    disk_full: bool = False
 
 
 def run(
@@ -80,7 +85,7 @@ def run(
             process.stdout.close()
     if stop.is_set():
         raise KeyboardInterrupt
-    return Ended(exit_code=code, seconds=time.monotonic() - started)
+    return Ended(exit_code=code, seconds=time.monotonic() - started, disk_full=kept.full)
 
 
 def _wait(
@@ -118,6 +123,7 @@ class _Log:
         self._path, self._reserve = path, path.with_name(".reserve")
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._lost = 0
+        self._full = False
 
     def __enter__(self) -> _Log:
         with self._reserve.open("wb") as file:
@@ -127,8 +133,8 @@ class _Log:
 
     @property
     def full(self) -> bool:
-        """Whether a line could not be written."""
-        return self._lost > 0
+        """Whether a line could not be written, or nothing else could at the end."""
+        return self._full or self._lost > 0
 
     def write(self, line: str) -> None:
         """Add a line; a full disk is no error here."""
@@ -145,6 +151,8 @@ class _Log:
         self._tail.append(line)
 
     def __exit__(self, *_: object) -> None:
+        disk = os.fstatvfs(self._file)
+        self._full = disk.f_bavail * disk.f_frsize < _FULL_BYTES
         self._reserve.unlink(missing_ok=True)
         if self._lost:
             note = f"\nprimus: the disk was full; {self._lost - len(self._tail)} lines are missing here\n"

@@ -16,7 +16,19 @@ import primus
 from primus.errors import HostError, InputError
 from primus.files import write_file
 from primus.recipes.recipe import MOCK
-from primus.training import checks, corpus, energy, hang, identity, launch, metrics, outcome, ranks, utilization
+from primus.training import (
+    checks,
+    corpus,
+    energy,
+    failure,
+    hang,
+    identity,
+    launch,
+    metrics,
+    outcome,
+    ranks,
+    utilization,
+)
 from primus.training.checks import Verdict
 from primus.training.clock import Clock
 from primus.training.finetune import hub
@@ -152,7 +164,8 @@ def start(
         write_file(job.output / "clock.json", json.dumps(watch.arrivals) + "\n")
         _judge(job)
 
-    result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=own))
+    said = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""
+    result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=own, said=said))
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
     done = utilization.work(job.recipe, result.facts)
     summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done)

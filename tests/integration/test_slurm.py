@@ -187,8 +187,8 @@ def test_a_full_disk_fails_the_job_and_loses_no_checkpoint(slurm: Slurm, folder:
     runs = folder / "small"
     runs.mkdir()
     size = sum(path.stat().st_size for path in undisturbed.folder.rglob("*") if path.is_file())
-    # Room for two of the four checkpoints, and for the logs.
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 5 // 8}", "tmpfs", runs], check=True)
+    # Room for two of the four checkpoints, for the logs, and for what both nodes reserve.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 5 // 8 + (8 << 20)}", "tmpfs", runs], check=True)
     try:
         job = Launched(slurm, runs)
         ended = job.ended()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,14 @@ def input_faults_page(result: Mapping[str, Any]) -> str:
 
 def _silent_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], versions: str) -> str:
     named = sum(bool(row["named_by"]) for row in rows)
+    left = result.get("not_run", ())
+    kinds: dict[str, Counter[str]] = {}
+    for row in rows:
+        kinds.setdefault(row["kind"], Counter()).update(row["named_by"])
+    classes = [
+        [kind, str(sum(row["kind"] == kind for row in rows)), ", ".join(f"{n} ({c})" for n, c in checks.most_common(4))]
+        for kind, checks in sorted(kinds.items())
+    ]
     return "\n".join(
         [
             f"<!-- Generated from {_SILENT} by `nox -s docs`; do not edit. -->",
@@ -73,8 +82,12 @@ def _silent_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], v
             f"Recorded on {result['date']} by `{result['command']}`. Each of {len(rows)} faults was put into a real "
             f"run of two ranks on a CPU; {named} were named by at least one check. None ends the run. "
             "What decides each class of fault: [validation](../validation.md#the-reference).",
+            *(f"\n{sentence}" for sentence in result.get("notes", ())),
             "",
             f"- In the runs: {versions}",
+            *([f"- {len(left)} further faults of the suite did not run in this session."] if left else []),
+            "",
+            *table(("class", "faults", "checks that failed most often (in how many runs)"), classes),
             "",
             "| class | fault | backend | checks that failed |",
             "|---|---|---|---|",

@@ -16,8 +16,9 @@ __all__ = ["changes", "compared", "load", "name_of", "record"]
 
 FOLDER = "benchmarks/golden"
 _FIGURES = ("loss", "grad_norm")
-# Relative, between types of CPU: they add in other orders, and training amplifies it.
-_TOLERANCE = {"loss": 2e-3, "grad_norm": 5e-2}
+# Relative, between types of CPU: they add in other orders, and training amplifies it. Measured with and without vector
+# instructions of later CPUs, over 20 steps: 2.5e-5 and 2.2e-4.
+_TOLERANCE = {"loss": 2e-4, "grad_norm": 2e-3}
 
 
 def load(root: Path, release: str) -> dict[str, Any] | None:

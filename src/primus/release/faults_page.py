@@ -80,7 +80,7 @@ def _silent_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], v
             "# Silent faults",
             "",
             f"Recorded on {result['date']} by `{result['command']}`. Each of {len(rows)} faults was put into a real "
-            f"run of two ranks on a CPU; {named} were named by at least one check. None ends the run. "
+            f"run of two ranks on a CPU; {named} were named by at least one check. No run failed on its own account. "
             "What decides each class of fault: [validation](../validation.md#the-reference).",
             *(f"\n{sentence}" for sentence in result.get("notes", ())),
             "",

@@ -86,9 +86,11 @@ def ran_on(gpu: str, outcomes: Mapping[str, Outcome]) -> Verdict:
 
 
 def cpu_model() -> str:
-    """The name of this machine's CPU; "unknown" where the kernel does not tell."""
+    """The type of this machine's CPU, as far as the kernel tells: virtual machines often give a general name only."""
+    told: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return "unknown"
+            key, _, value = line.partition(":")
+            told.setdefault(key.strip(), value.strip())
+    numbers = [f"{key} {told[key]}" for key in ("cpu family", "model", "stepping") if key in told]
+    return ", ".join([told.get("model name", "unknown"), *numbers])

@@ -3,7 +3,8 @@
     python -m benchmarks.turbo OUT.json --ranks 2 --steps 14 VARIANT [VARIANT ...]
 
 A VARIANT is NAME@RECIPE:PRECISION, then any key=value words after further colons; ``bare`` among them runs
-torchtitan's own trainer without this project's code, ``profile`` writes the time of each GPU kernel in one step. The
+torchtitan's own trainer without this project's code, ``profile`` writes the time of each GPU kernel in one step.
+RECIPE is a recipe's name, or RECIPE/BACKEND/MODE where that is not torchtitan's pre-training. The
 file is written after every variant, and a variant that fails does not stop the others. Variants are run in the order
 given: name one several times, with others in between, to repeat it.
 
@@ -97,14 +98,22 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
     name, _, rest = variant.partition("@")
     recipe_name, precision, *words = rest.split(":")
     flags = {"bare", "profile"} & set(words)
-    settings = [f"ranks={options.ranks}", f"training.steps={options.steps}", *(w for w in words if w not in flags)]
-    recipe = resolve(
-        recipe_name, settings, Asked(backend="torchtitan", mode="pretrain", precision=precision, gpu="h200")
-    )
+    recipe_name, backend, mode = (recipe_name.split("/") + ["torchtitan", "pretrain"][recipe_name.count("/") :])[:3]
+    steps = next((int(w.partition("=")[2]) for w in words if w.startswith("training.steps=")), options.steps)
+    ranks_asked = next((int(w.partition("=")[2]) for w in words if w.startswith("ranks=")), options.ranks)
+    options = argparse.Namespace(**{**vars(options), "steps": steps, "ranks": ranks_asked})
+    settings = [
+        f"ranks={options.ranks}",
+        f"training.steps={options.steps}",
+        *(w for w in words if w not in flags and not w.startswith(("training.steps=", "ranks="))),
+    ]
+    recipe = resolve(recipe_name, settings, Asked(backend=backend, mode=mode, precision=precision, gpu="h200"))
     job = Job(name=name, recipe=recipe, output=output)
     output.mkdir(parents=True)
     start.prepare(job)
     config = _bare_config(job) if "bare" in flags else job.output / "torchtitan.toml"
+    if backend != "torchtitan":
+        config = Path(backend)
     environment = ranks.environment(job, os.environ) | {
         "TORCHINDUCTOR_CACHE_DIR": str(options.runs / "inductor"), "TRITON_CACHE_DIR": str(options.runs / "triton"),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + time.time_ns() // 1000 % 20000),
@@ -123,8 +132,9 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
         finally:
             meter.terminate()
     text = (output / "log0.txt").read_text(errors="replace")
-    times = _times(text)
     series = logs.read_steps(text)
+    tokens = recipe.seq_len * recipe.global_batch // options.ranks
+    times = _times(text) or _reckoned(output / "exact.jsonl", series.steps, tokens)
     # What the profiler gathered is read during the next step.
     left_out = (_PROFILED, _PROFILED + 1) if "profile" in flags else ()
     counted = [s for s in series.steps if s.step > options.warmup and s.step not in left_out]
@@ -138,15 +148,17 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
     profile = output / "profile.json"
     return {
         "name": name, "variant": rest, "passed": passed, "exit_codes": codes, "steps": options.steps,
-        "seconds": round(time.monotonic() - began, 1), "local_batch": recipe.local_batch, "seq_len": recipe.seq_len,
+        "seconds": round(time.monotonic() - began, 1), "ranks": options.ranks,
+        "local_batch": recipe.local_batch, "seq_len": recipe.seq_len,
         "tokens_per_second": rates[len(rates) // 2] if rates else None,
         "slowest": rates[0] if rates else None, "fastest": rates[-1] if rates else None,
         "first_step_seconds": round(times[1] - began_at, 1) if 1 in times else None,
-        "joules_per_token": _joules(watts, times, options, recipe.local_batch * recipe.seq_len) if passed else None,
+        "joules_per_token": _joules(watts, times, options, tokens) if passed else None,
         "memory_gib": max((s.memory_gib or 0 for s in series.steps), default=None),
         "turbo": facts.get("turbo", []), "turbo_calls": facts.get("turbo_calls", {}),
         "gpu_kernels": facts.get("gpu_kernels", []), "modules": facts.get("modules", {}),
         "loss": [s.loss for s in series.steps], "grad_norm": [s.grad_norm for s in series.steps],
+        "exact": (output / "exact.jsonl").read_text().splitlines() if (output / "exact.jsonl").exists() else [],
         "step_tokens_per_second": [s.tokens_per_second for s in series.steps],
         **({"kernel_ms": json.loads(profile.read_text())} if profile.exists() else {}),
         **({"idle": json.loads((output / "idle.json").read_text())} if profile.exists() else {}),
@@ -167,6 +179,16 @@ def _times(text: str) -> dict[int, float]:
     """When the log told of each step."""
     found = re.findall(r"\[titan\] (\S+ \S+),(\d+) .*step: +(\d+) ", re.sub(r"\x1b\[[\d;]*m", "", text))
     return {int(step): time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(ms) / 1e3 for at, ms, step in found}
+
+
+def _reckoned(exact: Path, steps: Any, tokens: int) -> dict[int, float]:
+    """The same for our own loop, which does not log the time: back from when the last step was written."""
+    found: dict[int, float] = {}
+    at = exact.stat().st_mtime if exact.exists() else 0.0
+    for step in reversed(steps):
+        found[step.step] = at
+        at -= tokens / step.tokens_per_second
+    return found
 
 
 def _joules(watts: Path, times: dict[int, float], options: argparse.Namespace, tokens: int) -> float | None:
@@ -244,7 +266,9 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
 
         # Its default was taken from sys.argv when torchtitan was imported.
         ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)
-        if "bare" in flags:
+        if config.name in ("fsdp", "finetune", "megatron", "flux"):
+            _own_loop(config.name, output)
+        elif "bare" in flags:
             from torchtitan.train import Trainer
             from torchtitan.train import main as train
 
@@ -266,6 +290,20 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _own_loop(backend: str, output: Path) -> None:
+    from importlib import import_module
+
+    from primus.training import facts
+    from primus.training.loop import process
+
+    facts.digest = lambda parts: ""
+    entry = import_module(f"primus.training.{backend}.entry")
+    if backend == "megatron":
+        entry.main(str(output))
+    else:
+        process.main(str(output), entry.main)
 
 
 def _profiled(trainer: type, output: Path) -> type:

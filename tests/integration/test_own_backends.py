@@ -60,6 +60,28 @@ def test_bf16_is_proven(python: list[str], tmp_path: Path, recipe: str, backend:
     assert left.facts.get("cudnn_attention") is (False if backend == "flux" else None)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "backend", "mode", "turbo"),
+    [
+        ("mistral-7b", "fsdp", "pretrain", "linear-cross-entropy,reduce-scatter-copy-in,fused-adamw,flex-attention"),
+        ("llama3.1-8b", "finetune", "lora", "linear-cross-entropy"),
+    ],
+)
+def test_optimizations_change_no_loss_and_are_proven(
+    python: list[str], tmp_path: Path, recipe: str, backend: str, mode: str, turbo: str
+) -> None:
+    found = []
+    for name, word in (("plain", "off"), ("turbo", turbo)):
+        words = ["training.steps=3", "training.deterministic=false", f"turbo={word}"]
+        job = Job(name=name, recipe=resolve(recipe, words, asked(backend, mode, "bf16")), output=tmp_path / name)
+        left = outcome.read(job, train(python, job))
+        assert failing(outcome.basic_verdicts(left)) == []
+        found.append([step.loss for step in left.series.steps])
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert left.facts["turbo"] == sorted(turbo.split(","))
+
+
 def test_saved_weights_are_where_adapters_start(python: list[str], tmp_path: Path) -> None:
     """All weights are trained and saved; adapters beside the saved ones begin no worse than training ended."""
     words = ["finetune.save_weights=true", "training.steps=10"]

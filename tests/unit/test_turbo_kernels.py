@@ -127,6 +127,20 @@ def test_the_head_returns_logits_where_no_labels_are_set() -> None:
     assert torch.equal(head(x), logits)  # labels hold for one call
 
 
+def test_a_frozen_output_layer_gets_no_gradient() -> None:
+    torch.manual_seed(2)
+    x = torch.randn(10, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(50, 16, dtype=torch.float64)
+    labels = torch.randint(0, 50, (10,))
+    wanted = torch.nn.functional.cross_entropy(x @ weight.t(), labels, reduction="sum")
+    found = linear_cross_entropy(x, weight, labels, chunk=4)
+    assert torch.allclose(found.double(), wanted, rtol=1e-6)
+    (right,) = torch.autograd.grad(wanted, x)
+    found.backward()
+    assert torch.allclose(x.grad, right, atol=1e-6)
+    assert weight.grad is None
+
+
 def test_the_fp8_cast_saturates() -> None:
     x = torch.tensor([[-1e3, 0.5, 1e3]])
     made = kernels.cast_fp8(x, torch.tensor(2.0), torch.float8_e4m3fn)

@@ -36,7 +36,12 @@ def test_auto_takes_what_the_recipe_can_use() -> None:
     assert "fp8-weight-cast" not in bf16
     assert set(fp8) - set(bf16) == {"fp8-weight-cast", "fp8-linear", "fp8-projections", "fp8-feed-forward"}
     assert all(optimizations()[name].auto for name in fp8)
-    assert _chosen("turbo=auto", backend="fsdp") == ()
+    assert _chosen("turbo=auto", backend="fsdp") == (
+        "linear-cross-entropy",
+        "reduce-scatter-copy-in",
+        "fused-adamw",
+    )
+    assert _chosen("turbo=auto", backend="megatron") == ()
 
 
 def test_one_rank_shards_nothing() -> None:
@@ -51,6 +56,7 @@ def test_one_rank_shards_nothing() -> None:
         (["turbo=flash-attention-4"], "bf16", "mi300x", "needs a GPU of sm_90 or sm_100, not mi300x"),
         (["turbo=linear-cross-entropy", "tp=2"], "bf16", "h200", "needs TP = 1, not 2"),
         (["turbo=fused-adamw", "optimizer.name=Adam"], "bf16", "h200", "needs torchtitan.optimizer.name=AdamW"),
+        (["turbo=flex-attention"], "bf16", "h200", "needs backend fsdp, not torchtitan"),
         (["turbo=auto,real-rope"], "bf16", "h200", "there is no optimization 'auto'"),
     ],
 )

@@ -22,9 +22,11 @@ __all__ = ["ERROR_BAND", "USABLE", "Memory", "gpu_bytes", "largest_batch", "pred
 # The share of a GPU's memory that training can use: the rest goes to the context, to NCCL and to fragmentation.
 USABLE = 0.95
 # The largest error of the predictions that docs/benchmarks/h200-memory.md lists, by backend.
-ERROR_BAND: Mapping[str, float] = {"torchtitan": 0.08, "megatron": 0.07, "fsdp": 0.04, "finetune": 0.08, "flux": 0.02}
+ERROR_BAND: Mapping[str, float] = {"torchtitan": 0.08, "megatron": 0.07, "fsdp": 0.07, "finetune": 0.08, "flux": 0.02}
 
 _FLOAT32, _BFLOAT16 = 4, 2
+# Tokens per chunk of the optimization linear-cross-entropy.
+_FUSED_CHUNK = 8192
 # Without a compiler to fuse them, intermediate results of norms, RoPE and SiLU are kept, too (fitted). Megatron has
 # fused kernels for some of them.
 _EAGER, _MEGATRON_EAGER = 1.4, 1.08
@@ -136,7 +138,6 @@ def _torchtitan(recipe: Recipe, model: Architecture, total: float, batch: int) -
     narrow = eight and recipe.find("torchtitan.quantize.linear.float8.enable_fsdp_float8_all_gather", False)
     gathered = 1 if narrow else compute
     never = recipe.find("torchtitan.parallelism.fsdp_reshard_after_forward", "default") == "never"
-    chunked = "turbo" in recipe.settings and "linear-cross-entropy" in str(recipe.settings["turbo"].value)
     return Memory(
         weights=0 if offloaded else width * shard,
         gradients=0 if offloaded or early else width * shard,
@@ -144,8 +145,19 @@ def _torchtitan(recipe: Recipe, model: Architecture, total: float, batch: int) -
         unsharded=_unsharded(model, compute, tensor, alone=recipe.world_size == 1)
         + (gathered * total / tensor / stages if never else 0),
         activations=activations,
-        loss=0 if chunked else tokens * model.vocab_size * (_COMPILED_LOSS if fused else _EAGER_LOSS) / tensor,
+        loss=_fused_loss(model, tokens)
+        if _chunked(recipe)
+        else tokens * model.vocab_size * (_COMPILED_LOSS if fused else _EAGER_LOSS) / tensor,
     )
+
+
+def _chunked(recipe: Recipe) -> bool:
+    return "turbo" in recipe.settings and "linear-cross-entropy" in str(recipe.settings["turbo"].value)
+
+
+def _fused_loss(model: Architecture, tokens: float) -> float:
+    """One chunk's logits, over which their gradient is written."""
+    return min(tokens, _FUSED_CHUNK) * model.vocab_size * _BFLOAT16
 
 
 def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: bool) -> float:
@@ -156,7 +168,8 @@ def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: b
         return layer - (layer - model.hidden_size) / every
     queries, values = model.heads * model.head_size, model.kv_heads * model.head_size
     # The layer's input, the products wq, wv, w1 and (where no compiler drops it) w2, and the output of attention.
-    kept = 2.0 * model.hidden_size + queries + values + _ffn(model)
+    # Experts' grouped products are computed again.
+    kept = 2.0 * model.hidden_size + queries + values + _ffn(model, routed=False)
     return kept * 1.05 if compiled else kept + model.hidden_size
 
 
@@ -176,14 +189,17 @@ def _own(recipe: Recipe, model: Architecture, total: float, tokens: float) -> Me
         eight = recipe.precision == "fp8"
         layer = _layer(model, eight=eight) * (1 if compiled else _EAGER)
     kept = layers * model.hidden_size + layer * _RECOMPUTED if recomputed else layers * layer
-    chunk = min(tokens, recipe.find(f"{head}.training.loss_chunk", 2048))
+    chunk = min(tokens, recipe.find(f"{head}.loss_chunk", 2048))
+    # One rank gathers nothing, and reads the rows of a frozen embedding from where they are.
+    ends = 2 if trained or recipe.world_size > 1 else 1
+    stay = not recipe.find(f"{head}.sharding.reshard_after_forward", True)
     return Memory(
         weights=width * shard,
         gradients=trained * width * shard,
         optimizer=trained * 2 * width * shard,
-        unsharded=_unsharded(model, compute, 1, alone=not trained, ends=2),
+        unsharded=_unsharded(model, compute, 1, alone=not trained, ends=ends) + (compute * total if stay else 0),
         activations=kept * tokens * compute,
-        loss=chunk * model.vocab_size * _EAGER_LOSS,
+        loss=_fused_loss(model, tokens) if _chunked(recipe) else chunk * model.vocab_size * _EAGER_LOSS,
     )
 
 
@@ -233,14 +249,17 @@ def _layer(model: Architecture, *, eight: bool) -> float:
     return 0.987 * (3 * width + attention + 3 * inner)
 
 
-def _ffn(model: Architecture) -> float:
-    """Width of the feed-forward part as one token sees it, averaged over the layers; experts' copies of it included."""
+def _ffn(model: Architecture, *, routed: bool = True) -> float:
+    """Width of the feed-forward part as one token sees it, averaged over the layers.
+
+    ``routed``: with the copies of it that experts work on.
+    """
     moe = model.moe
     if not moe.experts:
         return float(model.ffn_size)
     sparse = (model.layers - moe.dense_layers) / model.layers
-    routed = moe.top_k * (moe.ffn_size + 2 * model.hidden_size / 3)
-    return sparse * (routed + moe.shared_experts * moe.ffn_size) + (1 - sparse) * model.ffn_size
+    copies = moe.top_k * (moe.ffn_size + 2 * model.hidden_size / 3) if routed else 0
+    return sparse * (copies + moe.shared_experts * moe.ffn_size) + (1 - sparse) * model.ffn_size
 
 
 def _unsharded(model: Architecture, compute: int, tensor: int, *, alone: bool = False, ends: int = 1) -> float:
@@ -257,7 +276,7 @@ def _unsharded(model: Architecture, compute: int, tensor: int, *, alone: bool = 
         every = count.active if model.moe.experts else count.total
         block = (every - head * (1 if model.tied_embeddings else 2)) / max(1, model.layers)
     if alone:
-        return (head + 2 * block) * compute / tensor
+        return (ends * head + 2 * block) * compute / tensor
     # Gradients exist in the computing precision, and in float32 while they are reduced.
     return (ends * head * (2 * compute + _FLOAT32) + block * (3 * compute + _FLOAT32)) / tensor
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 
 from primus.turbo.optimizations import CALLS
 
-__all__ = ["FlashAttention4", "flash_attention_4"]
+__all__ = [
+    "FlashAttention4",
+    "attend_in_transformers",
+    "flash_attention_4",
+    "seen_within",
+    "window_mask",
+    "windowed_attention",
+]
 
 
 @torch.library.custom_op("primus::fa4_forward", mutates_args=())
@@ -74,6 +82,65 @@ def flash_attention_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, wind
     """
     out: torch.Tensor = _forward(q, k, v, q.shape[-1] ** -0.5, window)[0]
     return out
+
+
+def window_mask(length: int, window: int, device: torch.device) -> Any:
+    """What :func:`windowed_attention` needs: which blocks of 128 × 128 pairs hold any that count.
+
+    On a CPU, where flex_attention has no backward pass, all pairs.
+    """
+    CALLS["window_mask"] += 1
+    return _block_mask(length, window, device)
+
+
+@cache
+def _block_mask(length: int, window: int, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window or length))
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(seen_within(window or length), None, None, length, length, device=str(device))
+
+
+def seen_within(window: int) -> Any:
+    """For flex_attention: whether ``query`` sees ``key``, itself or one of the ``window`` - 1 tokens before."""
+
+    def seen(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (query - key < window)
+
+    return seen
+
+
+def windowed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
+    """Causal attention within the window of ``mask``; tensors are [batch, tokens, heads, size], heads may be grouped.
+
+    Compiled, one Triton kernel each way that leaves out blocks without any pair that counts; any GPU.
+    """
+    parts = tuple(part.transpose(1, 2) for part in (q, k, v))
+    if isinstance(mask, torch.Tensor):
+        found = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+    else:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        found = flex_attention(*parts, block_mask=mask, enable_gqa=True)
+    return found.transpose(1, 2)
+
+
+def attend_in_transformers() -> str:
+    """Register Flash Attention 4 with Hugging Face's models; their ``attn_implementation`` takes the returned name."""
+    from transformers import AttentionInterface
+
+    def attend(
+        _module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+        sliding_window: int | None = None, **_: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        if attention_mask is not None:
+            raise RuntimeError("flash-attention-4 takes no mask: these sequences are not packed")
+        window = sliding_window if sliding_window and sliding_window < query.shape[2] else 0
+        return flash_attention_4(*(part.transpose(1, 2) for part in (query, key, value)), window=window), None
+
+    AttentionInterface.register("primus_attention_4", attend)
+    return "primus_attention_4"
 
 
 class FlashAttention4(torch.nn.Module):

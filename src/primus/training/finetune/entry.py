@@ -14,6 +14,7 @@ from primus.training.corpus import HUB
 from primus.training.finetune import hub, models
 from primus.training.finetune.config import FinetuneConfig
 from primus.training.loop import data, language, process, train, weights
+from primus.training.loop.faster import optimized
 from primus.training.loop.given import Given
 from primus.training.loop.process import Process
 from primus.training.loop.sharded import Sharded, shard
@@ -25,10 +26,15 @@ def main(given: Given, here: Process) -> None:
     """Train in mode ``full`` or ``lora``."""
     config = given.section(FinetuneConfig)
     source = _source(config.weights, given, here)
-    causal = models.causal_model(given.model, config, source)
+    attention: str = config.attention
+    if "flash-attention-4" in given.turbo:
+        attention = optimized().attention.attend_in_transformers()
+    causal = models.causal_model(given.model, config, source, attention)
     model = models.FineTuned(models.adapted(causal, config.lora) if given.mode == "lora" else causal, config.loss_chunk)
     if given.training.compile:
         model.compile_loss()
+    if "linear-cross-entropy" in given.turbo:
+        model.fuse_loss()
     # Adapters are small products: in FP8 they would be slower, and their rank may be no multiple of 16.
     shard(model, list(model.causal.model.layers), given, here, wide=lambda name: "lm_head" in name or "lora_" in name)
     models.init(model, given.training.seed, weights.Files(source) if source else None)

@@ -86,15 +86,21 @@ def _rope(model: Architecture) -> dict[str, Any]:
     return common | {"beta_fast": float(scaling.beta_fast), "beta_slow": float(scaling.beta_slow)}
 
 
-def causal_model(model: Architecture, config: FinetuneConfig, source: Path | None = None) -> Any:
-    """The model, its parameters without memory; built as the weights in ``source`` say, which fit ``model``."""
+def causal_model(
+    model: Architecture, config: FinetuneConfig, source: Path | None = None, attention: str | None = None
+) -> Any:
+    """The model, its parameters without memory; built as the weights in ``source`` say, which fit ``model``.
+
+    ``attention`` names an implementation of attention other than that of ``config``.
+    """
+    attention = attention or config.attention
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if source is None:
-        made = config_of(model, config.attention)
+        made = config_of(model, attention)
     else:
         # Whatever a recipe has no word for stays as the weights' makers set it.
-        made = AutoConfig.from_pretrained(source, attn_implementation=config.attention, use_cache=False)
+        made = AutoConfig.from_pretrained(source, attn_implementation=attention, use_cache=False)
         if model.moe.experts:
             made.router_aux_loss_coef = model.moe.auxiliary_loss
     with weights.empty():

@@ -20,7 +20,10 @@ def main(given: Given, here: Process) -> None:
     if given.model.family not in FAMILIES or given.model.moe.experts:
         raise SystemExit(f"the fsdp backend has no model for the family {given.model.family}")
     with weights.empty():
-        model = Llama(given.model, given.training.seq_len, config.loss_chunk)
+        attend = next((name for name in ("flash-attention-4", "flex-attention") if name in given.turbo), "torch")
+        model = Llama(given.model, given.training.seq_len, config.loss_chunk, attend)
+    if "linear-cross-entropy" in given.turbo:
+        model.fuse_loss()
     if given.training.compile:
         model.compile_loss()
     shard(model, list(model.layers), given, here, wide=lambda name: name == "output")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from primus.recipes.architecture import Architecture, RopeScaling
+from primus.training.loop.faster import optimized
 from primus.training.loop.language import LanguageModel
 
 __all__ = ["FAMILIES", "Llama"]
@@ -18,12 +20,16 @@ FAMILIES = ("llama2", "llama3", "mistral", "qwen2")
 
 
 class Llama(LanguageModel):
-    """The whole model. ``seq_len`` is the length that positions are prepared for."""
+    """The whole model. ``seq_len`` is the length that positions are prepared for.
 
-    def __init__(self, model: Architecture, seq_len: int, chunk: int) -> None:
+    ``attend``: "torch" for PyTorch's fused attention, which knows a window only as a mask of all pairs;
+    "flash-attention-4" or "flex-attention" for kernels that leave out what lies outside of the window.
+    """
+
+    def __init__(self, model: Architecture, seq_len: int, chunk: int, attend: str = "torch") -> None:
         super().__init__(chunk)
         self.embedding = nn.Embedding(model.vocab_size, model.hidden_size)
-        self.layers = nn.ModuleList(_Block(model) for _ in range(model.layers))
+        self.layers = nn.ModuleList(_Block(model, attend) for _ in range(model.layers))
         self.norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.output = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         if model.tied_embeddings:
@@ -31,8 +37,10 @@ class Llama(LanguageModel):
         cosine, sine = _rotation(model, seq_len)
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
-        mask = _window(seq_len, model.window) if 0 < model.window < seq_len else None
+        self._window = model.window if 0 < model.window < seq_len else 0
+        mask = _window(seq_len, self._window) if self._window and attend == "torch" else None
         self.register_buffer("mask", mask, persistent=False)
+        self._attend = attend
 
     @property
     @override
@@ -42,24 +50,25 @@ class Llama(LanguageModel):
     @override
     def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         states = self.embedding(tokens)
+        mask = self.mask
+        if self._attend == "flex-attention":
+            mask = optimized().attention.window_mask(tokens.shape[1], self._window, tokens.device)
         for layer in self.layers:
-            states = layer(states, self.cosine, self.sine, self.mask)
+            states = layer(states, self.cosine, self.sine, mask)
         return self.norm(states), None
 
 
 class _Block(nn.Module):
-    def __init__(self, model: Architecture) -> None:
+    def __init__(self, model: Architecture, attend: str) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
-        self.attention = _Attention(model)
+        self.attention = _Attention(model, attend)
         self.ffn_norm = nn.RMSNorm(model.hidden_size, eps=model.norm_eps)
         self.gate = nn.Linear(model.hidden_size, model.ffn_size, bias=False)
         self.up = nn.Linear(model.hidden_size, model.ffn_size, bias=False)
         self.down = nn.Linear(model.ffn_size, model.hidden_size, bias=False)
 
-    def forward(
-        self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
         states = states + self.attention(self.attention_norm(states), cosine, sine, mask)
         normed = self.ffn_norm(states)
         fed: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
@@ -67,17 +76,23 @@ class _Block(nn.Module):
 
 
 class _Attention(nn.Module):
-    def __init__(self, model: Architecture) -> None:
+    def __init__(self, model: Architecture, attend: str) -> None:
         super().__init__()
         self.size = model.head_size
+        self._attend = attend
+        self._window = model.window
+        if attend != "torch":
+            # Its operators must be declared before a model that calls them is compiled.
+            attention = optimized().attention
+            self._flash, self._windowed = attention.flash_attention_4, attention.windowed_attention
         self.query = nn.Linear(model.hidden_size, model.heads * self.size, bias=model.qkv_bias)
         self.key = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.value = nn.Linear(model.hidden_size, model.kv_heads * self.size, bias=model.qkv_bias)
         self.out = nn.Linear(model.heads * self.size, model.hidden_size, bias=False)
 
-    def forward(
-        self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
+        if self._attend != "torch":
+            return self._sparse(states, cosine[:, None], sine[:, None], mask)
         query, key, value = (
             project(states).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -92,13 +107,31 @@ class _Attention(nn.Module):
         out: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
         return out
 
+    def _sparse(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
+        """Heads stay behind the tokens, as Flash Attention reads them: nothing is copied for another order."""
+        length = states.shape[1]
+        query, key, value = (
+            project(states).unflatten(-1, (-1, self.size)) for project in (self.query, self.key, self.value)
+        )
+        query, key = (_turned(part, cosine[:length], sine[:length]) for part in (query, key))
+        if self._attend == "flash-attention-4":
+            mixed = self._flash(query, key, value, window=self._window if self._window < length else 0)
+        else:
+            mixed = self._windowed(query, key, value, mask)
+        out: torch.Tensor = self.out(mixed.flatten(-2))
+        return out
+
 
 def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (element i, element i + size/2) by its position's angle; the angles are float32."""
     length = states.shape[-2]
+    return _turned(states, cosine[:length], sine[:length])
+
+
+def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (element i, element i + size/2) by its position's angle; the angles are float32."""
     wide = states.float()
     left, right = wide.chunk(2, dim=-1)
-    turned = wide * cosine[:length] + torch.cat((-right, left), dim=-1) * sine[:length]
+    turned = wide * cosine + torch.cat((-right, left), dim=-1) * sine
     return turned.to(states.dtype)
 
 

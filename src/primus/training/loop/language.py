@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from primus.training.loop.faster import optimized
 from primus.training.loop.session import Batch
 
 __all__ = ["LanguageModel", "loss"]
@@ -23,10 +24,15 @@ class LanguageModel(nn.Module):
         super().__init__()
         self._chunk = chunk
         self._summed = _summed
+        self._fused = False
 
     def compile_loss(self) -> None:
         """Fuse the output layer's logits with their loss."""
         self._summed = torch.compile(_summed)
+
+    def fuse_loss(self) -> None:
+        """Make loss and gradients of the output layer together, chunk by chunk: no logits are made a second time."""
+        self._fused = True
 
     def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The last hidden states [samples, seq_len, hidden], and a loss per token to train on besides, if any."""
@@ -41,16 +47,23 @@ class LanguageModel(nn.Module):
         """The sum of the cross entropies of all labels."""
         hidden, besides = self.hidden(input_ids)
         states, wanted = hidden.flatten(0, 1), labels.flatten()
+        if self._fused:
+            total = optimized().loss.linear_cross_entropy(states, self.head.weight, wanted)
+            return self._with(total, besides, wanted)
         parts = list(zip(states.split(self._chunk), wanted.split(self._chunk), strict=True))
         if len(parts) == 1:
             total = self._summed(self.head, *parts[0])
         else:
             sums = [checkpoint(self._summed, self.head, *part, use_reentrant=False) for part in parts]
             total = torch.stack(sums).sum()
-        if besides is not None:
-            # Trained on, not reported: its gradient counts, its value does not.
-            total = total + (besides - besides.detach()) * wanted.numel()
-        return total
+        return self._with(total, besides, wanted)
+
+    @staticmethod
+    def _with(total: torch.Tensor, besides: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
+        if besides is None:
+            return total
+        # Trained on, not reported: its gradient counts, its value does not.
+        return total + (besides - besides.detach()) * wanted.numel()
 
 
 def _summed(head: nn.Linear, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from primus.training.loop import weights
 from primus.training.loop.config import ShardingConfig
+from primus.training.loop.faster import optimized
 from primus.training.loop.given import Given
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch, Session
@@ -41,6 +43,8 @@ def shard(
     whole. Linear layers for which ``wide`` holds keep ``training.dtype`` when ``training.fp8`` replaces the others.
     """
     config, sharding = given.training, given.section(ShardingConfig, "sharding")
+    if "reduce-scatter-copy-in" in given.turbo:
+        optimized().sharded.lay_out_gradients()
     for parameter in model.parameters():
         parameter.data = parameter.data.to(getattr(torch, config.master_dtype))
     if config.fp8 == "tensorwise":
@@ -93,6 +97,9 @@ class Sharded(Session):
             self._trained, lr=self._config.lr, betas=(self._config.beta1, self._config.beta2), eps=self._config.eps,
             weight_decay=self._config.weight_decay, **implementation,
         )  # fmt: skip
+        self._fused = _fused_step(self._optimizer) if "fused-adamw" in given.turbo else None
+        # The evidence of a judged run holds the gradients as clipped, so there they are clipped in a pass of their own.
+        self._judged = given.witness
         # Dropout, where there is any, differs between the ranks.
         torch.manual_seed(self._config.seed + process.rank)
 
@@ -129,12 +136,22 @@ class Sharded(Session):
 
     @override
     def step(self, lr: float) -> torch.Tensor:
-        norm: Any = nn.utils.clip_grad_norm_(self._trained, self._config.max_norm, foreach=True)
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        norm: Any = nn.utils.get_total_norm(gradients, foreach=True)
+        whole: torch.Tensor = norm.full_tensor()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        self._optimizer.step()
+        if self._fused and not self._judged:
+            self._fused(whole, self._config.max_norm)
+        else:
+            nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
+            if self._fused:
+                for hook in _global_optimizer_pre_hooks.values():
+                    hook(self._optimizer, (), {})
+                self._fused(whole, float("inf"))
+            else:
+                self._optimizer.step()
         self._optimizer.zero_grad()
-        whole: torch.Tensor = norm.full_tensor()
         return whole
 
     @override
@@ -160,6 +177,18 @@ class Sharded(Session):
             "fsdp": sum(isinstance(module, FSDPModule) for module in self._model.modules()),
             **self._facts,
         }
+
+
+def _fused_step(optimizer: torch.optim.AdamW) -> Callable[[torch.Tensor, float], None]:
+    """One update with gradients of this norm, scaled to at most the largest one that is given, in one pass."""
+    sharded = optimized().sharded
+    step = sharded.Step(optimizer)
+
+    def update(norm: torch.Tensor, largest: float) -> None:
+        sharded.clip_by(norm, largest)
+        step()
+
+    return update
 
 
 # What is frozen is not saved: it comes from where it came from.

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from primus.turbo import primus_turbo
-from primus.turbo.kernels import adamw_, cast_fp8, copy_in
+from primus.turbo.kernels import cast_fp8
 from primus.turbo.optimizations import CALLS
+from primus.turbo.sharded import Step, clip_by, lay_out_gradients
 
 __all__ = ["changed_spec", "changed_trainer", "patch"]
 
@@ -35,7 +36,7 @@ def patch(names: Sequence[str]) -> None:
     if "fp8-feed-forward" in names:
         _replace_feed_forward()
     if "reduce-scatter-copy-in" in names:
-        _lay_out_gradients()
+        lay_out_gradients()
     if "fused-adamw" in names:
         _clip_later()
     if any(name.startswith("turbo-") for name in names):
@@ -161,21 +162,6 @@ def _replace_feed_forward() -> None:
     FeedForward.forward = forward
 
 
-def _lay_out_gradients() -> None:
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
-
-    original = collectives.foreach_reduce_scatter_copy_in
-
-    def foreach_reduce_scatter_copy_in(grads: Any, out: torch.Tensor, ranks: int) -> None:
-        if not copy_in(grads, out, ranks):
-            original(grads, out, ranks)
-
-    collectives.foreach_reduce_scatter_copy_in = foreach_reduce_scatter_copy_in
-
-
-_clip: list[torch.Tensor] = []
-
-
 def _clip_later() -> None:
     """The gradient norm is computed as before; scaling by it is left to the optimizer, which reads gradients anyway."""
     from torchtitan.distributed import utils
@@ -189,7 +175,7 @@ def _clip_later() -> None:
             norm: torch.Tensor = original(parameters, max_norm, *args, **kwargs)
         finally:
             torch.nn.utils.clip_grads_with_norm_ = scale
-        _clip[:] = [(max_norm / (norm + 1e-6)).clamp(max=1.0).float()]
+        clip_by(norm, max_norm)
         return norm
 
     utils.clip_grad_norm_ = clip_grad_norm_
@@ -252,7 +238,7 @@ def changed_trainer(trainer: type, names: Sequence[str]) -> type:
             super().__init__(config)
             if "fused-adamw" in names:
                 for optimizer in self.optimizers:
-                    optimizer.step = _Step(optimizer)
+                    optimizer.step = Step(optimizer)
                     optimizer._opt_called = True
 
         def post_dataloading_process(self, input_dict: Any, labels: torch.Tensor) -> Any:
@@ -262,63 +248,3 @@ def changed_trainer(trainer: type, names: Sequence[str]) -> type:
             return made
 
     return TurboTrainer
-
-
-class _Step:
-    """AdamW's step over all parameters of one optimizer, with the optimizer's own state, so that checkpoints fit."""
-
-    def __init__(self, optimizer: torch.optim.AdamW) -> None:
-        self._optimizer = optimizer
-        self._count = -1
-        # torch's learning-rate schedulers look for their own mark.
-        self._wrapped_by_lr_sched = True
-        optimizer.register_load_state_dict_post_hook(self._loaded)
-
-    def _loaded(self, _: Any) -> None:
-        self._count = -1
-
-    @torch.no_grad()
-    def __call__(self, *_args: Any, **_options: Any) -> None:
-        from torch.distributed.tensor import DTensor
-
-        scaled: list[Any] = []
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        # Without a gradient norm (states being made for a checkpoint to fill) there is nothing to clip by.
-        clip = _clip[0] if _clip else torch.ones((), device=parameters[0].device)
-        largest = torch.zeros(len(parameters), device=clip.device)
-        first = 0
-        for group in self._optimizer.param_groups:
-            lists: list[list[Any]] = [[], [], [], [], [], []]
-            self._optimizer._init_group(group, *lists)
-            params, grads, first_moments, second_moments, _unused, steps = lists
-            if self._count < 0:
-                self._count = int(steps[0].item())
-            torch._foreach_add_(steps, 1)
-            for index, tensors in enumerate(
-                zip(params, grads, first_moments, second_moments, strict=True), start=first
-            ):
-                shards = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-                eight = hasattr(shards[0], "_precomputed_scale")
-                p, g, m, v = (getattr(t, "_tensor", t) for t in shards)
-                if eight:
-                    scaled.append((shards[0], index))
-                adamw_(
-                    p, g, m, v, clip=clip, amax=largest[index] if eight else None, lr=float(group["lr"]),
-                    decay=group["weight_decay"], betas=group["betas"], eps=group["eps"], step=self._count + 1,
-                )  # fmt: skip
-            first += len(params)
-        self._count += 1
-        self._optimizer._opt_called = True
-        if scaled:
-            _scale(scaled, largest)
-
-
-def _scale(scaled: list[Any], largest: torch.Tensor) -> None:
-    """What torchao's ``precompute_float8_dynamic_scale_for_fsdp`` does, without reading the weights again."""
-    import torch.distributed as dist
-
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    tops = largest.double().clamp(min=1e-12)
-    scales = (torch.finfo(scaled[0][0]._dtype).max / tops).float()
-    for weight, index in scaled:
-        weight._precomputed_scale = scales[index]

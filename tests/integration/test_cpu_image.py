@@ -13,6 +13,7 @@ import pytest
 
 from amd_channel import registry
 from host_tools import needs
+from loopback import make_wheel
 from primus.recipes.choose import supported
 from primus.recipes.load import read
 from primus.release.attach import Repository
@@ -58,6 +59,29 @@ def test_every_gate_passes(cpu_image: Kit) -> None:
 
 def test_dependencies_are_complete(cpu_image: Kit) -> None:
     assert "No broken requirements" in inside(cpu_image, "pip", "check")
+
+
+def test_pip_inside_keeps_the_images_pytorch(cpu_image: Kit, tmp_path: Path) -> None:
+    """Neither by asking for another PyTorch nor by a package that needs one (bitsandbytes #37, ROCm #5733)."""
+    make_wheel(tmp_path, "torch", "9.9.9")
+    make_wheel(tmp_path, "wants-torch", "1.0", needs=("torch>=9",))
+    make_wheel(tmp_path, "plain", "1.0", needs=("torch",))
+    pip = ("pip", "install", "--dry-run", "--no-index", "--find-links", "/wheels")
+
+    def install(*words: str, variables: tuple[str, ...] = ()) -> tuple[int, str]:
+        options = ("--no-entrypoint", "-v", f"{tmp_path}:/wheels:ro", *variables)
+        result = cpu_image.primus("run", "cpu", *options, "--", *pip, *words)
+        return result.code, result.out + result.err
+
+    for words in (["torch==9.9.9"], ["wants-torch"]):
+        code, said = install(*words)
+        assert code == 1, said
+        assert "torch==2.13.0+cpu" in said, "the sentence names the version that is kept"
+    code, said = install("plain")
+    assert code == 0, said
+    assert "Would install plain-1.0\n" in said
+    code, said = install("torch==9.9.9", variables=("-e", "PIP_CONSTRAINT="))
+    assert (code, "Would install torch-9.9.9" in said) == (0, True), "on purpose, it can be replaced"
 
 
 def test_any_user_can_train_and_write(cpu_image: Kit) -> None:

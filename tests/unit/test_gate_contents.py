@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -17,7 +18,7 @@ from primus.gates.facts import LayerFacts, facts_of, observe
 from primus.gates.litter import Scanner, litter, secrets_in
 from primus.gates.size import size_text, size_tree
 from primus.gates.sonames import shared_names
-from primus.gates.versions_inside import Stated, stated_in, versions_inside
+from primus.gates.versions_inside import Stated, stated_in, stated_in_library, versions_inside
 from primus.gates.watch import Watch
 from primus.oci.layer import write_layer
 from primus.oci.store import Store
@@ -95,9 +96,43 @@ def test_a_difference_names_both_versions() -> None:
         ("error", "a is 1.1 in the image, 1.0 in the lock"),
         ("error", "extra 3 is in the image, the lock has no such wheel"),
         ("error", "libc6 is 2.36-8 in the image, 2.36-9 in the lock"),
-        ("error", "rccl is 2.29.1 in the image, 2.30.4 in the lock"),
+        ("error", "rccl is 2.29.1 in the image, 2.30.4 in versions.yaml"),
         ("note", "hipblaslt 1.2.2 by its header; no pin says which it must be"),
         ("error", "b 2.0 is in the lock, the image has no such wheel"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "name", "version"),
+    [
+        ("usr/lib/librccl.so.1.0", b"RCCL version 2.27.7 compiled with\0RCCL version : 2.27.7\0", "rccl", "2.27.7"),
+        ("site/lib/librccl.so.1", b"x" * (8 << 20) + b"RCCL version : 2.30.4+abc\0", "rccl", "2.30.4"),
+        ("site/lib/librocblas.so.5", b"\x005.2.0.2a1b3c4d\0", "rocblas", "5.2.0"),
+        ("usr/lib/libhipblaslt.so.1.2", b"", "hipblaslt", "1.2"),
+        ("usr/lib/libMIOpen.so.1.0.70204", b"", "miopen", "1.0"),
+        ("usr/lib/librccl.so.1", b"NCCL version detected : rank %d version %d", "", ""),
+        ("usr/lib/librccl.so.1", b"RCCL version 2.27.7\0RCCL version 2.28.1\0", "", ""),
+        ("usr/lib/libother.so.1.2.3", b"RCCL version 2.27.7\0", "", ""),
+        ("usr/lib/libhipblaslt.so.1", b"", "", ""),
+    ],
+)
+def test_a_library_states_its_version(path: str, text: bytes, name: str, version: str) -> None:
+    found = [(one.name, one.version) for one in stated_in_library(path, io.BytesIO(text))]
+    assert found == ([(name, version)] if name else [])
+
+
+def test_a_component_inside_anothers_files_is_compared_with_what_the_library_states() -> None:
+    layer = ("l", [stated("library", "rccl", "2.29.1"), stated("library", "hipblaslt", "1.2")])
+    report = versions_inside(
+        [layer],
+        wheels={},
+        debs={},
+        components={"rccl": "2.30.4", "hipblaslt": "1.2.2"},
+        inside={"rccl": "rocm-sdk-libraries", "hipblaslt": "libhipblaslt1", "miopen": "rocm-sdk-libraries"},
+    )
+    assert [(f.severity, f.message) for f in report.findings] == [
+        ("error", "rccl is 2.29.1 in the image, 2.30.4 in versions.yaml"),
+        ("note", "miopen is pinned inside rocm-sdk-libraries, and no file of it states a version"),
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from primus.cli.main import main
+from primus.system.banner import lacking
 from primus.system.finding import Host
 from primus.system.preflight import CHECKS, preflight
 
@@ -242,3 +243,43 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
     assert "only 100 processes are allowed" in told
     assert "--no-preflight" in told
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        (None, ""),
+        ("kfd missing", "  ! device rights: /dev/kfd is missing → start the container with --device /dev/kfd"),
+        ("no rights", "  ! device rights: /dev/kfd cannot be opened by user 4000 → add the user to group"),
+        ("driver too old", "  ! driver: amdgpu 6.12.12 is of ROCm 6.4"),
+        ("small shm", "  ! /dev/shm: it has 0.06 GiB, and 8 ranks need 1 → --shm-size 16g"),
+    ],
+)
+def test_the_entry_says_in_one_line_what_the_container_lacks(fault: str | None, line: str, tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    if fault:
+        FAULTS[fault][0](machine)
+    host = Host(root=tmp_path, environment={}, space=machine.space, **machine.options)
+    said = lacking({"target": "mi300x"}, host)
+    assert said.startswith(line)
+    assert said.count("\n") == (1 if fault else 0)
+    assert lacking({"target": "cpu"}, host) == ""
+
+
+def test_the_entry_says_that_there_is_no_device(tmp_path: Path) -> None:
+    host = Host(root=tmp_path, space={str(tmp_path / "dev/shm"): (64 * GIB, 60 * GIB)})
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    (line,) = lacking({"target": "mi355x"}, host).splitlines()
+    assert line.startswith(
+        "  ! gpus: none found; the image is for AMD Instinct MI355X → on the host: sudo modprobe amdgpu"
+    )
+    assert "--gpus all" in lacking({"target": "h200"}, host)
+
+
+def test_an_old_driver_is_named_for_the_release_channels_rocm(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.write("opt/rocm/.info/version", "10.0.0")
+    found = next(one for one in machine.findings() if one[0] == "driver")
+    assert found[1] == "failed"
+    assert "amdgpu 6.16.6 is of ROCm 7.1" in found[2]
+    assert "does not support ROCm 10.0.0" in found[2]

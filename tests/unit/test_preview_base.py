@@ -262,3 +262,37 @@ def test_patterns_that_cannot_be_meant(project: Project, kernels: str, sentence:
     )
     with pytest.raises(InputError, match=re.escape(sentence)):
         _ = project.versions
+
+
+def test_pip_in_the_image_keeps_what_is_held_and_labels_name_what_is_inside(project: Project) -> None:
+    versions = project.root / "versions.yaml"
+    text = versions.read_text().replace("    name: PyTorch\n", "    name: PyTorch\n    held: true\n", 1)
+    inside = "  rccl:\n    name: RCCL\n    pins:\n      - {inside: python3-torch, version: 2.27.7, channel: debian}\n"
+    versions.write_text(text.replace("components:\n", f"components:\n{inside}", 1))
+    image = project.root / "images/one.yaml"
+    image.write_text(image.read_text().replace("channels: [debian]", "channels: [debian]\npreviews: {debian: no GPU}"))
+    plan = plan_over(project.root, "one", _lock("2.14.1+dfsg-1"))
+    facts = next(a for a in plan.layers if a.name == "facts").spec["inline"]
+    held = facts["etc/primus/constraints.txt"]["text"]
+    assert held.splitlines()[1:] == ["torch==2.14.1"]
+    config = plan.config["config"]
+    assert "PIP_CONSTRAINT=/etc/primus/constraints.txt" in config["Env"]
+    assert config["Labels"]["io.primus.pins.rccl"] == "2.27.7"
+    assert config["Labels"]["io.primus.pins.pytorch"] == "2.14.1"
+    assert config["Labels"]["io.primus.preview"] == "no GPU"
+    assert '"RCCL": "2.27.7"' in facts["etc/primus/image.json"]["text"]
+    assert not [a for a in plan.layers if a.name == "rccl"], "it has no files of its own"
+    request = resolve(Project(project.root), "one").request
+    assert "rccl" not in str(request), "no source is asked for it"
+
+
+def test_every_instinct_image_names_the_libraries_that_decide_its_speed() -> None:
+    """By component, in both channels, whatever wheel or package holds them."""
+    root = Path(__file__).parents[2]
+    for target in ("mi300x", "mi325x", "mi350x", "mi355x"):
+        for channel, more in (("amd", {"aiter", "miopen", "transformer-engine", "primus-turbo"}), ("debian", set())):
+            resolved = resolve(Project(root, channel=channel), target)
+            named = {*resolved.pins, *resolved.inside}
+            wanted = {"rocm", "pytorch", "flash-attention", "hipblaslt", "triton", "rccl", "rocblas"} | more
+            assert wanted <= named, (target, channel, wanted - named)
+            assert all(resolved.inside[one].version for one in resolved.inside)

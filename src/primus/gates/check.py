@@ -26,6 +26,7 @@ from primus.oci.left_out import LeftOut
 from primus.oci.roots import reference
 from primus.sandbox.container import RootFs
 from primus.terminal import PLAIN, Screen, Styled, bytes_text
+from primus.versions.suites import upstream
 
 if TYPE_CHECKING:
     from threading import Event
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from primus.build.image import Composed
     from primus.oci.store import Layer
     from primus.plan.action import ImagePlan
+    from primus.plan.resolve import ResolvedTarget
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
@@ -156,7 +158,8 @@ def judge(examined: Examined, workspace: Workspace) -> Outcome:
             [(layer, [s for s in f.stated if layer not in given or s.kind != "deb"]) for layer, f in facts],
             wheels=wheels,
             debs={f.name: f.version for f in lock.of("deb", base)} if lock and base else {},
-            components={component: pin.version for component, pin in pins.items() if pin.version},
+            components=_own_versions(resolved),
+            inside={c: p.inside or "" for c, p in resolved.inside.items()},
         ),
         shared_names([(layer, f.libraries) for layer, f in facts]),
         loadable([(layer, f.libraries) for layer, f in facts]),
@@ -166,6 +169,19 @@ def judge(examined: Examined, workspace: Workspace) -> Outcome:
     )
     libraries = tuple(asdict(library) for library in gpu_libraries(code, arch))
     return Outcome(target=resolved.name, ref=image.plan.ref, digest=image.digest, reports=reports, libraries=libraries)
+
+
+def _own_versions(resolved: ResolvedTarget) -> dict[str, str]:
+    """Component → version that a header or a library must state. A component inside another's files may be pinned by
+    the version of what holds it, since its makers publish no other; then nothing is compared.
+    """
+    base, lock = resolved.choice.base, resolved.lock
+    debs = {f.name: upstream(f.version) for f in lock.of("deb", base)} if lock and base else {}
+    holders = {**debs, **{component: pin.version for component, pin in resolved.pins.items()}}
+    inside = {c: p.version for c, p in resolved.inside.items() if p.version != holders.get(p.inside or "")}
+    return {
+        c: version for c, version in (*((c, p.version) for c, p in resolved.pins.items()), *inside.items()) if version
+    }
 
 
 def _turbo(image: Composed, workspace: Workspace) -> Sequence[GateReport]:

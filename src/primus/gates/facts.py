@@ -21,7 +21,7 @@ from primus.gates.contents import Kind, Member, walk
 from primus.gates.litter import Scanner, Trace, path_traces, reads_text, text_traces
 from primus.gates.rules import rules
 from primus.gates.sonames import Library, library_of
-from primus.gates.versions_inside import Stated, stated_in, states_versions
+from primus.gates.versions_inside import Stated, stated_in, stated_in_library, states_versions
 from primus.gpucode.archs import in_path
 from primus.sandbox.container import LayerRef
 
@@ -109,6 +109,8 @@ class Examiner:
                 self._code.append(found)
             if seen.scanner.elf and (library := library_of(seen.path, file, seen.size)) is not None:
                 self._libraries.append(library)
+            if seen.scanner.elf:
+                self._stated += stated_in_library(seen.path, file)
         except ValueError as error:
             self._unreadable[seen.path] = str(error)
         if not seen.scanner.elf and seen.size <= _TEXT_SIZE:

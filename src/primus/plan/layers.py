@@ -14,7 +14,15 @@ from primus.plan.action import Action, ImagePlan, Input
 from primus.plan.aot import turbo_action
 from primus.plan.prefix import Prefix
 from primus.plan.resolve import ResolvedTarget
-from primus.plan.skeleton import console_script, distribution, environment, shell_setup, working_folders
+from primus.plan.skeleton import (
+    CONSTRAINTS,
+    console_script,
+    constraints,
+    distribution,
+    environment,
+    shell_setup,
+    working_folders,
+)
 from primus.plan.source import BYTECODE, ORDER, WHEEL_SCRIPT
 from primus.plan.target import build_root
 from primus.plan.trim import TRIM, VARIANT
@@ -63,15 +71,25 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
         "target": resolved.name,
         "channel": choice.channel,
         "preview": choice.preview,
-        "components": {versions.components[c].name: p.version for c, p in pins.items() if p.version},
+        "components": {
+            versions.components[c].name: p.version for c, p in (*pins.items(), *resolved.inside.items()) if p.version
+        },
     }
+    held = constraints(resolved)
     if prefix:
         entries = {"etc/primus/image.json": {"text": json.dumps(facts, indent=1) + "\n"}}
+        if held:
+            entries[CONSTRAINTS] = {"text": held}
         layers.append(_inline("facts", entries, tool))
     env = dict(resolved.environment)
     if prefix:
         env.setdefault("PATH", f"/{prefix.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
-    labels = {f"io.primus.pins.{c}": p.version or "local" for c, p in pins.items()}
+        if held:
+            env |= {name: f"/{CONSTRAINTS}" for name in ("PIP_CONSTRAINT", "UV_CONSTRAINT") if name not in env}
+    every = {**pins, **resolved.inside}
+    labels = {f"io.primus.pins.{c}": p.version or "local" for c, p in every.items()}
+    if choice.preview:
+        labels["io.primus.preview"] = choice.preview
     created = f"{versions.created}T00:00:00Z"
     return ImagePlan(
         resolved=resolved,

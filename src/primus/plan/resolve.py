@@ -11,9 +11,10 @@ from primus.gpus.generation import Generation
 from primus.gpus.table import generation
 from primus.plan.channel import Choice
 from primus.plan.project import Project
-from primus.plan.target import Target, environment_of, pins_of, request_of
+from primus.plan.target import Target, environment_of, inside_of, pins_of, request_of
 from primus.versions.components import Pin, Versions
 from primus.versions.lock import Drift, Lock, Request, drift
+from primus.versions.suites import name_of
 from primus.yamlfile import Document
 
 __all__ = ["ResolvedTarget", "resolve", "resolve_all"]
@@ -23,7 +24,8 @@ __all__ = ["ResolvedTarget", "resolve", "resolve_all"]
 class ResolvedTarget:
     """One target of a project, read and checked. Every later step takes this and nothing wider.
 
-    ``pins`` are by component, in the target's order. ``lock`` is the committed lock, None when there is none; it may
+    ``pins`` are by component, in the target's order; ``inside`` are those of components that come inside the files of
+    others. ``lock`` is the committed lock, None when there is none; it may
     be stale (see :attr:`stale`). ``lock_path`` is where it is committed. ``environment`` is that of every container.
     ``root`` is the folder that paths of local components start from.
     """
@@ -34,6 +36,7 @@ class ResolvedTarget:
     target: Target
     choice: Choice
     pins: Mapping[str, Pin]
+    inside: Mapping[str, Pin]
     gpu: Generation | None
     environment: Mapping[str, str]
     request: Request
@@ -112,6 +115,7 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
     more = target.more.get(choice.channel, ())
     where |= {c: document.where(("more", choice.channel, i)) for i, c in enumerate(more)}
     pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else target.arch, where)
+    packages = {name_of(p) for p in versions.bases[choice.base].packages} if choice.base in versions.bases else set()
     return ResolvedTarget(
         name=name,
         root=project.root,
@@ -119,6 +123,7 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         target=target,
         choice=choice,
         pins=pins,
+        inside=inside_of(versions, name, choice.sources, pins, packages),
         gpu=gpu,
         environment=environment_of(target, project.gpus if gpu else None, lambda *key: document.where(key)),
         request=request_of(versions, name, choice.channel, choice.base, pins),

@@ -7,15 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from primus import __version__
 from primus.oci.tar import Entry
 from primus.plan.prefix import Prefix
+from primus.versions.components import normalised
 
-__all__ = ["console_script", "distribution", "environment", "inline_entries", "shell_setup", "working_folders"]
+if TYPE_CHECKING:
+    from primus.plan.resolve import ResolvedTarget
+
+__all__ = [
+    "CONSTRAINTS",
+    "console_script",
+    "constraints",
+    "distribution",
+    "environment",
+    "inline_entries",
+    "shell_setup",
+    "working_folders",
+]
 
 Inline = Mapping[str, Mapping[str, object]]
 WORKSPACE = "workspace"
+# What pip and uv in the image may not replace.
+CONSTRAINTS = "etc/primus/constraints.txt"
 _OPEN: Mapping[str, object] = {"folder": True, "mode": 0o1777}
 # A login shell starts from the distribution's own PATH. Nothing is started here: a shell must open at once.
 _PROFILE = """\
@@ -95,6 +111,19 @@ def shell_setup(package: str) -> Inline:
         "etc/profile.d/primus.sh": {"text": _PROFILE.format(bin=bin_folder)},
         "etc/primus/bashrc": {"text": _BASHRC},
     }
+
+
+def constraints(resolved: ResolvedTarget) -> str:
+    """The constraints file: the version of each held Python package. Empty when the target holds none."""
+    held = {
+        normalised(pin.wheel or pin.source or (pin.deb or "").removeprefix("python3-")): pin.version
+        for component, pin in resolved.pins.items()
+        if resolved.versions.components[component].held and (not pin.deb or pin.deb.startswith("python3-"))
+    }
+    if not held:
+        return ""
+    why = "# `pip install` keeps these versions: they are built for each other and for this image's GPU.\n"
+    return why + "".join(f"{name}=={version}\n" for name, version in sorted(held.items()))
 
 
 def inline_entries(inline: Inline) -> list[Entry]:

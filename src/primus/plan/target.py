@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from primus.errors import InputError, did_you_mean
@@ -13,7 +13,7 @@ from primus.schema import described
 from primus.versions.components import Pin, Versions, normalised
 from primus.versions.lock import BaseRequest, Commit, Request
 
-__all__ = ["Target", "Variable", "build_root", "environment_of", "pins_of", "request_of"]
+__all__ = ["Target", "Variable", "build_root", "environment_of", "inside_of", "pins_of", "request_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def pins_of(
         if component not in versions.components:
             hint = did_you_mean(component, versions.components) or "pin it in versions.yaml"
             raise InputError(f"no component is called {component!r}", where=where.get(component), hint=hint)
-        pins = [p for p in versions.components[component].pins if not p.targets or name in p.targets]
+        pins = [p for p in versions.components[component].pins if not p.inside and (not p.targets or name in p.targets)]
         # A pin that names the target goes before one for all.
         ranked = sorted(pins, key=lambda p: (not p.targets,))
         chosen = next((p for c in sources for p in ranked if p.channel == c), None)
@@ -97,6 +97,29 @@ def pins_of(
             result[component] = chosen.resolved(versions.components[component].pins.index(chosen), arch)
         except ValueError as error:
             raise InputError(f"{component}: {error}", where=where.get(component)) from None
+    return result
+
+
+def inside_of(
+    versions: Versions, name: str, sources: Sequence[str], pins: Mapping[str, Pin], packages: Collection[str]
+) -> dict[str, Pin]:
+    """Component → pin of what comes inside the files of the target's own components (``pins``) or of its base's
+    ``packages``. The first of ``sources`` that has such a pin decides.
+    """
+    result: dict[str, Pin] = {}
+    for component, about in versions.components.items():
+        fits = [
+            pin
+            for channel in sources
+            for pin in sorted(about.pins, key=lambda p: not p.targets)
+            if pin.inside
+            and pin.channel == channel
+            and (not pin.targets or name in pin.targets)
+            # What comes from the base is of the base's own channel.
+            and (pin.inside in packages if pin.channel == "debian" else pin.inside in pins)
+        ]
+        if fits and component not in pins:
+            result[component] = replace(fits[0], place=about.pins.index(fits[0]))
     return result
 
 

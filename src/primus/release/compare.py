@@ -90,7 +90,8 @@ def diff(old: Release, new: Release) -> Diff:
     """``old`` against ``new``."""
     facts, same_facts, _ = _compare(_facts(old), _facts(new), list(_facts(old)), steps=False)
     names = component_order([*old.components, *new.components])
-    components, same, unknown = _compare(old.components, new.components, names, steps=True)
+    mine, theirs = _with_locked(old, names), _with_locked(new, names)
+    components, same, unknown = _compare(mine, theirs, names, steps=True)
     both_sizes = old.size_gb is not None and new.size_gb is not None
     sides = {side.reference: side for side in (old, new)}.values()
     return Diff(
@@ -109,6 +110,11 @@ def diff(old: Release, new: Release) -> Diff:
         contradictions=tuple(c for side in sides for c in contradictions(side)),
         notes={side.reference: side.notes for side in sides if side.notes},
     )
+
+
+def _with_locked(release: Release, names: Sequence[str]) -> dict[str, str | None]:
+    """The release's components, and of those named by the other side alone what the lock brings."""
+    return {**{name: release.locked[name] for name in names if name in release.locked}, **release.components}
 
 
 def contradictions(release: Release) -> tuple[Contradiction, ...]:

@@ -50,7 +50,9 @@ class Alternate:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One published image tag, or the present pins in the same form (``pinned``)."""
+    """One published image tag, or the present pins in the same form (``pinned``), then with what their
+    locks bring beside the pins (``locked``).
+    """
 
     image: str = described("Repository on Docker Hub.")
     tag: str = described("Its tag.")
@@ -77,6 +79,7 @@ class Release:
     alternates: tuple[Alternate, ...] = described("Other tables published for this tag.", default=())
     notes: tuple[str, ...] = described("Contradictions and caveats.", default=())
     pinned: bool = field(default=False, metadata={"hidden": True})
+    locked: Mapping[str, str] = field(default_factory=dict, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
         if _NAME.search(self.tag) is None:

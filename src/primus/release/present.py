@@ -37,7 +37,8 @@ def present(
     if python is not None:
         components["python"] = python
     if wanted:
-        components |= {_key(c): _version(pin) for c, pin in targets[wanted].pins.items()}
+        every = {**targets[wanted].pins, **targets[wanted].inside}
+        components |= {_key(c): _version(pin) for c, pin in every.items()}
     else:
         components |= {_key(c): _versions(item.pins) for c, item in versions.components.items()}
     names = [one.name for one in shown]
@@ -50,9 +51,26 @@ def present(
         gpus=gpus,
         gfx=tuple(dict.fromkeys(gpu_arch[g] for g in gpus if g in gpu_arch)),
         components=components,
+        # ``rocm_sdk`` is what the published tables call the wheels of ROCm.
+        locked={**_locked(shown), **({"rocm_sdk": core} if (core := components.get("rocm_sdk_core")) else {})},
         notes=(f"The pins of versions.yaml for {', '.join(names) or 'no target'}, as they stand now.",),
         pinned=True,
     )
+
+
+def _locked(targets: Iterable[ResolvedTarget]) -> dict[str, str]:
+    """What the targets' locks bring without a pin of its own: dependencies."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for one in targets:
+        for file in one.lock.of("wheel") if one.lock else ():
+            found.setdefault(_key(file.name), {}).setdefault(file.version, []).append(one.name)
+    return {name: _listed(versions) for name, versions in found.items()}
+
+
+def _listed(versions: Mapping[str, list[str]]) -> str:
+    if len(versions) == 1:
+        return next(iter(versions))
+    return ", ".join(f"{version} ({', '.join(names)})" for version, names in versions.items())
 
 
 def _key(component: str) -> str:

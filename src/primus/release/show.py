@@ -43,7 +43,7 @@ _PROSE = 116
 
 def plain(release: Release) -> dict[str, Any]:
     """The release as JSON holds it."""
-    return asdict(release)
+    return {name: value for name, value in asdict(release).items() if name != "locked"}
 
 
 def list_text(releases: Sequence[Release], screen: Screen = PLAIN) -> str:

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from primus.gpus.detect import detect
+from primus.gpus.table import load_table
+from primus.system.finding import Host, failed
+from primus.system.preflight import driver, rights, shared_memory
 
-__all__ = ["compose", "main", "wanted", "with_bashrc"]
+__all__ = ["compose", "lacking", "main", "wanted", "with_bashrc"]
 
 IMAGE_FILE = Path("/etc/primus/image.json")
 SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
@@ -48,6 +51,23 @@ def compose(image: Mapping[str, Any], gpu: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def lacking(image: Mapping[str, Any], host: Host) -> str:
+    """What this container lacks to train on the GPU that its image is for: one line each, with the remedy.
+
+    Empty for an image without a GPU, and where nothing is lacking. Reads files only.
+    """
+    gpu = next((one for one in load_table().generations if one.name == image.get("target")), None)
+    if gpu is None:
+        return ""
+    found = [f for check in (rights, driver, shared_memory) for f in check(host) if f.level in ("failed", "slow")]
+    if not host.gpus.names:
+        amd = gpu.arch.startswith("gfx")
+        module, option = ("amdgpu", "--device /dev/kfd --device /dev/dri") if amd else ("nvidia", "--gpus all")
+        remedy = f"on the host: sudo modprobe {module}; then start the container with {option}"
+        found.insert(0, failed("gpus", f"none found; the image is for {gpu.names[0]}", remedy))
+    return "".join(f"  ! {f.check}: {f.said} → {f.remedy}\n" for f in found)
+
+
 def with_bashrc(command: Sequence[str]) -> list[str]:
     """``command``, for bash with the image's start-up file, unless the command names one or wants none."""
     first, *rest = command
@@ -66,6 +86,8 @@ def _greet(command: Sequence[str]) -> None:
     with suppress(Exception):
         gpu = detect().sentence()
     sys.stderr.write(compose(image, gpu))
+    with suppress(Exception):
+        sys.stderr.write(lacking(image, Host()))
     sys.stderr.flush()
 
 

@@ -50,7 +50,8 @@ class Build:
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, git, deb, path is given.
+    """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, git, deb, path, inside is
+    given.
 
     ``{arch}`` in a package name or in a build stands for the target's GPU architecture.
     """
@@ -73,6 +74,13 @@ class Pin:
     deb: str | None = described(
         "Package that the base brings, of this upstream version. A `python3-NAME` stands for NAME to pip.",
         pattern=r"[a-z0-9][a-z0-9.+-]+",
+        default=None,
+    )
+    inside: str | None = described(
+        "Component, or package of the base, whose files hold this one. It has no files of its own; where a library "
+        "states its version, the gate compares.",
+        pattern=r"[a-z0-9][a-z0-9.+-]+",
+        shape="a component, or a package of the base",
         default=None,
     )
     path: str | None = described(
@@ -115,9 +123,11 @@ class Pin:
     place: int = field(default=-1, compare=False, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
-        kinds = [k for k in ("wheel", "sdist", "git", "deb", "path") if getattr(self, k) is not None]
+        kinds = [k for k in ("wheel", "sdist", "git", "deb", "path", "inside") if getattr(self, k) is not None]
         if len(kinds) != 1:
-            raise ValueError(f"a pin needs exactly one of wheel, sdist, git, deb, path; this one has {len(kinds)}")
+            raise ValueError(
+                f"a pin needs exactly one of wheel, sdist, git, deb, path, inside; this one has {len(kinds)}"
+            )
         self._check_paths()
         if kinds[0] == "path":
             if self.version is not None or self.to is None or self.channel != "local":
@@ -126,8 +136,8 @@ class Pin:
             raise ValueError("`to`, `include` and `outside` go with `path` only")
         elif self.version is None or self.channel == "local":
             raise ValueError(f"a {kinds[0]} pin needs an exact version and a channel other than local")
-        if (kinds[0] == "deb") != (self.channel == "debian"):
-            raise ValueError("channel debian is for deb pins, and only for them")
+        if kinds[0] != "inside" and (kinds[0] == "deb") != (self.channel == "debian"):
+            raise ValueError("channel debian is for deb and inside pins, and deb pins are for it alone")
         if (self.pure or self.without) and kinds[0] != "wheel":
             raise ValueError("`pure` and `without` go with `wheel` only")
         if (kinds[0] in ("sdist", "git")) != (self.build is not None):
@@ -165,7 +175,7 @@ class Pin:
         """The pin in a few words, as plan and explain show it."""
         if self.path is not None:
             return f"{self.path} → {self.to}"
-        return f"{self.wheel or self.source or self.deb} {self.version}"
+        return f"{self.wheel or self.source or self.deb or f'in {self.inside}'} {self.version}"
 
     def resolved(self, place: int, arch: str | None) -> Pin:
         """The pin with its place in the component and ``{arch}`` filled in. ValueError for a target without one."""
@@ -198,6 +208,11 @@ class Component:
 
     name: str = described("Name as its makers write it.")
     pins: tuple[Pin, ...] = described("Its exact pins.")
+    held: bool = described(
+        "`pip install` in the image keeps this version: a constraints file names it. For PyTorch and what is compiled "
+        "for it or for the GPU.",
+        default=False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

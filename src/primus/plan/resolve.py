@@ -115,7 +115,8 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
     more = target.more.get(choice.channel, ())
     where |= {c: document.where(("more", choice.channel, i)) for i, c in enumerate(more)}
     pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else target.arch, where)
-    packages = {name_of(p) for p in versions.bases[choice.base].packages} if choice.base in versions.bases else set()
+    base = versions.bases.get(choice.base or "")
+    packages = {name_of(p) for p in base.packages} if base else set()
     return ResolvedTarget(
         name=name,
         root=project.root,

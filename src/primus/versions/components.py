@@ -137,7 +137,9 @@ class Pin:
         elif self.version is None or self.channel == "local":
             raise ValueError(f"a {kinds[0]} pin needs an exact version and a channel other than local")
         if kinds[0] != "inside" and (kinds[0] == "deb") != (self.channel == "debian"):
-            raise ValueError("channel debian is for deb and inside pins, and deb pins are for it alone")
+            raise ValueError(
+                "channel debian is for deb pins and for what is inside packages, and deb pins are for it alone"
+            )
         if (self.pure or self.without) and kinds[0] != "wheel":
             raise ValueError("`pure` and `without` go with `wheel` only")
         if (kinds[0] in ("sdist", "git")) != (self.build is not None):

@@ -10,7 +10,7 @@ from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
-from primus.turbo.optimizations import chosen, optimizations, state
+from primus.turbo.optimizations import chosen, optimizations, reasons, state
 
 ROOT = Path(__file__).parents[2]
 COUNTING = (
@@ -42,6 +42,32 @@ def test_auto_takes_what_the_recipe_can_use() -> None:
         "fused-adamw",
     )
     assert _chosen("turbo=auto", backend="megatron") == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "on", "why"),
+    [
+        ((), "linear-cross-entropy", False, "not asked for"),
+        (("turbo=off",), "linear-cross-entropy", False, "turbo is off"),
+        (("turbo=auto",), "linear-cross-entropy", True, "part of auto"),
+        (("turbo=auto",), "turbo-attention", False, "not part of auto: name it"),
+        (("turbo=auto",), "fp8-linear", False, "needs precision fp8, not bf16"),
+        (("turbo=turbo-attention",), "turbo-attention", True, "named"),
+        (("turbo=turbo-attention",), "linear-cross-entropy", False, "not named"),
+    ],
+)
+def test_each_optimization_is_on_or_off_with_its_reason(words: tuple[str, ...], name: str, on: bool, why: str) -> None:
+    recipe = resolve("llama3.1-8b", words, Asked(backend="torchtitan", precision="bf16", gpu="mi355x"))
+    found = reasons(recipe)
+    assert found[name] == (on, why)
+    assert {one for one, (switched, _) in found.items() if switched} == set(chosen(recipe))
+
+
+def test_show_says_what_is_on_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "llama3.1-8b", "--gpu", "mi355x", "--turbo", "turbo-attention"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["turbo-attention", "on", "named"] in lines
+    assert ["linear-cross-entropy", "off", "not", "named"] in lines
 
 
 def test_one_rank_shards_nothing() -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "chosen",
     "missing_packages",
     "optimizations",
+    "reasons",
     "state",
 ]
 
@@ -143,6 +144,26 @@ def chosen(recipe: Recipe) -> tuple[str, ...]:
         if clash := [other for other in one.excludes if other in asked]:
             raise InputError(f"{name} and {clash[0]} exclude each other", where=setting.origin, hint="name one of them")
     return tuple(name for name in known if name in asked)
+
+
+def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
+    """Every optimization of the catalogue: whether ``recipe`` switches it on, and why. Raises as :func:`chosen`."""
+    on, setting = chosen(recipe), recipe.settings.get("turbo")
+    value = setting.value if setting is not None else None
+    found: dict[str, tuple[bool, str]] = {}
+    for name, one in optimizations().items():
+        objection = next(one.objections(recipe), "")
+        if name in on:
+            found[name] = True, "part of auto" if value == "auto" else "named"
+        elif objection:
+            found[name] = False, f"needs {objection}"
+        elif value == "auto":
+            found[name] = False, "not part of auto: name it"
+        elif value in ("off", False, "", None):
+            found[name] = False, "turbo is off" if setting is not None else "not asked for"
+        else:
+            found[name] = False, "not named"
+    return found
 
 
 def active(names: Sequence[str]) -> dict[str, Any]:

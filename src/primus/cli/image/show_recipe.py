@@ -1,4 +1,4 @@
-"""Show a recipe as it would run: every setting with its source, and why if sources disagree.
+"""Show a recipe as it would run: every setting with its source, and which optimizations are on, and why.
 
 RECIPE is the name of a recipe or the path of its file. key=value arguments override settings, as for train.
 Nothing is started and no GPU is needed: --gpu names the GPU to resolve the recipe for.
@@ -16,6 +16,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.setting import CHOICES, Setting
 from primus.recipes.size import readable, size
 from primus.terminal import Screen, Styled
+from primus.turbo.optimizations import reasons as optimization_reasons
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
@@ -66,6 +67,7 @@ def _document(recipe: Recipe) -> dict[str, object]:
         f"{what}_per_step": amount,
         "parameters": asdict(size(recipe.architecture)),
         "command": _command(recipe),
+        "optimizations": {name: {"on": on, "why": why} for name, (on, why) in optimization_reasons(recipe).items()},
         "settings": {
             key: {"value": s.value, "origin": short_origin(s.origin, recipe), **_because(s)}
             for key, s in recipe.settings.items()
@@ -91,6 +93,11 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     yield (
         f"  each rank: {recipe.local_batch} at a time"
         + (f", {recipe.accumulation} times per step" if recipe.accumulation > 1 else "")
+    )
+    yield screen.paint("\noptimizations", "bold")
+    yield from screen.table(
+        [(name, "on" if on else "off", Styled(why, "dim")) for name, (on, why) in optimization_reasons(recipe).items()],
+        indent="  ",
     )
     reasons: dict[str, list[str]] = {}
     for section, keys in _sections(recipe).items():

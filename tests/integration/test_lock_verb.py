@@ -13,6 +13,7 @@ import pytest
 from loopback import Server, index_debs, make_deb, make_wheel, serve
 from primus.build import schedule as builder
 from primus.build.execute import Workshop
+from primus.build.image import Options
 from primus.fetch.files import GoneError
 from primus.plan.locking import plan_images
 from primus.plan.project import Project
@@ -161,9 +162,9 @@ def test_a_build_locks_again_what_is_gone_unless_locked(
     plans = plan_images([resolve(project, "demo")], workspace.stats)
     text = (kit.root / LOCK).read_text()
     with pytest.raises(GoneError, match=r"python3\.11-minimal 3\.11\.2-6"):
-        builder._fetch(workshop, plans, may_relock=False, offline=False)
+        builder._fetch(workshop, plans, Options(locked=True))
     assert (kit.root / LOCK).read_text() == text
-    builder._fetch(workshop, plans, may_relock=True, offline=False)
+    builder._fetch(workshop, plans, Options())
     lock = project.lock("demo")
     assert lock is not None
     versions = {f.name: f.version for f in lock.files if f.name != "usr-is-merged"}

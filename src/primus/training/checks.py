@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from primus.training.logs import Series
 
 __all__ = [
     "Verdict", "accumulation", "exit_code", "finite", "grad_norm_steady", "layout", "loss_falls", "loss_plausible",
-    "precision", "ran_as_asked", "reproducible", "resume", "same_loss", "skipped", "steps_logged", "throughput",
+    "of_faults", "precision", "ran_as_asked", "relative_gap", "reproducible", "resume", "same_loss", "skipped",
+    "steps_logged", "throughput",
 ]  # fmt: skip
 
 
@@ -33,6 +34,30 @@ class Verdict:
     measured: str = ""
     limit: str = ""
     skipped: bool = False
+
+
+def of_faults(name: str, wrong: Sequence[str], fine: str, *, measured: str = "", limit: str = "0") -> Verdict:
+    """Passed when nothing is ``wrong``; else the reason is the first fault and how many more there are.
+
+    ``fine`` is the reason of a rule that passed. ``measured`` defaults to the number of faults.
+    """
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return Verdict(
+        name=name,
+        passed=not wrong,
+        reason=wrong[0] + more if wrong else fine,
+        measured=measured or f"{len(wrong)} differences",
+        limit=limit,
+    )
+
+
+def relative_gap(left: float, right: float | None) -> float:
+    """The difference over the larger of both; infinite where one is missing or not finite."""
+    if left == right:
+        return 0.0
+    if right is None or not (math.isfinite(left) and math.isfinite(right)):
+        return math.inf
+    return abs(left - right) / max(abs(left), abs(right))
 
 
 def skipped(verdict: Verdict, why: str) -> Verdict:
@@ -82,13 +107,8 @@ def finite(series: Series) -> Verdict:
     ]
     if not series.steps:
         bad = ["no step was logged"]
-    return Verdict(
-        name="finite",
-        passed=not bad,
-        reason=_first(bad) or "loss and gradient norm are finite at every step",
-        measured=f"{len(bad)} bad of {len(series.steps)} steps",
-        limit="0 bad",
-    )
+    measured = f"{len(bad)} bad of {len(series.steps)} steps"
+    return of_faults("finite", bad, "loss and gradient norm are finite at every step", measured=measured, limit="0 bad")
 
 
 def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict:
@@ -301,7 +321,7 @@ def _compare(name: str, base: Series, other: Series, tolerance: float, *, first:
         if twin is None:
             missing.append(step.step)
             continue
-        gap = max(_gap(step.loss, twin.loss), _gap(step.grad_norm, twin.grad_norm))
+        gap = max(relative_gap(step.loss, twin.loss), relative_gap(step.grad_norm, twin.grad_norm))
         if gap > worst:
             worst, at = gap, step.step
     if missing:
@@ -330,7 +350,7 @@ def accumulation(base: Series, split: Series, tolerance: float) -> Verdict:
     whole, parts = base.at(1), split.at(1)
     if whole is None or parts is None:
         return Verdict(name="accumulation", passed=False, reason="step 1 was not logged", limit=limit)
-    loss, norm = _gap(whole.loss, parts.loss), _gap(whole.grad_norm, parts.grad_norm)
+    loss, norm = relative_gap(whole.loss, parts.loss), relative_gap(whole.grad_norm, parts.grad_norm)
     passed = loss <= tolerance and norm <= tolerance
     return Verdict(
         name="accumulation",
@@ -350,7 +370,7 @@ def layout(one: Series, split: Series, at: int, tolerance: float) -> Verdict:
     whole, parts = one.at(at), split.at(at)
     if whole is None or parts is None:
         return Verdict(name="layout", passed=False, reason=f"step {at} was not logged", limit=limit)
-    loss, norm = _gap(whole.loss, parts.loss), _gap(whole.grad_norm, parts.grad_norm)
+    loss, norm = relative_gap(whole.loss, parts.loss), relative_gap(whole.grad_norm, parts.grad_norm)
     return Verdict(
         name="layout",
         passed=loss <= tolerance and norm <= tolerance,
@@ -369,7 +389,7 @@ def same_loss(precisions: tuple[str, str], base: Series, other: Series, toleranc
     if len(base.losses) < 5 or len(other.losses) < 5:
         return Verdict(name=name, passed=False, reason="needs at least 5 steps of both", limit=limit)
     means = [statistics.fmean(series.losses[-(len(series.losses) // 5) :]) for series in (base, other)]
-    gap = _gap(*means)
+    gap = relative_gap(*means)
     return Verdict(
         name=name,
         passed=gap <= tolerance,
@@ -391,18 +411,6 @@ def throughput(measured: float | None, reference: float, tolerance: float) -> Ve
         measured=f"{measured:,.0f}",
         limit=limit,
     )
-
-
-def _gap(left: float, right: float) -> float:
-    if left == right:
-        return 0.0
-    if not (math.isfinite(left) and math.isfinite(right)):
-        return math.inf
-    return abs(left - right) / max(abs(left), abs(right))
-
-
-def _first(items: list[str]) -> str:
-    return items[0] + (f" (and {len(items) - 1} more)" if len(items) > 1 else "") if items else ""
 
 
 def _ranges(numbers: list[int]) -> str:

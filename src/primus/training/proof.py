@@ -13,7 +13,7 @@ from typing import Any
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import MOCK, Recipe
 from primus.recipes.size import size
-from primus.training.checks import Verdict
+from primus.training.checks import Verdict, of_faults, relative_gap
 from primus.training.flops import of_recipe_unit
 from primus.training.logs import Series
 
@@ -80,13 +80,13 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
         return [Verdict(name="reference", passed=False, reason="the reference found no step to repeat")]
     update = [
         _parameters(found["parameters"]),
-        _listed(
+        of_faults(
             "reference first weights",
             found.get("first", _NOTHING),
             "every weight begins as the backend's rule draws it",
         ),
         _moved(found["moved"]),
-        _listed("reference saved files", found.get("saved", _NOTHING), "checkpoints and files hold what was trained"),
+        of_faults("reference saved files", found.get("saved", _NOTHING), "checkpoints and files hold what was trained"),
         _gradients(found, series),
         _rates(steps),
         _updates(found),
@@ -105,20 +105,13 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
 _NOTHING = ("the reference did not compare this",)
 
 
-def _listed(name: str, wrong: Sequence[str], passed: str) -> Verdict:
-    return Verdict(
-        name=name, passed=not wrong, reason=_first(wrong) or passed, measured=f"{len(wrong)} differences", limit="0"
-    )
-
-
 def _data(steps: Sequence[Mapping[str, Any]]) -> Verdict:
     different = [sentence for step in steps for sentence in step["data"]]
-    return Verdict(
-        name="reference data",
-        passed=not different,
-        reason=_first(different) or "every rank and step had the recipe's own tokens and labels",
+    return of_faults(
+        "reference data",
+        different,
+        "every rank and step had the recipe's own tokens and labels",
         measured=f"{len(different)} differences in {len(steps)} steps",
-        limit="0",
     )
 
 
@@ -126,25 +119,15 @@ def _parameters(found: Mapping[str, Any]) -> Verdict:
     wrong = [f"missing: {name}" for name in found["missing"]]
     wrong += [f"not in the model: {name}" for name in found["besides"]]
     wrong += found["shapes"] + found["first_values"]
-    return Verdict(
-        name="reference parameters",
-        passed=not wrong,
-        reason=_first(wrong) or f"{found['count']:,} parameters, {found['trained']:,} of them trained",
-        measured=f"{len(wrong)} differences",
-        limit="0",
+    return of_faults(
+        "reference parameters", wrong, f"{found['count']:,} parameters, {found['trained']:,} of them trained"
     )
 
 
 def _moved(found: Mapping[str, Any]) -> Verdict:
     wrong = [f"{name} was never updated" for name in found["still"]]
     wrong += [f"{name} is frozen and changed" for name in found["frozen_moved"]]
-    return Verdict(
-        name="reference trained weights",
-        passed=not wrong,
-        reason=_first(wrong) or "every trained weight moved, every frozen one stayed",
-        measured=f"{len(wrong)} differences",
-        limit="0",
-    )
+    return of_faults("reference trained weights", wrong, "every trained weight moved, every frozen one stayed")
 
 
 def _figure(key: str, name: str, found: Mapping[str, Any], series: Series, seen: Sequence[float]) -> Verdict:
@@ -154,7 +137,7 @@ def _figure(key: str, name: str, found: Mapping[str, Any], series: Series, seen:
     for step, value in zip(series.steps, seen, strict=True):
         own = known.get(step.step, {})
         limit = _limit(key, max(usual, own.get("noise", {}).get(key, 0.0)), own)
-        gap = _gap(value, own.get(key))
+        gap = relative_gap(value, own.get(key))
         gaps.append((gap / limit, gap, limit, step.step))
     share, gap, limit, at = max(gaps)
     return Verdict(
@@ -191,10 +174,10 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
     wrong += _clipping(rows, found, series)
     rounded = _ROUNDED[min(3, 3 if found["precision"] == "fp32" else found["summands"])]
     wrong += [f"step {row['step']}: sums are rounded to bfloat16" for row in rows if row["rounded"] > rounded]
-    return Verdict(
-        name="reference gradients",
-        passed=not wrong,
-        reason=_first(wrong) or "every tensor agrees, as the optimizer got it",
+    return of_faults(
+        "reference gradients",
+        wrong,
+        "every tensor agrees, as the optimizer got it",
         measured=f"{gap:.1e}",
         limit=f"relative gap ≤ {limit:.1e}",
     )
@@ -221,7 +204,7 @@ def _clipping(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any], serie
     for row in rows:
         norm = reported.get(row["step"], math.nan)
         wanted = norm * min(1.0, most / (norm + 1e-6)) if most > 0 else norm
-        if not _gap(row["used_norm"], wanted) <= _CLIPPED:
+        if not relative_gap(row["used_norm"], wanted) <= _CLIPPED:
             wrong.append(
                 f"step {row['step']}: the optimizer got gradients of length {row['used_norm']:.4g}, not {wanted:.4g}"
             )
@@ -232,14 +215,13 @@ def _rates(steps: Sequence[Mapping[str, Any]]) -> Verdict:
     wrong = [
         f"step {step['step']}: {', '.join(f'{rate:g}' for rate in step['rates'])}, not {step['rate']:g}"
         for step in steps
-        if "rates" in step and any(_gap(rate, step["rate"]) > 1e-6 for rate in step["rates"])
+        if "rates" in step and any(relative_gap(rate, step["rate"]) > 1e-6 for rate in step["rates"])
     ]
-    return Verdict(
-        name="reference learning rate",
-        passed=not wrong,
-        reason=_first(wrong) or "every step had the schedule's",
+    return of_faults(
+        "reference learning rate",
+        wrong,
+        "every step had the schedule's",
         measured=f"{len(wrong)} of {len(steps)} steps differ",
-        limit="0",
     )
 
 
@@ -253,10 +235,10 @@ def _updates(found: Mapping[str, Any]) -> Verdict:
         for name in step["stale"]
     ]
     wrong += [f"step {step['step']}: {sentence}" for step in found["steps"] for sentence in step["biases"]]
-    return Verdict(
-        name="reference update",
-        passed=not wrong,
-        reason=_first(wrong) or "every weight is where clipping, AdamW and the schedule put it",
+    return of_faults(
+        "reference update",
+        wrong,
+        "every weight is where clipping, AdamW and the schedule put it",
         measured=f"{gap:.1e} of the update",
         limit=f"≤ {_UPDATE:.1e}",
     )
@@ -280,7 +262,7 @@ def figures(facts: Mapping[str, Any], found: Mapping[str, Any], series: Series, 
             wrong.append(f"{key}: {facts.get(key)}, not {count}")
     trained = known.get("trained") if recipe.mode == "lora" else None
     flops = of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained).non_causal
-    if _gap(facts.get("flops_per_unit", math.nan), flops) > _FLOPS:
+    if relative_gap(facts.get("flops_per_unit", math.nan), flops) > _FLOPS:
         wrong.append(f"FLOPs of a token or image: {facts.get('flops_per_unit', math.nan):.4g}, not {flops:.4g}")
     # In the narrowest precision of all, and without gradients and moments.
     least = 2 * (known.get("count") or 0) / recipe.world_size / 2**30
@@ -289,7 +271,7 @@ def figures(facts: Mapping[str, Any], found: Mapping[str, Any], series: Series, 
         for step in series.steps
         if step.memory_gib < max(least, 0.005)
     ]
-    return _listed("reported figures", wrong, "parameters, FLOPs per unit and memory are the recipe's")
+    return of_faults("reported figures", wrong, "parameters, FLOPs per unit and memory are the recipe's")
 
 
 def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, float], tokens: int) -> Verdict:
@@ -315,13 +297,3 @@ def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, floa
         measured=f"×{ratio:.2f}",
         limit=limit,
     )
-
-
-def _gap(left: float, right: float | None) -> float:
-    if right is None or math.isnan(left) or math.isnan(right):
-        return float("inf")
-    return abs(left - right) / max(abs(left), abs(right), 1e-30)
-
-
-def _first(items: Sequence[str]) -> str:
-    return items[0] + (f" (and {len(items) - 1} more)" if len(items) > 1 else "") if items else ""

@@ -17,7 +17,7 @@ import pytest
 
 from primus.errors import PrimusError
 from primus.progress import QuietProgress
-from primus.versions import relock, wheels
+from primus.versions import registry, relock, wheels
 from primus.versions.asked import Patience, listening
 from primus.versions.indexes import Indexes
 from primus.versions.lock import BaseRequest, Commit, LockedFile, Request
@@ -189,3 +189,9 @@ def test_two_indexes_of_which_one_says_403(served: Twins, monkeypatch: pytest.Mo
                       indexed=frozenset({"rocm"}))  # fmt: skip
     (file,) = relock.resolve(request, previous=None, progress=QuietProgress(), patience=QUICK).files
     assert file.index == "rocm-pytorch"
+
+
+@pytest.mark.parametrize("words", ["unauthorized: authentication required", "authentication required", "access denied"])
+def test_every_skopeo_says_that_a_login_is_missing_in_words_of_its_own(words: str) -> None:
+    said = f'level=fatal msg="Error parsing image name: reading manifest x in IMAGE: {words}"'
+    assert registry._reason(said) == "it wants credentials"

@@ -203,6 +203,7 @@ def _reason(text: str) -> str:
         "timeout": "no answer in time",
         "manifest unknown": "it has no such image",
         "unauthorized": "it wants credentials",
+        "authentication required": "it wants credentials",
         "denied": "it wants credentials",
         "x509": "its certificate is not trusted",
         "HTTP response to HTTPS client": "it speaks no TLS",

@@ -85,7 +85,7 @@ def _silent_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], v
             *(f"\n{sentence}" for sentence in result.get("notes", ())),
             "",
             f"- In the runs: {versions}",
-            *([f"- {len(left)} further faults of the suite did not run in this session."] if left else []),
+            *([f"- {len(left)} further faults of the suite were not run for this record."] if left else []),
             "",
             *table(("class", "faults", "checks that failed most often (in how many runs)"), classes),
             "",

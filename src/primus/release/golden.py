@@ -10,7 +10,7 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.files import write_file
-from primus.training.checks import Verdict
+from primus.training.checks import Verdict, relative_gap
 
 __all__ = ["changes", "compared", "load", "name_of", "record"]
 
@@ -121,9 +121,7 @@ def _gaps(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[int, str
     for place in range(max(len(old["loss"]), len(new["loss"]))):
         for key in _FIGURES:
             pair = [side[key][place] for side in (old, new) if place < len(side[key])]
-            gap = math.inf
-            if len(pair) == 2 and None not in pair:
-                gap = abs(pair[0] - pair[1]) / max(abs(pair[0]), abs(pair[1]), 1e-30)
+            gap = relative_gap(*pair) if len(pair) == 2 and None not in pair else math.inf
             found.append((place + 1, key, gap))
     return found
 

@@ -85,7 +85,7 @@ class Session(Protocol):
         return whole_parameters(self.model_parts)
 
     def taken(self) -> Taken | None:
-        """What the last update changed, where torch's optimizers do not update this session's parameters themselves."""
+        """What the last update changed, where torch's optimizers do not update the parameters themselves."""
         return None
 
     def facts(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any
 import zstandard
 
 from benchmarks.measure import PRIMUS, machine, peak_megabytes, run
-from primus.build.kernels import KernelFiles
+from primus.build.kinds.kernels import KernelFiles
 from primus.build.wheel import wheel_entries
 from primus.errors import CheckFailed, PrimusError
 from primus.gates.contents import walk

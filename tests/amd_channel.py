@@ -330,7 +330,8 @@ class Loopback(Kit):
 
     @property
     def env(self) -> dict[str, str]:
-        return {**self.variables, "PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1"}
+        bytecode = {"PYTHONPYCACHEPREFIX": os.environ["PYTHONPYCACHEPREFIX"]}
+        return {**bytecode, **self.variables, "PYTHONPATH": str(SOURCE)}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 # A width that the shell exports would wrap what tests compare.
 os.environ.pop("COLUMNS", None)
 
+# The tests start primus thousands of times, and compiling its modules anew takes longer than most of those runs. The
+# bytecode lies outside the source tree, because a note of a build names the engine's folders.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache/bytecode"))
+# A worker inherits the variable, but tests of bytecode compare paths with this interpreter's.
+sys.pycache_prefix, sys.dont_write_bytecode = None, True
+
 # A shell that starts a job in the background lets it ignore Ctrl-C, and its children would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -53,7 +53,7 @@ class Kit:
 
     @property
     def env(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1"}
+        return {**os.environ, "PYTHONPATH": str(SOURCE)}
 
     def primus(self, *words: str, **options: Any) -> Result:
         done = subprocess.run(

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from loopback import make_deb
-from primus.build.preflight import require_space
 from primus.build.rootfs import root_entries
+from primus.build.space import require_space
 from primus.errors import HostError
 from primus.fetch.filecache import FileCache
 from primus.fetch.files import fetch
@@ -165,13 +165,13 @@ def test_without_namespaces_the_sentence_comes_first(tmp_path: Path) -> None:
     """A wheel is to be compiled in the sandbox: said before the index, which is out of reach, is asked for it."""
     kit = make_project(tmp_path / "project")
     code = (
-        "import sys, types; from pathlib import Path; from primus.build.preflight import preflight;"
+        "import sys, types; from pathlib import Path; from primus.build.kinds import load;"
         "from primus.plan.action import Action; from primus.errors import HostError\n"
         "from primus.plan.project import Project; from primus.progress import QuietProgress\n"
         "project = Project.find(Path(sys.argv[1]))\n"
         "action = Action(name='x', kind='wheels', inputs=())\n"
         "shop = types.SimpleNamespace(engine='embedded', workspace=project.workspace, progress=QuietProgress())\n"
-        "try: preflight(shop, [action], ())\n"
+        "try: load('wheels').prepare([action], shop)\n"
         "except HostError as error: print(error); sys.exit(error.exit_code)\n"
     )
     words = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c", code, str(kit.root)]

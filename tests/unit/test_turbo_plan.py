@@ -154,9 +154,10 @@ def test_a_compiler_that_fails_fails_the_build_with_its_words(kit: Kit, monkeypa
         log.write_text("liger-rope x\n  _triton_rope\n✗ liger-rope does not compile for gfx942: _triton_rope: no\n")
         return 1
 
-    monkeypatch.setattr("primus.build.execute.run_isolated", refuse)
-    monkeypatch.setattr("primus.build.execute.choose", lambda *_: None)
-    monkeypatch.setattr(Workshop, "root", lambda *_: None)
+    monkeypatch.setattr("primus.build.sandboxed.run_isolated", refuse)
+    monkeypatch.setattr("primus.build.sandboxed.choose", lambda *_: None)
+    monkeypatch.setattr("primus.build.sandboxed.root_of_layers", lambda *_: None)
+    monkeypatch.setattr(Workshop, "layer", lambda *_: None)
     workspace = Project(kit.root).workspace
     workspace.store.prepare()
     workshop = Workshop(workspace=workspace, progress=QuietProgress())

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from primus.build.kernels import unlisted
+from primus.build.kinds.kernels import unlisted
 from primus.build.part import open_part
-from primus.build.preflight import disk_is_full
+from primus.build.space import disk_is_full
 from primus.errors import CheckFailed, HostError
 from primus.oci.store import storage_error
 from primus.oci.tar import MTIME, Entry

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 from primus.build import heap
 from primus.build.execute import Workshop
 from primus.build.image import Built, Composed, LayerLine, Options, compose, current
-from primus.build.preflight import preflight
+from primus.build.kinds import load
 from primus.build.rehash import find_damage
+from primus.build.space import require_space_for
 from primus.display import choose_progress
 from primus.errors import CheckFailed
 from primus.oci.imported import stacked
@@ -90,7 +91,9 @@ def build_images(
         absent = [f for f in files.values() if not workspace.files.has(f.sha256, f.size)]
         if todo:
             heap.share()
-            preflight(workshop, todo, () if options.offline else absent)
+            for kind in {action.kind: None for action in todo}:
+                load(kind).prepare([action for action in todo if action.kind == kind], workshop)
+            require_space_for(workspace, todo, () if options.offline else absent)
         if absent:
             plans = _fetch(workshop, plans, options)
             todo = missing(plans, workshop.done)

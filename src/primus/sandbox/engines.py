@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
 
 from primus.errors import HostError, InputError
-from primus.sandbox.container import Engine
-from primus.sandbox.embedded import EmbeddedEngine
+
+if TYPE_CHECKING:
+    from primus.sandbox.container import Engine
 
 __all__ = ["ENGINES", "choose"]
 
-ENGINES = ("auto", "embedded", "docker")
+# In order of preference: the first needs no daemon. An engine is loaded when it is tried.
+_CLASSES: Mapping[str, tuple[str, str]] = {
+    "embedded": ("primus.sandbox.embedded", "EmbeddedEngine"),
+    "docker": ("primus.sandbox.docker", "DockerEngine"),
+}
+ENGINES = ("auto", *_CLASSES)
 
 
 def choose(name: str = "auto", say: Callable[[str], None] | None = None) -> Engine:
@@ -19,14 +27,12 @@ def choose(name: str = "auto", say: Callable[[str], None] | None = None) -> Engi
     ``say`` gets a line when an engine starts something long. Raises InputError for an unknown name and
     HostError, naming what is missing for each engine, when none can run.
     """
-    from primus.sandbox.docker import DockerEngine
-
-    engines: dict[str, Engine] = {"embedded": EmbeddedEngine(say), "docker": DockerEngine(say)}
-    if name != "auto" and name not in engines:
+    if name not in ENGINES:
         raise InputError(f"no engine {name!r}", hint=f"one of {', '.join(ENGINES)}")
     lacks = {}
-    for candidate, engine in engines.items():
+    for candidate, (module, title) in _CLASSES.items():
         if name in ("auto", candidate):
+            engine = cast("Engine", getattr(import_module(module), title)(say))
             lack = engine.available()
             if lack is None:
                 return engine

@@ -1,4 +1,4 @@
-"""What a build needs of this machine, asked before long work begins: namespaces, tools, disk."""
+"""The disk space that a build needs, checked before long work begins."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING
 
 from primus.errors import HostError
 from primus.plan.action import Action
-from primus.sandbox import userns
-from primus.sandbox.engines import choose
-from primus.sandbox.tools import need
 from primus.terminal import bytes_text
 
 if TYPE_CHECKING:
-    from primus.build.execute import Workshop
+    from primus.plan.workspace import Workspace
     from primus.versions.lock import LockedFile
 
-__all__ = ["disk_is_full", "preflight", "require_space"]
+__all__ = ["disk_is_full", "require_space", "require_space_for"]
 
 # Measured on the images of this repository, rounded down, so that no build is refused that would fit: a layer has at
 # least this part of the bytes of its packages, and a base is unpacked once and packed into a tar once.
@@ -27,26 +24,18 @@ _LAYER, _BASE_SCRATCH = 0.8, 5
 _NO_SPACE = (b"No space left on device", b"Disk quota exceeded", b"You don't have enough free space in")
 
 
-def preflight(workshop: Workshop, todo: Sequence[Action], absent: Iterable[LockedFile]) -> None:
-    """Check what running ``todo`` needs, with ``absent`` files still to be fetched. Takes well below a second.
-
-    Raises HostError, in one sentence, for missing namespaces, a missing tool or too little free space.
-    """
+def require_space_for(workspace: Workspace, todo: Sequence[Action], absent: Iterable[LockedFile]) -> None:
+    """Raise HostError when ``todo``, with ``absent`` files still to be fetched, needs more space than is free."""
     bases = [action for action in todo if action.kind == "debs" and "over" not in action.spec]
-    if bases:
-        if userns.needed() and (lack := userns.missing()) is not None:
-            raise HostError(f"this user cannot build a root file system: {lack[0]}", hint=lack[1])
-        need("mmdebstrap", "mmdebstrap", say=workshop.progress.say)
-    if any(action.kind in ("wheels", "build", "turbo") for action in todo):
-        choose(workshop.engine, workshop.progress.say).prepare_host()
-    workspace = workshop.workspace
     scratch = max((_BASE_SCRATCH * sum(f.size for f in action.files) for action in bases), default=0)
-    needs = [
-        (workspace.folder / "files", sum(file.size for file in absent)),
-        (workspace.store.root, int(_LAYER * sum(f.size for a in todo if a.makes_layer for f in a.files))),
-        (Path(tempfile.gettempdir()) if userns.needed() else workspace.store.root, scratch),
-    ]
-    require_space(needs)
+    require_space(
+        [
+            (workspace.folder / "files", sum(file.size for file in absent)),
+            (workspace.store.root, int(_LAYER * sum(f.size for a in todo if a.makes_layer for f in a.files))),
+            # An ordinary user's mmdebstrap works in the folder for temporary files.
+            (Path(tempfile.gettempdir()) if os.geteuid() else workspace.store.root, scratch),
+        ]
+    )
 
 
 def require_space(needs: Iterable[tuple[Path, int]]) -> None:

@@ -1,4 +1,4 @@
-"""The GPU code of one architecture, straight out of Debian packages that bring it for many.
+"""``kernels``: the GPU code for one architecture, taken from Debian packages that hold it for many.
 
 A base is the same for every GPU: what its packages keep per architecture stays out of it and becomes a layer here, with
 the files of one architecture alone, and with libraries whose fat binaries hold no other's code. Images for two GPUs
@@ -16,17 +16,36 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
+from primus.build.kinds import Made
 from primus.errors import CheckFailed, HostError
 from primus.gpucode.fatbinary import keep_only
 from primus.oci.left_out import LeftOut
 from primus.oci.tar import Entry
 
-__all__ = ["KernelFiles", "is_for", "unlisted"]
+if TYPE_CHECKING:
+    from primus.build.execute import Workshop
+    from primus.plan.action import Action
+
+__all__ = ["KernelFiles", "is_for", "make", "prepare", "unlisted"]
 
 _NARROW = "narrow the base's pattern under `kernels`"
 _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")
+
+
+def prepare(actions: Sequence[Action], shop: Workshop) -> None:
+    """dpkg-deb, which unpacks the packages, is checked with the base that they belong to."""
+
+
+def make(action: Action, shop: Workshop, scratch: Path) -> Made:
+    """Write the files of the action's packages that are for its architecture."""
+    found = KernelFiles(arch=str(action.spec["arch"]))
+    patterns = cast("Mapping[str, Sequence[str]]", action.spec["kernels"])
+    for deb in action.files:
+        found.take(shop.file(deb), patterns[deb.name], scratch / deb.name)
+    made = shop.write(action, found.entries)
+    return replace(made, layer=replace(made.layer, left_out=found.left_out))
 
 
 def is_for(path: str, arch: str) -> bool:

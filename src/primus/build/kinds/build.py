@@ -1,0 +1,66 @@
+"""``build``: the source of a component, built into a wheel in the sandbox. A ``wheels`` action then uses it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from primus.build import sandboxed
+from primus.build.kinds import Wheel
+from primus.errors import CheckFailed
+from primus.plan.source import ORDER
+
+if TYPE_CHECKING:
+    from primus.build.execute import Workshop
+    from primus.plan.action import Action
+
+__all__ = ["make", "prepare"]
+
+
+def prepare(actions: Sequence[Action], shop: Workshop) -> None:
+    """The sandbox that runs the script."""
+    sandboxed.prepare(shop)
+
+
+def make(action: Action, shop: Workshop, scratch: Path) -> Wheel:
+    """Run the build script without network, on a read-only source; take the one wheel that it leaves in /out."""
+    (source,) = action.files
+    inside, out = f"/in/{source.file}", scratch / "out"
+    sandboxed.run(
+        action,
+        shop,
+        ["/bin/sh", "-c", str(action.spec["script"]), "wheel", inside, str(action.spec["python"])],
+        inputs={
+            inside: shop.file(source),
+            "/in/order/sitecustomize.py": sandboxed.own_code(action, "sorted folders", ORDER, scratch),
+        },
+        outputs=out,
+        env={**_environment(action.job_bytes), **cast("Mapping[str, str]", action.spec["environment"])},
+        what=action.name,
+    )
+    wheels = [path for path in out.glob("*.whl") if path.is_file() and not path.is_symlink()]
+    if len(wheels) != 1:
+        names = ", ".join(sorted(w.name for w in wheels)) or "none"
+        raise CheckFailed(f"{action.name} must leave one wheel, it left {names}", where=str(shop.log(action)))
+    with wheels[0].open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    wheel = Wheel(file=wheels[0].name, sha256=sha256, size=wheels[0].stat().st_size)
+    shop.files.put(wheels[0], sha256)
+    return wheel
+
+
+def _environment(job_bytes: int) -> dict[str, str]:
+    """The environment of every build: as many compilers as there are cores, and as fit into memory."""
+    (line,) = [m for m in Path("/proc/meminfo").read_text().splitlines() if m.startswith("MemAvailable:")]
+    memory = 1024 * int(line.split()[1])
+    jobs = str(max(1, min(len(os.sched_getaffinity(0)), memory // max(job_bytes, 1))))
+    return {
+        "CMAKE_BUILD_PARALLEL_LEVEL": jobs,
+        "MAX_JOBS": jobs,
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PIP_ROOT_USER_ACTION": "ignore",
+        "PYTHONPATH": "/in/order",
+    }

@@ -1,0 +1,51 @@
+"""``files``: a folder of the project, or files that the plan holds itself, as a layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from primus.build.kinds import Made
+from primus.oci.tar import Entry
+from primus.plan.skeleton import inline_entries
+
+if TYPE_CHECKING:
+    from primus.build.execute import Workshop
+    from primus.plan.action import Action
+
+__all__ = ["entries", "make", "prepare"]
+
+
+def prepare(actions: Sequence[Action], shop: Workshop) -> None:
+    """A copy of files needs nothing."""
+
+
+def make(action: Action, shop: Workshop, scratch: Path) -> Made:
+    """Write the files as they are, with the modes of the plan."""
+    return shop.write(action, list(entries(action)))
+
+
+def entries(action: Action) -> Iterator[Entry]:
+    """The files of the action's tree, then those that the plan holds."""
+    to = str(action.spec.get("to", "")).strip("/")
+    for name, kind, value in action.tree:
+        path = f"{to}/{name}" if to else name
+        if kind == "link":
+            yield Entry(path=path, kind="symlink", mode=0o777, link=value)
+            continue
+        source = Path(action.root) / name
+        mode = 0o755 if kind == "exec" else 0o644
+        yield Entry(path=path, mode=mode, size=_size(source), source=source, sha256=value)
+    inline = action.spec.get("inline")
+    if isinstance(inline, dict):
+        yield from inline_entries(inline)
+
+
+def _size(path: Path) -> int:
+    """The file's size; 0 when it is gone, which the comparison of its hash reports."""
+    try:
+        return os.lstat(path).st_size
+    except OSError:
+        return 0

@@ -21,17 +21,16 @@ from gpu_files import (
     cuda_fatbin,
     elf,
     kernel_pack,
-    member,
     msgpack,
     pack_host,
     pages,
 )
 from primus import gates
 from primus.gates.codeobjects import Code, bundle_targets, code_in
-from primus.gates.coverage import coverage, gpu_libraries
+from primus.gates.libraries import library_of
 from primus.gates.msgpack import unpack
-from primus.gates.prune import prunable, pruning
-from primus.gates.sonames import library_of
+from primus.gates.rules.coverage import coverage, gpu_libraries
+from primus.gates.rules.pruning import pruning
 from primus.gpucode.archs import in_entry_id, in_path, of_flags, runs_on
 from primus.oci.left_out import LeftOut
 
@@ -301,27 +300,6 @@ def test_what_cannot_be_examined_is_a_warning() -> None:
 # Pruning
 
 
-def test_prunable_by_name_and_by_content() -> None:
-    files = [
-        member("lib/x_gfx942.dat", b"12345"),
-        member("lib/x_gfx950.dat", b"12345678"),
-        member("lib/x_fallback.dat", b"keep"),
-        member("hsa/gfx950/k.co", code_object(GFX950)),
-        member("k/plain.co", code_object(GFX950)),
-        member("k/mine.co", code_object(GFX942)),
-        member("k/both.hsaco", bundle(["gfx942", "gfx950"])),
-        member("k/other.hsaco", bundle(["gfx90a"])),
-        member("k/broken.co", code_object(GFX950)[:40]),
-        member("lib/libfat.so", elf({".hip_fatbin": bundle(["gfx950"])})),
-        member("python/gfx950_utils.py", b"import os"),
-        member("include/gfx950.h", b""),
-    ]
-    found = prunable(files, "gfx942")
-    assert found.paths == ("hsa/gfx950/k.co", "k/other.hsaco", "k/plain.co", "lib/x_gfx950.dat")
-    assert found.count == 4
-    assert found.size == 8 + 2 * len(code_object(GFX950)) + len(bundle(["gfx90a"]))
-
-
 def test_kernel_files_of_others_are_counted_per_layer() -> None:
     layers = [("blas", [need(f"lib/x_{a}.dat", b"123") for a in ("gfx942", "gfx950", "gfx90a")])]
     report = pruning(layers, "gfx942")
@@ -369,13 +347,13 @@ def test_a_changed_reader_of_gpu_code_is_a_changed_rule(tmp_path: Path) -> None:
     shutil.copytree(SOURCE / "gpucode", copy / "gpucode")
 
     def found() -> str:
-        spec = importlib.util.spec_from_file_location("copied", copy / "gates/rules.py")
+        spec = importlib.util.spec_from_file_location("copied", copy / "gates/rules/__init__.py")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return str(module.rules())
 
-    readers, todo = set[str](), ["gates/codeobjects.py", "gates/sonames.py"]
+    readers, todo = set[str](), ["gates/codeobjects.py", "gates/libraries.py"]
     while todo:
         names = re.findall(r"^from primus\.gpucode\.(\w+) import", (copy / todo.pop()).read_text(), re.MULTILINE)
         todo += [f"gpucode/{name}.py" for name in names if name not in readers]

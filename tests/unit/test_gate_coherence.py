@@ -9,8 +9,7 @@ import pytest
 
 from primus.errors import CheckFailed
 from primus.files import write_file
-from primus.gates.coherence import Package, RocmVersion, coherence, rocm_version
-from primus.gates.pins import check_pins, pinned_packages
+from primus.gates.rules.coherence import Package, RocmVersion, check_pins, coherence, pinned_packages, rocm_version
 from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve
 from primus.versions.lock import Lock, LockedFile, dumps

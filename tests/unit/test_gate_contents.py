@@ -15,10 +15,12 @@ from primus.errors import HostError
 from primus.gates import facts as facts_module
 from primus.gates.contents import walk
 from primus.gates.facts import LayerFacts, facts_of, observe
-from primus.gates.litter import Scanner, litter, secrets_in
+from primus.gates.rules.litter import litter
+from primus.gates.rules.overlap import shared_names
+from primus.gates.rules.versions import versions_inside
 from primus.gates.size import size_text, size_tree
-from primus.gates.sonames import shared_names
-from primus.gates.versions_inside import Stated, stated_in, stated_in_library, versions_inside
+from primus.gates.stated import Stated, stated_in, stated_in_library
+from primus.gates.traces import Scanner, secrets_in
 from primus.gates.watch import Watch
 from primus.oci.layer import write_layer
 from primus.oci.store import Store

@@ -7,8 +7,8 @@ import pytest
 
 from gpu_files import elf
 from primus.gates.finding import Finding
-from primus.gates.loadable import loadable, toolkit_of
-from primus.gates.sonames import Library, library_of
+from primus.gates.libraries import Library, library_of
+from primus.gates.rules.loadable import loadable, toolkit_of
 
 SITE = "opt/venv/lib/python3.11/site-packages"
 CUDA13 = (f"{SITE}/nvidia/cu13/lib/libcudart.so.13", elf(soname="libcudart.so.13"))

@@ -164,7 +164,7 @@ def test_a_preview_that_fails_a_gate_is_built_and_says_so(kit: Kit) -> None:
     # The second answer comes from the plan, the third from the note.
     for words in (("demo", "--engine", "auto"), ("demo",)):
         (line,) = kit.build(*words).err.splitlines()
-        assert line.startswith("v26.11-demo-preview (fails litter, budget; see primus check demo): nothing to do, ")
+        assert line.startswith("v26.11-demo-preview (fails budget, litter; see primus check demo): nothing to do, ")
     assert names(kit) == ["v26.11-demo-preview"]
     (image,) = json.loads(kit.build("demo", "--json").out)["images"]
     assert [sentence.partition(":")[0] for sentence in image["failed"]] == ["litter", "budget"]

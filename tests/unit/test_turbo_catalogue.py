@@ -14,7 +14,7 @@ import pytest
 from primus.aot.bake import _elsewhere
 from primus.aot.catalogue import CATALOGUE_FILE, load_catalogue
 from primus.errors import CheckFailed, InputError
-from primus.gates.aot import turbo
+from primus.gates.rules.turbo import turbo
 from primus.plan import aot as plan
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all

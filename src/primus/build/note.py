@@ -68,7 +68,7 @@ def _engine() -> Iterable[str]:
     """The code and the table that plan and judge, and the compressor: with another of them the same files give another
     answer.
     """
-    for name in ("plan", "build", "build/kinds", "oci", "gpucode", "versions", "gpus", "gates"):
+    for name in ("plan", "build", "build/kinds", "oci", "gpucode", "versions", "gpus", "gates", "gates/rules"):
         folder = f"{os.path.dirname(os.path.dirname(__file__))}/{name}"
         yield from (entry.path for entry in os.scandir(folder) if entry.name.endswith((".py", ".yaml")))
     spec = find_spec("zstandard")

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from primus.build.schedule import build_images
 from primus.errors import CheckFailed
-from primus.gates.check import Examined, judge, look_into, needles_of, outcome_text
+from primus.gates.check import judge, outcome_text
+from primus.gates.examined import Examined, look_into, needles_of
 from primus.gates.facts import keep
-from primus.gates.pins import check_pins
 from primus.gates.rules import rules
+from primus.gates.rules.coherence import check_pins
 from primus.gates.watch import Watch
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Gatekeeper:
             action.name: self._facts[layer.blob.digest].result()
             for action, layer in zip(image.plan.layers, image.layers, strict=True)
         }
-        outcome = judge(Examined(image=image, facts=facts), self._workspace)
+        outcome = judge(Examined(image=image, facts=facts, workspace=self._workspace))
         if not outcome.passed and not image.plan.resolved.choice.preview:
             raise CheckFailed(
                 f"{image.plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",

@@ -18,10 +18,10 @@ from typing import IO, Any, cast
 from primus.files import read_sealed, write_sealed
 from primus.gates.codeobjects import Code, code_in, is_kernel_file, is_triton_metadata
 from primus.gates.contents import Kind, Member, walk
-from primus.gates.litter import Scanner, Trace, path_traces, reads_text, text_traces
+from primus.gates.libraries import Library, library_of
 from primus.gates.rules import rules
-from primus.gates.sonames import Library, library_of
-from primus.gates.versions_inside import Stated, stated_in, stated_in_library, states_versions
+from primus.gates.stated import Stated, stated_in, stated_in_library, states_versions
+from primus.gates.traces import Scanner, Trace, path_traces, reads_text, text_traces
 from primus.gpucode.archs import in_path
 from primus.sandbox.container import LayerRef
 

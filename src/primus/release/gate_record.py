@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from primus import __version__
 from primus.errors import InputError
-from primus.gates.pins import pinned_packages
+from primus.gates.rules.coherence import pinned_packages
 
 if TYPE_CHECKING:
-    from primus.gates.check import Examined, Outcome
+    from primus.gates.check import Outcome
+    from primus.gates.examined import Examined
 
 __all__ = ["FOLDER", "gate_record", "load_gate_records", "lock_mark", "write_gate_record"]
 

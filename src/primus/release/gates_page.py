@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from primus.gates.rules import gates
 from primus.gpucode.archs import runs_on
 from primus.oci.left_out import LeftOut
 from primus.plan.sharing import Image, LayerOf, pairs, parts, share_text
@@ -15,17 +16,6 @@ __all__ = ["gates_page"]
 
 Record = Mapping[str, Any]
 
-_RULES = (
-    ("coherence", "one ROCm version; device packages of this GPU"),
-    ("coverage", "every GPU library has code for the target's architecture"),
-    ("pruning", "GPU code for other architectures"),
-    ("versions", "versions inside the image are those of the lock"),
-    ("overlap", "library names with two owners"),
-    ("loadable", "libraries that nothing in the image can load"),
-    ("litter", "secrets, insecure apt settings, caches, build paths"),
-    ("budget", "compressed size"),
-)
-
 
 def gates_page(records: Mapping[str, Record], bench: Record) -> str:
     """The page in Markdown; ``bench`` are the measurements of building the generations."""
@@ -33,11 +23,11 @@ def gates_page(records: Mapping[str, Record], bench: Record) -> str:
         "<!-- Generated from benchmarks/results/gates-*.json and generations.json by `nox -s docs`; do not edit. -->",
         "# Gates",
         "",
-        "The build runs every gate before an image gets its name, `primus check` and `primus verify` run them again. A "
-        "release that fails one is no image. A preview is built all the same: its summary names what failed, and "
-        "`check`, `verify` and `validate` end with exit code 1.",
+        "A build runs every gate before the image gets its name. `primus check` and `primus verify` run them again. A "
+        "release that fails a gate gets no name. A preview that fails one gets its name: the summary lists the failed "
+        "gates, and `check`, `verify` and `validate` end with exit code 1.",
         "",
-        *table(("gate", "what it looks at"), _RULES),
+        *table(("gate", "what must hold"), [(name, _first_line(gate)) for name, gate in gates().items()]),
         "",
         "## Findings",
         "",
@@ -68,13 +58,18 @@ def gates_page(records: Mapping[str, Record], bench: Record) -> str:
     return "\n".join([*lines, *_measured(bench)]) + "\n"
 
 
+def _first_line(gate: object) -> str:
+    """What the gate's module says of itself, in a line."""
+    return (gate.__doc__ or "").partition("\n")[0].rstrip(".")
+
+
 def _findings(records: Mapping[str, Record]) -> list[str]:
     rows = []
     for target, record in records.items():
         passed = {gate["gate"]: gate["passed"] for gate in record["gates"]}
-        cells = [{True: "✓", False: "**✗**", None: "–"}[passed.get(name)] for name, _ in _RULES]
+        cells = [{True: "✓", False: "**✗**", None: "–"}[passed.get(name)] for name in gates()]
         rows.append((f"`{target}`", record["channel"] + (", preview" if record["preview"] else ""), *cells))
-    head = ("target", "channel", *(name for name, _ in _RULES))
+    head = ("target", "channel", *gates())
     lines = [*table(head, rows), ""]
     for target, record in records.items():
         lines += [

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from primus.errors import CheckFailed, HostError, InputError
-from primus.gates.check import examine, judge
+from primus.gates.check import judge
+from primus.gates.examined import examine
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Store
 from primus.release import fitness, provenance, sbom
@@ -58,7 +59,7 @@ def prepare(plan: ImagePlan, workspace: Workspace, *, records: Path, preview: bo
     """
     resolved = plan.resolved
     examined = examine(plan, workspace, progress)
-    image, outcome = examined.image, judge(examined, workspace)
+    image, outcome = examined.image, judge(examined)
     found = _records(records / resolved.name)
     commit, edited = checkout(resolved.root)
     content = canonical.digest_of(image.config)

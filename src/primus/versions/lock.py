@@ -162,6 +162,11 @@ class Lock:
         every = kind == "deb" and base is None
         return tuple(f for f in self.files if f.kind == kind and (every or f.base == base))
 
+    @property
+    def python_packages(self) -> tuple[LockedFile, ...]:
+        """The Python packages of the image: its wheels, and the sources that are built into wheels."""
+        return (*self.of("wheel"), *self.of("sdist"), *self.of("git"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class _File:

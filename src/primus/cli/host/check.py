@@ -7,7 +7,8 @@ import json
 
 from primus.cli.host.common import resolved_targets
 from primus.display import choose_progress
-from primus.gates.check import examine, judge, outcome_text
+from primus.gates.check import judge, outcome_text
+from primus.gates.examined import examine
 from primus.plan.layers import plan_image
 from primus.release.gate_record import gate_record, write_gate_record
 from primus.terminal import Screen
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     with choose_progress(args.json) as progress:
         for resolved in targets:
             examined = examine(plan_image(resolved, workspace.stats), workspace, progress)
-            outcomes.append(judge(examined, workspace))
+            outcomes.append(judge(examined))
             if args.record:
                 path = write_gate_record(resolved.root, gate_record(examined, outcomes[-1]))
                 progress.say(f"→ {path.name}")

@@ -7,7 +7,7 @@ import json
 
 from primus.cli.host.common import resolved_target
 from primus.display import choose_progress
-from primus.gates.check import examine
+from primus.gates.examined import examine
 from primus.gates.size import size_text, size_tree
 from primus.plan.layers import plan_image
 from primus.terminal import Screen

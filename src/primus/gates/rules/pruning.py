@@ -1,54 +1,28 @@
-"""Which GPU code an image of one GPU never loads."""
+"""The image holds no GPU code for other architectures."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import IO, cast
+from typing import TYPE_CHECKING
 
-from primus.gates.codeobjects import Code, code_in, is_kernel_file
-from primus.gates.contents import Member
+from primus.gates.codeobjects import Code, is_kernel_file
 from primus.gates.finding import Finding, GateReport
 from primus.gpucode.archs import in_path, runs_on
 from primus.oci.left_out import NOTHING, LeftOut
 from primus.terminal import bytes_text
 
-__all__ = ["Pruning", "prunable", "pruning"]
+if TYPE_CHECKING:
+    from primus.gates.examined import Examined
+
+__all__ = ["judge", "pruning"]
 
 _GATE = "pruning"
-# Only files of kernels are read, and those without an architecture in their name are small.
-_READ = 64 << 20
 _FORMS = ("code object", "bundle", "kernel pack")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pruning:
-    """Paths that hold GPU code for other architectures only, in order, and their bytes together."""
-
-    paths: tuple[str, ...]
-    size: int
-
-    @property
-    def count(self) -> int:
-        """How many files."""
-        return len(self.paths)
-
-
-def prunable(files: Iterable[Member], arch: str) -> Pruning:
-    """The kernel files among ``files`` of no use on ``arch``.
-
-    The name decides where it names architectures, the content of code objects, bundles and packs where it names none.
-    A library is never among them, whatever its fat binary holds: its host code is needed, and what else it holds is
-    taken out where the image is built. Nor is a file that cannot be read, or one that says nothing.
-    """
-    paths: list[str] = []
-    size = 0
-    for file in files:
-        if file.kind == "file" and is_kernel_file(file.path) and not _useful(file, arch):
-            paths.append(file.path)
-            size += file.size
-    return Pruning(paths=tuple(sorted(paths)), size=size)
+def judge(examined: Examined) -> GateReport:
+    """Judge all GPU code of the image."""
+    return pruning(examined.code, examined.arch, examined.left_out)
 
 
 def pruning(layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None, left_out: LeftOut = NOTHING) -> GateReport:
@@ -84,17 +58,3 @@ def pruning(layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None, left
 def _is_for_others(code: Code, arch: str) -> bool:
     targets = in_path(code.path) or (code.targets if code.form in _FORMS else ())
     return is_kernel_file(code.path) and bool(targets) and not runs_on(targets, arch)
-
-
-def _useful(file: Member, arch: str) -> bool:
-    if named := in_path(file.path):
-        return runs_on(named, arch)
-    if file.size > _READ:
-        return True
-    with file.open() as stream:
-        data = stream.read(_READ)
-    try:
-        code = code_in(file.path, cast("IO[bytes]", io.BytesIO(data)), len(data))
-    except ValueError:
-        return True
-    return code is None or code.form not in _FORMS or not code.targets or runs_on(code.targets, arch)

@@ -1,17 +1,24 @@
-"""Every GPU library of an image has code for the image's GPU; what has none fails at its first kernel, hours later."""
+"""Every GPU library has code for the image's GPU.
+
+A library without it fails at its first kernel, hours after the job started.
+"""
 
 from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from primus.gates.codeobjects import Code
 from primus.gates.finding import Finding, GateReport
 from primus.gpucode.archs import in_path, runs_on
 from primus.oci.left_out import NOTHING, LeftOut
 
-__all__ = ["GpuLibrary", "coverage", "gpu_libraries"]
+if TYPE_CHECKING:
+    from primus.gates.examined import Examined
+
+__all__ = ["GpuLibrary", "coverage", "gpu_libraries", "judge"]
 
 _GATE = "coverage"
 # A folder of these is one library: each file is for one architecture, or for all.
@@ -96,6 +103,12 @@ def _has(library: GpuLibrary, left_out: LeftOut) -> str:
         package = ", ".join(sorted({*taken, *library.targets}))
         return f"its package has {package}, of which the image keeps {', '.join(library.targets) or 'none'}"
     return "it has " + (", ".join(library.targets) or "no GPU code")
+
+
+def judge(examined: Examined) -> GateReport:
+    """Judge all GPU code of the image."""
+    unreadable = [(layer, path, why) for layer, f in examined.facts.items() for path, why in f.unreadable.items()]
+    return coverage(examined.code, examined.arch, unreadable, examined.left_out)
 
 
 def coverage(

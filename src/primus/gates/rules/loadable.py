@@ -1,18 +1,23 @@
-"""Libraries that nothing in the image can load: bytes that every download pays for.
+"""The image can load each of its libraries.
 
-A package for several CUDA versions brings a library for each and loads the one that fits; the image holds one CUDA.
+A package for several CUDA versions brings a library for each and loads the one that fits. The image holds one CUDA, so
+the others only make every download longer.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from primus.gates.finding import Finding, GateReport
-from primus.gates.sonames import Library, owner_of
+from primus.gates.libraries import Library, owner_of
 from primus.terminal import bytes_text
 
-__all__ = ["loadable", "toolkit_of"]
+if TYPE_CHECKING:
+    from primus.gates.examined import Examined
+
+__all__ = ["judge", "loadable", "toolkit_of"]
 
 _GATE = "loadable"
 # Toolkit → the library every image with it has, and how a path names one of its versions: cu12, cuda-12.4, _cuda118.
@@ -25,6 +30,11 @@ _TOOLKITS = {
 _OF_THE_HOST = re.compile(r"libcuda\.so\.1|libcudadebugger\.so\.1|libnvidia-[a-z0-9-]+\.so\.\d+|libnvcuvid\.so\.1")
 _MACHINES = {3: "x86", 40: "Arm", 62: "x86-64", 183: "AArch64", 243: "RISC-V"}
 _IMAGE = 62
+
+
+def judge(examined: Examined) -> GateReport:
+    """Judge every file that the dynamic loader can load."""
+    return loadable([(layer, facts.libraries) for layer, facts in examined.facts.items()])
 
 
 def loadable(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:

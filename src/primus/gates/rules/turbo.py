@@ -1,4 +1,4 @@
-"""A run in the image finds every kernel of the turbo catalogue compiled already, and compiles none."""
+"""A run finds every kernel of the turbo catalogue already compiled."""
 
 from __future__ import annotations
 
@@ -7,18 +7,39 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from primus.errors import HostError
 from primus.files import read_sealed, write_sealed
 from primus.gates.finding import Finding, GateReport
+from primus.oci.roots import reference
 from primus.sandbox.container import Command, RootFs
 from primus.sandbox.engines import choose
 
-__all__ = ["ask_image", "turbo"]
+if TYPE_CHECKING:
+    from primus.gates.examined import Examined
+
+__all__ = ["ask_image", "judge", "turbo"]
 
 _GATE = "turbo"
 _COMMAND = ("primus", "turbo", "check", "--pretend", "--json")
+
+
+def judge(examined: Examined) -> GateReport | None:
+    """Let the image say what it compiles, where its target asks for compiled kernels."""
+    image, workspace = examined.image, examined.workspace
+    if not image.plan.resolved.target.turbo:
+        return None
+    root = RootFs(
+        layers=tuple(map(reference, image.layers)),
+        config=json.loads(image.config),
+        blob=workspace.store.blob_path,
+        cache=workspace.unpacked,
+        name=image.plan.ref,
+        config_bytes=image.config,
+        manifest=image.manifest,
+    )
+    return turbo(ask_image(root, image.digest, workspace.facts))
 
 
 def turbo(answer: Mapping[str, Any]) -> GateReport:

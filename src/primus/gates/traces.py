@@ -1,26 +1,18 @@
-"""What no image may carry: secrets, insecure apt settings, caches, paths of the machine that built it.
-
-A layer made of published packages alone holds what everyone can download: a key or a maker's build path in there is
-worth a look (a warning, a note) and no leak of ours. In a layer whose files we made it is an error.
-"""
+"""Traces in the files of a layer: secrets, insecure apt settings, caches, paths of the machine that built it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from primus.gates.finding import Finding, GateReport, Severity
 from primus.gates.needles import needles as texts_of
 
-__all__ = ["Scanner", "Trace", "litter", "path_traces", "reads_text", "secrets_in", "text_traces"]
-
-_GATE = "litter"
+__all__ = ["Rule", "Scanner", "Trace", "path_traces", "reads_text", "secrets_in", "text_traces"]
 
 Rule = Literal["secret", "insecure apt", "credentials", "cache", "build path"]
 
-_FIXED: dict[Rule, Severity] = {"insecure apt": "error", "credentials": "error", "cache": "error"}
 # What a secret is, the plain texts that one begins with or holds, and the pattern, whose group is the secret's body.
 _SECRETS: tuple[tuple[str, tuple[bytes, ...], re.Pattern[bytes]], ...] = (
     (
@@ -187,41 +179,3 @@ def path_traces(path: str, kind: str) -> list[Trace]:
         for pattern, what in _CACHES
         if pattern.fullmatch(path) and not _NO_CACHE.fullmatch(path)
     ][:1]
-
-
-def litter(layers: Iterable[tuple[str, Iterable[Trace]]], is_ours: Callable[[str, Trace], bool]) -> GateReport:
-    """Errors for what must go; what published packages bring along is a warning, or one note per layer.
-
-    ``is_ours`` tells of a layer and a trace in it whether the build made the file.
-    """
-    findings: list[Finding] = []
-    for layer, traces in layers:
-        paths: dict[str, str] = {}
-        for trace in traces:
-            ours = is_ours(layer, trace)
-            severity = _FIXED.get(trace.rule) or ("error" if ours else "warning")
-            if trace.rule == "build path" and not ours:
-                paths.setdefault(trace.path, trace.seen)
-                continue
-            findings.append(
-                Finding(
-                    gate=_GATE,
-                    severity=severity,
-                    layer=layer,
-                    path=trace.path,
-                    message=f"{trace.rule}: {trace.seen}"
-                    + ("" if severity == "error" else " (as its package is published)"),
-                )
-            )
-        if paths:
-            first = next(iter(paths))
-            findings.append(
-                Finding(
-                    gate=_GATE,
-                    severity="note",
-                    layer=layer,
-                    path=first,
-                    message=f"{len(paths)} published files name the machine they were made on, as {paths[first]}",
-                )
-            )
-    return GateReport(gate=_GATE, summary="secrets, apt settings, caches, build paths", findings=tuple(findings))

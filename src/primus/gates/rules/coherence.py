@@ -1,6 +1,6 @@
-"""All of a train carries one ROCm version, and what is for one GPU is for this image's GPU.
+"""All packages are for one ROCm version, and device packages are for the image's GPU.
 
-PEP 440 compares alphanumeric local segments as text, so ``+rocm10.1`` sorts below ``+rocm7.15``: versions are compared
+PEP 440 compares alphanumeric local segments as text, so ``+rocm10.1`` sorts below ``+rocm7.15``. Versions are compared
 here by their numbers.
 """
 
@@ -10,14 +10,22 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from primus.errors import CheckFailed
 from primus.gates.finding import Finding, GateReport
-from primus.versions.suites import upstream
+from primus.versions.components import normalised
+from primus.versions.suites import name_of, upstream
 
-__all__ = ["Package", "RocmVersion", "coherence", "rocm_version"]
+if TYPE_CHECKING:
+    from primus.gates.examined import Examined
+    from primus.plan.resolve import ResolvedTarget
+    from primus.versions.lock import Lock, LockedFile
+
+__all__ = ["Package", "RocmVersion", "check_pins", "coherence", "judge", "pinned_packages", "rocm_version"]
 
 _GATE = "coherence"
+_SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
 # Packages that ROCm's own version numbers; rocm-bootstrap and the bindings have numbers of their own.
 _ROCM_ITSELF = re.compile(r"rocm|rocm-sdk(?:-core|-devel|-libraries|-device-gfx[0-9a-z]+)?")
 # Debian numbers its ROCm packages like ROCm.
@@ -91,6 +99,12 @@ def _parsed(found: re.Match[str] | None) -> RocmVersion | None:
     return RocmVersion(numbers=tuple(map(int, found[1].split("."))), pre=found[2] or "")
 
 
+def judge(examined: Examined) -> GateReport:
+    """Judge the packages that the pins and the lock name."""
+    resolved = examined.image.plan.resolved
+    return coherence(pinned_packages(resolved), resolved.arch)
+
+
 def coherence(packages: Iterable[Package], arch: str | None) -> GateReport:
     """One error per package that is the odd one out, with the line that set its version."""
     packages = list(packages)
@@ -102,6 +116,49 @@ def coherence(packages: Iterable[Package], arch: str | None) -> GateReport:
     else:
         summary = "no package of the ROCm train"
     return GateReport(gate=_GATE, summary=summary, findings=tuple(findings))
+
+
+def check_pins(resolved: ResolvedTarget) -> None:
+    """Raise CheckFailed when the target's packages do not belong together; needs nothing that is built."""
+    report = coherence(pinned_packages(resolved), resolved.arch)
+    errors = [f for f in report.findings if f.severity == "error"]
+    if errors:
+        raise CheckFailed(
+            f"{resolved.name}: " + "; ".join(f.message for f in errors[:5]),
+            where=errors[0].path or None,
+            hint="pin one ROCm version, and device packages of this target's GPU",
+        )
+
+
+def _built_with(lock: Lock) -> tuple[LockedFile, ...]:
+    """Wheels that only lie in the roots of builds: what is built with another ROCm belongs to that one."""
+    own = {f.name for f in lock.python_packages}
+    found = {(f.name, f.version): f for f in lock.files if f.kind == "wheel" and f.base and f.name not in own}
+    return tuple(found.values())
+
+
+def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
+    """Every package of the image, with the line of versions.yaml or of the lock that set its version."""
+    pinned = {
+        normalised(pin.wheel or pin.source or pin.deb or ""): resolved.pin_place(component, pin)
+        for component, pin in resolved.pins.items()
+    }
+    lock = resolved.lock
+    rows = resolved.lock_path.read_text(encoding="utf-8").splitlines() if lock else []
+    found = ((number, _SHA256.search(row)) for number, row in enumerate(rows, 1))
+    lines = {match[1]: number for number, match in reversed(list(found)) if match}
+    base = resolved.choice.base
+    debs = lock.of("deb", base) if lock and base else ()
+    listed = {name_of(p) for p in resolved.versions.bases[base].packages} if base else set()
+    result = []
+    for file in (*lock.python_packages, *_built_with(lock), *debs) if lock else ():
+        where = f"{resolved.lock_name}:{lines.get(file.sha256, 1)}:1"
+        if file.kind == "deb":
+            where = resolved.base_place(base or "") if file.name in listed else where
+            result.append(Package(name=file.name, version=file.version, where=where, kind="deb"))
+        else:
+            result.append(Package(name=file.name, version=file.version, where=pinned.get(file.name, where)))
+    return result
 
 
 def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:

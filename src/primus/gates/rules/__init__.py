@@ -1,0 +1,43 @@
+"""The gates, one module for each. The module's name is the gate's, and its docstring says what the gate looks at.
+
+To add a gate, add a module here with a function ``judge``, as :class:`Gate` describes it. No other list names the
+gates: builds, ``primus check`` and docs/gates.md take them from this folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from primus.gates.examined import Examined
+    from primus.gates.finding import GateReport
+
+__all__ = ["Gate", "gates", "rules"]
+
+
+class Gate(Protocol):
+    """What the module of a gate offers."""
+
+    def judge(self, examined: Examined) -> GateReport | None:
+        """The gate's findings on an image; None when the gate has nothing to look at in such an image."""
+
+
+@cache
+def gates() -> Mapping[str, Gate]:
+    """Every gate by name, in alphabetical order."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
+    return {name: cast(Gate, import_module(f"{__name__}.{name}")) for name in names}
+
+
+@cache
+def rules() -> str:
+    """A hash of the code that reads GPU code and judges it. A verdict holds as long as this hash does."""
+    code, package = hashlib.sha256(), Path(__file__).parents[1]
+    for path in (*sorted(package.rglob("*.py")), *sorted(package.with_name("gpucode").glob("*.py"))):
+        code.update(path.read_bytes())
+    return code.hexdigest()

@@ -1,0 +1,31 @@
+"""The image's compressed size stays within the budget of its target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from primus.gates.finding import Finding, GateReport
+from primus.terminal import bytes_text
+
+if TYPE_CHECKING:
+    from primus.gates.examined import Examined
+
+__all__ = ["judge"]
+
+_GATE = "budget"
+
+
+def judge(examined: Examined) -> GateReport:
+    """Compare the size with ``budget_gb`` of the target; an error names the largest layers."""
+    image, resolved = examined.image, examined.image.plan.resolved
+    summary = f"{bytes_text(image.size)} compressed"
+    if resolved.budget_gb is None:
+        return GateReport(gate=_GATE, summary=summary)
+    budget = round(resolved.budget_gb * 1e9)
+    findings: tuple[Finding, ...] = ()
+    if image.size > budget:
+        ranked = sorted(zip(image.plan.layers, image.layers, strict=True), key=lambda pair: -pair[1].blob.size)
+        largest = ", ".join(f"{action.name} {bytes_text(layer.blob.size)}" for action, layer in ranked[:5])
+        message = f"the image has {bytes_text(image.size)}, its budget is {bytes_text(budget)}: {largest}"
+        findings = (Finding(gate=_GATE, severity="error", path=resolved.budget_place, message=message),)
+    return GateReport(gate=_GATE, summary=f"{summary} of {bytes_text(budget)}", findings=findings)

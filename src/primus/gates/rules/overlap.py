@@ -1,0 +1,53 @@
+"""Each library name has one owner.
+
+The library that a process loads first serves all callers of its name, and the other owner's callers crash. An upstream
+image crashed because two components shipped a ``libmha_bwd.so`` of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from primus.gates.finding import Finding, GateReport
+from primus.gates.libraries import Library, owner_of
+
+if TYPE_CHECKING:
+    from primus.gates.examined import Examined
+
+__all__ = ["judge", "shared_names"]
+
+_GATE = "overlap"
+
+
+def judge(examined: Examined) -> GateReport:
+    """Judge every file that the dynamic loader can load."""
+    return shared_names([(layer, facts.libraries) for layer, facts in examined.facts.items()])
+
+
+def shared_names(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
+    """One warning per library name that two owners ship, with all its places."""
+    places: dict[str, dict[str, tuple[str, str]]] = {}
+    count = 0
+    for layer, libraries in layers:
+        for library in libraries:
+            count += bool(library.names)
+            for name in library.names:
+                places.setdefault(name, {}).setdefault(owner_of(layer, library.path), (layer, library.path))
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name in sorted(places):
+        if len(places[name]) > 1:
+            groups.setdefault(tuple(places[name].values()), []).append(name)
+    findings = tuple(
+        Finding(
+            gate=_GATE,
+            severity="warning",
+            layer=where[0][0],
+            path=where[0][1],
+            message=f"{' and '.join(names)} is also in "
+            + ", ".join(f"{layer} as /{path}" for layer, path in where[1:])
+            + ": a process that loads both gets one of them for both",
+        )
+        for where, names in groups.items()
+    )
+    return GateReport(gate=_GATE, summary=f"{count} shared libraries", findings=findings)

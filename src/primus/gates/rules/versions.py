@@ -1,0 +1,128 @@
+"""The versions that files of the image state are those of the lock and of versions.yaml.
+
+A difference means that the image has other bytes than were pinned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from packaging.version import InvalidVersion, Version
+
+from primus import __version__
+from primus.gates.finding import Finding, GateReport
+from primus.gates.stated import Kind, Stated
+from primus.versions.suites import upstream
+
+if TYPE_CHECKING:
+    from primus.gates.examined import Examined
+    from primus.plan.resolve import ResolvedTarget
+
+__all__ = ["judge", "versions_inside"]
+
+_GATE = "versions"
+_PLURALS = {"wheel": "wheels", "deb": "debs", "header": "headers", "library": "libraries"}
+
+
+def judge(examined: Examined) -> GateReport:
+    """Compare what the files of the image state with the lock and the pins."""
+    plan = examined.image.plan
+    resolved, lock, base = plan.resolved, plan.resolved.lock, plan.resolved.choice.base
+    # The packages of a registry's image are locked as its layers, not one by one.
+    given = {action.name for action in plan.layers if action.kind == "image"}
+    wheels = {f.name: f.version for f in lock.python_packages} if lock else {}
+    if "primus" in resolved.pins:
+        wheels["primus-images"] = __version__
+    return versions_inside(
+        [
+            (layer, [one for one in facts.stated if layer not in given or one.kind != "deb"])
+            for layer, facts in examined.facts.items()
+        ],
+        wheels=wheels,
+        debs={f.name: f.version for f in lock.of("deb", base)} if lock and base else {},
+        components=_own_versions(resolved),
+        inside={component: pin.inside or "" for component, pin in resolved.inside.items()},
+    )
+
+
+def _own_versions(resolved: ResolvedTarget) -> dict[str, str]:
+    """Component → version that a header or a library must state.
+
+    A component inside another's files may be pinned by the version of its holder, since its makers publish no other.
+    Then nothing is compared.
+    """
+    base, lock = resolved.choice.base, resolved.lock
+    debs = {f.name: upstream(f.version) for f in lock.of("deb", base)} if lock and base else {}
+    holders = {**debs, **{component: pin.version for component, pin in resolved.pins.items()}}
+    inside = {c: p.version for c, p in resolved.inside.items() if p.version != holders.get(p.inside or "")}
+    return {
+        c: version for c, version in (*((c, p.version) for c, p in resolved.pins.items()), *inside.items()) if version
+    }
+
+
+def versions_inside(
+    layers: Iterable[tuple[str, Iterable[Stated]]],
+    *,
+    wheels: Mapping[str, str],
+    debs: Mapping[str, str],
+    components: Mapping[str, str] | None = None,
+    inside: Mapping[str, str] | None = None,
+) -> GateReport:
+    """One error per difference, naming both versions.
+
+    ``wheels`` and ``debs`` are the lock's, name → version; ``components`` are pins (``rccl`` → version), against
+    which library headers and libraries are held. One without a pin of its own is noted, so that its version is on
+    record. ``inside`` maps components without files of their own to what holds them; one whose version no header and no
+    library states is noted, too.
+    """
+    pins = components or {}
+    locked: dict[Kind, Mapping[str, str]] = {"wheel": wheels, "deb": debs, "header": pins, "library": pins}
+    seen: dict[Kind, dict[str, str]] = {"wheel": {}, "deb": {}, "header": {}, "library": {}}
+    findings: list[Finding] = []
+
+    def find(layer: str, item: Stated, message: str, *, note: bool = False) -> None:
+        severity: Literal["note", "error"] = "note" if note else "error"
+        findings.append(Finding(gate=_GATE, severity=severity, layer=layer, path=item.path, message=message))
+
+    for layer, stated in layers:
+        for item in stated:
+            want = locked[item.kind].get(item.name)
+            before = seen[item.kind].get(item.name)
+            seen[item.kind][item.name] = item.version
+            if item.kind in ("header", "library") and want is None:
+                by = f"{item.name} {item.version} by its {item.kind}"
+                find(layer, item, f"{by}; no pin says which it must be", note=True)
+            elif want is None:
+                find(layer, item, f"{item.name} {item.version} is in the image, the lock has no such {item.kind}")
+            elif not _same(item.kind, item.version, want):
+                where = "in versions.yaml" if item.kind in ("header", "library") else "in the lock"
+                find(layer, item, f"{item.name} is {item.version} in the image, {want} {where}")
+            elif item.kind == "wheel" and before is not None:
+                find(layer, item, f"{item.name} is in the image twice, as {before} and {item.version}")
+    for kind in ("wheel", "deb"):
+        for name in sorted(set(locked[kind]) - set(seen[kind])):
+            message = f"{name} {locked[kind][name]} is in the lock, the image has no such {kind}"
+            findings.append(Finding(gate=_GATE, severity="error", message=message))
+    for name in sorted(set(inside or {}) - set(seen["header"]) - set(seen["library"])):
+        message = f"{name} is pinned inside {(inside or {})[name]}, and no file of it states a version"
+        findings.append(Finding(gate=_GATE, severity="note", message=message))
+    counted = ", ".join(
+        f"{len(found)} {_PLURALS[kind] if len(found) != 1 else kind}" for kind, found in seen.items() if found
+    )
+    return GateReport(gate=_GATE, summary=counted or "no versions stated", findings=tuple(findings))
+
+
+def _same(kind: Kind, stated: str, locked: str) -> bool:
+    if kind in ("header", "library"):
+        # A pin may say more than three numbers: a commit, a build.
+        numbers = stated.split(".")
+        return re.split(r"[.+~-]", locked)[: len(numbers)] == numbers
+    if kind == "wheel":
+        # PEP 440 reads `1.0-1`, `1.0.post1` and `1.0.POST1` as one version.
+        try:
+            return Version(stated) == Version(locked)
+        except InvalidVersion:
+            return stated == locked
+    return stated == locked

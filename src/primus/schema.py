@@ -19,7 +19,7 @@ from typing import Any, TypeVar, Union, cast
 from primus.errors import InputError, did_you_mean
 from primus.yamlfile import Document, Key, Plain, scalar
 
-__all__ = ["build", "described", "json_schema"]
+__all__ = ["WrongValue", "build", "described", "json_schema"]
 
 T = TypeVar("T")
 
@@ -30,6 +30,14 @@ _SCALARS: dict[type, tuple[str, Callable[[object], bool]]] = {
     float: ("a number", lambda value: type(value) in (int, float) and math.isfinite(cast(float, value))),
     bool: ("true or false", lambda value: type(value) is bool),
 }
+
+
+class WrongValue(ValueError):
+    """Raised by a dataclass's ``__post_init__`` for a value at ``key``, seen from the dataclass: ``("rows", 2)``."""
+
+    def __init__(self, message: str, *key: str | int) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 def described(doc: str, *, pattern: str | None = None, shape: str | None = None, **options: Any) -> Any:
@@ -75,7 +83,9 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping
         try:
             meaning = scalar(data)
         except ValueError as error:
-            raise InputError(str(error), where=doc.where(key)) from None
+            raise InputError(
+                str(error), where=doc.where((*key, *(error.key if isinstance(error, WrongValue) else ())))
+            ) from None
     if isinstance(data, str) != (hint is str or not doc.typed) or not fits(meaning):
         raise _wrong(shape, data, doc, key)
     if isinstance(data, str) and meta.get("pattern") and not re.fullmatch(meta["pattern"], data):
@@ -100,7 +110,9 @@ def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
     try:
         return cls(**values)
     except ValueError as error:
-        raise InputError(str(error), where=doc.where(key)) from None
+        raise InputError(
+            str(error), where=doc.where((*key, *(error.key if isinstance(error, WrongValue) else ())))
+        ) from None
 
 
 @cache

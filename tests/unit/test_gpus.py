@@ -65,7 +65,7 @@ def test_the_figures() -> None:
         ("    arch: sm_90\n    names", "    arch: gfx950\n    names", "h200 needs one peak for each of bf16, fp8, mx"),
         ("fp8_largest: 240", "fp8_largest: 448", "the largest e4m3fnuz is 240, not 448"),
         ("fp8: e4m3fnuz", "fp8: e5m2fnuz", "fp8 must be one of e4m3fnuz, e4m3fn"),
-        ("    mx: []\n    mx_source: Prim", "    mx: [mxfp8]\n    mx_source: Prim", "MX formats exist on gfx950 alone"),
+        ("    mx: []\n    mx_source: Prim", "    mx: [mxfp8]\n    mx_source: Prim", "mi300x needs one peak for each"),
         ("    vendor: nvidia", "    vendor: amd", "sm_90 is not an architecture of amd"),
         ("tflops: 1979", "tflops: 0", "a peak of 0 TFLOP/s is none"),
         ("tflops: 1979", "tflops: about 2000", "tflops must be a number"),

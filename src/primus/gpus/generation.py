@@ -8,16 +8,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from primus.schema import described
+from primus.schema import WrongValue, described
 
-__all__ = ["MX_ARCH", "Arch", "Dtype", "Generation", "Memory", "Peak", "Statement", "Table", "Variable", "plain_name"]
+__all__ = ["Arch", "Dtype", "Generation", "Memory", "Peak", "Statement", "Table", "Variable", "plain_name"]
 
 Dtype = Literal["bf16", "fp8", "mxfp8", "mxfp6", "mxfp4"]
 MxDtype = Literal["mxfp8", "mxfp6", "mxfp4"]
 
 # Largest finite value: the two formats differ in bias, so bytes of one read as the other are wrong by a factor of two.
 _LARGEST = {"e4m3fnuz": 240, "e4m3fn": 448}
-MX_ARCH = "gfx950"
 _ALWAYS: tuple[Dtype, ...] = ("bf16", "fp8")
 
 
@@ -44,8 +43,6 @@ class Arch:
             raise ValueError(f"{self.arch} is not an architecture of {self.vendor}")
         if self.fp8_largest != _LARGEST[self.fp8]:
             raise ValueError(f"the largest {self.fp8} is {_LARGEST[self.fp8]}, not {self.fp8_largest}")
-        if self.mx and self.arch != MX_ARCH:
-            raise ValueError(f"MX formats exist on {MX_ARCH} alone, not on {self.arch}")
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
@@ -139,20 +136,38 @@ class Table:
         _once("product name", (plain_name(n) for g in self.generations for n in g.names))
         _once("device id", (i for g in self.generations for i in g.device_ids))
         archs = {a.arch: a for a in self.archs}
-        for generation in self.generations:
+        for index, generation in enumerate(self.generations):
             if generation.arch not in archs:
-                raise ValueError(f"{generation.name}: there is no architecture {generation.arch!r}")
+                message = f"{generation.name}: there is no architecture {generation.arch!r}"
+                raise WrongValue(message, "generations", index, "arch")
             computed, rows = archs[generation.arch].dtypes, tuple(p.dtype for p in generation.peaks)
             if sorted(rows) != sorted(computed):
-                raise ValueError(
-                    f"{generation.name} needs one peak for each of {', '.join(computed)}, not {', '.join(rows)}"
-                )
+                message = f"{generation.name} needs one peak for each of {', '.join(computed)}, not {', '.join(rows)}"
+                raise WrongValue(message, "generations", index, "peaks")
         known = {*archs, *(g.name for g in self.generations)}
-        for variable in self.environment:
+        for place, variable in enumerate(self.environment):
             if strange := [word for word in variable.for_ if word not in known]:
-                raise ValueError(f"{variable.name} is for {strange[0]!r}, which is neither architecture nor generation")
+                message = f"{variable.name} is for {strange[0]!r}, which is neither architecture nor generation"
+                raise WrongValue(message, "environment", place, "for")
         for generation in self.generations:
             _once(f"variable of {generation.name}", (v.name for v in self.of(generation)))
+        self._require_variables()
+
+    def _require_variables(self) -> None:
+        """A variable that several AMD architectures have an entry for needs one for every AMD architecture.
+
+        Otherwise the images of a new architecture would lack the variable in silence. ``value: null`` leaves it unset.
+        """
+        archs = {a.arch: a.arch for a in self.archs if a.vendor == "amd"}
+        of = archs | {g.name: g.arch for g in self.generations if g.arch in archs}
+        stated: dict[str, set[str]] = {}
+        for variable in self.environment:
+            stated.setdefault(variable.name, set()).update(of[word] for word in variable.for_ if word in of)
+        for index, arch in enumerate(self.archs):
+            lacking = [name for name, found in stated.items() if len(found) > 1 and arch.arch not in found]
+            if arch.vendor == "amd" and lacking:
+                message = f"{arch.arch} has no entry for the environment variables {', '.join(lacking)}"
+                raise WrongValue(message + " (`value: null` leaves one unset)", "archs", index)
 
     def of(self, generation: Generation) -> tuple[Variable, ...]:
         """The variables that concern ``generation``, set or left unset, in the table's order."""

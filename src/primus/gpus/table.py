@@ -38,7 +38,7 @@ class UnknownPeak(PrimusError):
 @cache
 def load_table(path: Path = TABLE_FILE) -> Table:
     """The table that ships with this package, or that of another file in its form."""
-    return build(Table, read(path, path.name))
+    return build(Table, read(path, f"{path.parent.name}/{path.name}"))
 
 
 def generation(name: str, table: Table | None = None) -> Generation:

@@ -92,7 +92,7 @@ class Project:
     @cached_property
     def gpus(self) -> Table:
         """The table of GPU generations."""
-        return build(Table, self._document(TABLE_FILE, TABLE_FILE.name))
+        return build(Table, self._document(TABLE_FILE, f"{TABLE_FILE.parent.name}/{TABLE_FILE.name}"))
 
     def choice(self, name: str) -> Choice:
         """The channel that builds the target."""

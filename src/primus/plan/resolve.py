@@ -110,7 +110,7 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         try:
             gpu = generation(target.gpu, project.gpus)
         except InputError as error:
-            raise InputError(error.message, where=document.where(("gpu",)), hint=error.hint) from None
+            raise InputError(error.message, where=error.where or document.where(("gpu",)), hint=error.hint) from None
     where = {c: document.where(("components", i)) for i, c in enumerate(target.components)}
     more = target.more.get(choice.channel, ())
     where |= {c: document.where(("more", choice.channel, i)) for i, c in enumerate(more)}

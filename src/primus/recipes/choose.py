@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from primus.errors import InputError, nearest
-from primus.gpus.table import arch_of, generation, load_table
+from primus.gpus.table import arch_of, generation, load_table, mx_supported
 from primus.recipes.backends import backends
 from primus.recipes.setting import CHOICES, Asked, Setting
 
@@ -140,8 +140,9 @@ def _computable(precision: str, gpu: str, backend: str, where: str) -> None:
         return
     arch = arch_of(generation(gpu))
     if precision.startswith("mx") and not arch.mx:
+        with_mx = [one.name for one in load_table().generations if mx_supported(one)]
         raise InputError(
-            f"{gpu} ({arch.arch}) does not compute MX formats", where=where, hint="MX exists on gfx950: mi350x, mi355x"
+            f"{gpu} ({arch.arch}) does not compute MX formats", where=where, hint=f"those that do: {', '.join(with_mx)}"
         )
     if precision == "fp32":
         return

@@ -1,0 +1,160 @@
+"""The changes that CONTRIBUTING.md describes, made on a copy of the repository, with the commands that it names."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from primus.gpus.table import load_table
+from primus.recipes.load import names
+from primus.yamlfile import read_values
+from project_kit import make_project
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("src", "images", "recipes", "docs", "versions.yaml", "README.md", "CHANGELOG.md", "benchmarks", "noxfile.py")
+
+ARCH = """\
+  - arch: gfx1250
+    vendor: amd
+    fp8: e4m3fn
+    fp8_largest: 448
+    fp8_source: a page
+    mx: [mxfp8]
+    mx_source: a page
+    others: []
+"""
+ROW = """\
+  - name: mi455x
+    title: AMD Instinct MI455X
+    arch: gfx1250
+    names: [AMD Instinct MI455X]
+    device_ids: ["0x75b0"]
+    compute_units: 256
+    memory: {gb: 432, tb_s: 19.6}
+    source: a page
+    peaks:
+      - {dtype: bf16, tflops: 5000, source: a page}
+      - {dtype: fp8, tflops: 10000, source: a page}
+      - {dtype: mxfp8, tflops: null, source: none was read}
+    notes: []
+"""
+
+Primus = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for name in PARTS:
+        source, target = ROOT / name, tmp_path / "repository" / name
+        target.parent.mkdir(exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(source, target)
+    return tmp_path / "repository"
+
+
+@pytest.fixture
+def primus(copy: Path) -> Primus:
+    def run(*words: str, cwd: Path = copy) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONPATH": str(copy / "src")}
+        command = [sys.executable, "-m", "primus.cli.main", *words]
+        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    return run
+
+
+def change(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text, f"{path.name} has no {old!r}"
+    path.write_text(text.replace(old, new))
+
+
+def test_a_gpu_generation(copy: Path, primus: Primus) -> None:
+    """Each step that was forgotten is named, with the file to change."""
+    table, image = copy / "src/primus/gpus/generations.yaml", copy / "images/mi455x.yaml"
+    image.write_text((copy / "images/mi355x.yaml").read_text().replace("mi355x", "mi455x").replace("MI355X", "MI455X"))
+
+    def refused() -> str:
+        done = primus("plan", "mi455x")
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "images/mi455x.yaml:7:1: no GPU generation is called 'mi455x'" in refused()
+    change(table, "  - name: h200\n", ROW + "  - name: h200\n")
+    assert re.search(r" gpus/generations.yaml:\d+:5: mi455x: there is no architecture 'gfx1250'", refused())
+    change(table, "  - arch: sm_90\n", ARCH + "  - arch: sm_90\n")
+    (lacking,) = re.findall(r" gpus/generations.yaml:\d+:5: gfx1250 has no entry for .* variables (.*) \(", refused())
+    for name in lacking.split(", "):
+        entry = rf"(  - name: {name}\n(?:    .*\n)*?    for: \[[^]]*(?:gfx950|mi350x))"
+        table.write_text(re.sub(entry, r"\1, gfx1250", table.read_text(), count=1))
+    assert "flash-attention has no pin for mi455x" in refused()
+    change(copy / "versions.yaml", "mi350x, mi355x]", "mi350x, mi355x, mi455x]")
+    # A stand-in for `nox -s lock`, which asks the indexes: the packages are those of the other generation.
+    lock = (copy / "images/locks/debian/mi355x.json").read_text()
+    (copy / "images/locks/debian/mi455x.json").write_text(lock.replace('"target": "mi355x"', '"target": "mi455x"'))
+    planned = primus("plan", "mi455x")
+    assert planned.returncode == 0, planned.stderr
+    assert "kernels gfx1250" in planned.stdout
+    assert primus("list", "--gpu", "mi455x").stdout.count("mi455x") >= len(names(copy / "recipes"))
+    assert primus("docs").returncode == 0
+    assert re.search("GPU_ARCHS.*gfx1250", (copy / "docs/gpus.md").read_text())
+    assert primus("docs", "--check").returncode == 0
+
+
+@pytest.mark.parametrize("gpu", [one.name for one in load_table().generations])
+def test_recipes_have_values_of_their_own_for_every_gpu(gpu: str) -> None:
+    """A new row in the table is not enough: without a case, a recipe takes the general batch size for it."""
+    named = 0
+    for name in names(ROOT / "recipes"):
+        for case in read_values(ROOT / f"recipes/{name}.yaml").data.get("cases", []):  # type: ignore[union-attr]
+            asked = case["when"].get("gpu", [])
+            named += gpu in (asked if isinstance(asked, list) else [asked])
+    assert named, f"add cases with `gpu: {gpu}` to the recipes that have a tuned value for it"
+
+
+def test_a_model(copy: Path, primus: Primus) -> None:
+    recipe = (copy / "recipes/llama3.1-8b.yaml").read_text()
+    (copy / "recipes/my-model.yaml").write_text(
+        recipe.partition("cases:")[0].replace("name: llama3.1-8b", "name: my-model").replace("Llama 3.1 8B", "My model")
+    )
+    assert "8.03 B parameters" in primus("show", "my-model", "--gpu", "mi355x").stdout
+    done = primus("train", "my-model", "--gpu", "mi355x", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "my-model" in primus("list").stdout
+    assert primus("docs").returncode == 0
+    assert "my-model" in (copy / "docs/models.md").read_text()
+
+
+def test_a_gate(copy: Path, primus: Primus, tmp_path: Path) -> None:
+    (copy / "src/primus/gates/rules/readme.py").write_text(
+        '"""Every layer has a file called README."""\n'
+        "from primus.gates.finding import Finding, GateReport\n"
+        "def judge(examined):\n"
+        "    found = [Finding(gate='readme', severity='error', layer=layer, message='no README')\n"
+        "             for layer, facts in examined.facts.items() if 'README' not in facts.folders]\n"
+        "    return GateReport(gate='readme', summary=f'{len(examined.facts)} layers', findings=tuple(found))\n"
+    )
+    kit = make_project(tmp_path / "project")
+    built = primus("build", "demo", cwd=kit.root)
+    assert built.returncode == 1
+    assert "✗ readme" in built.stderr
+    assert primus("docs").returncode == 0
+    assert "| readme | Every layer has a file called README |" in (copy / "docs/gates.md").read_text()
+
+
+def test_a_pin(copy: Path, primus: Primus) -> None:
+    change(copy / "versions.yaml", "version: 0.18.0", "version: 0.19.0")
+    done = primus("plan", "cpu", "--locked")
+    assert done.returncode == 2
+    assert "torchao" in done.stderr
+    assert "lock" in done.stderr

@@ -135,6 +135,9 @@ class Witness:
             os.replace(waiting, self._folder / f"weights-{step}.pt")  # noqa: PTH105
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_given: Any) -> None:
+        if isinstance(getattr(optimizer, "optimizers", None), list):
+            # torchtitan's container of optimizers: those in it run their own hooks, with the rates of this step.
+            return
         self._optimizers.add(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:

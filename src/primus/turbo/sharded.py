@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from primus.turbo.kernels import adamw_, copy_in
 
@@ -33,7 +35,10 @@ def clip_by(norm: torch.Tensor, max_norm: float) -> None:
 
 
 class Step:
-    """AdamW's step over all parameters of one optimizer, with the optimizer's own state, so that checkpoints fit."""
+    """AdamW's step over all parameters of one optimizer, with the optimizer's own state, so that checkpoints fit.
+
+    It stands in for ``optimizer.step`` and runs the same hooks. Hooks see clipped gradients, as they do without it.
+    """
 
     def __init__(self, optimizer: torch.optim.AdamW) -> None:
         self._optimizer = optimizer
@@ -47,16 +52,30 @@ class Step:
 
     def __call__(self, *_args: Any, **_options: Any) -> None:
         """Update all parameters; arguments that torch's ``step`` takes are ignored."""
+        own = self._optimizer
+        before = [*_global_optimizer_pre_hooks.values(), *own._optimizer_step_pre_hooks.values()]
         with torch.no_grad():
-            self._update()
+            if before:
+                # Only a hook reads gradients before the kernel scales them. This pass is for it alone.
+                self._clip_now()
+                for hook in before:
+                    hook(own, (), {})
+            self._update(clipped=bool(before))
+        for done in chain(own._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
+            done(own, (), {})
 
-    def _update(self) -> None:
+    def _clip_now(self) -> None:
+        if _clip:
+            gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"]]
+            torch._foreach_mul_([getattr(g, "_local_tensor", g) for g in gradients if g is not None], _clip[0])
+
+    def _update(self, *, clipped: bool) -> None:
         from torch.distributed.tensor import DTensor
 
         scaled: list[Any] = []
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         # Without a gradient norm (states being made for a checkpoint to fill) there is nothing to clip by.
-        clip = _clip[0] if _clip else torch.ones((), device=parameters[0].device)
+        clip = _clip[0] if _clip and not clipped else torch.ones((), device=parameters[0].device)
         largest = torch.zeros(len(parameters), device=clip.device)
         first = 0
         for group in self._optimizer.param_groups:

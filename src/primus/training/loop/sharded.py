@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
@@ -98,8 +97,6 @@ class Sharded(Session):
             weight_decay=self._config.weight_decay, **implementation,
         )  # fmt: skip
         self._fused = _fused_step(self._optimizer) if "fused-adamw" in given.turbo else None
-        # The evidence of a judged run holds the gradients as clipped, so there they are clipped in a pass of their own.
-        self._judged = given.witness
         # Dropout, where there is any, differs between the ranks.
         torch.manual_seed(self._config.seed + process.rank)
 
@@ -141,16 +138,11 @@ class Sharded(Session):
         whole: torch.Tensor = norm.full_tensor()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        if self._fused and not self._judged:
+        if self._fused:
             self._fused(whole, self._config.max_norm)
         else:
             nn.utils.clip_grads_with_norm_(self._trained, self._config.max_norm, norm, foreach=True)
-            if self._fused:
-                for hook in _global_optimizer_pre_hooks.values():
-                    hook(self._optimizer, (), {})
-                self._fused(whole, float("inf"))
-            else:
-                self._optimizer.step()
+            self._optimizer.step()
         self._optimizer.zero_grad()
         return whole
 

@@ -26,6 +26,7 @@ QUICK = (
     "torchtitan_attention_not_causal", "torchtitan_rate_zero_later", "fsdp_labels_equal_inputs",
     "fsdp_tokens_counted_twice", "finetune_adapter_scaled_twice", "megatron_output_projections_as_large_as_others",
     "torchtitan_gradients_summed_in_bf16", "fsdp_moments_not_saved", "megatron_stale_copies",
+    "torchtitan_one_rank_sleeps_in_every_layer",
 )  # fmt: skip
 
 Run = Callable[[dict[str, tuple[str, tuple[str, ...], str]]], dict[str, Job]]
@@ -62,6 +63,7 @@ def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(run: Run) -> Non
     healthy = {f"healthy_{backend}": (backend, (), "-") for backend in BACKENDS}
     narrow = ("torchtitan", "megatron")
     healthy |= {f"healthy_bf16_{backend}": (backend, ("--precision=bf16",), "-") for backend in narrow}
+    healthy["healthy_fused_torchtitan"] = ("torchtitan", ("--precision=bf16", "turbo=fused-adamw"), "-")
     faulty = {name: (SILENT[name].backend, SILENT[name].words, name) for name in QUICK}
     jobs = run(healthy | faulty)
     assert {name: failed(jobs[name]) for name in healthy} == {name: [] for name in healthy}

@@ -293,6 +293,8 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
     losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
     if losses:
         lines.append(f"  loss {losses[0]:.4f} → {losses[-1]:.4f} over {len(losses)} steps  {_spark(losses)}")
+    if slow := record.get("measurements", {}).get("slow_rank"):
+        lines.append(f"  ! {slow}")
     left_out = sum(map(len, skipped.values()))
     failed = sum(not v["passed"] for v in record["verdicts"]) - left_out
     lines.append(

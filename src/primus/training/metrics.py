@@ -24,7 +24,7 @@ class Summary:
     ``images_per_second`` is the median of a model that makes images. ``tflops_causal`` and ``tflops_non_causal`` are
     that median times the FLOPs of one token or image, in 10¹² per second. ``mfu`` is None when ``no_mfu`` says why.
     ``memory_gib`` is the peak (on a CPU: resident memory). ``joules_per_step`` is the mean after warm-up. None: no step
-    to tell from, not finite, or not reported.
+    to tell from, not finite, or not reported. ``slow_rank`` names the rank that the others wait for, in a sentence.
     """
 
     first_loss: float | None
@@ -40,6 +40,7 @@ class Summary:
     mfu: Mfu | None = None
     no_mfu: str | None = None
     joules_per_step: float | None = None
+    slow_rank: str | None = None
 
 
 def as_json_lines(series: Series, done: Work | None = None) -> str:
@@ -54,7 +55,7 @@ def as_json_lines(series: Series, done: Work | None = None) -> str:
     return "".join(lines)
 
 
-def summarize(series: Series, warmup_steps: int, done: Work | None = None) -> Summary:
+def summarize(series: Series, warmup_steps: int, done: Work | None = None, slow_rank: str | None = None) -> Summary:
     """Aggregate ``series``; when it is no longer than the warm-up, its last step stands for all.
 
     Without ``done``, what the run computed, there is no TFLOP/s and no MFU.
@@ -81,6 +82,7 @@ def summarize(series: Series, warmup_steps: int, done: Work | None = None) -> Su
         mfu=found,
         no_mfu=why,
         joules_per_step=statistics.fmean(joules) if joules else None,
+        slow_rank=slow_rank,
     )
 
 

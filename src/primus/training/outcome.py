@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from primus.training import checks, failure, logs, proof
+from primus.training import checks, failure, logs, proof, straggler
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
@@ -25,7 +25,7 @@ class Outcome:
     when no rank lived long enough to write them; ``seconds`` is wall time of the launcher; ``recipe_sha256``
     is what the run itself resolved; ``cause`` is the first cause of a failure. A judged run has a ``proof``, what the
     reference found, ``arrivals`` (step → the launcher's clock in seconds) and ``busy`` (step → seconds that
-    writing the evidence took).
+    writing the evidence took). ``slow_rank`` names the rank that the others wait for, in a sentence.
     """
 
     job: Job
@@ -39,6 +39,7 @@ class Outcome:
     proof: Mapping[str, Any] = field(default_factory=dict)
     arrivals: Mapping[int, float] = field(default_factory=dict)
     busy: Mapping[int, float] = field(default_factory=dict)
+    slow_rank: str | None = None
 
 
 def read(job: Job, result: JobResult) -> Outcome:
@@ -60,6 +61,7 @@ def read(job: Job, result: JobResult) -> Outcome:
         proof=_json(folder / "proof.json"),
         arrivals={int(step): float(at) for step, at in _json(folder / "clock.json").items()},
         busy={int(step): float(spent) for step, spent in _json(folder / "witness" / "seconds.json").items()},
+        slow_rank=str(slow) if (slow := straggler.find(straggler.read(job.output))) else None,
         cause=result.said or str(failure.cause(folder, exit_code) or ""),
     )
 

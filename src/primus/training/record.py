@@ -70,7 +70,8 @@ def make(
 
 def _measurements(recipe: Recipe, left: Outcome) -> dict[str, Any]:
     done = utilization.work(recipe, left.facts)
-    return asdict(metrics.summarize(left.series, recipe.get("validation.warmup_steps", int), done))
+    warmup = recipe.get("validation.warmup_steps", int)
+    return asdict(metrics.summarize(left.series, warmup, done, left.slow_rank))
 
 
 def _job(job: Job, left: Outcome | None) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def start(
     result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=own, said=said))
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
     done = utilization.work(job.recipe, result.facts)
-    summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done)
+    summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done, result.slow_rank)
     write_file(own / "metrics.jsonl", metrics.as_json_lines(result.series, done))
     left |= {
         "passed": all(verdict.passed for verdict in verdicts),

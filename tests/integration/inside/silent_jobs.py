@@ -12,6 +12,7 @@ from primus.training.job import Job, JobResult
 
 # In the image the faults are mounted at /faults.
 sys.path += [str(Path(__file__).parents[1] / "faults"), "/faults"]
+import silent_slow  # noqa: F401
 import silent_subtle  # noqa: F401
 import silent_wide  # noqa: F401
 from silent import SILENT
@@ -22,7 +23,8 @@ __all__ = ["SILENT", "failed", "job_of", "write"]
 def job_of(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:
     """A job of six steps of ``backend`` in ``folder``; words ``--recipe=``, ``--mode=``, ``--precision=`` choose."""
     chosen = dict(word.removeprefix("--").split("=") for word in words if word.startswith("--"))
-    settings = ["steps=6", *(word for word in words if not word.startswith("--"))]
+    given = [word for word in words if not word.startswith("--")]
+    settings = [*given, *([] if any(word.startswith("steps=") for word in given) else ["steps=6"])]
     name = chosen.get("recipe", "llama3.1-8b")
     if name.startswith("llama"):
         settings.append("model.layers=2")
@@ -39,6 +41,7 @@ def write(job: Job) -> None:
 
 
 def failed(job: Job) -> list[str]:
-    """The checks that the run did not pass."""
+    """The checks that the run did not pass, and ``slow rank`` where its summary names one."""
     left = outcome.read(job, JobResult(exit_code=0, output=job.output))
-    return [verdict.name for verdict in outcome.basic_verdicts(left) if not verdict.passed]
+    names = [verdict.name for verdict in outcome.basic_verdicts(left) if not verdict.passed]
+    return [*names, "slow rank"] if left.slow_rank else names

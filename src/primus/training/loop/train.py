@@ -15,6 +15,7 @@ from primus.training.loop.process import Process
 from primus.training.loop.report import Report
 from primus.training.loop.schedule import learning_rate
 from primus.training.loop.session import Batch, Data, Session
+from primus.training.straggler import Pace
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
 
@@ -41,6 +42,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
         witness.first_weights(given.first_step - 1)
     gc.collect()
     gc.disable()
+    pace = Pace(given.output, process.device.type)
     for step in range(given.first_step, given.last_step + 1):
         rate = learning_rate(config, step)
         batches = _batches(given, session, data, step)
@@ -60,6 +62,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
             with _profiled(given, process) if step == config.profile_step else nullcontext():
                 loss, norm = _step(process, session, data, batches, rate)
             report.step(step, loss, norm, rate)
+            pace.step(step)
         if witness:
             witness.step(step)
             if step == (given.first_step + given.last_step) // 2:
@@ -74,6 +77,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
             report.start()
         if step % _COLLECT_EVERY == 0:
             gc.collect()
+        pace.start()
     report.end()
     known |= {"weights_sha256": facts.digest(session.model_parts), "last_step": given.last_step} | _switched_on(given)
     facts.write(given.output / "facts.json", known)

@@ -10,6 +10,7 @@ from typing import Any
 from primus.training import facts, identity
 from primus.training.failure import text_of
 from primus.training.ranks import checkpoints
+from primus.training.straggler import Pace
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
 
@@ -83,11 +84,15 @@ def observed_trainer(
             if self.witness and "linears" not in self.facts:
                 # A checkpoint is loaded by now.
                 self.witness.first_weights(self.step - 1)
+            watched = "linears" not in self.facts
             self._watched_step(data_iterator)
+            if not watched:
+                self.pace.step(self.step)
             if self.witness:
                 self.witness.step(self.step)
                 # What writing it took belongs to no step's throughput.
                 self.metrics_processor.time_last_log = time.perf_counter()
+            self.pace.start()
 
         def _watched_step(self, data_iterator: Any) -> None:
             if "linears" in self.facts:
@@ -102,6 +107,7 @@ def observed_trainer(
 
         def train(self) -> None:
             self.witness = self._witness() if judged else None
+            self.pace = Pace(facts_file.parent, self.device.type)
             super().train()
             self._seal()
             self.facts["weights_sha256"] = facts.digest(self.model_parts)

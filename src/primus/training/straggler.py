@@ -1,0 +1,200 @@
+"""Which rank the others wait for: the seconds of its own work in each step, as each rank measures them, compared.
+
+A step takes equally long on every rank, because ranks wait for each other in every collective. A rank's own work is
+what is left of the step without that waiting, and without the time in which the machine had no core for the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Pace", "Straggler", "Work", "find", "read"]
+
+_FOLDER = "pace"
+# A rank is slow in a step if its own work exceeds the median of the others' by this share and by these seconds.
+# Seconds of computing vary with what else the machine does: up to 10 % between the ranks of healthy runs on two cores
+# with five times as many processes. Seconds in which a rank neither computes nor waits are exact: below 1.5 ms there.
+_COMPUTING, _IDLE = 0.25, 0.03
+_SECONDS = 0.002
+# It is a straggler if it is slow in at least so many steps, and in this share of the steps from the first of these on.
+_STEPS = 4
+_PERSISTS = 0.75
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """``seconds`` of own work in the median step since ``first``, and ``others``, the same of the other ranks."""
+
+    rank: int
+    first: int
+    last: int
+    seconds: float
+    others: float
+
+    def __str__(self) -> str:
+        times = f", {self.seconds / self.others:.3g} times as long as the others" if self.others > 0 else ""
+        return (
+            f"rank {self.rank} is slow{times}: {1e3 * self.seconds:.3g} ms of own work in a step, the others take "
+            f"{1e3 * self.others:.3g} ms (steps {self.first}–{self.last})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Seconds of one rank's own work in a step: ``busy`` on a core, ``idle`` asleep or waiting for a disk, say."""
+
+    busy: float
+    idle: float
+
+    @property
+    def seconds(self) -> float:
+        """Both."""
+        return self.busy + self.idle
+
+
+class Pace:
+    """Measures one rank's own work, and writes a line per step to ``OUTPUT/pace/RANK.jsonl``.
+
+    Only on CPUs: there, a rank is blocked while it waits. Elsewhere, and with one rank, it does nothing. Call it on the
+    thread that trains.
+    """
+
+    def __init__(self, output: Path, device: str) -> None:
+        import torch.distributed as dist
+
+        self._measures = device == "cpu" and dist.get_world_size() > 1
+        if not self._measures:
+            return
+        folder = output / _FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"{dist.get_rank()}.jsonl").open("w", encoding="utf-8", buffering=1)
+        self._waits = _waits()
+        self.start()
+
+    def start(self) -> None:
+        """What went before belongs to no step."""
+        if self._measures:
+            self._at = self._now()
+
+    def _now(self) -> tuple[float, float, float, float]:
+        waits = self._waits
+        busy, delayed = time.thread_time() - waits.busy, _delayed() - waits.delayed
+        return time.perf_counter(), busy, delayed, waits.seconds
+
+    def step(self, step: int) -> None:
+        """End a step that began when the last one ended, or at :meth:`start`."""
+        if not self._measures:
+            return
+        began, self._at = self._at, self._now()
+        wall, busy, delayed, waited = (now - before for now, before in zip(self._at, began, strict=True))
+        idle = max(0.0, wall - busy - delayed - waited)
+        line = {"step": step, "busy": round(busy, 6), "idle": round(idle, 6), "seconds": round(wall, 6)}
+        # A full disk ends the job by what it cannot save, not by what it cannot measure.
+        with suppress(OSError):
+            self._file.write(json.dumps(line) + "\n")
+
+
+def read(output: Path) -> dict[int, dict[int, Work]]:
+    """Rank → step → own work, as the ranks of the run in ``output`` left it."""
+    found: dict[int, dict[int, Work]] = {}
+    for file in (output / _FOLDER).glob("*.jsonl"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            lines = file.read_text(encoding="utf-8").splitlines()
+            rows = found.setdefault(int(file.stem), {})
+            for row in map(json.loads, lines):
+                rows[int(row["step"])] = Work(busy=float(row["busy"]), idle=float(row["idle"]))
+    return found
+
+
+def find(own: Mapping[int, Mapping[int, Work]]) -> Straggler | None:
+    """The slowest straggler among the ranks, if there is one. ``own``: rank → step → own work."""
+    steps = sorted(set.intersection(*(set(rows) for rows in own.values()))) if len(own) > 1 else []
+    found = [one for rank in own if (one := _of_rank(rank, own, steps))]
+    return max(found, key=lambda one: one.seconds - one.others, default=None)
+
+
+def _of_rank(rank: int, own: Mapping[int, Mapping[int, Work]], steps: Sequence[int]) -> Straggler | None:
+    rest = [rows for other, rows in own.items() if other != rank]
+    others = {step: statistics.median(rows[step].seconds for rows in rest) for step in steps}
+    slow = [step for step in steps if _is_slow(own[rank][step], [rows[step] for rows in rest], others[step])]
+    while len(slow) >= _STEPS:
+        if len(slow) >= _PERSISTS * sum(step >= slow[0] for step in steps):
+            mine = statistics.median(own[rank][step].seconds for step in slow)
+            theirs = statistics.median(others[step] for step in slow)
+            return Straggler(rank=rank, first=slow[0], last=slow[-1], seconds=mine, others=theirs)
+        # A step that was slow by chance may lie before the first of many.
+        slow = slow[1:]
+    return None
+
+
+def _is_slow(mine: Work, rest: Sequence[Work], usual: float) -> bool:
+    more, idle = mine.seconds - usual, mine.idle - statistics.median(work.idle for work in rest)
+    return more > max(_COMPUTING * usual, _SECONDS) or min(more, idle) > max(_IDLE * usual, _SECONDS)
+
+
+class _Waits:
+    """What this process's training thread has spent on waiting for other ranks: ``seconds``, some of them ``busy`` on
+    a core, and some ``delayed``, without a core although the wait was over.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.busy = self.delayed = 0.0
+        self._thread = threading.get_ident()
+        self._inside = False
+
+    def around(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
+        @wraps(wait)
+        def timed(*given: Any, **named: Any) -> Any:
+            if self._inside or threading.get_ident() != self._thread or torch.compiler.is_compiling():
+                return wait(*given, **named)
+            self._inside = True
+            began = time.perf_counter(), time.thread_time(), _delayed()
+            try:
+                return wait(*given, **named)
+            finally:
+                self._inside = False
+                self.seconds += time.perf_counter() - began[0]
+                self.busy += time.thread_time() - began[1]
+                self.delayed += _delayed() - began[2]
+
+        return timed
+
+
+def _waits() -> _Waits:
+    """Begin to measure waiting in this process: whatever a library calls, a rank waits in one of these."""
+    import torch.distributed as dist
+    from torch.distributed import _functional_collectives as functional
+
+    found = _Waits()
+    for owner, name in ((dist.Work, "wait"), (functional, "wait_tensor")):
+        setattr(owner, name, found.around(getattr(owner, name)))
+    return found
+
+
+def _delayed() -> float:
+    """Seconds in which this thread could have run and had no core; 0 where the kernel does not count them."""
+    file = _schedule(threading.get_ident())
+    return int(os.pread(file, 64, 0).split()[1]) / 1e9 if file >= 0 else 0.0
+
+
+@cache
+def _schedule(_thread: int) -> int:
+    """The open file in which the kernel counts a thread's delays; -1 where there is none."""
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        int(os.pread(file, 64, 0).split()[1])
+    except (OSError, ValueError, IndexError):
+        return -1
+    return file

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -139,6 +142,10 @@ class Slurm:
         told = self.run("scontrol", "show", "job", number, "--oneliner").stdout
         return dict(word.split("=", 1) for word in told.split() if "=" in word)
 
+    def nodes(self, number: str) -> list[str]:
+        """The nodes of a job, the first one first."""
+        return self.run("scontrol", "show", "hostnames", self.job(number)["NodeList"]).stdout.split()
+
     def ended(self, number: str, seconds: float = 300) -> dict[str, str]:
         """The job, once it is over."""
         deadline = time.monotonic() + seconds
@@ -150,6 +157,20 @@ class Slurm:
                 self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
             assert time.monotonic() < deadline, job
             time.sleep(1)
+
+    def pids(self, number: str) -> dict[int, int]:
+        """Rank → process, of the ranks of a job that run now."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, KeyError):
+                words = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+                given = dict(word.split(b"=", 1) for word in words if b"=" in word)
+                ours = given.get(b"SLURM_CONF") == os.fsencode(self.environment["SLURM_CONF"])
+                # What a rank starts inherits its variables.
+                above = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if ours else 0
+                if ours and given.get(b"SLURM_JOB_ID") == number.encode() and _rank(above) is None:
+                    found[int(given[b"RANK"])] = int(entry.name)
+        return found
 
     def stop(self) -> None:
         """End every daemon and the steps below them."""
@@ -164,3 +185,73 @@ class Slurm:
                 continue
             process.kill()
             process.wait()
+
+
+def _rank(pid: int) -> bytes | None:
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return next((word for word in words if word.startswith(b"RANK=")), None)
+    return None
+
+
+class Job:
+    """A job that trains a proxy on two nodes with one rank each; ``runs`` gets its results."""
+
+    def __init__(self, slurm: Slurm, runs: Path, recipe: str, *words: str) -> None:
+        self.slurm = slurm
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "primus.cli.main", "launch", "slurm", recipe, "--nodes", "2", "--ranks", "1",
+                "--gpu", "cpu", "--container", "none", "--output", str(runs), "--json", *words,
+            ],
+            env=slurm.environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        self.number = str(json.loads(done.stdout)["job"])
+        self.folder = runs / self.number
+        self.log = runs / f"slurm-{self.number}.txt"
+
+    def ended(self, seconds: float = 400) -> dict[str, str]:
+        """What scontrol says of the job, once it is over."""
+        return self.slurm.ended(self.number, seconds)
+
+    @property
+    def attempts(self) -> list[Path]:
+        """The folders of its attempts, in order."""
+        return sorted(self.folder.glob("attempt-*"), key=lambda path: int(path.name.removeprefix("attempt-")))
+
+    def reach(self, step: int, seconds: float = 300) -> None:
+        """Wait until the first attempt has logged ``step``."""
+        log = self.folder / "attempt-0" / "log.txt"
+        deadline, looked = time.monotonic() + seconds, time.monotonic()
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                if any(int(number) >= step for number in re.findall(r"step:\s*(\d+)", log.read_text())):
+                    return
+            if time.monotonic() - looked > 3:
+                looked = time.monotonic()
+                if self.slurm.job(self.number)["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING"):
+                    break
+            time.sleep(0.05)
+        raise AssertionError(self.said())
+
+    def running(self, seconds: float = 60) -> None:
+        """Wait until Slurm has started the job."""
+        deadline = time.monotonic() + seconds
+        while self.slurm.job(self.number)["JobState"] != "RUNNING":
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.1)
+
+    def result(self, attempt: int = 0) -> dict[str, object]:
+        """What an attempt wrote about itself."""
+        found: dict[str, object] = json.loads((self.folder / f"attempt-{attempt}" / "result.json").read_text())
+        return found
+
+    def losses(self, attempt: int) -> dict[int, float]:
+        """Step → exact loss, of an attempt."""
+        lines = (self.folder / f"attempt-{attempt}" / "exact.jsonl").read_text().splitlines()
+        return {one["step"]: one["loss"] for one in map(json.loads, lines)}
+
+    def said(self) -> str:
+        """The job's own log."""
+        return self.log.read_text() if self.log.exists() else "(no log)"

@@ -68,7 +68,7 @@ def api(server: kube_kit.Kubernetes) -> Any:
 
 @pytest.fixture(scope="module")
 def definitions(api: Any) -> None:
-    """The kinds of JobSet, Kubeflow Trainer and Training Operator. Their own controllers and schemas are not here."""
+    """The kinds of JobSet, Kubeflow Trainer, Training Operator and Volcano, without their controllers and schemas."""
     from kubernetes import client
 
     extensions = client.ApiextensionsV1Api(api)

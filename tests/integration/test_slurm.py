@@ -1,33 +1,58 @@
-"""Jobs of a real Slurm: two virtual nodes train the proxy over gloo, and what goes wrong there is put right or named.
+"""Jobs of a real Slurm: two virtual nodes train proxies over gloo, and what goes wrong there is put right or named.
+
+Each event is put into a job at a moment chosen at random (``--slurm-seed``). ``--slurm-events 20 --record-slurm``
+repeats every event 20 times and writes benchmarks/results/slurm-events.json.
 
 PRIMUS_TEST_PYTHON is a Python with torch and torchtitan; without it, or without Slurm, these tests are skipped.
 """
 
 from __future__ import annotations
 
+import datetime
+import filecmp
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import slurm_kit
-from slurm_kit import Slurm
+from slurm_kit import Job, Slurm
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "benchmarks/results/slurm-events.json"
 PYTHON = os.environ.get("PRIMUS_TEST_PYTHON", "")
 WHY = slurm_kit.missing() or ("" if PYTHON else "PRIMUS_TEST_PYTHON names no Python with torch")
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.skipif(bool(WHY), reason=WHY)]
-STEPS = 80
+
+STEPS, INTERVAL, STALL = 40, 8, 60
+# Jobs at the same time: most of an event's seconds are spent waiting for Slurm or for a limit.
+TOGETHER = 3
+# Backend → the recipe and its words. Most of a job's seconds go into starting Python; the training itself is small.
+PROXIES = {
+    "fsdp": (
+        "llama3.1-8b", "--proxy", "--backend", "fsdp", "--mode", "pretrain", "--precision", "fp32",
+        f"fsdp.training.checkpoint_interval={INTERVAL}", "fsdp.training.micro_batch_size=2",
+        "fsdp.training.global_batch_size=4", "fsdp.training.seq_len=64",
+    ),
+    "torchtitan": (
+        "llama3-proxy", f"checkpoint.interval={INTERVAL}", "training.local_batch_size=2",
+        "training.global_batch_size=4", "training.seq_len=64",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,167 +64,258 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def slurm(folder: Path) -> Iterator[Slurm]:
-    cluster = Slurm(folder / "cluster")
+    # Two nodes for each job, and one to spare.
+    cluster = Slurm(folder / "cluster", nodes=3 * TOGETHER)
     tools = folder / "bin"
     tools.mkdir()
     (tools / "primus").write_text(f'#!/bin/sh\nexec {PYTHON} -m primus.cli.main "$@"\n')
     (tools / "primus").chmod(0o755)
-    more = f"{ROOT / 'tests/integration/faults'}:{ROOT / 'src'}"
-    cluster.environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": more}
+    cluster.environment |= {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
     yield cluster
     cluster.stop()
 
 
-class Launched:
-    """A submitted job and its folder."""
-
-    def __init__(self, slurm: Slurm, runs: Path, *words: str, steps: int = STEPS, **variables: str) -> None:
-        self.slurm = slurm
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "primus.cli.main", "launch", "slurm", "llama3-proxy", "--nodes", "2", "--ranks",
-                "1", "--gpu", "cpu", "--steps", str(steps), "--container", "none", "--output", str(runs),
-                "checkpoint.interval=20", "--json", *words,
-            ],
-            env=slurm.environment | variables, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        self.number = str(json.loads(done.stdout)["job"])
-        self.folder = runs / self.number
-        self.log = runs / f"slurm-{self.number}.txt"
-
-    def ended(self, seconds: float = 400) -> dict[str, str]:
-        return self.slurm.ended(self.number, seconds)
-
-    def reach(self, step: int, attempt: int = 0) -> None:
-        """Wait until the ranks have logged ``step``."""
-        log = self.folder / f"attempt-{attempt}" / "log.txt"
-        deadline = time.monotonic() + 200
-        while time.monotonic() < deadline:
-            with suppress(OSError):
-                if any(int(number) >= step for number in re.findall(r"step:\s*(\d+)", log.read_text())):
-                    return
-            time.sleep(0.2)
-        raise AssertionError(self.said())
-
-    def pids(self, node: str) -> list[int]:
-        """The ranks on ``node``."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError):
-                words = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-                mine = f"SLURM_JOB_ID={self.number}".encode() in words and f"SLURMD_NODENAME={node}".encode() in words
-                if mine and any(word.startswith(b"RANK=") for word in words):
-                    found.append(int(entry.name))
-        return found
-
-    def result(self, attempt: int = 0) -> dict[str, object]:
-        found: dict[str, object] = json.loads((self.folder / f"attempt-{attempt}" / "result.json").read_text())
-        return found
-
-    def losses(self, attempt: int) -> dict[int, float]:
-        lines = (self.folder / f"attempt-{attempt}" / "exact.jsonl").read_text().splitlines()
-        return {one["step"]: one["loss"] for one in map(json.loads, lines)}
-
-    def said(self) -> str:
-        return self.log.read_text() if self.log.exists() else "(no log)"
-
-
 @pytest.fixture(scope="module")
-def undisturbed(slurm: Slurm, folder: Path) -> Launched:
-    job = Launched(slurm, folder / "runs")
-    assert job.ended()["JobState"] == "COMPLETED", job.said()
-    return job
-
-
-def test_two_nodes_train_and_each_rank_has_a_log(undisturbed: Launched) -> None:
-    assert undisturbed.result()["passed"] is True
-    assert len(undisturbed.losses(0)) == STEPS
-    assert (undisturbed.folder / "attempt-0" / "node-1" / "log.txt").is_file()
-    ranks = [path for path in undisturbed.folder.rglob("stdout.log") if path.parent.name.isdigit()]
-    assert len(ranks) == 2
-    job = undisturbed.slurm.job(undisturbed.number)
-    assert (job["NumNodes"], job["Requeue"], job["ExitCode"]) == ("2", "1", "0:0")
-
-
-def test_a_lost_node_requeues_the_job_which_ends_at_the_same_loss(
-    slurm: Slurm, folder: Path, undisturbed: Launched
-) -> None:
-    job = Launched(slurm, folder / "runs")
-    job.reach(45)
-    slurm.kill_node("n2")
-    try:
+def undisturbed(slurm: Slurm, folder: Path) -> dict[str, Job]:
+    jobs = {name: launch(slurm, folder / "runs", name) for name in PROXIES}
+    for job in jobs.values():
         assert job.ended()["JobState"] == "COMPLETED", job.said()
-        assert job.slurm.job(job.number)["Restarts"] != "0"
-    finally:
-        slurm.start_node("n2")
-    last = max(int(path.name[8:]) for path in job.folder.glob("attempt-*"))
-    assert "step-40" in job.said() or "step-60" in job.said()
-    resumed, whole = job.losses(last), undisturbed.losses(0)
-    assert resumed == {step: whole[step] for step in resumed}
-    assert max(resumed) == STEPS
+    return jobs
 
 
-def test_a_preempted_job_continues(slurm: Slurm, folder: Path, undisturbed: Launched) -> None:
-    job = Launched(slurm, folder / "runs")
-    job.reach(30)
-    slurm.run("scancel", "--signal=USR1", "--batch", job.number)
-    assert job.ended()["JobState"] == "COMPLETED", job.said()
-    assert "requeued" in job.said()
-    whole = undisturbed.losses(0)
-    assert job.losses(1) == {step: whole[step] for step in job.losses(1)}
-    assert max(job.losses(1)) == STEPS
+def launch(slurm: Slurm, runs: Path, backend: str, *words: str) -> Job:
+    return Job(slurm, runs, *PROXIES[backend], "--steps", str(STEPS), *words)
 
 
-def test_a_killed_rank_fails_the_job_which_says_why(slurm: Slurm, folder: Path) -> None:
-    job = Launched(slurm, folder / "runs")
-    job.reach(10)
-    os.kill(job.pids("n2")[0], signal.SIGKILL)
-    ended = job.ended()
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), job.said()
-    assert ended["ExitCode"] != "0:0"
-    assert "ended by signal 9" in job.said() or "Signal 9 (SIGKILL)" in job.said()
+def whole(attempt: Path) -> dict[int, Path]:
+    """Step → checkpoint, of those that count as complete."""
+    found = {}
+    for path in (attempt / "checkpoint").glob("step-*"):
+        if (path / ".metadata").is_file() and (path / "recipe.json").is_file():
+            found[int(path.name.removeprefix("step-"))] = path
+    return found
 
 
-def test_a_hung_rank_ends_and_is_named(slurm: Slurm, folder: Path) -> None:
-    job = Launched(slurm, folder / "runs", "--stall-timeout", "60", "comm.train_timeout_seconds=600")
-    job.reach(10)
-    for pid in job.pids("n2"):
-        os.kill(pid, signal.SIGSTOP)
-    ended = job.ended()
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), job.said()
-    assert re.search(r"rank [01]: hung: no progress for 60 s; its process is stopped", str(job.result()["cause"]))
+@dataclass(kw_only=True)
+class Case:
+    """One repetition: its job, the job that nothing happened to, and what is recorded. ``wrong`` are sentences."""
 
+    slurm: Slurm
+    runs: Path
+    backend: str
+    undisturbed: Job
+    chance: random.Random
+    job: Job = field(init=False)
+    row: dict[str, Any] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
 
-def test_a_slow_rank_delays_the_job_and_changes_nothing(slurm: Slurm, folder: Path, undisturbed: Launched) -> None:
-    job = Launched(slurm, folder / "runs")
-    job.reach(10)
-    for _ in range(10):
-        for signal_ in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in job.pids("n2"):
-                os.kill(pid, signal_)
-            time.sleep(1)
-    assert job.ended()["JobState"] == "COMPLETED", job.said()
-    assert job.losses(0) == undisturbed.losses(0)
+    def start(self, *words: str, steps: tuple[int, int] = (0, STEPS - 6)) -> None:
+        """Submit, and wait for the moment of the fault: after a step, or while the ranks start (step 0)."""
+        self.job = launch(self.slurm, self.runs, self.backend, *words)
+        step, more = self.chance.randint(*steps), self.chance.random()
+        starting = step == 0 or self.chance.random() < 0.2
+        if starting and steps[0] == 0:
+            self.job.running()
+            time.sleep(10 * more)
+            self.row["moment"] = f"{10 * more:.1f} s after the start"
+            return
+        self.job.reach(step)
+        time.sleep(0.2 * more)
+        self.row["moment"] = f"{0.2 * more:.2f} s after step {step}"
 
+    def rank(self, seconds: float = 60) -> tuple[int, int]:
+        """One of the ranks, and its process, as soon as there are two."""
+        deadline = time.monotonic() + seconds
+        while len(found := self.job.slurm.pids(self.job.number)) < 2:
+            assert time.monotonic() < deadline, self.job.said()
+            time.sleep(0.1)
+        chosen = self.chance.choice(sorted(found))
+        return chosen, found[chosen]
 
-def test_a_full_disk_fails_the_job_and_loses_no_checkpoint(slurm: Slurm, folder: Path, undisturbed: Launched) -> None:
-    runs = folder / "small"
-    runs.mkdir()
-    size = sum(path.stat().st_size for path in undisturbed.folder.rglob("*") if path.is_file())
-    # Room for two of the four checkpoints, for the logs, and for what both nodes reserve.
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 5 // 8 + (8 << 20)}", "tmpfs", runs], check=True)
-    try:
-        job = Launched(slurm, runs)
+    def ends(self, state: str, job: Job | None = None, restarts: tuple[int, ...] = (0,)) -> None:
+        """Wait for the end, which is to be ``state`` after one of ``restarts``."""
+        job, started = job or self.job, time.monotonic()
         ended = job.ended()
-        assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), job.said()
-        assert "No space left on device" in str(job.result()["cause"]), job.said()
-        subprocess.run(["mount", "-o", f"remount,size={size * 4}", runs], check=True)
-        again = Launched(slurm, runs, "--resume-from", str(job.folder / "attempt-0"))
-        assert again.ended()["JobState"] == "COMPLETED", again.said()
-        whole = undisturbed.losses(0)
-        assert again.losses(0) == {step: whole[step] for step in again.losses(0)}
-        assert max(again.losses(0)) == STEPS
-        assert min(again.losses(0)) > 1
+        self.row |= {"ended": ended["JobState"].lower(), "seconds": round(time.monotonic() - started, 1)}
+        if ended["JobState"] != state or int(ended["Restarts"]) not in restarts:
+            self.wrong.append(f"{ended['JobState']} after {ended['Restarts']} restarts: {job.said()[-600:]}")
+
+    def named(self, pattern: str) -> None:
+        """The job's own result gives the reason."""
+        told = ""
+        with suppress(OSError, ValueError):
+            told = str(self.job.result().get("cause"))
+        self.row["reason"] = re.sub(r"/\S+", "PATH", told)[:160]
+        if not re.search(pattern, told):
+            self.wrong.append(f"the reason is {told!r}: {self.job.said()[-600:]}")
+
+    def same(self, job: Job, first: int) -> None:
+        """The last attempt of ``job`` begins at step ``first``, reaches the end, and has the undisturbed losses."""
+        losses, others = job.losses(len(job.attempts) - 1), self.undisturbed.losses(0)
+        self.row |= {"continued from step": first - 1, "steps with equal loss": len(losses)}
+        if not losses or (min(losses), max(losses)) != (first, STEPS):
+            self.wrong.append(f"steps {sorted(losses)[:1]}–{sorted(losses)[-1:]}, not {first}–{STEPS}")
+        if different := [step for step in losses if losses[step] != others.get(step)]:
+            self.wrong.append(f"the loss of step {different[0]} differs from that of the undisturbed job")
+
+    def kept(self) -> int:
+        """The newest complete checkpoint before the last step. Each must be the undisturbed job's, byte for byte."""
+        newest, count = 0, 0
+        for attempt in self.job.attempts:
+            for step, path in whole(attempt).items():
+                other, count = whole(self.undisturbed.attempts[0])[step], count + 1
+                names = [file.name for file in other.glob("*.distcp")]
+                if names != filecmp.cmpfiles(path, other, names, shallow=False)[0]:
+                    self.wrong.append(f"checkpoint {path.parent.parent.name} step {step} differs")
+                newest = max(newest, step if step < STEPS else 0)
+        self.row["checkpoints"] = self.row.get("checkpoints", 0) + count
+        return newest
+
+
+def node_lost(case: Case) -> None:
+    case.start()
+    name = case.chance.choice(case.slurm.nodes(case.job.number))
+    case.slurm.kill_node(name)
+    try:
+        case.ends("COMPLETED", restarts=(1,))
     finally:
-        subprocess.run(["umount", runs], check=True)
+        case.slurm.start_node(name)
+    continued(case)
+
+
+def continued(case: Case) -> None:
+    """The last attempt went on from the newest checkpoint that the attempts before it left."""
+    earlier = [step for attempt in case.job.attempts[:-1] for step in whole(attempt) if step < STEPS]
+    case.kept()
+    case.same(case.job, max(earlier, default=0) + 1)
+
+
+def rank_killed(case: Case) -> None:
+    case.start()
+    rank, pid = case.rank()
+    os.kill(pid, signal.SIGKILL)
+    case.ends("FAILED")
+    case.named(rf"(?s)(rank {rank}: )?.*(ended by signal 9|Signal 9 \(SIGKILL\))")
+    case.kept()
+
+
+def preempted(case: Case) -> None:
+    case.start()
+    case.slurm.run("scancel", "--signal=USR1", "--batch", case.job.number, check=False)
+    case.ends("COMPLETED", restarts=(1,))
+    continued(case)
+
+
+def rank_hung(case: Case) -> None:
+    case.start("--stall-timeout", str(STALL), *(["comm.train_timeout_seconds=600"] * (case.backend == "torchtitan")))
+    rank, pid = case.rank()
+    os.kill(pid, signal.SIGSTOP)
+    case.ends("FAILED")
+    case.named(rf"rank {rank}: hung: no progress for {STALL} s; its process is stopped")
+    case.kept()
+
+
+def rank_slow(case: Case) -> None:
+    case.start()
+    _, pid = case.rank()
+    for _ in range(case.chance.randint(2, 6)):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(case.chance.uniform(0.2, 1.5))
+            os.kill(pid, signal.SIGCONT)
+        time.sleep(case.chance.uniform(0.1, 0.5))
+    case.ends("COMPLETED")
+    case.kept()
+    case.same(case.job, 1)
+
+
+def disk_full(case: Case) -> None:
+    """Another file takes all that is left of the disk, until there is room again."""
+    case.runs.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256M", "tmpfs", case.runs], check=True)
+    try:
+        # The last checkpoint is still to come.
+        case.start(steps=(1, STEPS - 4))
+        filler = case.runs / "filler"
+        with filler.open("wb") as file, suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        case.ends("FAILED")
+        case.named("No space left on device")
+        filler.unlink()
+        newest = case.kept()
+        words = ("--resume-from", str(case.job.folder / "attempt-0")) if newest else ()
+        again = launch(case.slurm, case.runs, case.backend, *words)
+        case.ends("COMPLETED", again)
+        case.same(again, newest + 1)
+    finally:
+        subprocess.run(["umount", "--lazy", case.runs], check=True)
+
+
+EVENTS: dict[str, Callable[[Case], None]] = {
+    "node lost": node_lost, "rank killed": rank_killed, "preempted": preempted, "disk full": disk_full,
+    "slow rank": rank_slow, "hung rank": rank_hung,
+}  # fmt: skip
+
+
+def test_two_nodes_train_and_each_rank_has_a_log(undisturbed: dict[str, Job]) -> None:
+    for job in undisturbed.values():
+        assert job.result()["passed"] is True
+        assert len(job.losses(0)) == STEPS
+        assert sorted(whole(job.attempts[0])) == [*range(INTERVAL, STEPS + 1, INTERVAL)]
+        assert (job.folder / "attempt-0" / "node-1" / "log.txt").is_file()
+        ranks = [path for path in job.folder.rglob("stdout.log") if path.parent.name.isdigit()]
+        assert len(ranks) == 2
+        told = job.slurm.job(job.number)
+        assert (told["NumNodes"], told["Requeue"], told["ExitCode"]) == ("2", "1", "0:0")
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_ends_right_and_loses_nothing(
+    event: str, slurm: Slurm, folder: Path, undisturbed: dict[str, Job], request: pytest.FixtureRequest
+) -> None:
+    repetitions, seed = (int(request.config.getoption(name)) for name in ("--slurm-events", "--slurm-seed"))
+    rows: list[dict[str, Any]] = []
+    lock = threading.Lock()
+
+    def repeat(number: int) -> list[str]:
+        chance = random.Random(f"{seed} {event} {number}")
+        backend = list(PROXIES)[number % len(PROXIES)]
+        runs = folder / f"{event.replace(' ', '-')}-{number}"
+        case = Case(slurm=slurm, runs=runs, backend=backend, undisturbed=undisturbed[backend], chance=chance)
+        try:
+            EVENTS[event](case)
+        except (AssertionError, OSError, ValueError, KeyError) as error:
+            case.wrong.append(f"{type(error).__name__}: {str(error)[:800]}")
+        finally:
+            slurm.run("scancel", case.job.number, check=False)
+        with lock:
+            rows.append({"event": event, "repetition": number, "backend": backend, **case.row, "wrong": case.wrong})
+            if request.config.getoption("--record-slurm"):
+                record(event, rows, seed)
+        if not case.wrong:
+            shutil.rmtree(runs, ignore_errors=True)
+        return [f"repetition {number} ({backend}, {case.row.get('moment')}): {one}" for one in case.wrong]
+
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        wrong = [one for found in pool.map(repeat, range(repetitions)) for one in found]
+    assert not wrong, "\n".join(wrong)
+
+
+def record(event: str, rows: list[dict[str, Any]], seed: int) -> None:
+    """Replace the rows of ``event`` in the result."""
+    kept: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError):
+        kept = [row for row in json.loads(RESULT.read_text())["rows"] if row["event"] != event]
+    told = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout.strip()
+    document = {
+        "what": "Faults in jobs of a real Slurm, each at a moment chosen at random.",
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "command": f"pytest --slow tests/integration/test_slurm.py --slurm-events 20 --slurm-seed {seed} "
+        "--record-slurm",
+        "slurm": told.removeprefix("slurm-wlm ").removeprefix("slurm "),
+        "steps": STEPS, "checkpoint_interval": INTERVAL, "stall_timeout_s": STALL,
+        "rows": [*kept, *sorted(rows, key=lambda row: row["repetition"])],
+    }  # fmt: skip
+    RESULT.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")

@@ -41,6 +41,8 @@ def pods(kind: Kind, objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [spec["replicatedJobs"][0]["template"]["spec"]["template"]]
     if kind == "pytorchjob":
         return [one["template"] for one in spec["pytorchReplicaSpecs"].values()]
+    if kind == "vcjob":
+        return [one["template"] for one in spec["tasks"]]
     patch = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     whole = copy.deepcopy(patch["template"]["spec"]["template"])
     trainer = spec["trainer"]
@@ -82,8 +84,10 @@ def test_options_reach_the_job(kind: Kind) -> None:
     objects = made(kind, **FULL)
     text = json.dumps(objects)
     labels = objects[-1]["metadata"]["labels"]
-    assert labels["kueue.x-k8s.io/queue-name"] == "team"
-    assert '"suspend": true' in text
+    # Volcano has queues of its own.
+    assert labels.get("kueue.x-k8s.io/queue-name") == (None if kind == "vcjob" else "team")
+    assert ('"suspend": true' in text) == (kind != "vcjob")
+    assert objects[-1]["spec"].get("queue") == ("team" if kind == "vcjob" else None)
     assert '"secretKeyRef": {"name": "hf", "key": "key"}' in text
     assert '"rdma/hca": 8' in text
     assert '"claimName": "runs"' in text
@@ -209,7 +213,18 @@ def test_a_job_is_applied_shown_and_deleted(api: Api, capsys: pytest.CaptureFixt
     assert main(["launch", "k8s", "delete", name]) == 2
 
 
-@pytest.mark.parametrize("kind", ["trainjob", "jobset", "pytorchjob"])
+def test_volcano_starts_all_nodes_together_and_numbers_them() -> None:
+    (job,) = made("vcjob", nodes=4)
+    spec = job["spec"]
+    assert (spec["schedulerName"], spec["minAvailable"], spec["tasks"][0]["replicas"]) == ("volcano", 4, 4)
+    container = spec["tasks"][0]["template"]["spec"]["containers"][0]
+    assert "NODE_RANK=$VC_TASK_INDEX" in container["command"][2]
+    # Volcano's plugin svc names a pod JOB-TASK-NUMBER, below a service with the name of the job.
+    first = next(one["value"] for one in container["env"] if one["name"] == "MASTER_ADDR")
+    assert first == f"{job['metadata']['name']}-node-0.{job['metadata']['name']}"
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset", "pytorchjob", "vcjob"])
 def test_other_kinds_go_to_their_own_api(api: Api, kind: Kind) -> None:
     assert main([*WORDS, "--kind", kind]) == 0
     version, _, plural = KINDS[kind]

@@ -181,7 +181,7 @@ def test_a_file_of_another_key_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert main([*use, "--hipblaslt", "1.0"]) == 2
     assert "arch was gfx942, and is gfx950" in capsys.readouterr().err
     folder.key.unlink()
-    with pytest.raises(InputError, match="does not say what it is of"):
+    with pytest.raises(InputError, match="has no valid key"):
         store.check(folder, key)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from primus.gpus.table import by_device_id, by_gfx, by_product_name
 
-__all__ = ["Found", "detect", "name_of_gfx"]
+__all__ = ["Found", "detect", "name_of_gfx", "visible"]
 
 _SIMDS_PER_UNIT = 4
 
@@ -54,6 +55,23 @@ def detect(root: Path = Path("/")) -> Found:
         return _amd(root) or _nvidia(root) or Found()
     except (OSError, ValueError):
         return Found()
+
+
+def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The devices that a process may use, of ``count`` on the machine, as HIP_VISIBLE_DEVICES names each.
+
+    ROCR_VISIBLE_DEVICES chooses first, and the others count among what it left.
+    """
+    if (outer := environment.get("ROCR_VISIBLE_DEVICES")) is not None:
+        count = len(_words(outer))
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        if (text := environment.get(name)) is not None:
+            return tuple(_words(text))
+    return tuple(map(str, range(count)))
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip() not in ("", "-1")]
 
 
 def _amd(root: Path) -> Found | None:

@@ -14,7 +14,7 @@ from primus.launch.plan import Plan, refuse_secrets, refuse_unfit, vendor
 
 __all__ = ["KINDS", "Cluster", "Kind", "Manifest", "default_name", "manifests", "name_of"]
 
-Kind = Literal["job", "trainjob", "jobset", "pytorchjob"]
+Kind = Literal["job", "trainjob", "jobset", "pytorchjob", "vcjob"]
 Manifest = dict[str, Any]
 # Kind → API version, kind, plural.
 KINDS: Mapping[Kind, tuple[str, str, str]] = {
@@ -22,6 +22,7 @@ KINDS: Mapping[Kind, tuple[str, str, str]] = {
     "trainjob": ("trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs"),
     "jobset": ("jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets"),
     "pytorchjob": ("kubeflow.org/v1", "PyTorchJob", "pytorchjobs"),
+    "vcjob": ("batch.volcano.sh/v1alpha1", "Job", "jobs"),
 }
 LABEL = "app.kubernetes.io/name"
 _PORT = 29500
@@ -106,8 +107,8 @@ class _Pod:
 def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
     """The objects to apply, in order. The first is the job itself, except that a headless Service precedes a Job."""
     name = name_of(plan, cluster)
-    make = {"job": _job, "trainjob": _trainjob, "jobset": _jobset, "pytorchjob": _pytorchjob}[cluster.kind]
-    return make(plan, cluster, name)
+    make = {"job": _job, "trainjob": _trainjob, "jobset": _jobset, "pytorchjob": _pytorchjob, "vcjob": _vcjob}
+    return make[cluster.kind](plan, cluster, name)
 
 
 def _object(kind: str, version: str, name: str, cluster: Cluster, spec: Manifest, *, queued: bool = False) -> Manifest:
@@ -208,6 +209,22 @@ def _pytorchjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
     return [_object("PyTorchJob", KINDS["pytorchjob"][0], name, cluster, spec, queued=True)]
 
 
+def _vcjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
+    """Volcano starts all pods of a job together or none. Its plugins name the pods and number them."""
+    how = _Pod(container="node", first=f"{name}-node-0.{name}", node_rank="$VC_TASK_INDEX", own_id=False)
+    task = {"name": "node", "replicas": plan.nodes, "template": _pod(plan, cluster, name, how)}
+    spec = {
+        "schedulerName": "volcano", "minAvailable": plan.nodes, "maxRetry": 0,
+        **({"queue": cluster.queue} if cluster.queue else {}),
+        "plugins": {"svc": ["--publish-not-ready-addresses=true"], "env": []},
+        # A pod that is gone leaves the others waiting for it.
+        "policies": [{"events": ["PodFailed", "PodEvicted"], "action": "AbortJob"}],
+        "tasks": [{**task, "policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]}],
+        "ttlSecondsAfterFinished": cluster.ttl,
+    }  # fmt: skip
+    return [_object("Job", KINDS["vcjob"][0], name, cluster, spec)]
+
+
 def _pod(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> Manifest:
     volumes: list[Manifest] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": cluster.shm}}]
     mounts: list[Manifest] = [{"name": "shm", "mountPath": "/dev/shm"}]
@@ -255,6 +272,7 @@ def _script(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> str:
 def _environment(cluster: Cluster, how: _Pod) -> list[Manifest]:
     found: list[Manifest] = [
         {"name": "NODE_ADDR", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
     ]
     if how.own_id:
         found.append({"name": "RUN_ID", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{_JOB_ID}']"}}})

@@ -20,7 +20,8 @@ Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
 # What each task needs to find the others; the rest of the environment stays outside of a container.
 FORWARDED = (
-    "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT", "NODE_ADDR",
+    "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME",
+    "NODE_ADDR",
 )  # fmt: skip
 # Passed on by name where they are set when the job runs. Their values are never written down.
 _BY_NAME = (
@@ -140,6 +141,13 @@ def _exports(site: Site) -> list[str]:
 
 _BODY = """\
 set -uo pipefail
+# Slurm announces preemption and the time limit by USR1. The ranks end first; the job then goes back to the queue.
+# This comes first: the signal may arrive at any moment, and would end a script without a trap.
+told= srun=
+end() {{ told=$1; [[ -z $srun ]] || kill -TERM "$srun" 2>/dev/null; }}
+trap 'end USR1' USR1
+trap 'end TERM' TERM
+
 steps={steps} restarts={restarts}
 run={root}/$SLURM_JOB_ID
 attempt=${{SLURM_RESTART_COUNT:-0}}
@@ -177,12 +185,6 @@ requeue() {{
     sleep 60 # Slurm ends this script
     exit 1
 }}
-
-# Slurm announces preemption and the time limit by USR1. The ranks end first; the job then goes back to the queue.
-told= srun=
-end() {{ told=$1; [[ -z $srun ]] || kill -TERM "$srun" 2>/dev/null; }}
-trap 'end USR1' USR1
-trap 'end TERM' TERM
 
 {task}
 {srun} &

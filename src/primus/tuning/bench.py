@@ -143,12 +143,7 @@ def _one(shape: Shape, folder: Path, bench: str, gpu: str, running: dict[int, su
             "SEARCH": f"HIPBLASLT_TUNING_FILE={shlex.quote(str(out))}.tune "
             + shlex.join([bench, *shape.words, *_COMMON, *_SEARCH]),
         }
-        for name in (
-            "HIPBLASLT_LOG_MASK",
-            "HIPBLASLT_LOG_FILE",
-            "HIPBLASLT_TUNING_OVERRIDE_FILE",
-            "ROCR_VISIBLE_DEVICES",
-        ):
+        for name in ("HIPBLASLT_LOG_MASK", "HIPBLASLT_LOG_FILE", "HIPBLASLT_TUNING_OVERRIDE_FILE"):
             environment.pop(name, None)
         process = subprocess.Popen(
             ["sh", "-c", _SCRIPT], env=environment, stdin=subprocess.DEVNULL, pass_fds=(lock.fileno(),),

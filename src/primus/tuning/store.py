@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,18 @@ _WITHOUT_GEMMS = ("steps", "seed", "deterministic", "checkpoint", "lr")
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """What a tuned file is of: solutions are numbers that only one build of hipBLASLt on one architecture knows."""
+    """What a tuned file is of: solutions are numbers that only one build of a library on one architecture knows.
 
-    hipblaslt: str
+    ``library`` is ``hipblaslt`` or ``pytorch``, ``version`` is its version.
+    """
+
+    library: str = "hipblaslt"
+    version: str
     arch: str
     recipe: str
 
     @staticmethod
-    def of(recipe: Recipe, hipblaslt: str, arch: str) -> Key:
+    def of(recipe: Recipe, version: str, arch: str, library: str = "hipblaslt") -> Key:
         """The key of ``recipe``, without the settings that change no GEMM."""
         left = {recipe.knows.key(name) for name in _WITHOUT_GEMMS if name in recipe.knows.keys}
         values = {
@@ -38,7 +42,32 @@ class Key:
             if key not in left and not key.startswith(("assets.", "validation."))
         }
         digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-        return Key(hipblaslt=hipblaslt, arch=arch, recipe=digest)
+        return Key(library=library, version=version, arch=arch, recipe=digest)
+
+    @property
+    def digest(self) -> str:
+        """A name for folders."""
+        return hashlib.sha256(json.dumps(self.document()).encode()).hexdigest()[:16]
+
+    def document(self) -> dict[str, str]:
+        """What key.json holds."""
+        return {self.library: self.version, "arch": self.arch, "recipe": self.recipe}
+
+    def require(self, tuned: Path, file: Path) -> None:
+        """InputError unless ``file`` says that ``tuned`` is of this key."""
+        try:
+            found: Any = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found = None
+        if not isinstance(found, Mapping):
+            raise InputError(f"{tuned} has no valid key: {file} is missing or damaged", hint="tune again")
+        wrong = [
+            f"{name} was {str(found.get(name))[:24]}, and is {value[:24]}"
+            for name, value in self.document().items()
+            if found.get(name) != value
+        ]
+        if wrong:
+            raise InputError(f"{tuned} is of something else: {'; '.join(wrong)}", hint="tune again")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +103,7 @@ class Folder:
 
     def work(self, key: Key) -> Path:
         """Results of single shapes: of one key alone."""
-        return self.root / "gemm_tune" / "work" / hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        return self.root / "gemm_tune" / "work" / key.digest
 
     def dump(self, node: str) -> Path:
         """The log of one node."""
@@ -92,7 +121,7 @@ def merge(folder: Folder, key: Key, measured: Sequence[Measured]) -> None:
     rows = list(dict.fromkeys(row for one in measured for row in one.tuned[1:]))
     # The key goes first: a file without the right one is not used.
     folder.tuned.unlink(missing_ok=True)
-    write_file(folder.key, json.dumps(asdict(key), indent=2) + "\n")
+    write_file(folder.key, json.dumps(key.document(), indent=2) + "\n")
     write_file(folder.times, times(measured))
     write_file(folder.tuned, "\n".join([*heads, *rows]) + "\n")
 
@@ -101,20 +130,7 @@ def check(folder: Folder, key: Key) -> Path:
     """The tuned file, for a run with ``key``. InputError where there is none, or it is of another key."""
     if not folder.tuned.is_file():
         raise InputError(f"there is no {folder.tuned}", hint="the stage tune makes it")
-    try:
-        found: Any = json.loads(folder.key.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, Mapping):
-        raise InputError(f"{folder.tuned} does not say what it is of: {folder.key} is missing", hint="tune again")
-    wanted = asdict(key)
-    wrong = [
-        f"{name} was {str(found.get(name))[:24]}, and is {value[:24]}"
-        for name, value in wanted.items()
-        if found.get(name) != value
-    ]
-    if wrong:
-        raise InputError(f"{folder.tuned} is of something else: {'; '.join(wrong)}", hint="tune again")
+    key.require(folder.tuned, folder.key)
     return folder.tuned
 
 

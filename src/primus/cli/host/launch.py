@@ -2,7 +2,8 @@
 
 `slurm` renders a batch script and submits it. One task per node runs `primus train`; the ranks meet on the first node.
 A preempted job, and one that lost a node, returns to the queue and continues from its newest checkpoint.
-`k8s` renders manifests and applies them: a Job, or a TrainJob, JobSet or PyTorchJob where the cluster has them.
+`k8s` renders manifests and applies them: a Job, or a TrainJob, JobSet, PyTorchJob or Volcano Job where the cluster
+has them.
 `k8s status|logs|delete NAME` and `k8s nodes` ask the cluster.
 The plan is shown before anything is submitted: nodes, mesh, tokens per step. --dry-run prints what would be submitted,
 --json prints one JSON document.
@@ -92,7 +93,7 @@ def add_kubernetes(parser: argparse.ArgumentParser) -> None:
     site = parser.add_argument_group("Kubernetes")
     site.add_argument("--kind", choices=tuple(kubernetes.KINDS), default="job", help="kind of object (default: job)")
     site.add_argument("--namespace", default="default", help="namespace (default: default)")
-    site.add_argument("--queue", default="", metavar="NAME", help="local queue of Kueue, which then starts the job")
+    site.add_argument("--queue", default="", metavar="NAME", help="local queue of Kueue, or queue of Volcano")
     site.add_argument("--claim", default="", metavar="NAME", help="volume claim for results, shared by all nodes")
     site.add_argument("--hf-token-secret", default="", metavar="NAME[:KEY]", help="Secret with the Hugging Face token")
     site.add_argument("--pull-secret", default="", metavar="NAME", help="Secret to pull the image with")

@@ -1,69 +1,107 @@
 """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network.
 
-Each problem comes with what to do about it. --quick reads only the kernel's files; without it, the speed of the output
-folder is measured, too. Exit code 0: nothing was found; 1: a job would fail, or run slower than it could.
+Each problem is printed with its remedy. --quick reads only the kernel's files. Without it, the write speed of the
+output folder is measured, too. --benchmark also measures the GPUs: matrix products, memory, all-reduce, all-to-all.
+--nodes compares the documents that several nodes wrote with --json.
+Exit code 0: no problem was found; 1: a job would fail, or run slower than it could; 2: invalid input.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-from dataclasses import asdict
 from pathlib import Path
 
 from primus.errors import InputError
+from primus.files import write_file
+from primus.system import nodes, speed
 from primus.system.finding import Finding, Host
 from primus.system.preflight import disk_speed, preflight
-from primus.terminal import Screen
+from primus.terminal import Screen, counted
 
 __all__ = ["EXAMPLE", "add_arguments", "run"]
 
 EXAMPLE = "primus preflight --quick"
-_MARKS = {"ok": "✓", "failed": "✗", "slow": "!", "skipped": "–"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--quick", action="store_true", help="read the kernel's files only")
+    parser.add_argument("--benchmark", action="store_true", help="measure the GPUs, too (about 30 s)")
     parser.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="folder of the machine's files")
     parser.add_argument(
         "--output", type=Path, default=Path("runs"), metavar="DIR", help="where jobs write (default: runs)"
     )
+    parser.add_argument(
+        "--nodes", type=Path, nargs="+", default=[], metavar="FILE", help="compare documents of --json instead"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as an HTML page")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
     """Check and report. Returns 0 or 1; raises InputError."""
+    if options.nodes:
+        return _compare(options)
     if not options.root.is_dir():
         raise InputError(f"{options.root} is not a folder", hint="--root takes the root folder of a machine")
+    here = options.root == Path("/")
+    if options.benchmark and (options.quick or not here):
+        raise InputError(f"--benchmark cannot be used with {'--quick' if options.quick else '--root'}")
     host = Host(root=options.root, output=options.output.absolute())
     findings = preflight(host)
-    if not options.quick and options.root == Path("/"):
+    measurements: list[speed.Measurement] = []
+    if not options.quick and here:
         folder = next(path for path in (host.output, *host.output.parents) if path.is_dir())
         findings.append(disk_speed(folder))
-    passed = not any(one.level in ("failed", "slow") for one in findings)
+    if options.benchmark:
+        more, measurements = speed.benchmark(host)
+        findings += more
+    node = nodes.Node(
+        name=nodes.name_here(), gpus=host.gpus.names, driver=host.gpus.driver, findings=tuple(findings),
+        measurements=tuple(measurements),
+    )  # fmt: skip
+    if options.html:
+        _write(options.html, nodes.page([node], []))
     if options.json:
-        document = {
-            "passed": passed,
-            "node": platform.node(),
-            "gpus": list(host.gpus.names),
-            "driver": host.gpus.driver,
-            "findings": [asdict(one) for one in findings],
-        }
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print(json.dumps(node.document(), indent=2, ensure_ascii=False))
     else:
         print("\n".join(_lines(findings)))
         problems = sum(one.level in ("failed", "slow") for one in findings)
-        print(f"{platform.node()}: " + ("ready" if passed else f"{problems} problem{'s' * (problems != 1)}"))
+        print(f"{node.name}: " + ("ready" if node.passed else counted(problems, "problem")))
+    return 0 if node.passed else 1
+
+
+def _compare(options: argparse.Namespace) -> int:
+    found = [nodes.read(path) for path in options.nodes]
+    between = nodes.compare(found)
+    passed = all(node.passed for node in found) and not between
+    if options.html:
+        _write(options.html, nodes.page(found, between))
+    if options.json:
+        more = [{"node": name, "check": one.check, "level": one.level, "said": one.said} for name, one in between]
+        document = {"passed": passed, "nodes": [node.document() for node in found], "between": more}
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+    else:
+        table = nodes.rows(found, between)
+        print("\n".join(Screen.of().table(table, head=("", "node", "GPUs", "verdict"))))
+        bad = sum(row[0] != nodes.MARKS["ok"] for row in table)
+        print(f"{counted(len(found), 'node')}: " + (f"{bad} with problems" if bad else "ready"))
     return 0 if passed else 1
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_file(path, text)
+    except OSError as error:
+        raise InputError(f"--html: {path} cannot be written: {(error.strerror or '').lower()}") from error
 
 
 def _lines(findings: list[Finding]) -> list[str]:
     screen = Screen.of()
     rows = []
     for one in findings:
-        rows += screen.wrap(f"{_MARKS[one.level]} {one.check}: {one.said}", hanging="  ")
+        rows += screen.wrap(f"{nodes.MARKS[one.level]} {one.check}: {one.said}", hanging="  ")
         if one.remedy:
             rows += screen.wrap(f"→ {one.remedy}", indent="  ", hanging="    ")
     return rows

@@ -122,9 +122,10 @@ def _preflight(job: Job) -> None:
     if job.recipe.gpu == CPU or not detect().names:
         return
     # Seam "preflight": a run on the CPU has nothing to look for.
-    from primus.system import finding, preflight
+    from primus.system import finding, nodes, preflight
 
     alone = job.recipe.get("nodes", int) == 1
+    where = "" if alone else f"node {nodes.name_here()}: "
     findings = [
         one
         for one in preflight.preflight(finding.Host(output=job.output))
@@ -133,11 +134,12 @@ def _preflight(job: Job) -> None:
     for one in findings:
         if one.level == "failed":
             raise HostError(
-                f"{one.check}: {one.said}", hint=f"{one.remedy}; --no-preflight starts the job without this check"
+                f"{where}{one.check}: {one.said}",
+                hint=f"{one.remedy}; --no-preflight starts the job without this check",
             )
     for one in findings:
         if one.level == "slow":
-            print(f"primus: {one.check}: {one.said}\n  → {one.remedy}", file=sys.stderr)
+            print(f"primus: {where}{one.check}: {one.said}\n  → {one.remedy}", file=sys.stderr)
 
 
 def _checkpoint(path: Path) -> Path:

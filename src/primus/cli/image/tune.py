@@ -1,29 +1,32 @@
-"""Find the fastest hipBLASLt solution for every GEMM of a recipe, and train with it.
+"""Find the fastest solution for every GEMM of a recipe, and train with it.
 
-There are three stages; --stage runs one of them. `dump` trains a few steps and logs the GEMMs, `tune` measures each
-GEMM on all GPUs with hipblaslt-bench, `use` trains with the result. `tune` can be interrupted: results are kept.
-The result holds for one hipBLASLt, one GPU architecture and one recipe, and is refused for another. Exit code 0: done;
-1: a shape could not be measured, or is slower than --against allows; 3: hipblaslt-bench or the GPUs are missing.
+There are three stages; --stage runs one of them. `dump` trains a few steps and records the GEMMs, `tune` measures each
+GEMM on all GPUs, `use` trains with the result. `tune` can be interrupted: results are kept.
+--engine hipblaslt measures with hipblaslt-bench. --engine tunableop needs PyTorch alone.
+A result is valid for one version of the library, one GPU architecture and one recipe, and is refused for another.
+Exit code 0: done; 1: a shape could not be measured, or is slower than --against allows; 3: hipblaslt-bench, PyTorch
+or the GPUs are missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import CheckFailed, HostError, InputError
-from primus.gpus.detect import detect
+from primus.gpus.detect import detect, visible
 from primus.gpus.table import generation
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
-from primus.tuning import bench, store
+from primus.tuning import bench, store, tunableop
 from primus.tuning.shapes import read_shapes
 
 __all__ = ["EXAMPLE", "add_arguments", "key_here", "run", "tune"]
@@ -40,9 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choices(parser)
     parser.add_argument("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)")
     parser.add_argument(
-        "--folder", type=Path, default=Path("output/tune_hipblaslt"), metavar="DIR",
-        help="folder of shapes and results (default: output/tune_hipblaslt)",
+        "--engine", choices=("hipblaslt", "tunableop"), default="hipblaslt",
+        help="hipblaslt-bench, or PyTorch's TunableOp (default: hipblaslt)",
     )  # fmt: skip
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="folder of shapes and results (default: output/tune_ENGINE)"
+    )
     parser.add_argument("--dump-steps", type=int, default=3, metavar="N", help="steps of the stage dump (default: 3)")
     parser.add_argument("--bench", default=None, metavar="PROGRAM", help="hipblaslt-bench (default: the image's)")
     parser.add_argument("--workers", type=int, metavar="N", help="GPUs to measure on (default: all)")
@@ -57,16 +63,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Do the stages. Returns an exit code; raises InputError, HostError and CheckFailed."""
     recipe = resolved(options)
-    folder = store.Folder.of(recipe.name, options.folder)
-    stages = _STAGES if options.stage == "all" else (options.stage,)
+    below = options.folder or Path("output") / f"tune_{options.engine}"
+    if options.engine == "tunableop":
+        return _tunableop(recipe, tunableop.Place.of(recipe.name, below), options)
+    folder = store.Folder.of(recipe.name, below)
     code = 0
-    for stage in stages:
+    for stage in _stages(options):
         if stage == "dump":
-            log = folder.dump(os.environ.get("NODE_RANK", "0"))
+            log = folder.dump(_node())
             log.parent.mkdir(parents=True, exist_ok=True)
-            steps = recipe.knows.key("steps")
-            logging = {"HIPBLASLT_LOG_MASK": "32", "HIPBLASLT_LOG_FILE": str(log)}
-            code = _train(recipe, [f"{steps}={options.dump_steps}"], logging, options)
+            code = _dump(recipe, {"HIPBLASLT_LOG_MASK": "32", "HIPBLASLT_LOG_FILE": str(log)}, options)
         elif stage == "tune":
             code = tune(
                 recipe, folder, program=options.bench, workers=options.workers, hipblaslt=options.hipblaslt,
@@ -80,14 +86,73 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
-def _train(recipe: Recipe, more: Sequence[str], environment: dict[str, str], options: argparse.Namespace) -> int:
+def _stages(options: argparse.Namespace) -> Sequence[str]:
+    return _STAGES if options.stage == "all" else (options.stage,)
+
+
+def _node() -> str:
+    return os.environ.get("NODE_RANK", "0")
+
+
+def _tunableop(recipe: Recipe, place: tunableop.Place, options: argparse.Namespace) -> int:
+    for name in ("bench", "hipblaslt", "against"):
+        if getattr(options, name) is not None:
+            raise InputError(f"--{name} cannot be used with --engine tunableop", hint="it is of --engine hipblaslt")
+    code = 0
+    for stage in _stages(options):
+        if stage == "dump":
+            place.shapes.mkdir(parents=True, exist_ok=True)
+            code = _dump(recipe, tunableop.dumping(place, _node()), options)
+        elif stage == "tune":
+            _tune_with_pytorch(recipe, place, options)
+        else:
+            code = _train(recipe, [], tunableop.check(place, _pytorch_key(recipe)), options)
+        if code:
+            return code
+    return code
+
+
+def _tune_with_pytorch(recipe: Recipe, place: tunableop.Place, options: argparse.Namespace) -> None:
+    shapes, gpus, key = tunableop.read_shapes(place.shapes.glob("*.csv")), _gpus(options.workers), _pytorch_key(recipe)
+    work = place.work(key)
+    with bench.alone(work.parent):
+        if not options.json:
+            print(f"{len(shapes)} shapes; {len(gpus)} GPUs", file=sys.stderr)
+        result = tunableop.measure(shapes, work, gpus)
+        tunableop.merge(place, key, result)
+    if options.json:
+        document = {"tuned": str(place.tuned), "shapes": list(result.rows), "changed": result.changed}
+        print(json.dumps(document, indent=2))
+    else:
+        print(f"{result.changed} of {len(result.rows)} GEMMs use another solution than the default")
+        print(f"→ {place.tuned}")
+
+
+def _pytorch_key(recipe: Recipe) -> store.Key:
+    if recipe.gpu == CPU:
+        raise InputError("TunableOp tunes GEMMs of GPUs only", hint="--gpu mi300x")
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise HostError("PyTorch is not installed here", hint="run it in an image") from None
+    return store.Key.of(recipe, version, generation(recipe.gpu).arch, "pytorch")
+
+
+def _dump(recipe: Recipe, environment: dict[str, str], options: argparse.Namespace) -> int:
+    steps = recipe.knows.key("steps")
+    return _train(recipe, [f"{steps}={options.dump_steps}"], environment, options)
+
+
+def _train(recipe: Recipe, more: Sequence[str], environment: Mapping[str, str], options: argparse.Namespace) -> int:
     words = [recipe.name, *recipe.asked.words(), *(w for w in recipe.overrides if w.partition("=")[0] not in
              {m.partition("=")[0] for m in more}), *more]  # fmt: skip
     if not options.json:
         given = " ".join(f"{name}={value}" for name, value in environment.items())
         print(f"primus tune: {given} primus train {' '.join(words)}", file=sys.stderr)
     command = [sys.executable, "-m", "primus.cli.main", "train", *words, *(["--json"] if options.json else [])]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HIPBLASLT_")}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HIPBLASLT_", "PYTORCH_TUNABLEOP_"))
+    }
     return subprocess.run(command, env={**kept, **environment}, check=False).returncode
 
 
@@ -174,7 +239,11 @@ def _of_rocm() -> str | None:
 
 
 def _gpus(workers: int | None) -> list[str]:
-    count = workers if workers is not None else len(detect().names)
-    if count < 1:
+    """The devices to measure on, as HIP_VISIBLE_DEVICES names each: all that this process may use, or the first."""
+    found = list(visible(len(detect().names), os.environ))
+    if workers is not None and workers > len(found):
+        # What the kernel does not show may still be there: --workers is believed.
+        found = [str(number) for number in range(workers)]
+    if not found or workers == 0:
         raise HostError("there is no GPU on this machine", hint="--workers N measures on N devices")
-    return [str(number) for number in range(count)]
+    return found[:workers]

@@ -1,0 +1,141 @@
+"""What one rank's GPU does in a second: GEMMs, copies in its memory, all-reduce, all-to-all. Needs PyTorch only.
+
+Started by :mod:`primus.system.speed` through torchrun, one rank per GPU, with the folder that gets ``rank-N.json``.
+All GPUs work at the same time, as in a training job. Without a GPU it runs the same steps on a CPU in small sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["main"]
+
+_SECONDS = 1.0
+# Of NVIDIA's tests of collectives: what each rank sends and receives, per byte of the message.
+_ALL_REDUCE, _ALL_TO_ALL = 2.0, 1.0
+
+
+class _Bench:
+    """The device of this rank, and how long calls on it take."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.on_gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.on_gpu else torch.device("cpu")
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)
+
+    def seconds(self, call: Callable[[], object], *, together: bool = False) -> float:
+        """Median seconds of a call, over about ``_SECONDS``. ``together``: all ranks make the same number of calls."""
+        for _ in range(3):
+            call()
+        self.wait()
+        started = time.perf_counter()
+        call()
+        self.wait()
+        once = torch.tensor([max(time.perf_counter() - started, 1e-6)], device=self.device)
+        if together:
+            dist.all_reduce(once, op=dist.ReduceOp.MAX)
+        calls = max(5, min(500, int(_SECONDS / 5 / once.item())))
+        taken = []
+        for _ in range(5):
+            self.wait()
+            started = time.perf_counter()
+            for _ in range(calls):
+                call()
+            self.wait()
+            taken.append((time.perf_counter() - started) / calls)
+        return sorted(taken)[2]
+
+    def wait(self) -> None:
+        """Until the device has done all it was told."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def free(self) -> int:
+        """Bytes that can be allocated."""
+        return int(torch.cuda.mem_get_info()[0]) if self.on_gpu else 1 << 28
+
+
+def _gemm(bench: _Bench, size: int) -> float:
+    """TFLOP/s of a product of two square BF16 matrices."""
+    left, right = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty(size, size, device=bench.device, dtype=torch.bfloat16)
+    return 2.0 * size**3 / bench.seconds(lambda: torch.mm(left, right, out=out)) / 1e12
+
+
+def _gemm_fp8(bench: _Bench, size: int, name: str) -> float:
+    """The same of FP8 matrices with one scale each, as FP8 training makes it; the result is BF16."""
+    kind = getattr(torch, f"float8_{name}")
+    left, right = (torch.randn(size, size, device=bench.device).to(kind) for _ in range(2))
+    one = torch.ones((), device=bench.device)
+
+    def product() -> torch.Tensor:
+        return torch._scaled_mm(
+            left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+    return 2.0 * size**3 / bench.seconds(product) / 1e12
+
+
+def _copy(bench: _Bench, size: int) -> float:
+    """TB/s of a copy within the memory; bytes read and bytes written count."""
+    source = torch.ones(size // 4, device=bench.device)
+    target = torch.empty_like(source)
+    return 2.0 * size / bench.seconds(lambda: target.copy_(source)) / 1e12
+
+
+def _all_reduce(bench: _Bench, size: int) -> float:
+    """Bus bandwidth in GB/s, as NCCL's tests define it."""
+    data = torch.zeros(size // 4, device=bench.device)
+    taken = bench.seconds(lambda: dist.all_reduce(data), together=True)
+    return size * _ALL_REDUCE * (bench.world - 1) / bench.world / taken / 1e9
+
+
+def _all_to_all(bench: _Bench, size: int) -> float:
+    """Bus bandwidth in GB/s, as NCCL's tests define it."""
+    size -= size % (4 * bench.world)
+    source = torch.zeros(size // 4, device=bench.device)
+    target = torch.empty_like(source)
+    taken = bench.seconds(lambda: dist.all_to_all_single(target, source), together=True)
+    return size * _ALL_TO_ALL * (bench.world - 1) / bench.world / taken / 1e9
+
+
+def _right_sum(bench: _Bench) -> None:
+    data = torch.full((1 << 16,), float(bench.rank + 1), device=bench.device)
+    dist.all_reduce(data)
+    if not bool((data == bench.world * (bench.world + 1) / 2).all()):
+        raise RuntimeError("an all-reduce gave a wrong sum")
+
+
+def main(folder: Path, fp8: str) -> None:
+    """Measure, and leave the figures of this rank in ``folder``. ``fp8`` is the format of the GPU; empty for none."""
+    bench = _Bench()
+    dist.init_process_group("nccl" if bench.on_gpu else "gloo")
+    found: dict[str, float | str] = {}
+    size = 8192 if bench.on_gpu else 256
+    found["gemm bf16"] = _gemm(bench, size)
+    if fp8 and bench.on_gpu:
+        found["gemm fp8"] = _gemm_fp8(bench, size, fp8)
+    found["memory"] = _copy(bench, (4 << 30) if bench.on_gpu else (1 << 24))
+    if bench.world > 1:
+        _right_sum(bench)
+        # What AMD's acceptance guide takes; less where the GPU is in use.
+        message = min(8 << 30, bench.free() // 4) if bench.on_gpu else 1 << 20
+        found["all-reduce"] = _all_reduce(bench, message)
+        found["all-to-all"] = _all_to_all(bench, min(message, 2 << 30))
+    found["device"] = torch.cuda.get_device_name() if bench.on_gpu else "cpu"
+    (folder / f"rank-{bench.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "")

@@ -1,0 +1,163 @@
+"""Micro-benchmarks of a machine's GPUs, judged by what is expected of the GPU and by what the others do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from primus.gpus.detect import visible
+from primus.gpus.table import fp8_dtype, generation, load_table, peak
+from primus.system.finding import Finding, Host, failed, ok, skipped, slow
+from primus.yamlfile import read_values
+
+__all__ = ["UNITS", "Expected", "Measurement", "benchmark", "expected", "judge", "measure", "measurements", "peak_of"]
+
+UNITS = {"gemm bf16": "TFLOP/s", "gemm fp8": "TFLOP/s", "memory": "TB/s", "all-reduce": "GB/s", "all-to-all": "GB/s"}
+_CHECK = "benchmark"
+_COLLECTIVES = ("all-reduce", "all-to-all")
+# A GPU that is this much slower than the node's median holds all others up: they wait for it in every step.
+_APART = 0.10
+# More than the peak is an error of measuring.
+_ABOVE_PEAK = 1.05
+_TIMEOUT = 300
+_REMEDIES = {
+    "gemm bf16": "look for power caps and heat: amd-smi metric, or nvidia-smi -q -d PERFORMANCE",
+    "memory": "look for other processes on the GPU and for ECC errors: amd-smi metric, or nvidia-smi",
+    "all-reduce": "look at the links between the GPUs: amd-smi topology, or nvidia-smi topo -m; unset NCCL_* variables",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The least that a GPU should reach, in the unit of ``what``; None where no source states it."""
+
+    least: float | None
+    source: str
+    gpus: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One benchmark: a figure per GPU in ``unit``, the range that is expected, and where the range comes from."""
+
+    what: str
+    unit: str
+    figures: tuple[float, ...]
+    least: float | None
+    most: float | None
+    source: str
+
+
+@cache
+def expected() -> Mapping[tuple[str, str], Expected]:
+    """(GPU, what) → the figure of ``expected.yaml``."""
+    rows = cast(dict[str, Any], read_values(Path(__file__).with_name("expected.yaml")).data)["figures"]
+    return {
+        (row["gpu"], row["what"]): Expected(least=row["least"], source=row["source"], gpus=row.get("gpus"))
+        for row in rows
+    }
+
+
+def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
+    """Measure the GPUs of ``host`` and judge the figures. A finding says why where nothing can be measured."""
+    if not host.gpus.names:
+        return [skipped(_CHECK, "no GPU on this machine")], []
+    if not (gpus := visible(len(host.gpus.names), host.environment)):
+        return [skipped(_CHECK, "the environment hides all GPUs: unset HIP_VISIBLE_DEVICES")], []
+    if importlib.util.find_spec("torch") is None:
+        return [skipped(_CHECK, "PyTorch is not installed here; run it in the image")], []
+    name = host.gpus.generation
+    fp8 = fp8_dtype(generation(name)) if name else ""
+    ranks = measure(len(gpus), fp8)
+    if isinstance(ranks, str):
+        return [failed(_CHECK, ranks, "run it again when no job runs; --quick leaves it out")], []
+    found = measurements(name, ranks)
+    return [finding for one in found for finding in judge(one)], found
+
+
+def measure(ranks: int, fp8: str, seconds: float = _TIMEOUT) -> list[Mapping[str, Any]] | str:
+    """What each of ``ranks`` measured, or why it could not. ``fp8`` is the format of the GPUs' matrix units."""
+    with tempfile.TemporaryDirectory(prefix="primus-preflight-") as folder:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+            "-m", "primus.system.measure", folder, fp8,
+        ]  # fmt: skip
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds,
+                check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"the GPUs did not finish within {seconds:g} s"
+        if done.returncode:
+            told = [line for line in done.stderr.splitlines() if "Error" in line]
+            return f"PyTorch fails on the GPUs: {(told[0] if told else 'no reason given').strip()[:300]}"
+        files = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurement]:
+    """The figures of all ranks by benchmark, with the range that is expected of the GPU ``name``."""
+    found = []
+    for what, unit in UNITS.items():
+        figures = tuple(float(rank[what]) for rank in ranks if what in rank)
+        if not figures:
+            continue
+        # All ranks wait for each other in a collective: it has one figure.
+        figures = (min(figures),) if what in _COLLECTIVES else figures
+        row = expected().get((name, what), Expected(least=None, source="no table knows this GPU"))
+        fits = row.gpus is None or row.gpus == len(ranks)
+        found.append(
+            Measurement(
+                what=what, unit=unit, figures=figures, least=row.least if fits else None, most=peak_of(name, what),
+                source=row.source if fits else f"the published figure is of {row.gpus} GPUs",
+            )
+        )  # fmt: skip
+    return found
+
+
+def peak_of(name: str, what: str) -> float | None:
+    """The most that the GPU can reach, from the table of generations; None where nothing states it."""
+    if not any(one.name == name for one in load_table().generations):
+        return None
+    if what == "memory":
+        return generation(name).memory.tb_s
+    if not what.startswith("gemm"):
+        return None
+    found = peak(generation(name), "fp8" if what == "gemm fp8" else "bf16")
+    return found.tflops if found else None
+
+
+def judge(one: Measurement) -> Iterator[Finding]:
+    """What the figures of one benchmark mean: too low, far below the other GPUs, impossible, or fine."""
+    typical = statistics.median(one.figures)
+    remedy = _REMEDIES.get(one.what) or _REMEDIES["all-reduce" if one.what in _COLLECTIVES else "gemm bf16"]
+    bad = False
+    for gpu, figure in enumerate(one.figures):
+        who = f"GPU {gpu}: " if one.what not in _COLLECTIVES else ""
+        shown = f"{who}{figure:,.4g} {one.unit}"
+        if one.most is not None and figure > one.most * _ABOVE_PEAK:
+            said = f"{shown} is more than the GPU's peak of {one.most:,.4g}: the clock or the result is wrong"
+            finding = failed(one.what, said, "do not train on this GPU before the cause is known")
+        elif one.least is not None and figure < one.least:
+            finding = slow(one.what, f"{shown}, and at least {one.least:,.4g} are expected ({one.source})", remedy)
+        elif figure < typical * (1 - _APART):
+            said = f"{shown}, {1 - figure / typical:.0%} less than the median of this machine's GPUs"
+            finding = slow(one.what, said, f"it holds all other GPUs up; {remedy}")
+        else:
+            continue
+        bad = True
+        yield finding
+    if not bad:
+        shown = f"{min(one.figures):,.4g}" + (f"–{max(one.figures):,.4g}" if len(one.figures) > 1 else "")
+        limit = f"at least {one.least:,.4g} expected" if one.least is not None else f"not judged: {one.source}"
+        yield ok(one.what, f"{shown} {one.unit}; {limit}")

@@ -1,0 +1,209 @@
+"""PyTorch's TunableOp: the tuning of GEMMs that needs PyTorch alone. Shapes, work on all GPUs, the merged result.
+
+PyTorch records the GEMMs of a run as ``OPERATION,SHAPE`` lines, measures them from such a file, and reads the result in
+later runs. A result begins with lines that name the versions it is valid for; PyTorch refuses one of other versions.
+On ROCm it tries rocBLAS and hipBLASLt; on CUDA it knows cuBLAS alone, so nothing gets faster there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from primus.errors import CheckFailed, InputError
+from primus.files import write_file
+from primus.tuning.store import Key
+
+__all__ = ["Place", "Result", "check", "dumping", "measure", "merge", "read_shapes", "using"]
+
+_RECORDED = ("Gemm", "ScaledGemm")
+# A process measures so many shapes and leaves their results; what an interruption costs is one such part per GPU.
+_PART = 16
+# Results are read per device: PyTorch puts the device's number in the place of %d.
+_DEVICES = 16
+_WORKER = "import sys; import torch.cuda.tunable as tunable; tunable.tune_gemm_in_file(sys.argv[1])"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The folders of one recipe, beside those of hipBLASLt's own tuning."""
+
+    root: Path
+
+    @staticmethod
+    def of(recipe: str, below: Path) -> Place:
+        """The folder of a recipe."""
+        return Place(root=below.absolute() / recipe.rpartition("/")[2].removesuffix(".yaml"))
+
+    @property
+    def shapes(self) -> Path:
+        """Where the stage dump writes a file per node and device."""
+        return self.root / "gemm_shape"
+
+    def dump(self, node: str) -> Path:
+        """The name that PyTorch is given for the shapes of one node; it adds the device's number."""
+        return self.shapes / f"tunableop_untuned_node{node}_gpu.csv"
+
+    @property
+    def tuned(self) -> Path:
+        """The name of the result, with %d for the device's number."""
+        return self.root / "gemm_tune" / "tunableop_results%d.csv"
+
+    @property
+    def key(self) -> Path:
+        """What the result is of."""
+        return self.root / "gemm_tune" / "key.json"
+
+    def work(self, key: Key) -> Path:
+        """Results of parts: of one key alone."""
+        return self.root / "gemm_tune" / "work" / key.digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a tuning found: lines of PyTorch's result, and how many of them name another solution than the default."""
+
+    validators: tuple[str, ...]
+    rows: tuple[str, ...]
+
+    @property
+    def changed(self) -> int:
+        """GEMMs for which another solution than the default is faster."""
+        return sum(row.split(",")[2] != "Default" for row in self.rows)
+
+
+def dumping(place: Place, node: str) -> dict[str, str]:
+    """The environment that makes a run record its GEMMs."""
+    return _environment(tuning=False) | {
+        "PYTORCH_TUNABLEOP_RECORD_UNTUNED": "1",
+        "PYTORCH_TUNABLEOP_UNTUNED_FILENAME": str(place.dump(node)),
+    }
+
+
+def using(place: Place) -> dict[str, str]:
+    """The environment that makes a run use the result."""
+    return _environment(tuning=False) | {"PYTORCH_TUNABLEOP_FILENAME": str(place.tuned)}
+
+
+def _environment(*, tuning: bool) -> dict[str, str]:
+    return {"PYTORCH_TUNABLEOP_ENABLED": "1", "PYTORCH_TUNABLEOP_TUNING": "1" if tuning else "0"}
+
+
+def read_shapes(files: Iterable[Path]) -> list[str]:
+    """The distinct recorded GEMMs of all files, in order. InputError where there is none."""
+    found: dict[str, None] = {}
+    names = []
+    for file in sorted(files):
+        names.append(file.name)
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {(error.strerror or '').lower()}") from error
+        # The last line of a process that was ended may be cut anywhere.
+        whole, _, _ = text.rpartition("\n")
+        for line in whole.splitlines():
+            if line.startswith(_RECORDED) and len(line.split(",")) >= 2:
+                found[",".join(line.split(",")[:2])] = None
+    if not found:
+        raise InputError(
+            f"no GEMM is recorded in {', '.join(names) or 'the folder'}",
+            hint="the stage dump records them: primus tune gemm RECIPE --engine tunableop --stage dump",
+        )
+    return list(found)
+
+
+def measure(shapes: Sequence[str], folder: Path, gpus: Sequence[str], python: str = sys.executable) -> Result:
+    """Measure every shape, a part at a time on each of ``gpus``. Parts that are finished in ``folder`` are kept.
+
+    Raises CheckFailed where PyTorch fails, after the parts at work have ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [shapes[start : start + _PART] for start in range(0, len(shapes), _PART)]
+    free = list(gpus)
+
+    def work(number: int) -> Path:
+        gpu = free.pop()
+        try:
+            return _part(parts[number], folder, number, gpu, python)
+        finally:
+            free.append(gpu)
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        files = list(pool.map(work, range(len(parts))))
+    return _read(files, len(shapes))
+
+
+def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: str) -> Path:
+    todo, done = folder / f"part-{number}.todo.csv", folder / f"part-{number}.csv"
+    text = "\n".join(shapes) + "\n"
+    if done.is_file() and todo.is_file() and todo.read_text(encoding="utf-8") == text:
+        return done
+    done.unlink(missing_ok=True)
+    write_file(todo, text)
+    raw = folder / f"part-{number}.raw-%d.csv"
+    made = Path(str(raw).replace("%d", "0"))
+    made.unlink(missing_ok=True)
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_TUNABLEOP_")},
+        **_environment(tuning=True),
+        "PYTORCH_TUNABLEOP_FILENAME": str(raw),
+        # The driver of either maker reads its own.
+        "HIP_VISIBLE_DEVICES": gpu,
+        "CUDA_VISIBLE_DEVICES": gpu,
+    }
+    ended = subprocess.run(
+        [python, "-c", _WORKER, str(todo)], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        errors="replace", check=False,
+    )  # fmt: skip
+    if ended.returncode or not made.is_file():
+        said = [line for line in ended.stderr.splitlines() if line.strip()]
+        raise CheckFailed(
+            f"PyTorch could not measure {len(shapes)} GEMMs on GPU {gpu}: "
+            f"{said[-1][:300] if said else 'it wrote no result'}",
+            hint="finished parts are kept; run it again to continue",
+        )
+    made.replace(done)
+    return done
+
+
+def _read(files: Sequence[Path], count: int) -> Result:
+    validators: dict[tuple[str, ...], None] = {}
+    rows: dict[str, str] = {}
+    for file in files:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        validators[tuple(line for line in lines if line.startswith("Validator,"))] = None
+        for line in lines:
+            if line.startswith(_RECORDED) and len(line.split(",")) >= 3:
+                rows[",".join(line.split(",")[:2])] = line
+    if len(validators) != 1:
+        raise CheckFailed(
+            f"the results are of {len(validators)} versions of PyTorch", hint="delete the folder `work` and tune again"
+        )
+    if not rows:
+        raise CheckFailed(f"PyTorch measured none of {count} GEMMs", hint="it skips products with a vector")
+    return Result(validators=next(iter(validators)), rows=tuple(rows.values()))
+
+
+def merge(place: Place, key: Key, result: Result) -> None:
+    """Write the result for every device, and its key. A result without the right key is not used."""
+    place.tuned.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join([*result.validators, *result.rows]) + "\n"
+    place.key.unlink(missing_ok=True)
+    for device in range(_DEVICES):
+        write_file(Path(str(place.tuned).replace("%d", str(device))), text)
+    write_file(place.key, json.dumps(key.document(), indent=2) + "\n")
+
+
+def check(place: Place, key: Key) -> Mapping[str, str]:
+    """The environment of a run with ``key`` that uses the result. InputError where it is of another key."""
+    first = Path(str(place.tuned).replace("%d", "0"))
+    if not first.is_file():
+        raise InputError(f"there is no {first}", hint="the stage tune makes it")
+    key.require(first, place.key)
+    return using(place)

@@ -1,0 +1,194 @@
+"""Micro-benchmarks judged, and what preflight found on several nodes as one verdict. No figure here is measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.errors import InputError
+from primus.gpus.detect import visible
+from primus.gpus.table import load_table
+from primus.system import nodes, speed
+from primus.system.finding import Finding, Host, failed, ok
+from primus.system.speed import Measurement
+
+
+def gemm(*figures: float, least: float | None = 500, most: float | None = 1307.4) -> Measurement:
+    return Measurement(what="gemm bf16", unit="TFLOP/s", figures=figures, least=least, most=most, source="a guide")
+
+
+@pytest.mark.parametrize(
+    ("one", "level", "said"),
+    [
+        (gemm(600, 610), "ok", "600–610 TFLOP/s; at least 500 expected"),
+        (gemm(600, 450), "slow", "GPU 1: 450 TFLOP/s, and at least 500 are expected (a guide)"),
+        (gemm(700, 700, 700, 620), "slow", "GPU 3: 620 TFLOP/s, 11% less than the median"),
+        (gemm(600, 5000, 600), "failed", "GPU 1: 5,000 TFLOP/s is more than the GPU's peak of 1,307"),
+        (gemm(600, 610, least=None), "ok", "not judged: a guide"),
+    ],
+)
+def test_a_figure_is_judged_by_its_range_and_by_the_other_gpus(one: Measurement, level: str, said: str) -> None:
+    (found,) = speed.judge(one)
+    assert found.level == level
+    assert said in found.said
+    assert (found.remedy != "") == (level != "ok")
+
+
+def test_every_gpu_and_benchmark_has_a_row_with_its_source() -> None:
+    table = speed.expected()
+    assert set(table) == {(gpu.name, what) for gpu in load_table().generations for what in speed.UNITS}
+    for (gpu, what), row in table.items():
+        assert row.source, (gpu, what)
+        most = speed.peak_of(gpu, what)
+        assert row.least is None or most is None or 0 < row.least < most, (gpu, what)
+        # A collective's figure is of a number of GPUs.
+        assert what not in ("all-reduce", "all-to-all") or row.least is None or row.gpus, (gpu, what)
+
+
+def test_a_figure_of_eight_gpus_does_not_judge_two() -> None:
+    rank = {"gemm bf16": 600.0, "all-reduce": 200.0}
+    two = {one.what: one for one in speed.measurements("mi300x", [rank, rank])}
+    eight = {one.what: one for one in speed.measurements("mi300x", [rank] * 8)}
+    assert (two["all-reduce"].least, eight["all-reduce"].least) == (None, 304)
+    assert len(eight["gemm bf16"].figures) == 8
+    assert len(eight["all-reduce"].figures) == 1
+    assert [one.level for one in speed.judge(two["all-reduce"])] == ["ok"]
+    assert [one.level for one in speed.judge(eight["all-reduce"])] == ["slow"]
+
+
+def test_a_gpu_that_no_table_knows_is_shown_and_not_judged() -> None:
+    (one,) = speed.measurements("", [{"gemm bf16": 600.0}])
+    assert (one.least, one.most) == (None, None)
+    assert next(speed.judge(one)).level == "ok"
+
+
+def test_the_benchmark_says_why_it_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [one.said for one in speed.benchmark(Host(root=tmp_path))[0]] == ["no GPU on this machine"]
+    # As on a login node: the driver's files are there, PyTorch is not.
+    (tmp_path / "proc/driver/nvidia/gpus/0").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/gpus/0/information").write_text("Model: NVIDIA H200\n")
+    hidden = Host(root=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert "hides all GPUs" in speed.benchmark(hidden)[0][0].said
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found, measured = speed.benchmark(Host(root=tmp_path, environment={}))
+    assert (found[0].level, measured) == ("skipped", [])
+    assert "PyTorch is not installed" in found[0].said
+
+
+def test_a_benchmark_that_fails_or_hangs_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 1, "", "W: x\nRuntimeError: HIP error: invalid device\nmore\n")
+
+    monkeypatch.setattr(subprocess, "run", fails)
+    assert speed.measure(2, "") == "PyTorch fails on the GPUs: RuntimeError: HIP error: invalid device"
+
+    def hangs(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired([], 1)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert speed.measure(2, "", 1) == "the GPUs did not finish within 1 s"
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, ("0", "1", "2", "3")),
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, ("2", "3")),
+        ({"ROCR_VISIBLE_DEVICES": "4,5"}, ("0", "1")),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1"}, ("1",)),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ()),
+        ({"HIP_VISIBLE_DEVICES": "-1"}, ()),
+    ],
+)
+def test_only_devices_that_the_environment_shows_are_used(environment: dict[str, str], found: tuple[str, ...]) -> None:
+    assert visible(4, environment) == found
+
+
+def node(name: str, *findings: Finding, tflops: float = 600, driver: str = "6.16.6") -> nodes.Node:
+    gpus = ("AMD Instinct MI300X",) * 8
+    return nodes.Node(
+        name=name, gpus=gpus, driver=driver, findings=findings or (ok("disk", "fine"),),
+        measurements=(gemm(*[tflops] * 8),),
+    )  # fmt: skip
+
+
+def written(folder: Path, *found: nodes.Node) -> list[str]:
+    files = []
+    for number, one in enumerate(found):
+        file = folder / f"{number}.json"
+        file.write_text(json.dumps(one.document()))
+        files.append(str(file))
+    return files
+
+
+def test_a_document_is_read_back_as_it_was(tmp_path: Path) -> None:
+    one = node("n1", ok("disk", "fine"), failed("/dev/shm", "it is missing", "mount it"))
+    assert nodes.read(Path(written(tmp_path, one)[0])) == one
+
+
+def test_sound_nodes_are_ready(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preflight", "--nodes", *written(tmp_path, node("n1"), node("n2"))]) == 0
+    out = capsys.readouterr().out
+    assert "n1" in out
+    assert "2 nodes: ready" in out
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (node("n3", failed("/dev/shm", "it is missing", "mount it")), "/dev/shm: it is missing"),
+        (node("n3", tflops=500), "17% less than the median of the nodes"),
+        (node("n3", driver="6.12.12"), "6.12.12; most nodes have 6.16.6"),
+    ],
+)
+def test_the_node_with_the_problem_is_named(
+    odd: nodes.Node, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    files = written(tmp_path, node("n1"), node("n2"), odd)
+    assert main(["preflight", "--nodes", *files, "--html", str(page)]) == 1
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if "n3" in line)
+    assert not line.startswith("✓")
+    assert said in " ".join(out.split())
+    text = page.read_text()
+    assert "n3" in text
+    assert said.rpartition(": ")[2] in text
+    assert "<script src" not in text
+    assert main(["preflight", "--nodes", *files, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is False
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"node": "n", "gpus": [], "driver": "", "findings": [{"level": "odd"}]}', '{"node": 1']
+)
+def test_what_is_no_document_is_a_sentence(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "n.json"
+    file.write_text(text)
+    with pytest.raises(InputError, match="is not a document of"):
+        nodes.read(file)
+    assert main(["preflight", "--nodes", str(file)]) == 2
+    assert main(["preflight", "--nodes", str(tmp_path / "none")]) == 2
+
+
+def test_bad_combinations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preflight", "--benchmark", "--quick"]) == 2
+    assert main(["preflight", "--benchmark", "--root", str(tmp_path)]) == 2
+    same = written(tmp_path, node("n1"), node("n1"))
+    assert main(["preflight", "--nodes", *same]) == 2
+    assert "two documents are of node n1" in capsys.readouterr().err
+
+
+def test_the_scheduler_names_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    for variable, name in (("NODE_NAME", "pool-7"), ("SLURMD_NODENAME", "gpu-12")):
+        monkeypatch.setenv(variable, name)
+        main(["preflight", "--quick", "--json", "--root", str(tmp_path), "--output", "/", "--html", str(page)])
+        assert json.loads(capsys.readouterr().out)["node"] == name
+        assert name in page.read_text()

@@ -13,6 +13,8 @@ import torch
 from torch.distributed import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from primus.patch import replace
+
 __all__ = ["apply", "apply_after_import"]
 
 
@@ -30,7 +32,7 @@ def apply() -> None:
         "current_stream": lambda *_: _Stream(),
         "stream": lambda _: nullcontext(),
     }.items():
-        setattr(torch.cuda, name, stand_in)
+        replace(torch.cuda, name, stand_in)
     _AsCuda().__enter__()
 
 
@@ -76,12 +78,13 @@ def apply_after_import() -> None:
     # Its tracker of random states forks CUDA's generators, and layers computed twice start from the same state of
     # them; nothing draws from them without dropout.
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    random._get_cuda_rng_state = lambda *_, **__: None
-    random._set_cuda_rng_state = lambda *_, **__: None
+    replace(random, "_get_cuda_rng_state", lambda *_, **__: None, takes="device, clone, graph_safe")
+    replace(random, "_set_cuda_rng_state", lambda *_, **__: None, takes="new_state, device, graph_safe")
     # Its mesh of ranks names the GPU.
-    torch_fully_sharded_data_parallel.DeviceMesh = _Mesh
+    replace(torch_fully_sharded_data_parallel, "DeviceMesh", _Mesh)
     # The all-to-all takes its splits as numbers; they become such only on their way from a GPU.
-    token_dispatcher.maybe_move_tensor_to_cpu = _as_numbers
+    takes = "tensor, as_numpy, record_stream"
+    replace(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers, takes=takes)
 
 
 class _Mesh:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from primus.patch import replace
+
 __all__ = ["apply"]
 
 
@@ -11,7 +13,7 @@ def apply() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     # Latent attention: its imports succeed with None for every class, and isinstance(…, None) raises TypeError.
-    multi_latent_attention.HAVE_TE = False
+    replace(multi_latent_attention, "HAVE_TE", False)
     # The router: NameError, since another name of the same import is missing.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

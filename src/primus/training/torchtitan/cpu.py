@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from primus.patch import replace
+
 __all__ = ["apply"]
 
 
@@ -49,7 +51,7 @@ def _device() -> None:
         "empty_cache": lambda: None,
         "memory_stats": lambda _device=None: _memory_stats(),
     }
-    torch._utils._get_available_device_type = lambda: "cpu"
+    replace(torch._utils, "_get_available_device_type", lambda: "cpu", takes="")
     for name, function in additions.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, function)
@@ -70,26 +72,22 @@ def _barrier() -> None:
     """torchtitan passes ``device_ids`` to the barrier; gloo refuses them."""
     import torch.distributed as dist
 
-    barrier = dist.barrier
-
     def without_device_ids(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_ids", None)
         return barrier(*args, **kwargs)
 
-    dist.barrier = without_device_ids
+    barrier = replace(dist, "barrier", without_device_ids, takes="group, async_op, device_ids, timeout")
 
 
 def _gradient_reduction() -> None:
     """With a gradient divisor set, FSDP2 reduces by PREMUL_SUM, which gloo lacks; a plain sum is the same."""
     from torch.distributed.fsdp import FSDPModule
 
-    set_factor = FSDPModule.set_gradient_divide_factor
-
     def with_plain_sum(module: Any, factor: float) -> None:
         set_factor(module, factor)
         module.set_force_sum_reduction_for_comms(True)
 
-    FSDPModule.set_gradient_divide_factor = with_plain_sum
+    set_factor = replace(FSDPModule, "set_gradient_divide_factor", with_plain_sum, takes="self, factor")
 
 
 def _histogram() -> None:
@@ -99,16 +97,15 @@ def _histogram() -> None:
     """
     import torch
 
-    histc = torch.histc
-
     def over_floats(values: Any, *args: Any, **kwargs: Any) -> Any:
         return histc(values.float(), *args, **kwargs).to(values.dtype)
 
-    torch.histc = over_floats
+    histc = replace(torch, "histc", over_floats)
 
 
 def _permutation() -> None:
     """Tokens are sorted by expert by a Triton kernel; torchtitan's own CPU form of it is never asked for."""
     from torchtitan.models.moe import kernels
 
-    kernels.fill_indices_wrapper = kernels.fill_indices_cpu
+    given = "tokens_per_expert_group, start_index_values, write_offsets, experts_per_rank, num_ranks, max_len"
+    replace(kernels, "fill_indices_wrapper", kernels.fill_indices_cpu, takes=f"{given}, block_size, max_blocks")

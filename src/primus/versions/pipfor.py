@@ -39,8 +39,14 @@ def main() -> None:
         "sys_platform": "linux",
     }
     markers.default_environment = lambda: dict(environment)  # type: ignore[assignment,return-value,unused-ignore]
+    from pip._vendor.requests.adapters import HTTPAdapter
     from pip._vendor.urllib3.util.retry import Retry
 
+    for owner, name in (
+        (markers, "default_environment"), (Retry, "get_retry_after"), (Retry, "is_retry"), (HTTPAdapter, "send"),
+    ):  # fmt: skip
+        if not hasattr(owner, name):
+            sys.exit(f"ERROR: this pip has no {owner.__name__}.{name}, which locking replaces; install pip<27")
     # A server may ask pip to come back in an hour; pip would wait that long.
     asked_for = Retry.get_retry_after
     Retry.get_retry_after = lambda self, response: min(asked_for(self, response) or 0.0, LONGEST_PAUSE_S) or None  # type: ignore[assignment,method-assign,unused-ignore]

@@ -53,7 +53,7 @@ def test_a_deleted_current_folder_is_a_sentence(verb: str, tmp_path: Path) -> No
     gone.mkdir()
     done = shell(f"cd {gone} && rmdir {gone} && {PRIMUS} {verb}", PYTHONPATH=str(ROOT / "src"))
     assert done.returncode == 3
-    assert b"the current folder does not exist any more" in done.stderr
+    assert b"the current folder no longer exists" in done.stderr
     assert b"Traceback" not in done.stderr
 
 

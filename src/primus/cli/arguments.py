@@ -1,6 +1,6 @@
 """Types of command-line values that several verbs share, for argparse's ``type=``.
 
-Each refuses what its option cannot mean, before anything else happens, with a message that names the option.
+They reject invalid values while the command line is parsed, with a message that names the option.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def whole(*, least: int | None = None) -> Callable[[str], int]:
-    """A whole number in plain digits, at least ``least``."""
+    """Return a parser for whole numbers in plain ASCII digits, at least ``least``."""
 
     def read(text: str) -> int:
-        # int() would take "1_0", " 2", other scripts' digits and numbers of any length, which YAML does not.
+        # int() also accepts "1_0", " 2", digits of other scripts and numbers of any length; YAML does not.
         found = int(text) if re.fullmatch(r"-?[0-9]{1,64}", text) else None
         if found is None or (least is not None and found < least):
             limit = "" if least is None else f" of at least {least}"
@@ -33,7 +33,7 @@ def whole(*, least: int | None = None) -> Callable[[str], int]:
 
 
 def path(option: str) -> Callable[[str], Path]:
-    """The path of a file or folder. InputError for one that is empty or holds control characters."""
+    """Return a parser for paths. It raises InputError if the path is empty or contains control characters."""
 
     def read(text: str) -> Path:
         if not text:
@@ -46,7 +46,7 @@ def path(option: str) -> Callable[[str], Path]:
 
 
 def folder(option: str) -> Callable[[str], Path]:
-    """The path of a folder that exists or can be created: no other kind of file is in its way."""
+    """Return a parser for folders that exist or can be created. It raises InputError if a file is in the way."""
     plain = path(option)
 
     def read(text: str) -> Path:
@@ -64,13 +64,13 @@ def folder(option: str) -> Callable[[str], Path]:
 
 
 def new_file(option: str) -> Callable[[str], Path]:
-    """The path of a file to create: nothing of that name exists, and its folder does."""
+    """Return a parser for new files. It raises InputError if the file exists or its folder does not."""
     plain = path(option)
 
     def read(text: str) -> Path:
         found = plain(text)
         if os.path.lexists(found):
-            raise InputError(f"{found} exists already", hint=f"choose another {option}, or delete it")
+            raise InputError(f"{found} already exists", hint=f"choose another {option}, or delete it")
         if not found.parent.is_dir():
             raise InputError(f"{found.parent} is not a folder", hint=f"choose another {option}")
         return found
@@ -79,7 +79,7 @@ def new_file(option: str) -> Callable[[str], Path]:
 
 
 def utf8_only(words: Sequence[str]) -> None:
-    """InputError for an argument that is not UTF-8: it could not be written to any file of a run."""
+    """Raise InputError for an argument that is not UTF-8, because the files of a run could not contain it."""
     for number, word in enumerate(words, 1):
         try:
             word.encode()

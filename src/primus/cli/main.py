@@ -1,4 +1,4 @@
-"""``primus``: finds the verb, imports its module alone, turns errors into sentences and exit codes."""
+"""The entry point of ``primus``: imports the module of one verb, and turns errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "verbs"]
 
-# verb → (module, one line). A module is imported only when its verb is asked for: start-up is a feature. A host
-# verb that is heavy to import has its options in a light module of their own, which is all that `--help` needs.
+# verb → (module, one line). Only the module of the requested verb is imported, which keeps start-up fast. Host verbs
+# that are slow to import declare their options in `cli.options`, which is all that `--help` needs.
 IMAGE_VERBS = {
     "list": ("image.list_recipes", "list the recipes with their backends, modes, precisions and GPUs"),
     "show": ("image.show_recipe", "show every setting of a recipe, its source and its reason"),
@@ -36,8 +36,8 @@ IMAGE_VERBS = {
 
 
 def verbs() -> dict[str, tuple[str, str]]:
-    """verb → (module, one line) of all verbs that are here."""
-    # The host's verbs are not in the image, whose bytes shall not change with them.
+    """Return verb → (module, one line) for all installed verbs."""
+    # The image does not contain the host's verbs, so its bytes do not change with them.
     try:
         from primus.cli.host import VERBS
     except ModuleNotFoundError:
@@ -55,9 +55,12 @@ def _usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit code: 0 ok, 1 failed check or job, 2 bad input, 3 environment."""
+    """Run one verb and return its exit code.
+
+    0 success, 1 a check or job failed, 2 invalid input, 3 the machine lacks something, 130 interrupted.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
-    # Imports and parsed files stay alive. Looking for cycles among them is a tenth of the time of `primus show`.
+    # Imports and parsed files stay alive. Collecting cycles among them takes a tenth of the time of `primus show`.
     gc.set_threshold(50_000)
     _streams()
     try:
@@ -69,12 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _streams() -> None:
-    """Closed standard streams become /dev/null, and text is UTF-8 whatever the locale, as JSON documents must be."""
+    """Open closed standard streams as /dev/null, and write UTF-8 in every locale, because JSON must be UTF-8."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
     if sys.stdout is None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
@@ -85,15 +88,15 @@ def _streams() -> None:
 
 
 def _failed(name: str, error: OSError) -> int:
-    """Say what the operating system refused; the exit code."""
+    """Report an error of the operating system and return the exit code."""
     if isinstance(error, BrokenPipeError):
-        # The reader (`| head`) has had enough; Python would complain once more when it flushes at exit.
+        # The reader (`| head`) closed the pipe. Without this, Python reports the error again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 141  # as a shell sees a process that SIGPIPE ended
+        return 141  # what a shell reports for a process ended by SIGPIPE
     where = f" ({str(error.filename)[:200]})" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         print(f"{name}: the disk is full{where}\n  → free some space and run it again", file=sys.stderr)
-        if not where:  # what could not be written may be standard output; the same again
+        if not where:  # the full disk may be that of standard output, and the flush at exit would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 3
     print(f"{name}: {(error.strerror or str(error)).lower()}{where}", file=sys.stderr)
@@ -124,7 +127,7 @@ def _main(args: list[str]) -> int:
 
 
 def _complete() -> None:
-    """Answer the shell's question for completions (argcomplete's protocol) and end."""
+    """Print tab completions for the shell (argcomplete's protocol) and exit."""
     # Seam "completion".
     import argparse
 
@@ -138,7 +141,7 @@ def _complete() -> None:
 
 
 def _options(name: str) -> Any:
-    """The module with a verb's options: one of ``primus.cli.options``, or the verb's own."""
+    """Return the module with a verb's options: one of ``primus.cli.options``, or the verb's own module."""
     apart = f"primus.cli.{name.replace('host.', 'options.')}"
     try:
         return importlib.import_module(apart)
@@ -157,7 +160,7 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
     try:
         os.getcwd()  # noqa: PTH109 - pathlib costs start-up time
     except FileNotFoundError:
-        print(f"primus {verb}: the current folder does not exist any more\n  → change to another", file=sys.stderr)
+        print(f"primus {verb}: the current folder no longer exists\n  → change to another folder", file=sys.stderr)
         return HostError.exit_code
     options = _options(name)
     parser = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""Verbs of the release engineer: from pins to a published image."""
+"""Verbs that run on the host: from pins to a published image."""
 
 __all__ = ["VERBS"]
 

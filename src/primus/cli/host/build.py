@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"images": [asdict(b) for b in built], "seconds": round(seconds, 3)}))
     else:
-        # The next build answers from a note as long as nothing is touched.
+        # While no input changes, the next build only reads this note.
         for plan, image in zip(plans, built, strict=True):
             remember(workspace, plan, image, _name(image), began_ns)
         if any(image.changed for image in built):
@@ -66,17 +66,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _name(image: Built) -> str:
-    """The image's name in a line; a preview that failed gates says so each time."""
+    """Return the image's name for a line of output, with the gates that a preview failed."""
     gates = ", ".join(sentence.partition(":")[0] for sentence in image.failed)
     return image.ref + (f" (fails {gates}; see primus check {image.target})" if gates else "")
 
 
 def build_plans(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
-    """The images of the plans, built under all gates; says on standard error which channel builds each."""
+    """Build the plans, run all gates and return the images. Prints the channel of each image to standard error."""
     done = [] if options.rehash else [current(workspace.store, plan, rules()) for plan in plans]
     built = [image for image in done if image is not None]
     if len(built) < len(plans):
-        # Seam "work": what fetches, builds and checks costs 300 ms, which a build with nothing to do saves.
+        # Seam "work": importing the code that fetches, builds and checks takes 300 ms. A no-op build does not need it.
         from primus.gates.admit import build_gated
 
         _say_channels((plan.target, plan.resolved.target, plan.resolved.choice) for plan in plans)
@@ -86,7 +86,7 @@ def build_plans(plans: Sequence[ImagePlan], workspace: Workspace, options: Optio
 
 
 def _say_channels(targets: Iterable[tuple[str, Target, Choice]]) -> None:
-    """Say which channel builds each target that has several, and why."""
+    """For each target with several channels, print which one builds it, and why."""
     for name, target, choice in targets:
         if len(target.channels) > 1:
             print(f"{name}: channel {choice.channel}, {choice.reason}", file=sys.stderr)
@@ -113,5 +113,5 @@ def _table(image: Built, choice: Choice, screen: Screen) -> str:
     for sentence in image.failed:
         lines += screen.wrap(sentence, f"  {screen.paint('✗', 'red')} ", "    ")
     if image.failed:
-        lines += screen.wrap("checks failed; primus check and primus validate say no to this image", "  ")
+        lines += screen.wrap("gates failed: primus check and primus validate will fail for this image", "  ")
     return "\n".join(lines)

@@ -17,7 +17,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the images, print one line per gate and its findings."""
+    """Check the images and print one line per gate with its findings. Returns 0, or 1 if a gate failed."""
     targets, workspace = resolved_targets(args)
     outcomes = []
     with choose_progress(args.json) as progress:

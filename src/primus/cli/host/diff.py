@@ -32,13 +32,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _curves(root: Path, old: str, new: str) -> tuple[str, ...]:
-    """What differs between the golden curves of two releases; nothing where neither has any."""
+    """Return the differences between the golden curves of two releases; none if neither has curves."""
     sides = {name: golden.load(root, name) for name in (old, new)}
     missing = [name for name, curves in sides.items() if curves is None]
     if len(missing) == len(sides):
         return ()
     if missing:
-        return (f"{missing[0]} has no golden curves: how both train was not compared",)
+        return (f"{missing[0]} has no golden curves, so training was not compared",)
     before, after = sides[old], sides[new]
     assert before is not None
     assert after is not None

@@ -14,7 +14,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write or check; the exit code."""
+    """Write or check the generated files. Returns 0, or 1 if --check found one out of date."""
     if not (args.project / "versions.yaml").is_file():
         raise InputError(f"there is no versions.yaml in {args.project}")
     if args.vendored:
@@ -28,6 +28,6 @@ def run(args: argparse.Namespace) -> int:
         if not names:
             print("every generated file is up to date")
     if args.check and names:
-        print("  → nox -s docs writes them again", file=sys.stderr)
+        print("  → nox -s docs updates them", file=sys.stderr)
         return 1
     return 0

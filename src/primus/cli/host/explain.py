@@ -15,7 +15,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare the plan with what was built last."""
+    """Compare the plan with the last build. Returns 1 if something would be built."""
     targets, workspace = resolved_targets(args)
     plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)
     found = {plan.target: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}

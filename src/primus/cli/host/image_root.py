@@ -1,4 +1,4 @@
-"""The image in the store that a verb works on."""
+"""Finding the image in the store that a verb works on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["image_root"]
 
 
 def image_root(args: argparse.Namespace) -> RootFs:
-    """The image of ``args.target`` as a sandbox takes it; it must be in the store.
+    """Return the root file system of the image of ``args.target``. The store must contain the image.
 
-    With --store alone no project is needed: the store's newest image of the target is meant.
+    With --store, no project is needed: the newest image of the target in that store is used.
     """
     if args.store and args.project is None and not Project.here():
         store = args.store.absolute()

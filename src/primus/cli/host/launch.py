@@ -38,7 +38,7 @@ EXAMPLE = "primus launch slurm llama3.1-70b --nodes 8 --gpu mi300x --image rocm/
 
 
 class _Words(argparse.ArgumentParser):
-    """A parser that takes key=value words after options, too."""
+    """A parser that also accepts key=value arguments after options."""
 
     _inside = False
 
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _kubernetes(options: argparse.Namespace) -> int:
-    # `k8s status NAME` and `k8s RECIPE status` are both understood.
+    # Both `k8s status NAME` and `k8s NAME status` work.
     words = [options.recipe, *options.overrides]
     action = next((word for word in words if word in _ACTIONS), "apply")
     words = [word for word in words if word != action]
@@ -213,7 +213,10 @@ def _show(options: argparse.Namespace, document: dict[str, Any], rows: str) -> i
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:
-    """The recipe for the nodes' GPU, which this machine need not have: --gpu, or the one that the image is for."""
+    """Resolve the recipe for the nodes' GPU: --gpu, or the GPU that the image's name contains.
+
+    This machine does not need that GPU. If neither names one, the first GPU of the table is used, with a message.
+    """
     if options.gpu is None:
         words = re.split(r"[-_.:/]", options.image)
         options.gpu = next((one.name for one in load_table().generations if one.name in words), None)

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             json.dumps({"image_id": found, "tag": tag, "manifest": digest_of(root.manifest or b""), "bytes_sent": sent})
         )
         return 0
-    note = f"sent {sent / 1e6:.1f} MB" if sent else "it was there already, nothing sent"
+    note = f"sent {sent / 1e6:.1f} MB" if sent else "the engine already has it, nothing sent"
     print(f"{tag}: {note}", file=sys.stderr)
     print(found)
     return 0

@@ -29,7 +29,7 @@ __all__ = ["Change", "compare", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One file of a lock that came, went or took another version; None means absent."""
+    """One file that was added to a lock, removed from it or changed. ``old`` or ``new`` is None where it is absent."""
 
     kind: str
     name: str
@@ -38,7 +38,7 @@ class Change:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Lock or check; 0 done or fresh, 1 stale under --check."""
+    """Update the locks, or check them. Returns 0, or 1 if --check found a stale lock."""
     project = open_project(args)
     names = targets_of(project, args) if args.target else project.target_names()
     if args.channel and not args.target:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         if args.report:
             raise InputError(
-                "--check asks no source, so there is nothing to report", hint="leave out --check or --report"
+                "--check contacts no source, so there is nothing to report", hint="leave out --check or --report"
             )
         return _check(targets, args.json)
     if not args.report:
@@ -69,7 +69,7 @@ def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
             for one, row in zip(found, rows, strict=True):
                 print(f"{row['where']}: {name} is stale: {one}")
             if not found:
-                print(f"✓ {name} answers versions.yaml")
+                print(f"✓ {name} matches versions.yaml")
     if as_json:
         print(json.dumps({"fresh": not stale, "stale": stale}, ensure_ascii=False, indent=2))
     elif stale:
@@ -96,7 +96,7 @@ def _lock(targets: Sequence[ResolvedTarget], as_json: bool, *, refresh: bool, re
 
 
 def _placed(resolved: ResolvedTarget, progress: Progress, refresh: bool, known: Known) -> Lock | None:
-    """The target's new lock. An error that is about a package, an image or a repository names its pin's line."""
+    """Lock the target. An error about a package, an image or a repository gets the line of its pin."""
     try:
         return lock_target(resolved, progress, refresh=refresh, known=known).lock
     except PrimusError as error:
@@ -106,7 +106,7 @@ def _placed(resolved: ResolvedTarget, progress: Progress, refresh: bool, known: 
 
 
 def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:
-    """The files on which two locks differ, by name."""
+    """Return the files that differ between two locks, sorted by kind, base and name."""
 
     def named(lock: Lock | None) -> Mapping[tuple[str, str, str], tuple[str, str]]:
         files = lock.files if lock else ()
@@ -135,7 +135,7 @@ def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
     kinds = max(len(c.kind) for c in changes)
     names = max(len(c.name) for c in changes)
     olds = max(len(c.old or "—") for c in changes)
-    same = "(same version, other bytes)"
+    same = "(same version, different bytes)"
     rows = [
         f"  {c.kind:<{kinds}}  {c.name:<{names}}  {c.old or '—':>{olds}} → {c.new or '—'}"
         + (f"  {same}" if c.old == c.new else "")
@@ -145,7 +145,7 @@ def _table(name: str, lock: Lock, changes: Sequence[Change]) -> str:
 
 
 def _where(resolved: ResolvedTarget, pin: str) -> str:
-    """``versions.yaml:line:col`` of the pin (the file alone for a pin that is gone)."""
+    """Return ``versions.yaml:line:col`` of the pin, or only the file for a pin that was removed."""
     kind, _, rest = pin.partition(" ")
     name, _, key = rest.rpartition(" ")
     if kind == "base" and name in resolved.versions.bases:

@@ -1,4 +1,4 @@
-"""What a lock asked of its sources and what they answered, as a file that a person can send to another."""
+"""The report of ``primus lock --report``: every request to a source and its answer, without logins."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ FORMAT = 1
 
 
 def pin_of(resolved: ResolvedTarget, about: str) -> tuple[str, str]:
-    """The component and the place in versions.yaml that pin the package, image, repository or file ``about``; two empty
-    texts for what no pin names, such as a dependency of a pinned package.
+    """Return the component, and its place in versions.yaml, that pins the package, image, repository or file ``about``.
+
+    Both are empty if no pin names it, as for a dependency of a pinned package.
     """
     word = about.partition(" ")[0]
     package = normalised(word)
-    # A file's name begins with its package, whose own hyphens may be underscores.
+    # A file name begins with the package's name, in which hyphens may have become underscores.
     stem = normalised(re.split(r"-(?=[0-9])", word, maxsplit=1)[0])
     for component, pin in resolved.pins.items():
         if {package, stem} & _names(pin):
@@ -52,7 +53,7 @@ def _names(pin: Pin) -> set[str]:
 
 @dataclass
 class Report:
-    """Gathers requests and lines target by target; :meth:`write` makes the file."""
+    """Collects requests and messages, target by target; :meth:`write` writes the file."""
 
     path: Path
     command: str
@@ -62,7 +63,7 @@ class Report:
 
     @contextmanager
     def of(self, resolved: ResolvedTarget) -> Iterator[None]:
-        """The requests made for one target."""
+        """Record the requests made for one target while the context is open."""
         with listening(self.said.append) as asked:
             try:
                 yield
@@ -76,7 +77,7 @@ class Report:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Write the file when the work ends, however it ends. Raises InputError when it cannot be written."""
+        """Write the file when the context ends, also after an error. Raises InputError if it cannot be written."""
         self.write()
         try:
             yield
@@ -88,7 +89,7 @@ class Report:
             self.write()
 
     def write(self) -> None:
-        """The file as it is now, without anybody's login."""
+        """Write the report so far, without logins in URLs. Raises InputError if the file cannot be written."""
         document = {
             "format": FORMAT,
             "command": self.command,

@@ -16,13 +16,11 @@ from primus.release.publish import Ready, prepare, publish
 __all__ = ["run"]
 
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
-
-
 _NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+$")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Judge all, then publish all."""
+    """Check all images; if none has an objection, publish them. Returns 0, or 1 if one was refused."""
     if not _NAME.match(args.to):
         raise InputError(
             f"--to {args.to!r} is not a repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
@@ -43,9 +41,9 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     for one in done:
         what = (
-            f"sent {one['bytes_sent'] / 1e6:.1f} of {one['bytes'] / 1e6:.1f} MB" if one["new"] else "was there already"
+            f"sent {one['bytes_sent'] / 1e6:.1f} of {one['bytes'] / 1e6:.1f} MB" if one["new"] else "already published"
         )
-        print(f"{one['ref']}: {what}, {len(one['attached'])} documents beside it")
+        print(f"{one['ref']}: {what}, {len(one['attached'])} documents attached")
         print(f"{args.to}@{one['digest']}")
     return 1 if refused else 0
 

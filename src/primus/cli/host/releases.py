@@ -21,18 +21,21 @@ __all__ = ["choices", "open_pins", "run"]
 
 
 def open_pins(args: argparse.Namespace) -> Project | None:
-    """The project of --project or of this folder; None where there is none, since the history needs none."""
+    """Open the project of --project or of this folder; None if there is none. The history does not need one."""
     return Project.find(args.project) if args.project or Project.here() else None
 
 
 def pinned(project: Project, name: str, history: History) -> Release:
-    """The present pins under one of their names."""
+    """Return the current pins as a release called ``name``."""
     targets = {one.name: one for one in resolve_all(project, project.target_names())}
     return present(project.versions, targets, name, history.gpu_arch)
 
 
 def choices(history: History, word: str, project: Project | None) -> Sequence[Release]:
-    """What ``word`` names, in the history or, failing that, in the present pins. InputError when it is nothing."""
+    """Return the releases that ``word`` names in the history or, if there are none, in the current pins.
+
+    Raises InputError if neither knows the name.
+    """
     try:
         return select(history, word)
     except InputError:
@@ -43,7 +46,7 @@ def choices(history: History, word: str, project: Project | None) -> Sequence[Re
         if bare in names:
             return (pinned(project, bare, history),)
         if golden.load(project.root, Path(bare).name) is not None:
-            # An earlier release of this repository: its pins are in its own commit, its curves in every later one.
+            # An earlier release of this repository. Its pins are in its own commit; later commits keep its curves.
             return (Release(image=IMAGE, tag=bare, components={}, notes=("Only its golden curves are known here.",)),)
         return select(history, word, also=names)
 

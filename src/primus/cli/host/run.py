@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
-
-
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -56,7 +54,7 @@ def _say(text: str) -> None:
 def _variable(item: str) -> tuple[str, str]:
     key, equals, value = item.partition("=")
     if not key or "\0" in item:
-        raise InputError(f"-e {item!r} is not a variable", hint="-e KEY=VALUE, or -e KEY for your own value")
+        raise InputError(f"-e {item!r} is not a variable", hint="-e KEY=VALUE, or -e KEY to copy your own value")
     return key, value if equals else os.environ[key]
 
 
@@ -64,7 +62,7 @@ def _mount(item: str) -> Mount:
     parts = item.split(":")
     mode = parts.pop() if len(parts) > 2 and parts[-1] in ("ro", "rw") else "rw"
     if len(parts) != 2 or not parts[0] or not parts[1].startswith("/"):
-        raise InputError(f"-v {item!r} is not a volume", hint="-v SOURCE:/path/inside, with :ro to forbid writing")
+        raise InputError(f"-v {item!r} is not a volume", hint="-v SOURCE:/path/inside; add :ro for read-only")
     return Mount(source=Path(parts[0]).expanduser(), target=parts[1], read_only=mode == "ro")
 
 

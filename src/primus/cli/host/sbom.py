@@ -16,7 +16,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list or the document."""
+    """Print the list of files, or the SPDX document."""
     resolved, workspace = resolved_target(args)
     image = compose(workspace.store, plan_image(resolved, workspace.stats))
     if image is None:

@@ -26,7 +26,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build, train, judge, record."""
+    """Build the image, train, check and record. Returns 0, or 1 if a job or a check failed."""
     if args.record_golden and (not args.suite or args.recipe):
         raise InputError("--record-golden records every recipe of a target", hint="use it with --suite quick")
     resolved, workspace = resolved_target(args)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _cells(
     resolved: ResolvedTarget, gpu: str, *, recipe: str | None, level: str | None
 ) -> tuple[tuple[Cell, str], ...]:
-    """Each cell to train, with its level of the suite."""
+    """Return each cell (recipe, backend, mode, precision) to train, with its level of the suite."""
     target = resolved.target
     if not target.recipes and not recipe:
         raise InputError(
@@ -84,11 +84,11 @@ def _cells(
         )
     names = (recipe,) if recipe else target.recipes
     device = CPU if gpu == NO_GPU else gpu
-    # The same folder that the image's recipes layer is made from, wherever this code is installed.
+    # The folder from which the image's recipes layer is made; this code may be installed elsewhere.
     find = partial(cells_of, gpu=device, among=resolved.root / "recipes")
     if level:
         return tuple((cell, level) for cell in find(names, every=True, precisions=target.trained_in))
-    # One recipe shows that runs repeat and resume; the others only have to train.
+    # One recipe is enough to check that runs repeat and resume. The others only have to train.
     (first,) = find(names[:1], every=False)
     whole = target.trained_in and not recipe
     rest = find(names, every=True, precisions=target.trained_in) if whole else ()

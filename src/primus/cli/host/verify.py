@@ -25,7 +25,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build twice, compare."""
+    """Build again into an empty store, compare the digests and run the gates. Returns 0, or 1 on a difference."""
     targets, workspace = resolved_targets(args)
     plans = plan_images(targets, workspace.stats, locked=True, quiet=args.json)
     first = build_images(plans, workspace, gates=Gatekeeper, options=Options(locked=True, rehash=True, quiet=args.json))
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="verify-", dir=workspace.folder))
     failed: dict[str, str] = {}
     try:
-        # Another store, the same downloads and unpacked layers. Local files are hashed again.
+        # The second build has its own store but shares downloads and unpacked layers. It hashes local files again.
         twin = Workspace(Store(scratch / "store"), workspace.folder)
         again = plan_images(targets, twin.stats, locked=True)
         second = build_images(again, twin, gates=None, options=Options(locked=True, quiet=args.json))
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"images": rows, "passed": passed}))
     else:
         for image in first:
-            verdict = f"differs: {failed[image.target]}" if image.target in failed else "same bytes twice"
+            verdict = f"differs: {failed[image.target]}" if image.target in failed else "both builds are identical"
             print(f"{image.ref} {image.digest}: {verdict}")
             print(outcome_text(outcomes[image.target], Screen.of()).partition("\n")[2])
         if failed and args.keep:

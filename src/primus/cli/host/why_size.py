@@ -16,7 +16,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the tree."""
+    """Print the tree of layers and folders by size."""
     resolved, workspace = resolved_target(args)
     with choose_progress(args.json) as progress:
         examined = examine(plan_image(resolved, workspace.stats), workspace, progress)

@@ -1,1 +1,1 @@
-"""Verbs of the end user, inside the image: list, show, train."""
+"""Verbs that also run inside the image, such as list, show and train."""

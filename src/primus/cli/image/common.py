@@ -30,8 +30,8 @@ seconds = whole(least=0)
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
-    """The recipe's name and the settings that replace its own."""
-    # argparse alone takes positional words in one go: key=value after an option would be refused.
+    """Declare the arguments RECIPE and key=value."""
+    # Without intermixed parsing, argparse refuses a key=value argument that follows an option.
     parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
     recipe = parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of its file")
     recipe.completer = complete_recipe  # type: ignore[attr-defined]
@@ -39,17 +39,17 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def complete_recipe(prefix: str, **_: object) -> list[str]:
-    """Names for tab completion."""
+    """Return the recipes that begin with ``prefix``, for tab completion."""
     return [name for name in names() if name.startswith(prefix)]
 
 
 def short_origin(origin: str, recipe: Recipe) -> str:
-    """``origin`` with paths below the recipe's folder."""
+    """Return ``origin`` with paths relative to the recipe's folder."""
     return origin.replace(f"{recipe.path.parent}/", "")
 
 
 def offered(choice: str) -> list[str]:
-    """Every word that some recipe takes for a choice."""
+    """Return every value that some recipe accepts for ``choice`` (backend, mode, precision or gpu)."""
     match choice:
         case "backend":
             return list(backends())
@@ -62,13 +62,13 @@ def offered(choice: str) -> list[str]:
 
 
 def add_named(parser: argparse.ArgumentParser, choice: str, meaning: str) -> None:
-    """An option for one of the choices, with its words for tab completion."""
+    """Declare the option of one choice, with tab completion of its values."""
     action = parser.add_argument(f"--{choice}", metavar="NAME", help=meaning)
     action.completer = lambda **_: offered(choice)  # type: ignore[attr-defined]
 
 
 def add_choices(parser: argparse.ArgumentParser) -> None:
-    """What decides which of a recipe's cases hold, and the settings that every backend has."""
+    """Declare the options that select a recipe's cases, and those for settings that every backend has."""
     add_named(parser, "backend", "torchtitan, megatron, finetune, flux or fsdp")
     add_named(parser, "mode", "pretrain, full or lora")
     add_named(parser, "precision", ", ".join(PRECISIONS))
@@ -82,13 +82,13 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
 
 
 def resolved(options: argparse.Namespace) -> Recipe:
-    """The recipe that the options ask for. Raises InputError."""
+    """Resolve the recipe that the options ask for. Raises InputError."""
     names = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
     asked = Asked(**{name: getattr(options, name) for name in names})
     single = ("ranks", "steps", "seed", "turbo")
     words = [f"{what}={value}" for what in single if (value := getattr(options, what)) is not None]
     recipe = resolve(options.recipe, [*options.overrides, *words], asked)
-    # Seam "rules of few recipes": most ask for neither Megatron nor an optimization.
+    # Seam "rules of few recipes": most recipes use neither Megatron nor an optimization.
     if recipe.backend == "megatron":
         from primus.training.megatron import render
 

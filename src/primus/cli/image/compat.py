@@ -34,7 +34,7 @@ __all__ = ["EXAMPLE", "add_arguments", "requested", "run"]
 
 EXAMPLE = "primus compat pytorch_benchmark_report.sh -t pretrain -m Llama-3.1-8B -p FP8 -s 8192 --dry-run"
 
-# One rank of torchrun is enough to start primus, which starts its own ranks.
+# Variables that torchrun sets. One rank of torchrun starts primus, which then starts its own ranks without them.
 _OF_TORCHRUN = (
     "RANK",
     "LOCAL_RANK",
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _own(command: str) -> argparse.ArgumentParser:
-    """Options of primus among the command's words; a command that has one of the name keeps it."""
+    """Return a parser for primus's options among the command's words, except those that the command has itself."""
     parser = argparse.ArgumentParser(prog=command, add_help=False, allow_abbrev=False)
     for flag in ("--dry-run", "--proxy", "--json", "--allow-unmapped"):
         parser.add_argument(flag, action="store_true")
@@ -73,7 +73,7 @@ def requested(
     allow_unmapped: bool = False,
     precision: str | None = None,
 ) -> Request:
-    """What a command asks for. InputError and HostError when it asks for nothing that can be trained here."""
+    """Translate a command to a request. Raises InputError and HostError if it cannot be trained here."""
     name = command.rpartition("/")[2]
     known: dict[str, Callable[[], Request]] = {
         **dict.fromkeys(
@@ -88,13 +88,13 @@ def requested(
         "madengine": lambda: benchmark.tag(words),
     }
     if name not in known:
-        raise InputError(f"there is no command {name!r}" + nearest(name, known), hint=f"there are: {', '.join(known)}")
+        raise InputError(f"there is no command {name!r}" + nearest(name, known), hint=f"commands: {', '.join(known)}")
     request = known[name]()
     return replace(request, asked=replace(request.asked, precision=precision)) if precision else request
 
 
 def run(options: argparse.Namespace) -> int:
-    """Find out what is asked, say it, and train. Returns what ``primus train`` returns."""
+    """Translate the command, print the equivalent ``primus train``, and run it. Returns its exit code."""
     environment = dict(os.environ)
     if _STARTED_BY_TORCHRUN in environment and environment.get("LOCAL_RANK", "0") != "0":
         return 0
@@ -136,8 +136,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tuning(request: Request, own: argparse.Namespace, *, use: bool) -> int | None:
-    """Stage 2: measure what stage 1 logged, and train nothing. Stage 3 (``use``): InputError for a wrong result."""
+    """Run stage 2 (measure the GEMMs that stage 1 logged) and return its exit code.
 
+    For stage 3 (``use``), only check the result and return None. Raises InputError if the result does not fit.
+    """
     recipe = resolve(request.recipe, request.words, request.asked)
     folder = store.Folder.of(request.recipe)
     if not use:
@@ -145,20 +147,20 @@ def _tuning(request: Request, own: argparse.Namespace, *, use: bool) -> int | No
     if folder.key.is_file():
         store.check(folder, tune.key_here(recipe))
     else:
-        print(f"{folder.tuned} does not say which hipBLASLt it is of; it is used as it is", file=sys.stderr)
+        print(f"{folder.tuned} does not name its hipBLASLt version; it is used unchecked", file=sys.stderr)
     return None
 
 
 def _ask_service(words: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Ask the workload service, and print its answer as JSON."""
+    """Send the command to the workload service and print the answer as JSON."""
     command = next((word for word in words if word in workloads.COMMANDS), None)
     if command is None:
         known = ", ".join(workloads.COMMANDS)
-        raise InputError("no command is given", where="run_k8s_pretrain.sh", hint=f"there are: {known}")
+        raise InputError("no command is given", where="run_k8s_pretrain.sh", hint=f"commands: {known}")
     rest = list(words)
     rest.remove(command)
     if command == "create":
-        # What cannot be trained is refused here, not after the workload waited for its nodes.
+        # A workload that cannot be trained is refused here, before it waits for its nodes.
         request = pretrain.kubernetes(words, environment)
         for sentence in request.says:
             print(f"run_k8s_pretrain.sh: {sentence}", file=sys.stderr)
@@ -183,12 +185,12 @@ def _launch_slurm(request: Request, environment: Mapping[str, str], own: argpars
         if not sentence.startswith("DOCKER_IMAGE "):
             print(f"run_slurm_pretrain.sh: {sentence}", file=sys.stderr)
     print(f"run_slurm_pretrain.sh: → primus {shlex.join(words)}", file=sys.stderr)
-    # A process of its own: what ships inside the image does not import what starts jobs from outside.
+    # A separate process, because code that ships inside the image must not import code that starts jobs from outside.
     return subprocess.run([sys.executable, "-m", "primus.cli.main", *words], check=False).returncode
 
 
 def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
-    """Append the run's figures where MAD's script leaves them, beside the folder it runs in; else in the run's own."""
+    """Append the figures to ``../perf_MODEL.csv``, as MAD's script does, or else to a file in the run's folder."""
     try:
         rows = sheets.benchmark_rows(read(output), model=model, mode=mode)
     except InputError as error:
@@ -207,9 +209,9 @@ def _write_csv(command: str, model: str, mode: str, output: Path) -> None:
 
 
 def _set_up(words: Sequence[str], environment: Mapping[str, str], *, downloads: bool) -> int:
-    """Say which libraries are there; with ``--download`` bring models and data sets."""
+    """List the installed libraries; with ``--download``, download models and data sets."""
     if [word for word in words if word != "--download"]:
-        raise InputError(f"there is no option {words[0]!r}", hint="--download brings models and data sets, too")
+        raise InputError(f"there is no option {words[0]!r}", hint="--download also downloads models and data sets")
     if not downloads:
         found = setup.libraries()
         for one in found:
@@ -239,24 +241,27 @@ def _for_this_machine(request: Request, own: argparse.Namespace) -> Request:
         says = f"this machine has no GPU: resolved for {request.gpu_of_path}, which the path names"
         return replace(request, asked=replace(asked, gpu=request.gpu_of_path), says=(*request.says, says))
     if found.generation and found.generation != request.gpu_of_path:
-        says = f"the path is of {request.gpu_of_path}, the settings are those of this machine's {found.generation}"
+        says = f"the path names {request.gpu_of_path}; this machine's {found.generation} decides the settings"
         return replace(request, says=(*request.says, says))
     return request
 
 
 def _startable(command: str, environment: Mapping[str, str], request: Request) -> None:
-    """HostError for what only the host can start, InputError for a tuning stage without the one before it."""
+    """Check that the command can start here.
+
+    Raises HostError for commands that only the host can run, InputError for a tuning stage without its predecessor.
+    """
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment:
         raise HostError(
-            "a job of Slurm is started outside of the image",
-            hint="`primus launch slurm` on a login node; primus compat run_slurm_pretrain.sh does the same there",
+            "a Slurm job cannot be started inside the image",
+            hint="use `primus launch slurm` or `primus compat run_slurm_pretrain.sh` on a login node",
         )
     if command == "madengine":
         raise HostError(
-            f"{command} starts containers, which is done outside of the image", hint="--dry-run shows the run"
+            f"{command} starts containers, which is not possible inside the image", hint="--dry-run shows the run"
         )
     tuned = request.environment.get("HIPBLASLT_TUNING_OVERRIDE_FILE")
     if tuned is not None and not Path(tuned).is_file():
-        raise InputError(f"there is no {tuned}", where="PRIMUS_HIPBLASLT_TUNING_STAGE=3", hint="stage 2 makes it")
+        raise InputError(f"there is no {tuned}", where="PRIMUS_HIPBLASLT_TUNING_STAGE=3", hint="stage 2 creates it")
     if shapes := request.environment.get("HIPBLASLT_LOG_FILE"):
         Path(shapes).parent.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the prediction. Returns 0 when it fits, else 1; raises InputError."""
+    """Print the prediction. Returns 0 if the recipe fits, otherwise 1. Raises InputError."""
     recipe = resolved(options)
     total = gpu_bytes(recipe.gpu)
     if total is None:

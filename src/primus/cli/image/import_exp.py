@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read, translate, write. Returns 0; raises InputError for what cannot be said."""
+    """Convert the file. Returns 0. Raises InputError if it is invalid or a recipe cannot express it."""
     merged = merge(options.file, os.environ, version=options.primus)
     if options.effective:
         return _print_or_write(options, _effective_json(merged), _effective_text(merged))
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         refuse(done.unmapped, ALLOW_UNMAPPED)
     for one in done.unmapped:
         print(f"left out: {one}", file=sys.stderr)
-    # A GPU is named, since the machine that imports need not have one; the keys are judged either way.
+    # The recipe is resolved for a fixed GPU, because the importing machine may have none. All keys are checked anyway.
     asked = Asked(backend=source.backend, precision=done.choices["precision"], gpu="mi355x", nodes=nodes)
     try:
         recipe = resolve(source.recipe, done.words(), asked)
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_or_write(options: argparse.Namespace, document: Mapping[str, object], text: str) -> int:
-    """Print ``document`` with --json, write ``text`` to --out; print it where neither is asked for."""
+    """With --json print ``document``, with --out write ``text``; with neither, print ``text``."""
     if options.json:
         print(json.dumps(document, indent=2, ensure_ascii=False))
     elif options.out is None:
@@ -107,6 +107,6 @@ def _effective_json(merged: Merged) -> Mapping[str, object]:
 
 
 def _effective_text(merged: Merged) -> str:
-    """The whole configuration, each key with the place that decides it."""
+    """Return the whole configuration as text, each key with the place that sets it."""
     lines = [f"{key}: {spelt(one.value)}  # {one.where}\n" for key, one in sorted(merged.keys.items())]
     return f"# {merged.path.name} with the presets of {merged.source}\n{''.join(lines)}"

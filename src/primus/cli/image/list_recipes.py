@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table. Returns 0; raises InputError when nothing is left."""
+    """Print the table. Returns 0. Raises InputError if no recipe matches."""
     for choice in _CHOICES:
         if (asked := getattr(options, choice)) is not None:
             among(choice, asked, offered(choice), f"--{choice} {asked}")
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _narrowed(entry: Entry, options: argparse.Namespace) -> Entry | None:
-    """What the options leave of ``entry``."""
+    """Return the part of ``entry`` that matches the options, or None."""
     if options.name not in entry.recipe or options.backend not in (None, entry.backend):
         return None
     if options.mode not in (None, entry.mode):

@@ -32,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Read, write, show. Returns 0; raises InputError and HostError."""
+    """Read the runs, write the files and print the comparison. Returns 0. Raises InputError and HostError."""
     if len(options.runs) > compare.MOST_RUNS:
-        raise InputError(f"{len(options.runs)} runs", hint=f"at most {compare.MOST_RUNS} are on one page")
+        raise InputError(f"{len(options.runs)} runs are too many", hint=f"compare at most {compare.MOST_RUNS}")
     runs = read_all(options.runs)
     files = {"perf.csv": sheets.perf_csv(runs), **_of_models(runs), "report.html": compare.comparison(runs)}
     try:
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _of_models(runs: tuple[Run, ...]) -> dict[str, str]:
-    """MAD's script writes one file per model."""
+    """Return file name → CSV, one file per model as MAD's script writes them."""
     stems = {one.recipe: Path(one.recipe).stem if "/" in one.recipe else one.recipe for one in runs}
     names = {recipe: f"perf_{re.sub(r'[^A-Za-z0-9._+-]', '_', stem)[:100]}.csv" for recipe, stem in stems.items()}
     return {

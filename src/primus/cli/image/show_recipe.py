@@ -42,12 +42,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _command(recipe: Recipe) -> str:
-    """The words that train exactly this."""
+    """Return the command that trains this recipe with the same settings."""
     return " ".join(["primus", "train", recipe.name, *recipe.asked.words(), *recipe.overrides])
 
 
 def _per_step(recipe: Recipe) -> tuple[int, str]:
-    """How much one optimizer step sees, and of what."""
+    """Return the amount of data in one optimizer step, and its unit (tokens or images)."""
     if recipe.architecture.family == "flux":
         return recipe.global_batch, "images"
     return recipe.global_batch * recipe.seq_len, "tokens"
@@ -114,7 +114,7 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
             if setting.because:
                 reasons.setdefault(setting.because, []).append(f"{key} = {_plain(setting)}")
     if reasons:
-        yield screen.paint("\nwhere sources disagree, or say nothing", "bold")
+        yield screen.paint("\nmissing and contradicting sources", "bold")
     narrow = replace(screen, width=min(screen.width or _WIDTH, _WIDTH))
     for because, keys in reasons.items():
         yield from screen.wrap(", ".join(keys), "  ", "    ")
@@ -126,14 +126,14 @@ _TOP = "what and where"
 
 
 def _sections(recipe: Recipe) -> dict[str, list[str]]:
-    """Keys by the heading they stand under: the choices first, then the model, the rest, the backend."""
+    """Return heading → keys: the choices first, then model, assets, the backend, validation and the rest."""
     order = [_TOP, "model", "assets", recipe.backend, "validation"]
     found: dict[str, list[str]] = {heading: [] for heading in order}
     for key in (*CHOICES, *(key for key in recipe.settings if key not in (*CHOICES, "name", "description"))):
         head, dot, _ = key.partition(".")
         found.setdefault(head if dot else _TOP, []).append(key)
     for keys in found.values():
-        # One key's parts stay together, in the order in which the files name them.
+        # Keys with a common first part stay together, in the order of the files.
         places = {_rest(key).partition(".")[0]: number for number, key in reversed(list(enumerate(keys)))}
         keys.sort(key=lambda key: places[_rest(key).partition(".")[0]])
     return {heading: keys for heading, keys in found.items() if keys}

@@ -62,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Resolve, launch, judge. Returns 0 or 1; raises InputError and HostError.
+    """Resolve the recipe, run the job and check it. Returns 0 or 1. Raises InputError and HostError.
 
-    The folder of the run is left in ``options.output``.
+    Sets ``options.output`` to the folder of the run.
     """
     recipe = resolved(options)
     if options.accept_change and not options.resume_from:
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _preflight(job: Job) -> None:
-    """Before a job on GPUs, look for what would end it. HostError names the first problem and its remedy."""
+    """Run the quick preflight checks before a job on GPUs. Raises HostError with the first problem and its remedy."""
     if job.recipe.gpu == CPU or not detect().names:
         return
     # Seam "preflight": a run on the CPU has nothing to look for.
@@ -150,7 +150,7 @@ def _checkpoint(path: Path) -> Path:
         kept = [step for step in ranks.checkpoints(found) if (step / ".metadata").is_file()]
         if not kept:
             raise InputError(
-                f"{path} holds no checkpoint", hint="name a folder …/checkpoint/step-N, or a run that has one"
+                f"{path} contains no checkpoint", hint="name a folder …/checkpoint/step-N, or a run that has one"
             )
         found = kept[-1]
     try:
@@ -181,7 +181,7 @@ def _show_plan(job: Job, *, as_json: bool) -> None:
     print("\n" + " ".join(ranks.argv(job, "python3", _ELSEWHERE | dict(os.environ))))
 
 
-# A job of several nodes can be shown on a machine that is none of them.
+# --dry-run shows a job of several nodes on any machine, also without the variables of a node.
 _ELSEWHERE = {"NODE_RANK": "$NODE_RANK", "MASTER_ADDR": "$MASTER_ADDR"}
 
 
@@ -198,7 +198,7 @@ class _Progress:
 
     def line(self, text: str) -> None:
         if text.startswith("primus: ") and not self._quiet:
-            # What a rank says of itself, such as how it works around what this PyTorch lacks.
+            # A message of a rank, such as a workaround for something that this PyTorch lacks.
             self.end()
             print(f"  {text.rstrip()}", file=sys.stderr, flush=True)
         step = logs.step_in(text)
@@ -226,7 +226,7 @@ def _show_end(job: Job, verdicts: tuple[Verdict, ...], figures: str, summary: Su
     def say(text: str) -> None:
         print(screen.fit(text))
 
-    # The exit code comes first: its reason is the cause of whatever else is missing.
+    # The exit code comes first, because its reason is the cause of everything that is missing.
     for verdict in verdicts:
         if verdict.name == "exit code" and not verdict.passed:
             say(f"✗ the job failed: {verdict.reason}")

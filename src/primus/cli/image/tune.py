@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do the stages. Returns an exit code; raises InputError, HostError and CheckFailed."""
+    """Run the requested stages. Returns an exit code. Raises InputError, HostError and CheckFailed."""
     recipe = resolved(options)
     below = options.folder or Path("output") / f"tune_{options.engine}"
     if options.engine == "tunableop":
@@ -167,17 +167,20 @@ def tune(
     against: Path | None = None,
     tolerance: float = 0.1,
 ) -> int:
-    """Measure the logged shapes of ``recipe`` and write its tuned file. Returns 0, or 1 for shapes that got slower."""
+    """Measure the logged GEMMs of ``recipe`` and write its tuning file.
+
+    Returns 0, or 1 if a GEMM is slower than in ``against`` by more than ``tolerance`` (a fraction).
+    """
     shapes, torn = read_shapes(folder.shapes.glob("*.txt"))
     found = program or shutil.which(_BENCH) or _of_rocm()
     if found is None or shutil.which(found) is None:
-        raise HostError(f"{program or _BENCH} is not installed", hint="an Instinct image has it; --bench names another")
+        raise HostError(f"{program or _BENCH} is not installed", hint="use an Instinct image, or pass --bench PROGRAM")
     gpus = _gpus(workers)
     key = key_here(recipe, hipblaslt)
     work = folder.work(key)
     with bench.alone(work.parent):
         if not as_json:
-            left = f", {torn} lines are no GEMM" if torn else ""
+            left = f", {torn} lines without a GEMM ignored" if torn else ""
             print(
                 f"{len(shapes)} shapes, {sum(one.count for one in shapes)} calls{left}; {len(gpus)} GPUs",
                 file=sys.stderr,
@@ -208,12 +211,14 @@ def tune(
 
 
 def key_here(recipe: Recipe, hipblaslt: str | None = None) -> store.Key:
-    """The key of ``recipe`` here. HostError where nothing tells which hipBLASLt is installed."""
+    """Return the key of ``recipe`` on this machine. Raises HostError if the hipBLASLt version is unknown."""
     if recipe.gpu == CPU:
         raise InputError("hipBLASLt computes on AMD GPUs only", hint="--gpu mi300x")
     version = hipblaslt or _version()
     if not version:
-        raise HostError("nothing tells which hipBLASLt is installed", hint="run it in an image, or --hipblaslt VERSION")
+        raise HostError(
+            "the version of the installed hipBLASLt is unknown", hint="run it in an image, or pass --hipblaslt VERSION"
+        )
     return store.Key.of(recipe, version, generation(recipe.gpu).arch)
 
 
@@ -229,7 +234,7 @@ def _version() -> str:
 
 
 def _of_rocm() -> str | None:
-    """hipblaslt-bench below ROCm's own folders, which need not be on PATH."""
+    """Find hipblaslt-bench in ROCm's folders, which may not be on PATH."""
     roots = [
         os.environ.get("ROCM_PATH", ""),
         "/opt/rocm",

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do one of the four. Returns 0 or 1; raises InputError, CheckFailed and HostError."""
+    """Run the requested action. Returns 0 or 1. Raises InputError, CheckFailed and HostError."""
     if options.what == "list":
         return _list(options)
     verbs = {"compile": _compile, "check": _check, "interpret": _interpret}
@@ -111,7 +111,7 @@ def _needs(one: Optimization) -> str:
 
 
 def _arch(options: argparse.Namespace) -> str | None:
-    """The architecture of the GPU that is named, or that this machine has."""
+    """Return the architecture of --gpu, or of this machine's GPU; None if there is neither."""
     name = options.gpu or detect().generation
     return generation(name).arch if name else None
 
@@ -127,7 +127,7 @@ def _compile(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found))
     else:
-        print(f"{counted(len(asked), 'kernel')} for {gpu.arch}, asked for by {counted(len(cases), 'call')}, in {out}")
+        print(f"{counted(len(asked), 'kernel')} for {gpu.arch}, requested by {counted(len(cases), 'call')}, in {out}")
     return 0
 
 
@@ -152,10 +152,10 @@ def _check(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(verdict.as_json(), ensure_ascii=False))
     else:
-        how = f"ran on {gpu.arch}" if real else f"were asked for as if {gpu.arch} were here"
+        how = f"ran on {gpu.arch}" if real else f"were requested as if {gpu.arch} were present"
         print(f"{len(verdict.answer.asked)} kernels of {verdict.calls} calls {how}; ", end="")
         print(f"{len(verdict.missing)} had to be compiled, {len(verdict.answer.failures)} failed")
-        for line in (*(f"not there: {name}" for name in verdict.missing), *verdict.answer.failures):
+        for line in (*(f"missing: {name}" for name in verdict.missing), *verdict.answer.failures):
             print(f"  ✗ {line}")
     return 0 if verdict.passed else 1
 
@@ -189,7 +189,7 @@ def _kernels(options: argparse.Namespace, vendor: str | None) -> Sequence[Kernel
 
 
 def _gpu(options: argparse.Namespace) -> Gpu:
-    """The GPU that is named, or that the image was made for."""
+    """Return the GPU of --gpu, or the one that the image is for. Raises InputError if there is neither."""
     name = options.gpu
     if name is None and _IMAGE.is_file():
         name = json.loads(_IMAGE.read_text(encoding="utf-8"))["target"]

@@ -1,1 +1,1 @@
-"""Options of the host's verbs. A verb's own module is imported once its options are read: `--help` stays fast."""
+"""Options of the host verbs. The verb's own module is imported only after parsing, so `--help` stays fast."""

@@ -10,7 +10,7 @@ __all__ = ["add_build_options", "add_planning_options", "add_project_options", "
 
 
 def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
-    """--project, --store and, unless the verb's output is another program's, --json."""
+    """Declare --project, --store, --channel and --json. ``json=False`` is for verbs that print a command's output."""
     parser.add_argument(
         "--project",
         type=path("--project"),
@@ -26,13 +26,13 @@ def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """TARGET with completion from images/*.yaml."""
+    """Declare TARGET, with completion from images/*.yaml."""
     action = parser.add_argument("target", metavar="TARGET", help="name of the image, for example cpu")
     action.completer = complete_target  # type: ignore[attr-defined]
 
 
 def add_targets(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """TARGET... with completion from images/*.yaml, and --all."""
+    """Declare TARGET..., with completion from images/*.yaml, and --all."""
     action = parser.add_argument(
         "target",
         nargs="*",
@@ -44,21 +44,21 @@ def add_targets(parser: argparse.ArgumentParser, *, required: bool = True) -> No
 
 
 def add_planning_options(parser: argparse.ArgumentParser) -> None:
-    """Targets, places, and what planning may do: the options of every verb that plans."""
+    """Declare the options of every verb that plans: targets, project and store, --locked and --offline."""
     add_targets(parser)
     add_project_options(parser)
     add_build_options(parser)
 
 
 def add_build_options(parser: argparse.ArgumentParser) -> None:
-    """--locked and --offline."""
+    """Declare --locked and --offline."""
     parser.add_argument("--locked", action="store_true", help="fail if the lock does not match versions.yaml")
     parser.add_argument("--offline", action="store_true", help="use only downloaded files; contact no source")
 
 
 def complete_target(prefix: str, **_: object) -> list[str]:
-    """Names for tab completion."""
-    # Seam "completion": `--help` completes nothing.
+    """Return the targets that begin with ``prefix``, for tab completion."""
+    # Seam "completion": `--help` does not need it.
     from primus.plan.project import Project
 
     return [name for name in Project.find().target_names() if name.startswith(prefix)]

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     add_targets(parser, required=False)
     add_project_options(parser)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a lock is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with code 1 if a lock is stale")
     parser.add_argument("--refresh", action="store_true", help="take the newest versions that match the pins")
     parser.add_argument(
-        "--report", type=Path, metavar="FILE", help="write what was asked of which source and what it answered"
+        "--report", type=Path, metavar="FILE", help="write every request to a source, and its answer, to FILE"
     )

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_format_options(parser: argparse.ArgumentParser) -> None:
-    """--project and the two formats, of which one at most."""
+    """Declare --project and the formats --json and --markdown, which exclude each other."""
     parser.add_argument(
         "--project",
         type=path("--project"),
@@ -37,8 +37,8 @@ def add_format_options(parser: argparse.ArgumentParser) -> None:
 
 
 def complete_release(prefix: str, **_: object) -> list[str]:
-    """Names for tab completion."""
-    # Seam "completion": `--help` completes nothing.
+    """Return the releases and tags that begin with ``prefix``, for tab completion."""
+    # Seam "completion": `--help` does not need it.
     from primus.release.history import load_history
 
     return sorted({n for r in load_history().releases for n in (r.name, r.tag) if n.startswith(prefix)})

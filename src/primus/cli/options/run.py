@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
-    # argparse gives a second positional nothing when options stand between it and the first, and looks for
-    # its own options behind "--" too; what follows the dashes is the command's alone.
+    # Everything after "--" belongs to the command. argparse would look for its own options there, and leaves a second
+    # positional argument empty if options stand between it and the first.
     plain = parser.parse_args
 
     def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:

@@ -92,7 +92,7 @@ def test_an_experiment_of_megatron_becomes_a_recipe(here: Path, capsys: pytest.C
     (here / "exp.yaml").write_text(MEGATRON)
     assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
     said = capsys.readouterr().err
-    assert "use_turbo_attention is left out: it changes nothing without enable_primus_turbo" in said
+    assert "use_turbo_attention is left out: it has no effect without enable_primus_turbo" in said
     recipe = resolve("./mine.yaml", (), Asked(gpu="mi300x"))
     assert (recipe.backend, recipe.mode, recipe.precision) == ("megatron", "pretrain", "bf16")
     assert (recipe.steps, recipe.local_batch, recipe.global_batch, recipe.seq_len) == (7, 2, 64, 4096)
@@ -136,7 +136,7 @@ def test_an_experiment_of_torchtitan_takes_its_precision_from_the_preset(
     assert document["settings"]["torchtitan.optimizer.lr"] == 8e-4
     assert document["settings"]["assets.tokenizer"] == "hf:meta-llama/Llama-3.1-8B"
     # A name of v25.9 beside keys of v25.10: no version has both.
-    said = "training.batch_size: Primus v25.10 has no such key and would refuse the file"
+    said = "training.batch_size: Primus v25.10 does not have this key and would refuse the file"
     assert document["primus"] == "Primus v25.10" and said in document["left_out"]
     assert document["unmapped"] == []
 
@@ -167,7 +167,7 @@ def test_every_key_that_cannot_be_said_is_named_with_its_place(here: Path, capsy
     document = imported(capsys, "--allow-unmapped")
     keys = {"micro_batchsize", "enable_turbo_attention_float8", "attn_logit_softcapping", "fp4"}
     assert {one["key"] for one in document["unmapped"]} == keys
-    assert "# cannot be said: micro_batchsize: 3" in document["text"]
+    assert "# not expressible: micro_batchsize: 3" in document["text"]
 
 
 def test_presets_of_the_users_own_come_before_the_overrides(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -339,7 +339,7 @@ def test_the_last_of_duplicate_keys_is_taken_and_named(here: Path, capsys: pytes
     (here / "exp.yaml").write_text(MEGATRON + "      seq_length: 2048\n")
     document = imported(capsys)
     assert document["settings"]["megatron.training.seq_len"] == 2048
-    assert "exp.yaml:30:7: duplicate key 'seq_length': the last value is taken, as Primus does" in document["left_out"]
+    assert "exp.yaml:30:7: duplicate key 'seq_length': the last value is used, as by Primus" in document["left_out"]
 
 
 def test_a_recipe_is_written_for_the_nodes_that_its_degrees_need(

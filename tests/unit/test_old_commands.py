@@ -132,7 +132,7 @@ def test_the_table_of_scripts_is_what_is_in_the_image() -> None:
         assert not what["folder"] or (WORKSPACE / what["folder"] / name).is_file(), name
     with pytest.raises(PrimusError) as caught:
         requested("nothing.sh", [], {})
-    known = set(str(caught.value.hint).removeprefix("there are: ").split(", "))
+    known = set(str(caught.value.hint).removeprefix("commands: ").split(", "))
     assert known == set(scripts) - {"pytorch_benchmark_setup.sh"}
 
 
@@ -206,7 +206,7 @@ def test_what_only_the_host_can_start_is_refused(
     monkeypatch.delenv("SLURM_NODEID", raising=False)
     monkeypatch.setattr("primus.cli.image.compat.find_spec", lambda name: None)  # as in the image
     assert main(["compat", "run_slurm_pretrain.sh"]) == 3
-    assert "a job of Slurm is started outside of the image" in capsys.readouterr().err
+    assert "a Slurm job cannot be started inside the image" in capsys.readouterr().err
     monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "2")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PRIMUS_GPU", "mi300x")

@@ -1,1 +1,1 @@
-"""Commands of the documents that came before: what each of them asks for, in words of our recipes."""
+"""Commands and experiment files of older documents, translated to recipes."""

@@ -1,7 +1,7 @@
-"""A whole configuration of Primus → settings of a recipe, where several of its keys mean one of ours.
+"""A whole configuration of Primus → settings of a recipe, for settings that depend on several of its keys.
 
-Megatron-LM derives values from others before it trains: a width that is null is four times another, sequence
-parallelism without tensor parallelism is switched off. What is written here follows its ``validate_args``.
+Megatron-LM derives some values from others before it trains. For example, the FFN width defaults to four times the
+hidden size, and sequence parallelism is disabled without tensor parallelism. This module follows its ``validate_args``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ __all__ = ["Derived", "derived"]
 
 @dataclass(kw_only=True)
 class Derived:
-    """``settings`` of the recipe; ``taken`` are the keys that they, or nothing, stand for (``*`` ends a prefix).
+    """The derived settings of a recipe.
 
-    ``quiet`` are keys that mean nothing unless the user's own file has them.
-    ``refused`` are keys with the reason why no recipe can hold them, ``says`` what else differs from Primus.
+    ``sources`` maps each setting to the key of Primus that it comes from, and ``choices`` holds command-line choices.
+    ``taken`` are the keys of Primus that need no further translation (``*`` at the end matches any suffix). ``quiet``
+    are keys that are ignored unless the user's own file sets them. ``refused`` maps keys that no recipe can express to
+    the reason. ``says`` are sentences about other differences from Primus.
     """
 
     settings: dict[str, Value] = field(default_factory=dict)
@@ -32,12 +34,12 @@ class Derived:
     says: list[str] = field(default_factory=list)
 
     def holds(self, key: str) -> bool:
-        """Whether ``key`` is done with."""
+        """Whether ``key`` needs no further translation."""
         return key in self.taken or any(one.endswith("*") and key.startswith(one[:-1]) for one in self.taken)
 
 
 class _Arguments:
-    """Reads arguments and notes which; a missing one is null."""
+    """Reads arguments and marks each one as taken. A missing argument is null."""
 
     def __init__(self, given: Mapping[str, Value]) -> None:
         self.given, self.done = given, Derived()
@@ -55,13 +57,13 @@ class _Arguments:
         self.done.sources[key] = source
 
     def only(self, key: str, values: tuple[Value, ...], why: str) -> None:
-        """Refuse any other value of ``key``; a configuration without the key is silent."""
+        """Refuse a value of ``key`` that is not in ``values``. A missing key is accepted."""
         if key in self.given and self(key) not in values:
             self.done.refused[key] = why
 
 
 def derived(backend: str, given: Mapping[str, Value]) -> Derived:
-    """What the keys of a whole configuration mean together."""
+    """Derive the settings that depend on several keys of a whole configuration."""
     read = _Arguments(given)
     if backend == "torchtitan":
         _torchtitan(read)
@@ -84,10 +86,10 @@ def _shape(read: _Arguments) -> None:
     read("num_query_groups")
     read.set("model.kv_heads", groups or heads, "num_query_groups")
     width = read.number("kv_channels")
-    # Latent attention has widths of its own.
+    # Latent attention sets its widths with other keys.
     own = width and width * heads != hidden and not read("multi_latent_attention")
     read.set("model.head_dim", width if own else 0, "kv_channels")
-    # Megatron-LM keeps the number of weights where SwiGLU has a third matrix.
+    # SwiGLU has a third matrix, so Megatron-LM's default width is two thirds of 4 × hidden: the weights stay the same.
     read.set("model.ffn_size", read.number("ffn_hidden_size") or int(4 * hidden * 2 / 3) // 64 * 64, "ffn_hidden_size")
     untied = "untie_embeddings_and_output_weights"
     read.set("model.tied_embeddings", not read(untied), untied)
@@ -96,7 +98,7 @@ def _shape(read: _Arguments) -> None:
     read.only("add_bias_linear", (False,), "no family here has biases in its linear layers")
     read.only("swiglu", (True,), "every family here has SwiGLU")
     for key in ("hidden_dropout", "attention_dropout"):
-        read.only(key, (0, 0.0), "pre-training here drops nothing out")
+        read.only(key, (0, 0.0), "pre-training here has no dropout")
     if read("vocab_size") is not None:
         read.set("model.vocab_size", read("vocab_size"), "vocab_size")
     read.only("mtp_num_layers", (None, 0), "multi-token prediction is not implemented here")
@@ -105,7 +107,7 @@ def _shape(read: _Arguments) -> None:
 
 def _positions(read: _Arguments) -> None:
     for key in ("rotary_percent", "rotary_seq_len_interpolation_factor"):
-        read.only(key, (None, 1, 1.0), "rotary positions turn every pair of channels by whole positions")
+        read.only(key, (None, 1, 1.0), "rotary embeddings here cover all channels, without interpolation")
     read.only("position_embedding_type", ("rope",), "every family here has rotary positions")
     for key in ("add_position_embedding", "use_rotary_position_embeddings", "max_position_embeddings"):
         read(key)
@@ -122,7 +124,7 @@ def _positions(read: _Arguments) -> None:
         read.set(f"{scaling}.mscale", scales[0], "mscale")
         read.set(f"{scaling}.mscale_all_dim", scales[1], "mscale_all_dim")
     elif kind == "yarn":
-        read.done.refused["rope_type"] = "YaRN is there with latent attention alone"
+        read.done.refused["rope_type"] = "YaRN is supported with latent attention only"
     elif llama and not latent:
         read.set(f"{scaling}.kind", "llama3", "use_rope_scaling")
         read.set(f"{scaling}.factor", factor if factor is not None else 8.0, "rope_scaling_factor")
@@ -154,7 +156,7 @@ def _experts(read: _Arguments) -> None:
     if not experts:
         read.set("model.moe.experts", 0, "num_experts")
         read.set("megatron.model.expert_model_parallel_size", 1, "num_experts")
-        # Without experts they mean nothing.
+        # Without experts, these keys have no effect.
         read.done.taken |= {"moe_*", "expert_tensor_parallel_size", "expert_model_parallel_size"}
         return
     width = read.number("moe_ffn_hidden_size") or read.number("ffn_hidden_size")
@@ -164,7 +166,7 @@ def _experts(read: _Arguments) -> None:
     read.set("model.moe.top_k", read.number("moe_router_topk", 2), "moe_router_topk")
     read.set("model.moe.ffn_size", width, "moe_ffn_hidden_size")
     if shared % width:
-        read.done.refused["moe_shared_expert_intermediate_size"] = f"is no multiple of an expert's width, {width}"
+        read.done.refused["moe_shared_expert_intermediate_size"] = f"not a multiple of an expert's width, {width}"
     read.set("model.moe.shared_experts", shared // width, "moe_shared_expert_intermediate_size")
     dense = _dense_layers(read("moe_layer_freq"), read.number("num_layers"))
     if dense is None:
@@ -186,14 +188,18 @@ def _experts(read: _Arguments) -> None:
 
 
 def _dense_layers(pattern: Value, layers: int) -> int | None:
-    """How many layers come before those of experts; None when dense ones follow. 1: none is dense."""
+    """Return the number of dense layers before the expert layers, or None if a dense layer follows an expert layer.
+
+    ``pattern`` is ``moe_layer_freq``: 1 for expert layers only, N for one expert layer in N, or a list such as
+    ``([0]*1+[1]*26)``, in which 1 is an expert layer.
+    """
     if pattern in (None, 1, "1"):
         return 0
     if isinstance(pattern, str):
         parts = [(int(bit), int(times or 1)) for bit, times in re.findall(r"\[([01])\](?:\s*\*\s*(\d+))?", pattern)]
         kinds = [bit for bit, times in parts for _ in range(times)]
     elif isinstance(pattern, int):
-        # One layer of experts, then dense ones, in turn.
+        # One expert layer, then pattern − 1 dense ones, repeated.
         kinds = [1 if layer % pattern == 0 else 0 for layer in range(layers)]
     else:
         kinds = [int(bit) for bit in pattern if isinstance(bit, int)] if isinstance(pattern, list) else []
@@ -202,7 +208,7 @@ def _dense_layers(pattern: Value, layers: int) -> int | None:
 
 
 def _precision(read: _Arguments) -> None:
-    read.only("bf16", (True,), "BF16 trains, or FP8")
+    read.only("bf16", (True,), "training here uses BF16 or FP8")
     read.only("fp16", (False, None), "FP16 and its loss scale are not implemented here")
     read.only("fp4", (None, False), "FP4 is not implemented here")
     read.done.taken |= {
@@ -222,10 +228,10 @@ def _precision(read: _Arguments) -> None:
         read.done.choices["precision"] = "mxfp8" if recipe == "mxfp8" else "fp8"
         read.set("megatron.model.fp8", "hybrid" if kind is True else kind, "fp8")
         read.set("megatron.model.fp8_recipe", recipe, "fp8_recipe")
-    # For BF16 Megatron-LM sums gradients in float32 unless told otherwise, whatever the other argument says.
+    # With BF16, Megatron-LM sums gradients in float32 unless grad_reduce_in_bf16 is set. The other argument is ignored.
     read("accumulate_allreduce_grads_in_fp32")
     read.set("megatron.ddp.grad_reduce_in_fp32", not read("grad_reduce_in_bf16"), "grad_reduce_in_bf16")
-    # Those of the optimizer are float32, unless it is the precision-aware one.
+    # Optimizer states are float32, except with the precision-aware optimizer.
     for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         read.only(key, ("fp32", None), "optimizer states are float32 here")
 
@@ -251,7 +257,7 @@ def _layout(read: _Arguments) -> None:
     sharded = bool(read("use_torch_fsdp2"))
     read.set("megatron.torch_fsdp2", sharded, "use_torch_fsdp2")
     if sharded:
-        # These are about Megatron's own buffers, which there are none of then.
+        # These keys concern Megatron's own buffers, which FSDP2 does not have.
         for key in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer"):
             if read(key):
                 read.done.says.append(f"{key} is left out: torch's FSDP2 has no such buffers")
@@ -261,7 +267,7 @@ def _layout(read: _Arguments) -> None:
         read.set("megatron.model.recompute_granularity", "selective", "recompute_activations")
         read("recompute_granularity")
     elif read.given.get("recompute_method") == "block" and read.given.get("recompute_num_layers") == 0:
-        # No layer of the block is recomputed.
+        # A block of 0 layers recomputes nothing.
         for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
             read(key)
             read.set(f"megatron.model.{key}", None, key)
@@ -269,7 +275,7 @@ def _layout(read: _Arguments) -> None:
 
 def _training(read: _Arguments) -> None:
     if not read.given.get("enable_primus_turbo"):
-        # Without Primus Turbo nothing of it computes in FP8.
+        # Without Primus Turbo, its FP8 switches have no effect.
         read.done.taken.add("enable_turbo_*")
     last, steps = read.number("lr_decay_iters"), read.given.get("train_iters")
     read.set("megatron.training.decay_steps", last if last != steps else 0, "lr_decay_iters")
@@ -279,10 +285,10 @@ def _training(read: _Arguments) -> None:
         # Mock tokens need no tokenizer.
         read.done.quiet.add("tokenizer_model")
     elif read("train_data_path") is None:
-        read.done.says.append("no data is named: the recipe's corpus is taken")
+        read.done.says.append("no data is named: the recipe's corpus is used")
 
 
-# Sections of torchtitan that mean nothing unless one of these keys is true.
+# Sections of torchtitan that have no effect unless one of these keys is true.
 _SWITCHES = {
     "checkpoint": ("checkpoint.enable", "checkpoint.enable_checkpoint"),
     "fault_tolerance": ("fault_tolerance.enable",),
@@ -306,11 +312,11 @@ def _torchtitan(read: _Arguments) -> None:
         # Mock tokens need no tokenizer.
         read.done.quiet |= {"model.hf_assets_path", "model.tokenizer_path"}
     if "training.seed" in read.given and read("training.seed") is None:
-        read.done.says.append("training.seed is null, so each run of Primus is another: the recipe's seed is taken")
+        read.done.says.append("training.seed is null, so each run of Primus differs: the recipe's seed is used")
     elif "training.seed" in read.given:
         read.set("torchtitan.debug.seed", read("training.seed"), "training.seed")
     warm, steps = read.given.get("lr_scheduler.warmup_steps"), read.given.get("training.steps")
     if isinstance(warm, int) and isinstance(steps, int) and warm > steps:
         read("lr_scheduler.warmup_steps")
         read.set("torchtitan.lr_scheduler.warmup_steps", steps, "lr_scheduler.warmup_steps")
-        read.done.says.append(f"lr_scheduler.warmup_steps is {warm} of {steps} steps: torchtitan takes {steps}")
+        read.done.says.append(f"lr_scheduler.warmup_steps is {warm} of {steps} steps: torchtitan uses {steps}")

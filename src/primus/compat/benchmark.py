@@ -14,19 +14,19 @@ from primus.recipes.setting import Asked
 __all__ = ["fsdp", "program", "report", "tag"]
 
 _LETTERS = {"-t": "mode", "-m": "model", "-p": "precision", "-s": "seq_len"}
-# What train_fsdp.py calls them; the misspelling is its own.
+# Options of train_fsdp.py, with its own spelling.
 _FSDP = ("batch_size", "num_iteration", "grad_accumlate_pre_steps", "reduce_pre_steps", "enable_fp8", "enable_compile")
 _MICRO_STEPS = 8
 
 
 def report(words: Sequence[str]) -> Request:
-    """``pytorch_benchmark_report.sh -t MODE -m MODEL -p PRECISION -s SEQ``."""
+    """Translate ``pytorch_benchmark_report.sh -t MODE -m MODEL -p PRECISION -s SEQ``. Raises InputError."""
     given: dict[str, str] = {}
     rest = list(words)
     while rest:
         letter = rest.pop(0)
         if letter not in _LETTERS or not rest:
-            what = f"{letter} wants a value" if letter in _LETTERS else f"there is no option {letter!r}"
+            what = f"{letter} needs a value" if letter in _LETTERS else f"there is no option {letter!r}"
             raise InputError(what, where="pytorch_benchmark_report.sh", hint="-t MODE -m MODEL -p BF16|FP8 -s LENGTH")
         given[_LETTERS[letter]] = rest.pop(0)
     for letter, name in (("-t", "mode"), ("-m", "model")):
@@ -44,7 +44,7 @@ def report(words: Sequence[str]) -> Request:
         offered = ", ".join(word for word, kind in table["modes"].items() if kind in what["backends"])
         raise InputError(f"{model} has no {given['mode']}", where=f"-t {given['mode']}", hint=f"there are: {offered}")
     backend = what["backends"][mode]
-    # Fine-tuning of all weights is what the page's pretrain of FLUX does.
+    # For FLUX, the page's "pretrain" fine-tunes all weights.
     flux = backend == "flux"
     says = table["says"].get(f"{model} {given['mode']} {precision}")
     return Request(
@@ -57,10 +57,10 @@ def report(words: Sequence[str]) -> Request:
 
 
 def fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
-    """``train_fsdp.py CONFIG FAMILY --batch_size …``, as torchrun starts it on every rank."""
+    """Translate ``train_fsdp.py CONFIG FAMILY …``, which torchrun starts on all ranks. Raises InputError."""
     if len(words) < 2 or any(word.startswith("-") for word in words[:2]):
         raise InputError(
-            "a configuration and a family of models come first", where="train_fsdp.py",
+            "the first two arguments must be a configuration and a model family", where="train_fsdp.py",
             hint="train_fsdp.py configs/llama-3.1-8b-8k.json llama --batch_size 3",
         )  # fmt: skip
     table = commands()["configs"]
@@ -92,7 +92,7 @@ def fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
                 f"must be a multiple of the {micro} that make one step", where=given["num_iteration"].where
             )
         settings["fsdp.training.steps"] = iterations // micro
-        says.append(f"an iteration of train_fsdp.py was one of the {micro} micro-batches of a step")
+        says.append(f"an iteration of train_fsdp.py is one of the {micro} micro-batches of a step here")
     if "seed" in count:
         settings["fsdp.training.seed"] = count["seed"]
     if "reduce_pre_steps" in count:
@@ -111,7 +111,7 @@ def fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
 
 
 def program(name: str, words: Sequence[str]) -> Request:
-    """A command without a model on its line: FluxBenchmark's ``launcher.py``, torchtitan's ``run_llama_train.sh``."""
+    """Translate a command that names no model: FluxBenchmark's ``launcher.py``, torchtitan's ``run_llama_train.sh``."""
     if words:
         raise InputError(
             f"{words[0]!r} is not supported here", where=name,
@@ -124,7 +124,7 @@ def program(name: str, words: Sequence[str]) -> Request:
 
 
 def tag(words: Sequence[str]) -> Request:
-    """``madengine run --tags TAG …``: the recipe of a tag. Its other options are about containers."""
+    """Translate ``madengine run --tags TAG …``. Its other options concern containers and are ignored."""
     rest = list(words)
     if rest[:1] != ["run"] or "--tags" not in rest or rest[-1] == "--tags":
         raise InputError("only `madengine run --tags TAG` trains", where="madengine")
@@ -138,7 +138,7 @@ def tag(words: Sequence[str]) -> Request:
 
 
 def _one_of(word: str, known: Mapping[str, Any], where: str) -> str:
-    """``word`` as the table spells it: letters' case does not matter."""
+    """Return ``word`` as the table spells it, ignoring case. Raises InputError if it is not in the table."""
     found = next((name for name in known if name.lower() == word.lower()), None)
     if found is None:
         raise InputError(

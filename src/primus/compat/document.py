@@ -1,4 +1,4 @@
-"""A file of Primus's as it stands: dotted keys, with what the environment fills in."""
+"""One YAML file of Primus: its dotted keys, with environment variables substituted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLACEHOLDER = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
 
 
 def plain(path: Path) -> dict[str, Given]:
-    """The keys of one file as it stands, dotted, with what the environment fills in left at its defaults."""
+    """Return the dotted keys of one file. Placeholders take their defaults; the environment is not read."""
     document = read_values(path)
     found: dict[str, Given] = {}
     for key in mapping(document, ()):
@@ -28,7 +28,7 @@ def plain(path: Path) -> dict[str, Given]:
 def flatten(
     document: Values, key: tuple[str | int, ...], skip: int, environment: Mapping[str, str], into: dict[str, Given]
 ) -> None:
-    """Put what lies at ``key`` into ``into``, by its dotted name without the first ``skip`` parts."""
+    """Add everything below ``key`` to ``into``, under dotted names without the first ``skip`` parts."""
     value = at(document, key)
     if isinstance(value, dict):
         for name in value:
@@ -45,18 +45,18 @@ def _value(value: Tree, where: str, environment: Mapping[str, str]) -> Value:
     if isinstance(value, list):
         items = [_value(item, where, environment) for item in value]
         if any(isinstance(item, list) for item in items):
-            raise InputError("a list may hold plain values only", where=where)
+            raise InputError("a list may contain plain values only", where=where)
         return [item for item in items if not isinstance(item, list)]
     if isinstance(value, dict):
-        raise InputError("a list may hold plain values only", where=where)
+        raise InputError("a list may contain plain values only", where=where)
     if not isinstance(value, str) or "${" not in value:
         return value
-    # As for Primus, text is typed when the environment had a part in it.
+    # Like Primus, convert text to a number or boolean only if it contained a placeholder.
     return typed(filled(value, where, environment))
 
 
 def filled(text: str, where: str, environment: Mapping[str, str]) -> str:
-    """``${VAR}`` and ``${VAR:default}`` replaced by the environment's values."""
+    """Replace ``${VAR}`` and ``${VAR:default}``. Raises InputError for an unset variable without a default."""
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1], match[2]
@@ -68,12 +68,12 @@ def filled(text: str, where: str, environment: Mapping[str, str]) -> str:
 
     filled = _PLACEHOLDER.sub(value, text)
     if "${" in filled:
-        raise InputError(f"{text!r} holds a ${{ that is never closed", where=where)
+        raise InputError(f"{text!r} has an unclosed ${{", where=where)
     return filled
 
 
 def at(document: Values, key: tuple[str | int, ...]) -> Tree:
-    """The value at ``key``, or None."""
+    """Return the value at ``key``, or None."""
     value = document.data
     for part in key:
         value = value.get(part) if isinstance(value, dict) and isinstance(part, str) else None
@@ -81,7 +81,7 @@ def at(document: Values, key: tuple[str | int, ...]) -> Tree:
 
 
 def mapping(document: Values, key: tuple[str | int, ...]) -> dict[str, Tree]:
-    """The mapping at ``key``. InputError when it is none."""
+    """Return the mapping at ``key``. Raises InputError if the value is not a mapping."""
     value = at(document, key)
     if isinstance(value, dict):
         return value

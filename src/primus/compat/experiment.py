@@ -1,4 +1,4 @@
-"""An experiment of Primus → the recipe that trains the same, with every difference named."""
+"""A Primus experiment → the recipe that trains the same, with every difference named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RANKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A merged file with the recipe of its model, and the settings that the model has on top of that recipe."""
+    """A merged experiment file, the recipe of its model, and the settings that its model adds to that recipe."""
 
     merged: Merged
     recipe: str
@@ -33,28 +33,28 @@ class Experiment:
 
     @property
     def backend(self) -> str:
-        """The backend that trains it."""
+        """The backend that trains the experiment."""
         return self.merged.framework
 
     @property
     def effective(self) -> dict[str, Value]:
-        """Key → value of Primus's own merge."""
+        """Key → value, as Primus merges them."""
         return {key: one.value for key, one in self.merged.keys.items()}
 
     @property
     def least_nodes(self) -> int:
-        """The fewest nodes of eight GPUs that its parallel degrees fit."""
+        """The smallest number of nodes, with eight GPUs each, that its parallel degrees fit."""
         keys = {kind: key for kind, key in known_backend(self.backend).degrees.items() if kind != "replicas"}
         given = self.effective
         degree = {kind: _degree(given, key if key in given else key.rpartition(".")[2]) for kind, key in keys.items()}
         product, experts = degree["tp"] * degree["pp"] * degree["cp"], degree["ep"] * degree["pp"]
         ranks = math.lcm(_RANKS, product, experts)
-        # torchtitan computes below float32 only where ranks are left to shard the weights over.
+        # torchtitan computes in less than float32 only if ranks remain to shard the weights over.
         whole = known_backend(self.backend).sharded_precision and ranks == degree["tp"] * degree["pp"]
         return ranks * (2 if whole else 1) // _RANKS
 
     def translated(self, more: Sequence[Given] = ()) -> Translation:
-        """The file's keys and then those of ``more``, in words of the recipe."""
+        """Translate the file's keys, overridden by ``more``, to settings of the recipe."""
         keys = dict(self.merged.keys)
         for one in more:
             put(keys, one.key, one)
@@ -63,15 +63,15 @@ class Experiment:
         done.choices.setdefault("precision", "bf16")
         for key in self._as_the_recipe(done):
             del done.settings[key]
-        done.left_out += [f"{one}: the last value is taken, as Primus does" for one in self.merged.repeated]
+        done.left_out += [f"{one}: the last value is used, as by Primus" for one in self.merged.repeated]
         named = {one.given.key for one in done.unmapped}
         for key in self.merged.absent:
             if key not in named:
-                done.left_out.append(f"{key}: {self.merged.source} has no such key and would refuse the file")
+                done.left_out.append(f"{key}: {self.merged.source} does not have this key and would refuse the file")
         return done
 
     def placed(self, error: InputError, done: Translation) -> InputError:
-        """``error`` about one of the settings, with the place and the name that Primus has for it."""
+        """Return ``error``, which is about a setting, with the key of Primus and its place in the file instead."""
         setting = str(error.where).removeprefix("command line: ").partition("=")[0]
         key = done.sources.get(setting, "")
         if key not in self.merged.keys:
@@ -79,7 +79,10 @@ class Experiment:
         return InputError(f"{key}: {error.message}", where=self.merged.keys[key].where, hint=error.hint)
 
     def _as_the_recipe(self, done: Translation) -> list[str]:
-        """Settings of the presets that the recipe has by itself, on whatever GPU and however many nodes it runs."""
+        """Return the settings from presets that equal the recipe's own values in all of its cases.
+
+        The imported recipe does not need to repeat them.
+        """
         recipe = load.read(load.find(self.recipe))
         facts = {"backend": self.backend, "mode": "pretrain", "precision": done.choices["precision"], "proxy": "false"}
         cases = [
@@ -97,7 +100,7 @@ class Experiment:
 
 
 def experiment(merged: Merged) -> Experiment:
-    """The recipe of a merged file's model. InputError when there is none."""
+    """Find the recipe of a merged file's model. Raises InputError if there is none."""
     model = _by_flavor(merged) if merged.framework == "torchtitan" else merged.model
     recipe, settings = preset(merged.framework, model, merged.model_place)
     return Experiment(merged=merged, recipe=recipe, settings=settings)
@@ -109,19 +112,19 @@ def _degree(given: Mapping[str, Value], key: str) -> int:
 
 
 def _default(backend: str, key: str) -> Value:
-    """What a recipe that does not set the key gets; null, too, when the library's own code makes it."""
+    """Return the default of a key that a recipe does not set. It is null if the library computes the default."""
     section, _, name = key.partition(".")
     rules = backend_rules(backend) if section == backend else model_rules() if section == "model" else {}
     return rules[name].default if name in rules else None
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two values are one: 1 and 1.0 are, 1 and true are not."""
+    """Whether two values are equal, and both or neither are booleans: 1 equals 1.0, but not true."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _by_flavor(merged: Merged) -> str:
-    """torchtitan's model is what its name and flavor say, whatever the file is called."""
+    """Return torchtitan's model by its name and flavor, because the name of the file may say otherwise."""
     flavor = " ".join(str(merged.keys[key].value) for key in ("model.name", "model.flavor") if key in merged.keys)
     known = flavors()
     if known.get(re.sub(r"-fp8$", "", merged.model)) in (flavor, None):
@@ -130,9 +133,9 @@ def _by_flavor(merged: Merged) -> str:
 
 
 def recipe_text(source: Experiment, done: Translation, nodes: int = 1) -> str:
-    """The recipe file that trains what the experiment trains. Its settings are a case: a proxy keeps its own.
+    """Return the text of the recipe file. Its settings are a case, so that the proxy keeps its own sizes.
 
-    ``nodes`` is how many the experiment was written for; its global batch is theirs together.
+    ``nodes`` is the number of nodes that the experiment was written for. Its global batch is that of all of them.
     """
     batch = next((key for key in done.settings if key.endswith(".global_batch_size")), None)
     settings, file = dict(done.settings), source.merged.path.name
@@ -150,11 +153,11 @@ def recipe_text(source: Experiment, done: Translation, nodes: int = 1) -> str:
         if several:
             apart = [f"{case}{several}}}", f"    {batch}: {spelt(settings.pop(batch))}"]
         if whole % nodes == 0:
-            lines.append(f"# The global batch is that of one node, n nodes take n times it: {nodes} take {whole}.")
+            lines.append(f"# The global batch is that of one node and grows with their number: {whole} on {nodes}.")
             settings[batch] = whole // nodes
     if settings:
         lines += ["cases:", f"{case}}}", *(f"    {key}: {spelt(value)}" for key, value in settings.items())]
     lines += apart
     lines += [f"# {sentence}" for sentence in done.left_out]
-    lines += [f"# cannot be said: {one.given.key}: {spelt(one.given.value)}" for one in done.unmapped]
+    lines += [f"# not expressible: {one.given.key}: {spelt(one.given.value)}" for one in done.unmapped]
     return "\n".join(lines) + "\n"

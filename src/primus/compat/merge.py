@@ -1,4 +1,4 @@
-"""Primus's experiment files, read and merged with the presets they name, as Primus merges them."""
+"""Reading Primus's experiment files, and merging them with the presets that they name, as Primus does."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _BASES = ("extends", "bases", "includes")
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """Every key that Primus would train with: those of its preset, of its model, and then those of the file.
+    """Every key that Primus would train with: those of the preset and of the model, overridden by those of the file.
 
-    ``model`` is the model's name at Primus and ``model_place`` where the file names it. ``source`` is the version of
-    Primus whose presets were taken, ``absent`` the file's keys that they do not have, and ``repeated`` its duplicate
-    keys, whose last value Primus takes.
+    ``model`` is Primus's name of the model, and ``model_place`` the place of that name in the file. ``source`` is the
+    version of Primus whose presets were used. ``absent`` are keys of the file that these presets do not have.
+    ``repeated`` are duplicate keys of the file, whose last value Primus uses.
     """
 
     path: Path
@@ -40,16 +40,16 @@ class Merged:
 
 
 def is_experiment(path: Path) -> bool:
-    """Whether the file has ``modules``, which only an experiment of Primus has. InputError when it is not YAML."""
+    """Whether the file has the key ``modules``, which only Primus experiments have. InputError for invalid YAML."""
     data = read_values(path, keep_last=True).data
     return isinstance(data, dict) and "modules" in data
 
 
 def merge(path: Path, environment: Mapping[str, str], *, version: str | None = None) -> Merged:
-    """Read an experiment file and merge it with its presets. InputError has the place of what is wrong.
+    """Read an experiment file and merge it with its presets. Raises InputError with the place of the error.
 
-    ``version`` is one of the documented versions of Primus, or the folder of a checkout. By default it is the checkout
-    that the file lies in; elsewhere the newest version that has all of the file's keys.
+    ``version`` is one of the documented versions of Primus, or the folder of a checkout. The default is the checkout
+    that contains the file or, if there is none, the newest version that has all of the file's keys.
     """
     document = read_values(path, keep_last=True)
     data = mapping(document, ())
@@ -92,7 +92,7 @@ def merge(path: Path, environment: Mapping[str, str], *, version: str | None = N
 
 
 def _candidates(framework: str, path: Path, version: str | None, model: str) -> list[Presets]:
-    """The presets that may be meant, the likeliest first."""
+    """Return the presets to try, the most likely first."""
     if version is not None:
         return [presets(framework, version)]
     checkout = checkout_of(path)
@@ -109,7 +109,7 @@ def _stem(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Merge:
-    """Primus's merge: the preset, the model, the overrides. Files beside the experiment come before Primus's own."""
+    """Primus's merge of preset, model and overrides. Files beside the experiment take precedence over Primus's own."""
 
     presets: Presets
     near: Path
@@ -118,7 +118,7 @@ class _Merge:
     def merged(
         self, config: str, model: str, wheres: tuple[str, str], overrides: Mapping[str, Given]
     ) -> tuple[dict[str, Given], str, tuple[str, ...]]:
-        """Every key, the model's name at Primus, and the overrides' keys that neither preset nor model has."""
+        """Return every key, Primus's name of the model, and the overridden keys that neither preset nor model has."""
         merged, _ = self.layer("modules", config, wheres[0])
         above, stem = self.layer("models", model, wheres[1])
         twice = next((key for key in above if key in merged), None)
@@ -127,18 +127,18 @@ class _Merge:
         merged.update(above)
         absent = tuple(key for key in overrides if not _has(merged, key))
         for key, one in overrides.items():
-            # Primus takes the text "null" for null here, and only here.
+            # Primus reads the text "null" as null in overrides, and nowhere else.
             put(merged, key, replace(one, value=None) if one.value == "null" else one)
         return merged, stem, absent
 
     def layer(self, kind: Kind, name: str, where: str) -> tuple[dict[str, Given], str]:
-        """A file of presets with all below it, and the name of the lowest one that is Primus's own."""
+        """Return the keys of a preset file with those of its bases, and the name of the lowest base from Primus."""
         path = self.near / name
         if not path.is_file():
             return self._primus(kind, name, where), _stem(Path(name).name)
         merged, base = self._own(kind, path, ())
         if base is None:
-            # A file that extends nothing changes the preset of its name.
+            # A file that extends nothing overrides the preset of the same name.
             found = self.presets.find(kind, _stem(path.name))
             below = self._primus(kind, path.name if found or kind == "models" else "pre_trainer.yaml", where)
             for key, one in merged.items():

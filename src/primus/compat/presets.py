@@ -1,8 +1,8 @@
 """Defaults of Primus's presets: from the data in ``presets/``, or from the files of a checkout of Primus.
 
-Keys are dotted and values plain. How a preset file takes over another one differs between versions of Primus:
-``bases`` and ``includes`` fill in what the file does not set (v25.7), later versions merge what ``extends`` names, the
-last one first of all.
+Keys are dotted and values plain. How a preset file inherits from another one differs between versions of Primus. In
+v25.7, the files of ``bases`` and ``includes`` supply keys that the file does not set. Later versions merge the files of
+``extends`` in order, so that later ones override earlier ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KINDS = {"modules": "preset", "models": "model"}
 
 @dataclass(frozen=True, kw_only=True)
 class Presets:
-    """The presets of one version for one framework. ``source`` is how sentences call it: "Primus v25.10"."""
+    """The presets of one version for one framework. ``source`` is its name in messages, such as "Primus v25.10"."""
 
     source: str
     framework: str
@@ -48,9 +48,9 @@ class Presets:
     folder: Path | None = field(default=None, repr=False)
 
     def layer(self, kind: Kind, name: str, where: str) -> Flat:
-        """All keys of a file of ``modules`` or ``models``, with those of the files below it.
+        """Return all keys of a file of ``modules`` or ``models``, with inherited ones.
 
-        InputError names the nearest when the version has no such file.
+        Raises InputError, with the most similar name, if the version does not have the file.
         """
         stem = name.removesuffix(".yaml").removesuffix(".yml")
         found = self.find(kind, stem)
@@ -63,7 +63,7 @@ class Presets:
         return found
 
     def find(self, kind: Kind, stem: str) -> Flat | None:
-        """The same, or None when the version has no such file."""
+        """Return the same keys, or None if the version does not have the file."""
         if self.folder is None:
             return self.files[kind].get(stem)
         path = self.folder / "configs" / kind / self.framework / f"{stem}.yaml"
@@ -78,12 +78,15 @@ class Presets:
 
 
 def known_versions() -> list[str]:
-    """Versions that the data hold, oldest first."""
+    """Return the versions in the data, oldest first."""
     return [str(one["version"]) for one in _table("megatron")]
 
 
 def presets(framework: str, version: str | None = None) -> Presets:
-    """The presets of a documented version (None: the newest), or of a checkout of Primus named by its folder."""
+    """Return the presets of a documented version (None: the newest) or of the folder of a Primus checkout.
+
+    Raises InputError for any other ``version``.
+    """
     known = known_versions()
     if version is None:
         version = known[-1]
@@ -94,16 +97,13 @@ def presets(framework: str, version: str | None = None) -> Presets:
         return Presets(source=f"Primus in {version}", framework=framework, files={}, folder=folder / "primus")
     raise InputError(
         f"there is no version {version!r} of Primus here" + nearest(version, known), where="--primus",
-        hint=f"there are: {', '.join(known)}; a checkout of Primus is named by its folder",
+        hint=f"there are: {', '.join(known)}; or pass the folder of a Primus checkout",
     )  # fmt: skip
 
 
 @cache
 def neutral(framework: str) -> Mapping[str, Value]:
-    """What each key holds where nobody asks for anything: the preset and the base of the models, the newest version's.
-
-    Keys that only an older version has are among them, too.
-    """
+    """Return Primus's default of each key: from the preset and the models' base, of the newest version that has it."""
     found: Flat = {}
     for one in _table(framework):
         found |= one["modules"].get("pre_trainer", {}).get("set", {})
@@ -112,12 +112,12 @@ def neutral(framework: str) -> Mapping[str, Value]:
 
 
 def checkout_of(path: Path) -> Path | None:
-    """The checkout of Primus that a file lies in; None when it lies in none."""
+    """Return the Primus checkout that contains a file, or None."""
     return next((above for above in path.absolute().parents if (above / "primus/configs/modules").is_dir()), None)
 
 
 def put(into: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key: it replaces what was below it, and a value that was a part of its name."""
+    """Set a dotted key. It replaces all keys below it, and any value at a prefix of its name."""
     for old in [old for old in into if old.startswith(f"{key}.") or key.startswith(f"{old}.")]:
         del into[old]
     into.pop(key, None)
@@ -125,7 +125,7 @@ def put(into: dict[str, Any], key: str, value: Any) -> None:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested mappings as dotted keys. An empty mapping has none."""
+    """Yield nested mappings as dotted keys with values. An empty mapping yields nothing."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")
@@ -141,7 +141,7 @@ def _table(framework: str) -> list[dict[str, Any]]:
 
 @cache
 def _documented(framework: str, version: str) -> Mapping[str, Mapping[str, Flat]]:
-    """The data up to ``version``: modules and the base of the models change, a model stands whole over the base."""
+    """Apply the data up to ``version``. Modules and the models' base accumulate changes; a model overrides the base."""
     modules: dict[str, Flat] = {}
     base: Flat = {}
     models: dict[str, Flat] = {}
@@ -168,11 +168,11 @@ def _changed(before: Flat, change: Mapping[str, Any]) -> Flat:
 
 
 def _file(path: Path, folder: Path, above: tuple[Path, ...]) -> Flat:
-    """A preset of a checkout with what it takes over."""
+    """Return the keys of a preset file of a checkout, with inherited ones."""
     if path in above:
         raise InputError(f"{path.name} extends itself", where=str(path))
     own = {key: one.value for key, one in plain(path).items()}
-    # Only the newer reader knows `extends`; to it, the older words are keys like any other.
+    # Only the newer reader supports `extends`. It treats `bases` and `includes` as ordinary keys.
     newer = (folder / "core/config/yaml_loader.py").is_file()
     merged: Flat = {}
     for word in ("extends",) if newer else ("bases", "includes"):

@@ -21,7 +21,7 @@ from primus.recipes.setting import Asked
 __all__ = ["ALLOW_UNMAPPED", "for_proxy", "kubernetes", "pretrain"]
 
 ALLOW_UNMAPPED = "--allow-unmapped leaves them out"
-# The documents misspell one.
+# "torchtatin" is a misspelling in the documents.
 _BACKENDS = {"megatron": "megatron", "torchtitan": "torchtitan", "torchtatin": "torchtitan"}
 _CLIENT_OPTIONS = ("replica", "cpu", "gpu", "backend", "exp", "data_path", "image", "hf_token", "workspace", "nodelist")
 
@@ -33,7 +33,7 @@ def pretrain(
     allow_unmapped: bool = False,
     precision: str | None = None,
 ) -> Request:
-    """What ``EXP=… BACKEND=… NNODES=… run_pretrain.sh --key value …`` asks for. InputError names what is wrong."""
+    """Translate ``EXP=… BACKEND=… NNODES=… run_pretrain.sh --key value …``. Raises InputError."""
     given = options(options_given)
     name = environment.get("EXP", "")
     if not name:
@@ -52,9 +52,9 @@ def pretrain(
         source = experiment(merge(path, environment))
         done = source.translated(given)
         request = Request(recipe=source.recipe, asked=Asked(backend=source.backend, mode="pretrain"))
-        says.append(f"{name} is an experiment of Primus; `primus import-exp {name}` writes it as a recipe")
+        says.append(f"{name} is a Primus experiment; `primus import-exp {name}` converts it to a recipe")
     elif path.is_file() or name in names():
-        # Which backend a recipe takes by itself decides what its keys are called.
+        # The recipe's default backend determines the names of its keys.
         known = resolve(name, (), Asked(backend=_BACKENDS.get(backend or ""), gpu="mi300x"))
         done = translate(known.backend, given)
         request = Request(recipe=name, asked=Asked(backend=known.backend))
@@ -69,14 +69,14 @@ def pretrain(
         if what.says and (precision or done.choices["precision"]) == what.precision:
             says.append(what.says)
     if backend and _BACKENDS[backend] != request.asked.backend:
-        raise InputError(f"BACKEND is {backend}, but {name} is of {request.asked.backend}", where=f"EXP={name}")
+        raise InputError(f"BACKEND is {backend}, but {name} is for {request.asked.backend}", where=f"EXP={name}")
     if not allow_unmapped:
         refuse(done.unmapped, ALLOW_UNMAPPED)
     ignored = [f"{name} is left out: {why}" for name, why in ignored_variables().items() if environment.get(name)]
     says += [*ignored, *done.left_out, *(f"{one.given.key} is left out: {one.why}" for one in done.unmapped)]
     nodes = _count(environment, "NNODES")
     ranks = _count(environment, "GPUS_PER_NODE")
-    # One node unless told otherwise, as the script had it: a recipe may ask for more by itself.
+    # The script's default is one node, whereas the recipe's default may be more.
     asked = replace(request.asked, precision=done.choices.get("precision"), nodes=nodes or 1)
     words = [f"ranks={ranks}"] if ranks else []
     if environment.get("PRIMUS_DETERMINISTIC") == "1":
@@ -91,15 +91,15 @@ def pretrain(
 
 
 def kubernetes(words: Sequence[str], environment: Mapping[str, str], *, allow_unmapped: bool = False) -> Request:
-    """What ``run_k8s_pretrain.sh --url … create …`` asks the ranks to train; its other commands train nothing."""
+    """Translate ``run_k8s_pretrain.sh --url … create …``. Raises HostError for commands that train nothing."""
     rest = list(words)
     command = next((word for word in rest if word in ("create", "get", "delete", "list", "nodes")), None)
     if command is None:
         raise InputError("no command is given", where="run_k8s_pretrain.sh", hint="create, get, delete, list or nodes")
     if command != "create":
         raise HostError(
-            f"{command} asks a workload service and trains nothing",
-            hint="primus compat run_k8s_pretrain.sh asks it",
+            f"{command} is for the workload service and trains nothing",
+            hint="run primus compat run_k8s_pretrain.sh without --dry-run",
         )
     rest.remove(command)
     given = {one.key: one for one in options(rest)}
@@ -114,12 +114,12 @@ def kubernetes(words: Sequence[str], environment: Mapping[str, str], *, allow_un
     data = (f"assets.corpus={own['data_path']}",) if "data_path" in own else ()
     says = request.says
     if "hf_token" in own:
-        says = (*says, "a token on a command line is seen by every user of the machine: export HF_TOKEN instead")
+        says = (*says, "every user of the machine can see a token on a command line: export HF_TOKEN instead")
     return replace(request, words=(*request.words, *data), says=says)
 
 
 def for_proxy(request: Request, kept: Sequence[str]) -> Request:
-    """The same for the small model: it keeps its own sizes, so only words of ``kept`` stay."""
+    """Return the request for the proxy. It keeps its own sizes, so only settings in ``kept`` remain."""
     stay = tuple(word for word in request.words if word.partition("=")[0] in kept)
     gone = [word for word in request.words if word not in stay]
     says = (*request.says, f"the proxy keeps its own sizes: {' '.join(gone)} left out") if gone else request.says
@@ -136,12 +136,12 @@ def _count(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def _meeting(environment: Mapping[str, str], nodes: int | None) -> dict[str, str]:
-    """Several nodes met at port 1234 unless told otherwise."""
+    """Return the rendezvous port of several nodes. The script's default was 1234."""
     return {"MASTER_PORT": environment.get("MASTER_PORT", "1234")} if nodes and nodes > 1 else {}
 
 
 def _tuning(environment: Mapping[str, str], recipe: str) -> dict[str, str]:
-    """What ``PRIMUS_HIPBLASLT_TUNING_STAGE`` sets for the ranks."""
+    """Return the ranks' variables for ``PRIMUS_HIPBLASLT_TUNING_STAGE``."""
     stage = environment.get("PRIMUS_HIPBLASLT_TUNING_STAGE") or "0"
     folder = Path("output/tune_hipblaslt").absolute() / recipe
     if stage == "0":

@@ -1,4 +1,4 @@
-"""What an old command asks for, in our own words."""
+"""The run that an old command asks for."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Request"]
 class Request:
     """One run: a recipe, its choices, and ``key=value`` words in order.
 
-    ``says`` are sentences for the user: what differs from the old command, and why. ``environment`` is what the ranks
-    are given on top. ``gpu_of_path`` is the generation that a documented path was made for: settings follow the
-    machine's own GPU, and this one only where nothing is started and there is none. ``benchmark`` is the model and the
-    mode in the command's words, where it wrote a CSV of them.
+    ``says`` are sentences for the user about differences from the old command. ``environment`` holds additional
+    variables for the ranks. ``gpu_of_path`` is the GPU generation in a documented path. It is used only with --dry-run
+    on a machine without a GPU; otherwise the machine's GPU decides. ``benchmark`` is the model and mode as the command
+    names them, if the command writes a CSV.
     """
 
     recipe: str
@@ -29,5 +29,5 @@ class Request:
     benchmark: tuple[str, str] | None = None
 
     def train(self) -> list[str]:
-        """The words after ``primus train`` that ask for the same."""
+        """Return the equivalent arguments of ``primus train``."""
         return [self.recipe, *self.asked.words(), *self.words]

@@ -1,4 +1,4 @@
-"""``pytorch_benchmark_setup.sh`` and ``make download_assets``: nothing is installed; what is there is looked at."""
+"""``pytorch_benchmark_setup.sh`` and ``make download_assets``: list libraries and download assets, install nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Library", "download", "libraries"]
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """One library that the script installed: its version here, or why none is needed (``because``)."""
+    """One library that the script installed: its version here, or why it is not needed (``because``)."""
 
     name: str
     version: str | None
@@ -27,7 +27,7 @@ class Library:
 
 
 def libraries() -> list[Library]:
-    """All of them, in the document's order."""
+    """Return all libraries, in the document's order."""
     found = []
     for name, what in commands()["setup"].items():
         try:
@@ -39,10 +39,10 @@ def libraries() -> list[Library]:
 
 
 def download(environment: Mapping[str, str]) -> list[str]:
-    """Bring the models and data sets of the benchmarks into Hugging Face's cache; the folders they lie in.
+    """Download the models and data sets of the benchmarks to Hugging Face's cache. Returns their folders.
 
-    Two of the models are gated: InputError without ``HF_TOKEN``. HostError when a library is missing or the hub does
-    not answer.
+    Raises InputError without ``HF_TOKEN``, because two models are gated, and HostError if a library is missing or the
+    hub does not answer.
     """
     if not environment.get("HF_TOKEN"):
         raise InputError("HF_TOKEN is not set, and two of the models are gated", hint="export HF_TOKEN=…")

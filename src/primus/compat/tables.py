@@ -1,4 +1,4 @@
-"""The tables of this room: documented paths, keys that were renamed, and commands, read from YAML."""
+"""The tables of this package, read from YAML: documented paths, renamed keys and commands."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What one old key became; see the head of ``keys.yaml``."""
+    """The translation of one old key. The comment at the top of ``keys.yaml`` explains the fields."""
 
     to: str | None = None
     choice: str | None = None
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Documented:
-    """What a documented path of an experiment file stands for."""
+    """The run that a documented path of an experiment file stands for."""
 
     path: str
     recipe: str
@@ -63,19 +63,19 @@ def _table(name: str) -> dict[str, Any]:
 
 
 def ignored_variables() -> Mapping[str, str]:
-    """Variables of the old scripts that change nothing, with the reason."""
+    """Return the variables of the old scripts that have no effect, with the reason."""
     found: Mapping[str, str] = _table("keys")["environment"]
     return found
 
 
 def commands() -> dict[str, Any]:
-    """``commands.yaml`` as it stands."""
+    """Return the contents of ``commands.yaml``."""
     return _table("commands")
 
 
 @cache
 def keys(backend: str) -> Mapping[str, Entry]:
-    """Old key → what it became, for one backend."""
+    """Return old key → translation, for one backend."""
     table = _table("keys")
     return {key: _entry(what) for key, what in {**table["every"], **table.get(backend, {})}.items()}
 
@@ -85,12 +85,12 @@ def _entry(what: str | dict[str, Any]) -> Entry:
 
 
 def is_kernel(backend: str, key: str) -> bool:
-    """Whether a key of the backend's own chooses how something is computed, and not what."""
+    """Whether a key of the backend selects an implementation without changing what is computed."""
     return any(fnmatchcase(key, name) for name in _table("keys")["kernels"][backend])
 
 
 def entry(backend: str, key: str) -> Entry | None:
-    """The entry of ``key``, by name or by a pattern that ends in ``*``; None when the table has none."""
+    """Return the entry of ``key``, by name or by a pattern that ends in ``*``; None if there is none."""
     table = keys(backend)
     if key in table:
         return table[key]
@@ -98,7 +98,7 @@ def entry(backend: str, key: str) -> Entry | None:
 
 
 def documented_paths() -> list[Documented]:
-    """Every path that the table stands for, in its order."""
+    """Return every documented path, in the order of the table."""
     table = _table("paths")
     found = []
     for framework, stems in table["stems"].items():
@@ -111,7 +111,7 @@ def documented_paths() -> list[Documented]:
 
 
 def documented(name: str) -> Documented:
-    """What the path ``name`` stands for. InputError names the nearest when it is none of the documents."""
+    """Return what the path ``name`` stands for. Raises InputError, with a similar name, if no document has it."""
     table = _table("paths")
     parts = PurePosixPath(name).parts
     start = next((i for i, part in enumerate(parts) if part in table["frameworks"]), None)
@@ -119,7 +119,7 @@ def documented(name: str) -> Documented:
     if start is None or match is None:
         raise InputError(
             f"there is no file {name}, and no document names it", where=f"EXP={name}",
-            hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml; a recipe's name is understood too",
+            hint="as in EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml, or the name of a recipe",
         )  # fmt: skip
     backend, gpu = table["frameworks"][parts[start]], None
     folders = [part for part in parts[start + 1 : -1] if part not in ("config", "configs")]
@@ -144,7 +144,7 @@ def _stem(backend: str, stem: str) -> tuple[str, Mapping[str, Scalar]]:
 
 
 def preset(backend: str, name: str, where: str) -> tuple[str, Mapping[str, Scalar]]:
-    """Recipe, and settings on top of it, of an experiment's ``model:``. InputError for another."""
+    """Return the recipe of an experiment's ``model:``, and settings to add to it. InputError if there is none."""
     stems: Mapping[str, Any] = _table("paths")["stems"][backend]
     plain = re.sub(r"-fp8$", "", name)
     if plain not in stems:
@@ -156,7 +156,7 @@ def preset(backend: str, name: str, where: str) -> tuple[str, Mapping[str, Scala
 
 
 def flavors() -> Mapping[str, str]:
-    """torchtitan's name and flavor of each model that the documents name."""
+    """Return the name of each documented model → its name and flavor in torchtitan."""
     found: Mapping[str, str] = _table("paths")["flavors"]
     return found
 

@@ -1,4 +1,4 @@
-"""Keys of Primus's experiments → settings of a recipe. What cannot be said is named, with its nearest key."""
+"""Keys of Primus's experiments → settings of a recipe. Keys that no recipe can express are listed with a reason."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from primus.recipes.setting import Value
 
 __all__ = ["Translation", "Unmapped", "refuse", "translate", "translate_all"]
 
-# Where a flat name of Megatron may live in the recipe, in this order.
+# Sections of the recipe in which a flat name of Megatron is looked up, in this order.
 _SECTIONS = ("training", "model", "optimizer", "ddp")
 _TURBO = "turbo"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unmapped:
-    """A key that no recipe can say, and why."""
+    """A key that no recipe can express, and why."""
 
     given: Given
     why: str
@@ -34,10 +34,12 @@ class Unmapped:
 
 @dataclass(kw_only=True)
 class Translation:
-    """``settings`` are a recipe's keys in the order they were given, the last one wins; ``choices`` are options.
+    """The result of a translation.
 
-    ``left_out`` says what changes nothing, or what is done otherwise here. ``sources`` are the keys of Primus that the
-    settings come from, ``preset`` those settings that its presets alone decide.
+    ``settings`` are keys of the recipe in order; a later value replaces an earlier one. ``choices`` are command-line
+    options such as precision. ``left_out`` are sentences about keys that have no effect or work differently here.
+    ``sources`` maps settings to the keys of Primus that they come from. ``preset`` are the settings that only Primus's
+    presets set.
     """
 
     settings: dict[str, Value] = field(default_factory=dict)
@@ -48,11 +50,11 @@ class Translation:
     preset: set[str] = field(default_factory=set)
 
     def words(self) -> tuple[str, ...]:
-        """The settings as ``key=value``."""
+        """Return the settings as ``key=value``."""
         return tuple(f"{key}={spelt(value)}" for key, value in self.settings.items())
 
     def leave(self, key: str, because: str) -> None:
-        """Say that ``key`` is left out, in one sentence with the others of the same reason."""
+        """Record that ``key`` is left out. Keys with the same reason share one sentence."""
         before = next((one for one in self.left_out if one.endswith(f" left out: {because}")), None)
         if before is None:
             self.left_out.append(f"{key} is left out: {because}")
@@ -61,7 +63,7 @@ class Translation:
             self.left_out[self.left_out.index(before)] = f"{names}, {key} are left out: {because}"
 
     def set(self, key: str, value: Value, one: Given) -> None:
-        """Set a recipe's key to what ``one`` means."""
+        """Set a key of the recipe, and record that its value comes from ``one``."""
         self.settings.pop(key, None)
         self.settings[key] = value
         self.sources[key] = one.key
@@ -69,7 +71,7 @@ class Translation:
 
 
 def translate(backend: str, given: Sequence[Given]) -> Translation:
-    """Single keys, in order: options over a recipe. A key whose value is null leaves the recipe's own."""
+    """Translate single options that override a recipe, in order. A null keeps the recipe's own value."""
     done = Translation()
     last = {one.key: one.value for one in given}
     for one in given:
@@ -84,10 +86,10 @@ def translate(backend: str, given: Sequence[Given]) -> Translation:
 
 
 def translate_all(backend: str, given: Sequence[Given], neutral: Mapping[str, Value]) -> Translation:
-    """A whole configuration of Primus, its presets included, in order.
+    """Translate a whole configuration of Primus, including its presets, in order.
 
-    ``neutral`` are values of Primus's own presets that ask for nothing but what every backend here does. A key that
-    cannot be said holds one of them, is named in ``left_out``, or is ``unmapped``.
+    ``neutral`` are the defaults of Primus's presets, which match what every backend here does. A key that no recipe can
+    express is ignored if it has such a value; otherwise it is named in ``left_out`` or ``unmapped``.
     """
     done = Translation()
     last = {one.key: one.value for one in given}
@@ -96,7 +98,7 @@ def translate_all(backend: str, given: Sequence[Given], neutral: Mapping[str, Va
     for key, why in meant.refused.items():
         done.unmapped.append(Unmapped(given=by_key[key], why=f"{spelt(last[key])} has no counterpart: {why}"))
     for key, value in meant.settings.items():
-        # What Primus leaves to Megatron has no place of its own: the presets decide it.
+        # A value that Primus leaves to Megatron has no place in a file, so it counts as one of the presets.
         source = by_key.get(meant.sources[key], Given(key=meant.sources[key], value=None, where="", layer="modules"))
         done.set(key, value, source)
     done.choices.update(meant.choices)
@@ -109,7 +111,7 @@ def translate_all(backend: str, given: Sequence[Given], neutral: Mapping[str, Va
         if one.key in meant.quiet and not own:
             continue
         if what is not None:
-            # What changes nothing is named where a user asks for it, not where Primus has it by itself.
+            # A key without effect is reported only if the user's file sets it, not if it comes from Primus's presets.
             asks = (what.to or what.choice or what.values is not None) and not is_kernel(backend, one.key)
             if own or asks:
                 _known(one, what, last, done)
@@ -124,11 +126,11 @@ def translate_all(backend: str, given: Sequence[Given], neutral: Mapping[str, Va
 def _known(one: Given, what: Entry, last: Mapping[str, Value], done: Translation) -> None:
     if what.needs and all(last.get(key) in (None, False) for key in what.needs):
         if what.to == _TURBO and one.value:
-            done.leave(one.key, f"it changes nothing without {' or '.join(what.needs)}")
+            done.leave(one.key, f"it has no effect without {' or '.join(what.needs)}")
         return
     values: list[Value] = [one.value]
     if what.values is not None:
-        # A list is judged item by item: torchtitan's converters.
+        # Lists, such as torchtitan's converters, are translated item by item.
         words = [spelt(v) for v in one.value] if isinstance(one.value, list) and one.value else [spelt(one.value)]
         wrong = [word for word in words if word not in what.values]
         if wrong and one.value is not None:
@@ -155,7 +157,7 @@ def _listed(value: Value) -> list[str]:
 
 
 def _native_name(backend: str, key: str) -> str | None:
-    """The backend's own key of this name that a recipe may set; None when there is none."""
+    """Return the backend's own key of this name that a recipe may set, or None."""
     rules = backend_rules(backend)
     owned = known_backend(backend).owned
     if backend == "megatron":
@@ -171,7 +173,7 @@ def _owned_name(backend: str, key: str) -> str | None:
 
 
 def _native(backend: str, one: Given, done: Translation) -> None:
-    """A key that keeps its name, or one that nobody knows."""
+    """Translate a key that keeps its name. An unknown key becomes ``unmapped``."""
     found, owned = _native_name(backend, one.key), _owned_name(backend, one.key)
     if owned is not None:
         instead = known_backend(backend).owned[owned]
@@ -183,7 +185,7 @@ def _native(backend: str, one: Given, done: Translation) -> None:
 
 
 def _unsayable(backend: str, one: Given, neutral: Mapping[str, Value], done: Translation) -> None:
-    """A value of Primus that no recipe can hold, and that is not the one its presets have when nothing is asked."""
+    """Record a value that no recipe can express and that differs from Primus's default."""
     if one.key in neutral:
         usual = spelt(neutral[one.key])
         done.unmapped.append(Unmapped(given=one, why=f"{spelt(one.value)} has no counterpart (known: {usual})"))
@@ -199,7 +201,7 @@ def _names(backend: str) -> list[str]:
 
 
 def refuse(unmapped: Sequence[Unmapped], hint: str) -> None:
-    """InputError that names every key, each on its line; nothing when there is none."""
+    """Raise InputError that names every unmapped key, one per line, if there are any."""
     if unmapped:
         first, *others = unmapped
         more = "".join(f"\n{other}" for other in others)

@@ -1,4 +1,4 @@
-"""Options as Primus's scripts took them: ``--key value``, ``--key=value``, and a lone ``--key`` that means true."""
+"""Options in the style of Primus's scripts: ``--key value``, ``--key=value``, or ``--key`` alone for true."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Given", "options", "spelt", "typed"]
 class Given:
     """One key with its value and its place: ``file:line:col``, or the option as typed.
 
-    ``layer`` is who set it: ``modules`` and ``models`` are Primus's presets, ``file`` and ``option`` the user.
+    ``layer`` is its origin: ``modules`` and ``models`` are Primus's presets, ``file`` and ``option`` the user's input.
     """
 
     key: str
@@ -28,7 +28,7 @@ class Given:
 
 
 def options(words: Sequence[str]) -> list[Given]:
-    """Every option of a command line. InputError for a word that belongs to none."""
+    """Parse the options of a command line. Raises InputError for a word that belongs to no option."""
     found: list[Given] = []
     rest = list(words)
     while rest:
@@ -42,14 +42,14 @@ def options(words: Sequence[str]) -> list[Given]:
         if not re.fullmatch(r"[A-Za-z][\w.-]*", key):
             raise InputError(f"{word!r} is not an option", where="command line")
         if not separator:
-            # A negative number is a value, another option is not.
+            # The next word is the value unless it is an option. A negative number is a value.
             text = rest.pop(0) if rest and not re.match(r"--[A-Za-z]", rest[0]) else "true"
         found.append(Given(key=key, value=typed(text), where=f"--{key} {text}", layer="option"))
     return found
 
 
 def typed(text: str) -> Value:
-    """The value of ``text`` in YAML; text that is no scalar and no list of scalars stays text."""
+    """Return the YAML value of ``text``. Text that is neither a scalar nor a list of scalars stays text."""
     try:
         return value(text, "") if text else text
     except InputError:
@@ -57,5 +57,5 @@ def typed(text: str) -> Value:
 
 
 def spelt(given: Value) -> str:
-    """``given`` as YAML reads it back: the inverse of :func:`typed` for what a recipe holds."""
+    """Return ``given`` as YAML text. This is the inverse of :func:`typed` for the values of a recipe."""
     return spell(given)

@@ -1,4 +1,4 @@
-"""The workload service that ``run_k8s_pretrain.sh --url`` asked: create, get, delete and list workloads; list nodes."""
+"""Client of the workload service of ``run_k8s_pretrain.sh --url``: create, get, delete, list workloads; list nodes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from primus.errors import CheckFailed, HostError, InputError
 __all__ = ["COMMANDS", "ask", "payload"]
 
 COMMANDS = ("create", "get", "delete", "list", "nodes")
-# What the script documents, with its defaults; the image has none, since its default is not ours.
+# The script's documented defaults. There is none for the image, because the script's default is not one of ours.
 _DEFAULTS = {"replica": "1", "cpu": "96", "gpu": "8", "backend": "megatron", "workspace": "primus-safe-pretrain"}
 _OWN = (*_DEFAULTS, "exp", "data_path", "image", "hf_token", "nodelist", "url", "workload-id")
 _TIMEOUT = 30.0
 
 
 def payload(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """What ``create`` sends. InputError for a missing or wrong option. It may hold a token: never print it as it is."""
+    """Return the request body of ``create``. It may contain a token, so never print it.
+
+    Raises InputError for a missing or invalid option.
+    """
     given = {one.key: str(one.value) for one in options(words)}
     asked = {**_DEFAULTS, **{key: value for key, value in given.items() if key in _OWN}}
     for key in ("exp", "image"):
@@ -46,7 +49,7 @@ def payload(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, A
         "displayName": "pretrain",
         "description": "pretrain",
         "groupVersionKind": {"kind": "PyTorchJob", "group": "kubeflow.org", "version": "v1"},
-        # The exit code is the training's: it does not pass through a pipe.
+        # exec, without a pipe, so that the exit code is that of the training.
         "entryPoint": "cd /workspace/Primus && NNODES=$PET_NNODES NODE_RANK=$PET_NODE_RANK "
         f"exec bash ./examples/run_pretrain.sh {more}".strip(),
         "isSupervised": False,
@@ -63,7 +66,10 @@ def payload(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, A
 
 
 def ask(command: str, words: Sequence[str], environment: Mapping[str, str]) -> Any:
-    """Do one of COMMANDS; the service's answer. InputError, CheckFailed (it refuses) or HostError (no answer)."""
+    """Send one of COMMANDS to the service and return its answer.
+
+    Raises InputError for invalid options, CheckFailed if the service refuses, HostError if it does not answer.
+    """
     given = {one.key: str(one.value) for one in options(words)}
     url = given.get("url", "")
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
@@ -91,15 +97,15 @@ def ask(command: str, words: Sequence[str], environment: Mapping[str, str]) -> A
         raise CheckFailed(f"the service refuses {command}: HTTP {error.code} {told or error.reason}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise HostError(f"{urlsplit(url).netloc} does not answer: {reason}", hint="--url names the service") from error
+        raise HostError(f"{urlsplit(url).netloc} does not answer: {reason}", hint="check --url") from error
     try:
         return json.loads(text) if text.strip() else {}
     except ValueError as error:
-        raise HostError(f"{urlsplit(url).netloc} answers something other than JSON", hint="check --url") from error
+        raise HostError(f"the answer of {urlsplit(url).netloc} is not JSON", hint="check --url") from error
 
 
 def _user() -> str:
-    """The service tells users apart by this."""
+    """Return the user id that the service expects: the MD5 of the user's name."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError):

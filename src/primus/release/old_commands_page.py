@@ -1,4 +1,4 @@
-"""docs/old-commands.md: what each command, path and key of the older documents became."""
+"""docs/old-commands.md: the translation of each command, path and key of older documents."""
 
 from __future__ import annotations
 
@@ -12,21 +12,30 @@ __all__ = ["old_commands_page"]
 
 
 def old_commands_page() -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     table = commands()
     return "\n".join(
         [
             "<!-- Generated from src/primus/compat/*.yaml by `nox -s docs`; do not edit. -->",
-            "# Old commands",
+            "# Commands of older documents",
             "",
             "Commands of AMD's documents (Primus and PyTorch v25.10, Primus and Megatron v25.7, PyTorch training v25.2 "
-            "and v25.3, Primus's examples) work inside the image as they are written. Each one says which "
-            "`primus train` it stands for, and trains that. Every command line of these documents is in "
-            "`tests/fixtures/old_commands.yaml`, with what it must resolve to.",
+            "and v25.3, Primus's examples) work unchanged inside the image. Each one prints the equivalent "
+            "`primus train` command and runs it. For example, on any machine:",
             "",
-            "`--dry-run` shows the run and starts nothing. `--proxy` (or `PRIMUS_PROXY=1`) trains the small model of "
-            "the same code path on any machine; without it a machine without a GPU is refused. `--gpu NAME` and "
-            "`--precision NAME` choose. All of them may stand among a command's own words.",
+            "```sh",
+            "EXP=examples/megatron/configs/llama3.1_8B-pretrain.yaml primus compat run_pretrain.sh --proxy",
+            "```",
+            "",
+            "`tests/fixtures/old_commands.yaml` contains every command line of these documents, with its expected "
+            "translation.",
+            "",
+            "These options can be added anywhere among a command's own options:",
+            "",
+            "- `--dry-run` (or `PRIMUS_DRY_RUN=1`) shows the run and starts nothing.",
+            "- `--proxy` (or `PRIMUS_PROXY=1`) trains a small model with the same code on any machine. Without it, a "
+            "machine without a GPU is refused.",
+            "- `--gpu NAME` (or `PRIMUS_GPU`) and `--precision NAME` override the GPU and the precision.",
             "",
             "## Commands",
             "",
@@ -37,44 +46,45 @@ def old_commands_page() -> str:
             "",
             "## EXP",
             "",
-            "`EXP` may be a recipe's name, a recipe, or a file of your own for Primus (below). A path of the documents "
-            "needs no file: `examples/BACKEND/configs/[GPU/]MODEL-[PRECISION-]pretrain.yaml`, where a path without a "
-            "precision means BF16. GPU decides only where nothing is started: settings are those of the machine's own.",
+            "`EXP` is the name of a recipe, a recipe file, a [Primus experiment](#experiment-files-and-options), "
+            "or a path of the documents: `examples/BACKEND/configs/[GPU/]MODEL-[PRECISION-]pretrain.yaml`. Such a "
+            "path does not need to exist. Without a precision, it means BF16. The machine's own GPU determines the "
+            "settings; the GPU in the path is used only with `--dry-run` on a machine without a GPU.",
             "",
             *_rows(("backend", "model in the path", "recipe"), _stems()),
             "",
             *(f"- `{path.path}`: {path.says}." for path in documented_paths() if path.says),
             "",
-            "## Options, and experiments of your own",
+            "## Experiment files and options",
             "",
-            "`primus import-exp FILE --out RECIPE` turns an experiment file of Primus into a recipe; `EXP=FILE` does "
-            "so in passing. It imports what Primus would train with: Primus's preset, its model, and over them the "
-            "file's overrides, in which a null is a value. `--effective` prints that whole configuration, each key "
-            "with the place that decides it, for any model.",
+            "`primus import-exp FILE --out RECIPE` converts a Primus experiment file to a recipe. With `EXP=FILE`, a "
+            "command converts the file and trains the result. The conversion merges the file as Primus does: the "
+            "preset, the model, and the file's overrides, in which null is a value. `--effective` prints the merged "
+            "configuration, with the place that sets each key, for any model.",
             "",
-            f"The defaults of Primus {', '.join(known_versions())} come with this package. `--primus VERSION` chooses "
-            "one; `--primus FOLDER` reads the presets of a checkout. A file that lies in a checkout takes that one's, "
-            "another file those of the newest version that has all of its keys. `--nodes N` says for how many nodes "
-            "the file was written, since its global batch is theirs together; by default they are as few as its "
-            "parallel degrees need.",
+            f"The defaults of Primus {', '.join(known_versions())} are included. `--primus VERSION` selects one of "
+            "them, and `--primus FOLDER` reads the presets of a checkout. By default, a file in a checkout uses the "
+            "presets of that checkout, and any other file those of the newest version that has all of its keys. "
+            "`--nodes N` is the number of nodes that the file was written for, because its global batch is that of all "
+            "nodes. The default is the smallest number that its parallel degrees fit.",
             "",
-            "What no recipe can hold is named with its line, and refused unless `--allow-unmapped` is given. "
-            "[Measured against Primus itself](benchmarks/primus-import.md) on the examples of three versions. Some "
-            "differences have no key:",
+            "A key that no recipe can express is an error that names its line. `--allow-unmapped` leaves such keys "
+            "out. The [comparison with Primus itself](benchmarks/primus-import.md) covers the examples of three "
+            "versions. These differences do not depend on a key:",
             "",
-            "- Data and first weights come from other random numbers, and batches in another order.",
-            "- Warm-up begins above 0: step n of w warm-up steps has n ÷ (w + 1) of the rate, with Megatron-LM "
-            "(n − 1) ÷ w.",
-            "- The embedding has the model's vocabulary. Megatron-LM pads it to a multiple of 128 × TP.",
-            "- Primus's presets choose kernels and fusions for its own build of the backends. Here the recipe and the "
-            "image choose them, unless the file itself sets the key.",
-            "- Mock tokens need no tokenizer, so with mock data the model's is not imported.",
-            "- PyYAML reads `1e-5` as text and `yes` as true. Here `1e-5` is a number and `yes` is text.",
+            "- Data and initial weights use other random numbers, and batches come in another order.",
+            "- Warm-up starts above 0: step n of w warm-up steps uses n ÷ (w + 1) of the learning rate. Megatron-LM "
+            "uses (n − 1) ÷ w.",
+            "- The embedding has the size of the model's vocabulary. Megatron-LM pads it to a multiple of 128 × TP.",
+            "- Primus's presets choose kernels and fusions for Primus's own build of the backends. Here, the recipe "
+            "and the image choose them, unless the file sets the key.",
+            "- Mock data needs no tokenizer, so the model's tokenizer is not imported with it.",
+            "- PyYAML reads `1e-5` as text and `yes` as true. Here, `1e-5` is a number and `yes` is text.",
             "",
-            "Keys and options become these. Keys of Megatron Core and torchtitan that are not here keep their names. "
-            "An option whose value is null changes nothing.",
+            "The following table lists how keys and options are translated. Keys of Megatron Core and torchtitan that "
+            "it does not list keep their names. An option with the value null has no effect.",
             "",
-            *_rows(("backend", "key", "became", "note"), _keys()),
+            *_rows(("backend", "key", "translation", "note"), _keys()),
             "",
             "## pytorch_benchmark_report.sh",
             "",
@@ -100,7 +110,7 @@ def old_commands_page() -> str:
             "",
             *_rows(
                 ("library", "here"),
-                [(name, what.get("because", "looked for")) for name, what in table["setup"].items()],
+                [(name, what.get("because", "used")) for name, what in table["setup"].items()],
             ),
             "",
         ]
@@ -132,7 +142,7 @@ def _became(entry: Entry) -> tuple[str, str]:
     values = [
         f"{word} → {'nothing' if value is None else str(value).lower()}" for word, value in (entry.values or {}).items()
     ]
-    needs = [f"only beside {' or '.join(entry.needs)}"] if entry.needs else []
+    needs = [f"only together with {' or '.join(entry.needs)}"] if entry.needs else []
     return target, "; ".join([*values, *needs, *([entry.because] if entry.because else [])])
 
 

@@ -156,7 +156,7 @@ def test_a_wrong_type_is_refused_with_its_place(edited: Path) -> None:
         (
             "data_parallel_shard_degree: -1",
             "tensor_parallel_degree: 4",
-            "2 ranks do not divide by TP·PP·CP·replicas = 4",
+            "2 ranks are not divisible by TP·PP·CP·replicas = 4",
         ),
         ("    steps: 20\n", "", "torchtitan.training.steps: is missing"),
         ("ranks: 2", "ranks: 3", "not a multiple of local batch × data parallel size = 12"),
@@ -274,8 +274,8 @@ def test_a_rule_judges_type_choice_items_and_size() -> None:
     assert rules["training.dataset_path"].objection(None) is None
     assert rules["training.mixed_precision_param"].objection("fp8") == "must be one of bfloat16, float32, not 'fp8'"
     assert rules["model.converters"].objection(["float8"]) is None
-    assert rules["model.converters"].objection([3]) == "holds 3: each item must be text"
-    assert "no recipe can give" in str(schema.backend_rules("megatron")["model.init_method"].objection("xavier"))
+    assert rules["model.converters"].objection([3]) == "contains 3: each item must be text"
+    assert "a recipe cannot express" in str(schema.backend_rules("megatron")["model.init_method"].objection("xavier"))
 
 
 @pytest.mark.parametrize("name", list(backends()))
@@ -327,7 +327,7 @@ def test_the_recipes_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_experts_need_ranks_of_their_own_in_each_stage(edited: Path) -> None:
     change(edited, "ranks: 2", "ranks: 8")
     change(edited, "data_parallel_shard_degree: -1", "pipeline_parallel_degree: 2\n    expert_parallel_degree: 8")
-    with pytest.raises(InputError, match="8 ranks do not divide by EP = 8 × PP = 2") as caught:
+    with pytest.raises(InputError, match="8 ranks are not divisible by EP = 8 × PP = 2") as caught:
         resolve.resolve(str(edited))
     assert caught.value.hint == "ep=4 or --nodes 2"
 

@@ -189,20 +189,26 @@ def test_runs_of_one_name_are_told_apart(make: Make, tmp_path: Path, capsys: pyt
     [
         ({"metrics.jsonl": ""}, "the run logged no step"),
         ({"metrics.jsonl": '{"step": 1, "lo'}, "metrics.jsonl:1: not JSON"),
-        ({"metrics.jsonl": '{"step": 1, "loss": "low"}\n'}, "not what primus writes"),
+        ({"metrics.jsonl": '{"step": 1, "loss": "low"}\n'}, "not a file that primus wrote"),
         ({"metrics.jsonl": "[1]\n"}, "not a JSON object"),
         ({"metrics.jsonl": None}, "the run logged no step"),
         ({"result.json": None}, "has not ended, or was interrupted"),
         ({"result.json": "{}"}, "passed is missing"),
-        ({"result.json": '{"passed": true, "seconds": 1, "verdicts": [3], "summary": {}}'}, "not what primus writes"),
+        (
+            {"result.json": '{"passed": true, "seconds": 1, "verdicts": [3], "summary": {}}'},
+            "not a file that primus wrote",
+        ),
         ({"job.json": "\x00"}, "not JSON"),
         (
             {"metrics.jsonl": '{"step": 1, "loss": 1' + "0" * 400 + "}"},
             "metrics.jsonl:1: not JSON: a number of 401 digits",
         ),
         ({"job.json": "[" * 100_000}, "not JSON: nested too deeply"),
-        ({"job.json": None}, "holds no job.json"),
-        ({"job.json": '{"settings": {}, "recipe": {"name": "x", "overrides": []}, "backend": "jax"}'}, "not what"),
+        ({"job.json": None}, "contains no job.json"),
+        (
+            {"job.json": '{"settings": {}, "recipe": {"name": "x", "overrides": []}, "backend": "jax"}'},
+            "not a file that primus wrote",
+        ),
     ],
 )
 def test_a_broken_run_is_a_sentence(
@@ -224,7 +230,7 @@ def test_too_many_runs_the_same_run_and_no_place_to_write(
     folder = str(make("run"))
     out = ["--out", str(tmp_path / "out")]
     assert main(["report", *[folder] * 9, *out]) == 2
-    assert "9 runs\n  → at most 8" in capsys.readouterr().err
+    assert "9 runs are too many\n  → compare at most 8" in capsys.readouterr().err
     assert main(["report", folder, folder, *out]) == 2
     assert "named twice" in capsys.readouterr().err
     assert main(["report", folder, "--out", "/proc/report"]) == 3

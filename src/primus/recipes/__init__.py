@@ -1,1 +1,1 @@
-"""What to train: load, overlay, resolve, refuse."""
+"""Recipes: loading, choices, overrides, and checks of keys and values."""

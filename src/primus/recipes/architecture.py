@@ -1,4 +1,4 @@
-"""What a model is made of, in words of no backend: each backend turns them into its own arguments."""
+"""The sizes of a model, independent of any backend. Each backend translates them to its own arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary positions are stretched beyond ``original_max_position`` tokens; kind "none": not at all."""
+    """Scaling of rotary positions beyond ``original_max_position`` tokens; kind "none": no scaling."""
 
     kind: Literal["none", "llama3", "yarn"] = "none"
     factor: float = bounded(1.0, "[1, inf)")
@@ -41,10 +41,11 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """Routed experts; ``experts`` 0: a dense model. The first ``dense_layers`` layers are dense in any case.
+    """Routed experts; ``experts`` 0: a dense model. The first ``dense_layers`` layers are always dense.
 
-    ``ffn_size`` is the width of one expert, ``shared_experts`` see every token, ``groups`` and ``top_groups`` limit
-    which experts a token may choose from. ``auxiliary_loss`` is the coefficient of the balancing loss, 0: none.
+    ``ffn_size`` is the width of one expert. ``shared_experts`` is the number of experts that process every token.
+    ``groups`` and ``top_groups`` limit the experts that a token can be routed to. ``auxiliary_loss`` is the coefficient
+    of the balancing loss; 0: no such loss.
     """
 
     experts: int = bounded(0, "[0, 65536]")
@@ -89,8 +90,8 @@ class DiffusionTransformer:
 class Architecture:
     """The sizes of one model.
 
-    ``head_dim`` 0 means hidden_size ÷ heads; ``window`` 0 means full causal attention; ``vocab_size`` is what the
-    embedding holds. Sizes count elements, ``max_seq_len`` tokens.
+    ``head_dim`` 0 means hidden_size ÷ heads; ``window`` 0 means full causal attention; ``vocab_size`` is the number of
+    rows of the embedding. Sizes count elements; ``max_seq_len`` and ``window`` count tokens.
     """
 
     family: Literal["llama2", "llama3", "mistral", "mixtral", "qwen2", "deepseek_v2", "deepseek_v3", "flux"]
@@ -114,7 +115,7 @@ class Architecture:
     dit: DiffusionTransformer = field(default_factory=DiffusionTransformer)
 
     def objection(self) -> tuple[str, str, str | None] | None:
-        """Key, reason and remedy of the first size that does not fit the others; None when all fit."""
+        """Return the key, reason and remedy of the first size that does not fit the others, or None."""
         return next(self._objections(), None)
 
     def _objections(self) -> Iterator[tuple[str, str, str | None]]:
@@ -124,13 +125,13 @@ class Architecture:
         if not self.head_dim and self.hidden_size % self.heads:
             size = max(1, self.hidden_size // self.heads) * self.heads
             hint = f"model.hidden_size={size}, or name model.head_dim"
-            yield "hidden_size", f"{self.hidden_size} does not divide by {self.heads} heads", hint
+            yield "hidden_size", f"{self.hidden_size} is not divisible by {self.heads} heads", hint
         if self.family == "flux" and self.hidden_size not in (0, self.heads * self.head_size):
             why = f"{self.hidden_size} is not {self.heads} heads of {self.head_size}"
             yield "hidden_size", why, f"model.hidden_size={self.heads * self.head_size}"
         if self.family != "flux" and self.heads % self.kv_heads:
             hint = f"model.kv_heads={math.gcd(self.heads, self.kv_heads)}"
-            yield "heads", f"{self.heads} does not divide by {self.kv_heads} heads of keys and values", hint
+            yield "heads", f"{self.heads} is not divisible by {self.kv_heads} heads of keys and values", hint
         latent = self.mla.kv_lora_rank > 0
         rotated, key = (self.mla.qk_rope_head_dim, "mla.qk_rope_head_dim") if latent else (self.head_size, "head_dim")
         if rotated % 2:
@@ -141,7 +142,7 @@ class Architecture:
             yield "moe.groups", why, f"model.moe.groups={math.gcd(self.moe.groups, self.moe.experts)}"
 
     def _needed(self) -> Iterator[tuple[str, int, str]]:
-        """The sizes that this kind of model cannot do without, and what makes it that kind."""
+        """Yield the sizes that this kind of model requires: key, value, and the setting that requires it."""
         yield "heads", self.heads, ""
         if self.family == "flux":
             for part in ("double_layers", "single_layers", "in_channels", "text_dim", "pooled_dim", "image_size"):
@@ -166,12 +167,12 @@ class Architecture:
 
 
 def architecture(section: Mapping[str, Value]) -> Architecture:
-    """From the dotted keys of a recipe's ``model`` section, which were checked before."""
+    """Return the architecture of a recipe's ``model`` section, given as dotted keys that were checked before."""
     return built(Architecture, section)
 
 
 def rebuilt(tree: Mapping[str, Any]) -> Architecture:
-    """From the ``model`` of a job file: :func:`dataclasses.asdict` of an architecture."""
+    """Return the architecture of a job file's ``model``, which :func:`dataclasses.asdict` wrote."""
     return cast(Architecture, _nested(Architecture, tree))
 
 
@@ -181,7 +182,7 @@ def _nested(cls: type[Any], tree: Mapping[str, Any]) -> object:
 
 
 def built(cls: type[Kind], section: Mapping[str, Value]) -> Kind:
-    """A dataclass from dotted keys that were checked before; fields not named keep their defaults."""
+    """Build a dataclass from dotted keys that were checked before. Other fields keep their defaults."""
     given: dict[str, object] = {}
     for entry in fields(cls):  # type: ignore[arg-type]
         default = entry.default_factory() if callable(entry.default_factory) else None

@@ -1,4 +1,4 @@
-"""What primus knows of each backend: ``backends.yaml`` as data."""
+"""The table of backends, read from ``backends.yaml``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _FILE = Path(__file__).with_name("backends.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What a backend computes of the models of some families; keys come without ``model.``."""
+    """The fields of some model families that a backend supports. Keys omit the prefix ``model.``.
+
+    The comments in ``backends.yaml`` explain the fields.
+    """
 
     families: Sequence[str]
     latent: bool = False
@@ -30,7 +33,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One backend; see the comments in ``backends.yaml``. Keys come without the backend's name."""
+    """One backend. Keys omit the backend's name. The comments in ``backends.yaml`` explain the fields."""
 
     name: str
     modes: tuple[str, ...]
@@ -49,19 +52,19 @@ class Backend:
     inside: Sequence[str] = ()
 
     def key(self, what: str) -> str:
-        """The full key of what every backend has: ``steps`` → ``torchtitan.training.steps``."""
+        """Return the full key of a setting that every backend has: ``steps`` → ``torchtitan.training.steps``."""
         return f"{self.name}.{self.keys[what]}"
 
 
 @cache
 def backends() -> Mapping[str, Backend]:
-    """All of them, by name."""
+    """Return all backends by name."""
     content = cast(Mapping[str, Mapping[str, object]], read_values(_FILE).data)
     return {name: _backend(name, entry) for name, entry in content.items()}
 
 
 def backend(name: str) -> Backend:
-    """One by name. KeyError when there is none: names are checked where they come from."""
+    """Return one backend. Raises KeyError if there is none; callers check names before."""
     return backends()[name]
 
 

@@ -1,7 +1,7 @@
-"""Ranges of settings, declared beside the fields as intervals: ``[1, inf)``, ``(0, 1]``, ``[0, training.steps]``.
+"""Bounds of settings, declared with the fields as intervals: ``[1, inf)``, ``(0, 1]``, ``[0, training.steps]``.
 
-An end is a number, ``inf``, or another key of the same section, so one notation declares ranges and relations.
-``-1 | [1, inf)`` allows a single value beside the interval.
+An end is a number, ``inf`` or another key of the same section, so that one notation covers ranges and relations.
+``-1 | [1, inf)`` allows one more value outside the interval.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _INTERVAL = re.compile(r"(?:(-?[0-9]+) \| )?([\[(])([^,]+), ([^\])]+)([\])])")
 
 
 def bounded(default: Any, bounds: str) -> Any:
-    """A dataclass field with the interval that its values must lie in; its list's items where it is a list."""
+    """Return a dataclass field with an interval for its value or, if the value is a list, for each item."""
     return dataclasses.field(default=default, metadata={"bounds": bounds})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """One interval. ``special`` is allowed beside it; an end that is text names another key."""
+    """One interval. ``special`` is a value allowed outside it. An end that is text is the name of another key."""
 
     special: int | None
     low: float | str
@@ -34,9 +34,9 @@ class Bounds:
     high_open: bool
 
     def objection(self, value: float, look_up: Callable[[str], float | None]) -> tuple[str, str | None] | None:
-        """Why ``value`` lies outside, as the end of a sentence, and the key that bounds it; None when it is inside.
+        """Return why ``value`` is outside (the end of a sentence) and the key that bounds it; None if it is inside.
 
-        ``look_up`` gives the value of a key, None when it has none: such an end bounds nothing.
+        ``look_up`` returns the value of a key, or None. An end without a value does not bound anything.
         """
         if value == self.special:
             return None
@@ -58,7 +58,7 @@ class Bounds:
 
 @cache
 def parse(text: str) -> Bounds:
-    """The interval that ``text`` writes down. ValueError when it is none."""
+    """Parse an interval. Raises ValueError if ``text`` is not one."""
     found = _INTERVAL.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is not an interval")

@@ -1,4 +1,4 @@
-"""What there is to train: every recipe × backend × mode, and which GPU computes which precision."""
+"""All recipes with their backends and modes, and the GPUs that support each precision."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["Entry", "entries", "gpus"]
 class Entry:
     """One recipe with one backend in one mode.
 
-    ``precisions`` are those of the whole model, each with the GPUs that compute it; ``proxy`` those in which its proxy
-    trains on a CPU. ``only_proxy``: there is no whole model behind it.
+    ``precisions`` maps each precision of the full model to the GPUs that support it. ``proxy`` are the precisions in
+    which the proxy can train on a CPU. ``only_proxy`` means that there is no full model.
     """
 
     recipe: str
@@ -39,13 +39,13 @@ class Entry:
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """GPUs that compute any of the precisions."""
+        """GPUs that support at least one of the precisions."""
         found = {gpu for some in self.precisions.values() for gpu in some}
         return tuple(gpu for gpu in gpus() if gpu in found)
 
 
 def gpus() -> tuple[str, ...]:
-    """Every GPU that a recipe can be resolved for, in the table's order."""
+    """Return every GPU that a recipe can be resolved for, in the order of the table."""
     return tuple(generation.name for generation in load_table().generations)
 
 
@@ -55,7 +55,7 @@ def _computing(precision: str, backend: str) -> tuple[str, ...]:
 
 
 def entries() -> Iterator[Entry]:
-    """All of them, recipes by name. InputError for a recipe file that cannot be read."""
+    """Yield all entries, sorted by recipe. Raises InputError for a recipe file that cannot be read."""
     for name in load.names():
         path = load.find(name)
         settings = load.read(path).settings

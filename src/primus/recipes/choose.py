@@ -1,4 +1,4 @@
-"""Which backend, mode, precision and GPU a recipe is resolved for; what cannot be is refused with a sentence."""
+"""Choosing the backend, mode, precision and GPU of a recipe. Unsupported combinations are errors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["CPU", "PRECISIONS", "PROXY_PRECISION", "among", "choose", "computes"
 
 CPU = "cpu"
 PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
-# A proxy proves code, and the small rounding of fp32 lets its checks be tight.
+# A proxy tests code. The small rounding errors of fp32 allow tight checks.
 PROXY_PRECISION = "fp32"
 
 
 def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[str, ...]]:
-    """(backend, mode) → precisions, from the recipe's ``supports`` section, in its order."""
+    """Return (backend, mode) → precisions from the recipe's section ``supports``, in its order."""
     cells: dict[tuple[str, str], tuple[str, ...]] = {}
     for key, setting in settings.items():
         if key.startswith("supports."):
@@ -36,9 +36,9 @@ def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[st
 
 
 def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[str, Setting]:
-    """Every choice as a setting with its origin; ``settings`` are those of the file's body.
+    """Return every choice as a setting with its origin. ``settings`` are those that do not depend on a choice.
 
-    InputError when the recipe does not support the combination, or the GPU cannot compute the precision.
+    Raises InputError if the recipe does not support the combination, or the GPU does not support the precision.
     """
     cells = supported(settings)
     if not cells:
@@ -50,7 +50,7 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
     if gpu.value == CPU and proxy.value is not True:
         raise InputError(
             f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
-            hint="--proxy trains its small form here; --gpu NAME with --dry-run shows the job for a GPU",
+            hint="--proxy trains a small model instead; --gpu NAME with --dry-run shows the job for a GPU",
         )  # fmt: skip
     backend = _pick("backend", asked.backend, settings, list(dict.fromkeys(b for b, _ in cells)), {})
     modes = [mode for b, mode in cells if b == backend.value]
@@ -75,7 +75,7 @@ def _default(value: bool | int) -> Setting:
 
 
 def among(what: str, word: str, offered: list[str], where: str) -> None:
-    """InputError unless ``word`` is one of ``offered``; it names the nearest."""
+    """Raise InputError, with the most similar name, if ``word`` is not in ``offered``."""
     if word not in offered:
         raise InputError(
             f"there is no {what} {word!r} here" + nearest(word, offered),
@@ -86,7 +86,7 @@ def among(what: str, word: str, offered: list[str], where: str) -> None:
 def _pick(
     what: str, asked: str | None, settings: Mapping[str, Setting], offered: list[str], given: Mapping[str, Setting]
 ) -> Setting:
-    """The one asked for, else the recipe's default where it is offered, else the first offered."""
+    """Return the requested value, otherwise the recipe's default if it is offered, otherwise the first offered."""
     if asked is not None:
         context = " with " + ", ".join(f"{name} {s.value}" for name, s in given.items()) if given else ""
         if asked not in offered:
@@ -107,7 +107,7 @@ def _gpu(asked: Asked, settings: Mapping[str, Setting]) -> Setting:
         return Setting(value=asked.gpu, origin=f"--gpu {asked.gpu}")
     if "default.gpu" in settings:
         return settings["default.gpu"]
-    # Seam "detection": asking the driver starts programs, which a named GPU saves.
+    # Seam "detection": detecting the GPU runs programs. A named GPU makes this unnecessary.
     from primus.gpus.detect import detect
 
     found = detect()
@@ -115,14 +115,14 @@ def _gpu(asked: Asked, settings: Mapping[str, Setting]) -> Setting:
         return Setting(value=CPU, origin="this machine, which has no GPU")
     if not found.generation:
         raise InputError(
-            f"the GPUs of this machine are not known for sure: {found.sentence()}",
-            hint="--gpu NAME says which settings to take",
+            f"the GPUs of this machine cannot be identified: {found.sentence()}",
+            hint="choose the settings with --gpu NAME",
         )
     return Setting(value=found.generation, origin="the GPUs of this machine")
 
 
 def computes(gpu: str, precision: str, backend: str) -> bool:
-    """Whether ``backend`` can compute ``precision`` on ``gpu``, a generation or ``cpu``."""
+    """Whether ``backend`` supports ``precision`` on ``gpu`` (a generation or ``cpu``)."""
     try:
         _computable(precision, gpu, backend, "")
     except InputError:

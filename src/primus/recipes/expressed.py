@@ -1,7 +1,7 @@
-"""What of a model's description a backend computes. A field that it would drop is refused by name.
+"""Checks that a backend supports every field of a model's description, so that no field is silently dropped.
 
-``backends.yaml`` lists per family which fields may differ from their default, which values some may have, and which
-fields must be equal. What no backend could use (``moe.top_k`` of a dense model) is refused, too.
+``backends.yaml`` lists, for each family, which fields may differ from their default, which values some fields may have,
+and which fields must be equal. Fields without effect (``moe.top_k`` of a dense model) are refused as well.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from primus.yamlfile import spell
 
 __all__ = ["faults"]
 
-# Part of the model → the key that switches it on.
+# Part of the model → the key that enables it.
 _SWITCHES = {"rope_scaling": "rope_scaling.kind", "moe": "moe.experts", "mla": "mla.kv_lora_rank"}
-# What each way of stretching positions reads, apart from factor and original_max_position.
+# The parameters of each kind of rope scaling, besides factor and original_max_position.
 _STRETCH = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 }
-
-
 _OFF: tuple[Value, ...] = (0, "none")
 
 
 def faults(recipe: Recipe) -> Iterator[Fault]:
-    """Each field of the model that the recipe's backend would drop: its key, why, and a remedy."""
+    """Yield each field of the model that the recipe's backend does not support: its key, the reason and a remedy."""
     rules = model_rules()
     values = {key: rule.default for key, rule in rules.items()} | recipe.section("model")
     changed = [key for key, rule in rules.items() if not _same(values[key], rule.default)]
@@ -67,7 +65,7 @@ def _no_model(recipe: Recipe, values: Mapping[str, Value]) -> Fault:
 
 
 def _others(recipe: Recipe, values: Mapping[str, Value], key: str) -> list[str]:
-    """The other backends whose model of the same family has ``key``."""
+    """Return the other backends that support ``key`` for this family."""
     rows = {name: _row(other.models, values) for name, other in backends().items() if name != recipe.backend}
     return [name for name, row in rows.items() if row is not None and (key == "family" or _has(row, key))]
 
@@ -77,7 +75,7 @@ def _has(row: Model, key: str) -> bool:
 
 
 def _idle(recipe: Recipe, values: Mapping[str, Value], changed: list[str]) -> Iterator[Fault]:
-    """Fields of a part that is switched off. Those of a file may stay where the switch is set to off by name."""
+    """Yield fields of a part that is disabled. A file may set them if it disables the part explicitly."""
     kind = str(values["rope_scaling.kind"])
     read = ("kind", "factor", "original_max_position", *_STRETCH.get(kind, ()))
     for key in changed:
@@ -98,7 +96,7 @@ def _dropped(recipe: Recipe, row: Model, values: Mapping[str, Value], active: li
         if key == "family" or _has(row, key):
             continue
         if key == "head_dim" and model.head_dim * model.heads == model.hidden_size:
-            continue  # what every backend computes without it
+            continue  # the value that every backend uses by default
         others = _others(recipe, values, key)
         hint = f"model.{key}={spell(model_rules()[key].default)}" + (
             f", or --backend {' or '.join(others)}" if others else ""

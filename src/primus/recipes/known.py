@@ -1,4 +1,4 @@
-"""The words that a recipe may decide by: backends, modes, precisions, GPUs, nodes, proxy."""
+"""Checks of the choices in a recipe file: backend, mode, precision, gpu, nodes and proxy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MULTI = "multi"
 
 
 def check_choice(choice: str, where: str) -> None:
-    """InputError unless ``choice`` is one; it names the nearest."""
+    """Raise InputError, with the most similar name, if ``choice`` is not the name of a choice."""
     if choice not in CHOICES:
         raise InputError(
             f"there is no choice {choice!r}" + nearest(choice, CHOICES),
@@ -25,7 +25,10 @@ def check_choice(choice: str, where: str) -> None:
 
 
 def check_word(choice: str, setting: Setting, *, several: bool) -> None:
-    """InputError unless every word of ``setting`` can be chosen. ``several``: a case's condition, which may list."""
+    """Raise InputError if a word of ``setting`` is not a value of ``choice``.
+
+    ``several`` is for the condition of a case, which may be a list.
+    """
     if isinstance(setting.value, list) and not several:
         raise InputError(f"{choice} must be one word", where=setting.origin)
     for word in setting.value if isinstance(setting.value, list) else [setting.value]:

@@ -1,4 +1,4 @@
-"""Find a recipe file and read it into a flat table of settings, each with its line and column."""
+"""Finding a recipe file and reading it to a flat table of settings, each with its line and column."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _IN_IMAGE = Path("/opt/primus/recipes")
 
 
 def folder() -> Path:
-    """Where recipes are: ``PRIMUS_RECIPES``, else this source checkout's, else the image's folder. A package that was
-    installed as a copy finds those of the project folder that is the current one, or the nearest one above it.
+    """Return the folder of recipes: ``PRIMUS_RECIPES``, that of this source checkout, or that of the image.
+
+    If the package is installed as a copy outside an image, the folder is that of the project in the current folder or
+    the nearest parent.
     """
     if asked := os.environ.get("PRIMUS_RECIPES"):
         return Path(asked)
@@ -37,14 +39,14 @@ def folder() -> Path:
 
 
 def names(among: Path | None = None) -> list[str]:
-    """The recipes that can be named, sorted: those of the folder ``among``, else of :func:`folder`."""
+    """Return the sorted names of the recipes in ``among`` (default: :func:`folder`)."""
     return sorted(path.stem for path in (among or folder()).glob("*.yaml"))
 
 
 def find(name: str, among: Path | None = None) -> Path:
-    """The file of a recipe given by path, or by name in ``among`` (else :func:`folder`).
+    """Return the file of a recipe, given by path, or by name in ``among`` (default: :func:`folder`).
 
-    InputError names the recipes there are.
+    Raises InputError, with the available recipes, if there is none.
     """
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name)
@@ -64,7 +66,7 @@ def find(name: str, among: Path | None = None) -> Path:
 
 
 def no_recipes(among: Path) -> InputError:
-    """What to raise where there is no recipe at all."""
+    """Return the error for a folder without recipes."""
     return InputError(
         f"{among} has no recipes", hint="change to a project folder, or set PRIMUS_RECIPES to a folder of recipes"
     )
@@ -72,13 +74,13 @@ def no_recipes(among: Path) -> InputError:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Settings that hold when every choice of ``when`` is among the words given for it."""
+    """Settings that apply if every choice in ``when`` has one of the listed values."""
 
     when: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, Setting]
 
     def holds(self, chosen: Mapping[str, str]) -> bool:
-        """Whether ``chosen`` (choice → word) meets every condition; ``nodes: multi`` is any number above one."""
+        """Whether ``chosen`` (choice → value) meets every condition. ``nodes: multi`` matches any number above one."""
         return all(
             chosen[choice] in words or (choice == "nodes" and "multi" in words and chosen["nodes"] != "1")
             for choice, words in self.when.items()
@@ -87,14 +89,14 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One recipe file as written: what always holds, and its cases in order."""
+    """The contents of a recipe file: the settings that always apply, and the cases in order."""
 
     settings: Mapping[str, Setting]
     cases: tuple[Case, ...]
 
 
 def read(path: Path) -> Source:
-    """A recipe file with the files it ``uses`` before it, each once. InputError tells the place."""
+    """Read a recipe file after the files in its ``uses``, each of them once. Raises InputError with the place."""
     settings: dict[str, Setting] = {}
     cases: list[Case] = []
     _collect(path, settings, cases, set(), ())
@@ -102,7 +104,7 @@ def read(path: Path) -> Source:
 
 
 def beside(path: Path, name: str) -> Path:
-    """The file that the recipe at ``path`` calls ``name``: beside it, else among primus's own recipes."""
+    """Return the file that the recipe at ``path`` calls ``name``: next to it, or else among primus's own recipes."""
     near = path.parent / name
     return near if near.exists() or not (folder() / name).exists() else folder() / name
 
@@ -137,15 +139,15 @@ def _parsed(path: Path) -> tuple[Source, list[Setting]]:
     return parse(text, str(path))
 
 
-@lru_cache(maxsize=256)  # a list of all recipes meets the same shared files again and again
+@lru_cache(maxsize=256)  # listing all recipes reads the same shared files many times
 def parse(text: str, file: str) -> tuple[Source, list[Setting]]:
-    """Read recipe text into dotted keys, and the files it uses. ``file`` is its name in origins.
+    """Parse recipe text. Returns settings under dotted keys, and the files it uses. ``file`` names it in origins.
 
-    InputError for anything that is not a mapping of mappings and plain values, and for duplicate keys.
+    Raises InputError for duplicate keys, and for anything but mappings, plain values and lists of plain values.
     """
     document = parse_values(text, file)
     if not isinstance(document.data, dict):
-        raise InputError("a recipe is a mapping of keys to values", where=document.origin())
+        raise InputError("a recipe must be a mapping of keys to values", where=document.origin())
     settings: dict[str, Setting] = {}
     for key, value in document.data.items():
         if key not in ("cases", "uses"):
@@ -172,13 +174,13 @@ def _items(document: Values, key: str) -> list[Tree]:
 
 
 def _case(document: Values, index: int, data: Tree) -> Case:
-    """One case: ``when``, an optional ``because``, and settings."""
+    """Read one case: ``when``, an optional ``because``, and settings."""
     place: Key = ("cases", index)
     if not isinstance(data, dict):
-        raise InputError("a case is a mapping with 'when' and settings", where=document.origin(place))
+        raise InputError("a case must be a mapping with 'when' and settings", where=document.origin(place))
     conditions = data.get("when")
     if not isinstance(conditions, dict) or not conditions:
-        raise InputError("a case needs 'when': the choices it holds for", where=document.origin((*place, "when")))
+        raise InputError("a case needs 'when': the choices it applies to", where=document.origin((*place, "when")))
     because = data.get("because", "")
     if not isinstance(because, str):
         raise InputError(f"because must be text, not {because!r}", where=document.origin((*place, "because")))
@@ -204,14 +206,14 @@ def _words(value: Value) -> tuple[str, ...]:
 
 
 def _flatten(document: Values, place: Key, key: str, value: Tree, into: dict[str, Setting]) -> None:
-    """Put ``value`` into ``into`` by its dotted name; ``a.b: 1`` and ``a: {b: 1}`` are the same key."""
+    """Add ``value`` to ``into`` under its dotted name; ``a.b: 1`` and ``a: {b: 1}`` are the same key."""
     if isinstance(value, dict):
         for word, inner in value.items():
             _flatten(document, (*place, word), f"{key}.{word}", inner, into)
         return
     if key in into:
         raise InputError(
-            f"duplicate key {key!r}", where=document.where(place), hint=f"it is set at {into[key].origin}, too"
+            f"duplicate key {key!r}", where=document.where(place), hint=f"it is also set at {into[key].origin}"
         )
     plain: list[Scalar] = []
     for index, item in enumerate(value if isinstance(value, list) else ()):

@@ -1,4 +1,4 @@
-"""How the ranks share the work: world size, parallel degrees, sizes and batches must divide each other."""
+"""Checks of the parallel layout: world size, parallel degrees, sizes and batches must be divisible by each other."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from primus.recipes.recipe import Recipe
 
 __all__ = ["Fault", "faults"]
 
-# The key that is wrong, why, and a remedy.
+# The key of the wrong setting, the reason, and a remedy.
 Fault = tuple[str, str, str | None]
 
 
 def faults(recipe: Recipe) -> Iterator[Fault]:
-    """Everything that does not divide, the ranks first."""
+    """Yield everything that is not divisible as required, ranks first."""
     yield from _ranks(recipe)
     yield from _sizes(recipe)
     yield from _batch(recipe)
@@ -26,14 +26,14 @@ def _ranks(recipe: Recipe) -> Iterator[Fault]:
     if world % product:
         lower = [kind for kind in ("tp", "pp", "cp", "replicas") if recipe.degree(kind) > 1]
         hint = f"ranks={math.lcm(world, product) // nodes}, or lower {' or '.join(lower)}"
-        yield "ranks", f"{world} ranks do not divide by TP·PP·CP·replicas = {product}", hint
+        yield "ranks", f"{world} ranks are not divisible by TP·PP·CP·replicas = {product}", hint
     expert, stages = recipe.degree("ep"), recipe.degree("pp")
     if world // stages % expert:
         least = math.lcm(ranks, expert * stages) // ranks
         ways = [f"ep={math.gcd(world // stages, expert)}"] if world >= stages else []
         ways += [f"--nodes {least}"] if least > nodes else []
         divisor = f"EP = {expert}" + (f" × PP = {stages}" if stages > 1 else "")
-        yield "ranks", f"{world} ranks do not divide by {divisor}", " or ".join(ways)
+        yield "ranks", f"{world} ranks are not divisible by {divisor}", " or ".join(ways)
     key = "torchtitan.parallelism.data_parallel_shard_degree"
     shard = recipe.find(key, -1) if recipe.backend == "torchtitan" else -1
     if shard not in (-1, world // product):
@@ -50,10 +50,10 @@ def _sizes(recipe: Recipe) -> Iterator[Fault]:
 
     for what, size in (("heads", model.heads), ("kv_heads", model.kv_heads), ("vocab_size", model.vocab_size)):
         if size % tensor:
-            why = f"model.{what} = {size} does not divide by TP = {tensor}"
+            why = f"model.{what} = {size} is not divisible by TP = {tensor}"
             yield degree("tp"), why, f"tp={math.gcd(size, tensor)}"
     if expert > 1 and (not model.moe.experts or model.moe.experts % expert):
-        why = f"model.moe.experts = {model.moe.experts} does not divide by EP = {expert}"
+        why = f"model.moe.experts = {model.moe.experts} is not divisible by EP = {expert}"
         yield degree("ep"), why, f"ep={math.gcd(model.moe.experts, expert) if model.moe.experts else 1}"
     if stages > max(1, model.layers):
         yield degree("pp"), f"model.layers = {model.layers} is fewer than PP stages = {stages}", f"pp={model.layers}"
@@ -64,7 +64,7 @@ def _sizes(recipe: Recipe) -> Iterator[Fault]:
         why = f"{length} is more than model.max_seq_len = {model.max_seq_len}"
         yield knows.key("seq_len"), why, f"seq_len={model.max_seq_len} at most"
     if length % parts:
-        why = f"{length} tokens do not divide by the {parts} parts that TP and CP make"
+        why = f"{length} tokens are not divisible by the {parts} parts that TP and CP make"
         yield knows.key("seq_len"), why, f"seq_len={max(1, length // parts) * parts}"
 
 

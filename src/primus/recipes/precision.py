@@ -1,4 +1,4 @@
-"""The precision that a recipe's settings give. It is derived, never read from a name."""
+"""Deriving the precision of a recipe from its settings, not from a name."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def derived_precision(recipe: Recipe) -> str:
-    """What the matrix products of the linear layers are computed in, from the backend's own settings."""
+    """Return the precision of the linear layers' matrix products, derived from the backend's own settings."""
     return _RULES[recipe.backend](recipe)
 
 
 def _torchtitan(recipe: Recipe) -> str:
-    """torchtitan 0.2.2: ``mixed_precision_param`` (default bfloat16) is the dtype FSDP2 gathers weights in, or
-    autocast's where ranks share nothing; converters replace linear layers on top of it. Ranks that share layers and
-    no FSDP compute in ``training.dtype``, which it says in a warning (``maybe_enable_amp``).
+    """Return the precision of torchtitan 0.2.2.
+
+    ``mixed_precision_param`` (default bfloat16) is the dtype in which FSDP2 gathers weights, or that of autocast if
+    nothing is sharded. Converters then replace linear layers. If all ranks share layers and none is left for FSDP,
+    torchtitan computes in ``training.dtype`` and logs a warning (``maybe_enable_amp``).
     """
     converters = recipe.section("torchtitan").get("model.converters")
     names = [str(name) for name in converters] if isinstance(converters, list) else []
@@ -33,7 +35,7 @@ def _torchtitan(recipe: Recipe) -> str:
 
 
 def unsharded(recipe: Recipe) -> bool:
-    """Whether ranks share layers (TP, PP) and no rank is left to shard weights with, data or context parallel."""
+    """Whether ranks share layers (TP, PP) and none is left to shard weights over by data or context parallelism."""
     shards = recipe.data_parallel // recipe.degree("replicas") * recipe.degree("cp")
     return shards == 1 and recipe.degree("tp") * recipe.degree("pp") > 1
 
@@ -46,7 +48,7 @@ def _loop(recipe: Recipe) -> str:
 
 
 def _megatron(recipe: Recipe) -> str:
-    """Megatron's own FP8 (Transformer Engine) is asked for by ``model.fp8``, its MX form by ``model.fp8_recipe``."""
+    """Return Megatron's precision: ``model.fp8`` enables FP8 (Transformer Engine), ``model.fp8_recipe`` its MX form."""
     if recipe.section("megatron").get("model.fp8"):
         return "mxfp8" if recipe.find("megatron.model.fp8_recipe", "") == "mxfp8" else "fp8"
     return _loop(recipe)

@@ -1,4 +1,4 @@
-"""A resolved recipe: one flat table of settings, each with the place it came from."""
+"""A resolved recipe: one flat table of settings, each with its origin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MOCK", "Recipe"]
 
-# An asset of this name is no file: tokens made from the seed.
+# An asset of this name is not a file: its tokens are made from the seed.
 MOCK = "mock"
 
 Kind = TypeVar("Kind", str, int, float, bool)
@@ -32,8 +32,8 @@ Kind = TypeVar("Kind", str, int, float, bool)
 class Recipe:
     """What to train. Keys of ``settings`` are dotted: ``torchtitan.training.steps``.
 
-    ``overrides`` are the ``key=value`` words of the user and ``asked`` the options, so that the same recipe can be
-    asked for again. ``precisions`` are all that it has with this backend in this mode.
+    ``overrides`` are the user's ``key=value`` arguments and ``asked`` the user's options; with both, the same recipe
+    can be resolved again. ``precisions`` are all that the recipe supports with this backend in this mode.
     """
 
     name: str
@@ -44,10 +44,7 @@ class Recipe:
     precisions: tuple[str, ...] = ()
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
-        """The value of ``key`` as ``kind``.
-
-        InputError when it is another type: on a machine without the backend nothing else has judged its keys.
-        """
+        """Return the value of ``key``. Raises InputError if its type is not ``kind``; an int is accepted as float."""
         setting = self.settings[key]
         value = setting.value
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -57,18 +54,18 @@ class Recipe:
         return value
 
     def find(self, key: str, default: Kind) -> Kind:
-        """The value of ``key``, or ``default`` when the recipe does not set it."""
+        """Return the value of ``key``, or ``default`` if the recipe does not set it."""
         return self.get(key, type(default)) if key in self.settings else default
 
     def section(self, prefix: str) -> dict[str, Value]:
-        """All values below ``prefix``, keyed by the rest of their names, in the recipe's order."""
+        """Return all values below ``prefix`` in the recipe's order. Keys omit the prefix."""
         head = prefix + "."
         return {key.removeprefix(head): setting.value for key, setting in self.settings.items() if key.startswith(head)}
 
     def asset(self, key: str) -> Path | None:
-        """Where the file or folder named by ``assets.KEY`` is; None when it is no file (``mock``, ``hf:…``).
+        """Return the path of the file or folder ``assets.KEY``, or None if it is not a file (``mock``, ``hf:…``).
 
-        A path of the command line is looked for in the current folder first, then as one of the recipe's: beside it.
+        Relative paths are relative to the recipe. On the command line, the current folder takes precedence.
         """
         name = self.get(f"assets.{key}", str)
         if name == MOCK or name.startswith("hf:"):
@@ -79,7 +76,7 @@ class Recipe:
 
     @property
     def backend(self) -> str:
-        """The framework that trains."""
+        """The name of the backend."""
         return self.get("backend", str)
 
     @property
@@ -89,17 +86,17 @@ class Recipe:
 
     @property
     def precision(self) -> str:
-        """What the matrix products are computed in: ``fp32``, ``bf16``, ``fp8``, ``mxfp8``."""
+        """The precision of matrix products: ``fp32``, ``bf16``, ``fp8`` or ``mxfp8``."""
         return self.get("precision", str)
 
     @property
     def gpu(self) -> str:
-        """The generation this is resolved for, or ``cpu``."""
+        """The GPU generation that the recipe is resolved for, or ``cpu``."""
         return self.get("gpu", str)
 
     @property
     def knows(self) -> Backend:
-        """What primus knows of the backend."""
+        """The backend's entry in the table of backends."""
         return backend(self.backend)
 
     @property
@@ -119,12 +116,12 @@ class Recipe:
 
     @property
     def seed(self) -> int:
-        """Seed of weights and data; −1: none is set."""
+        """Seed of weights and data; −1 if none is set."""
         return self.find(self.knows.key("seed"), -1)
 
     @property
     def deterministic(self) -> bool:
-        """Whether only deterministic kernels are asked for."""
+        """Whether the recipe requests deterministic kernels only."""
         return self.find(self.knows.key("deterministic"), False)
 
     @property
@@ -149,25 +146,25 @@ class Recipe:
         return self.get("ranks", int) * self.get("nodes", int)
 
     def degree(self, kind: str) -> int:
-        """A parallel degree (``tp``, ``pp``, ``cp``, ``ep``, ``replicas``); 1 where the backend has none."""
+        """Return a parallel degree (``tp``, ``pp``, ``cp``, ``ep``, ``replicas``); 1 if the backend has none."""
         key = self.knows.degrees.get(kind)
         return self.find(f"{self.backend}.{key}", 1) if key else 1
 
     @property
     def data_parallel(self) -> int:
-        """How many ranks see different data: all of them ÷ (TP · PP · CP)."""
+        """The number of ranks with different data: world size ÷ (TP · PP · CP)."""
         return self.world_size // math.prod(self.degree(kind) for kind in ("tp", "pp", "cp"))
 
     @property
     def weights(self) -> Path | None:
-        """The folder of the weights to start from; None when they are drawn from the seed, or come from the hub."""
+        """The folder of the weights to start from; None if they are random or come from the hub."""
         name = self.find(f"{self.backend}.weights", "random")
         return None if name == "random" or name.startswith("hf:") else Path(name)
 
     @cached_property
     def asset_digests(self) -> Mapping[str, str]:
-        """Asset → sha256 over the names and bytes of its files, "" where it is no file."""
-        import hashlib  # only jobs need it, and it loads OpenSSL
+        """Asset → sha256 over the names and bytes of its files; empty if the asset is not a file."""
+        import hashlib  # imported here, because only jobs need it and it loads OpenSSL
 
         found = {}
         for key in sorted(self.section("assets")):
@@ -183,7 +180,7 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """sha256 over every resolved value and the bytes of every asset: equal digests train the same."""
+        """sha256 over every resolved value and the bytes of every asset. Equal digests mean equal training."""
         import hashlib
 
         values = {key: setting.value for key, setting in self.settings.items()}

@@ -1,4 +1,4 @@
-"""From a recipe's name and the user's choices and overrides to a checked, resolved recipe."""
+"""Resolving a recipe from its name and the user's choices and overrides, with all checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from primus.yamlfile import value as typed_value
 __all__ = ["resolve"]
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
-# Parts of the file that decide, and are no settings of the run.
+# Sections of the file that guide the resolution and are not settings of the run.
 _DECIDING = ("default.", "supports.")
 
 
@@ -30,15 +30,14 @@ def resolve(
     replacing: Sequence[str] = (),
     among: Path | None = None,
 ) -> Recipe:
-    """Load recipe ``name`` of the folder ``among`` (or a path to one), choose, apply its cases, then the ``key=value``
-    overrides.
+    """Load the recipe ``name`` (of the folder ``among``, or a path), make the choices, apply its cases and overrides.
 
-    A key may be overridden once; ``replacing`` are further overrides, which take the place of those of the same key.
+    ``overrides`` are ``key=value`` words. Each key may be overridden once; ``replacing`` are further overrides that
+    replace those of the same key.
 
-    Keys of the backend's section may be given without its name: ``training.steps=5``. What every backend has, each
-    under a key of its own, may be given by one word: ``steps=5``, ``tp=2``. ``precision=fp8`` and the other choices
-    are taken as options. Raises InputError with the place that set the offending value and, for a key, the nearest
-    valid one.
+    Keys of the backend may omit its name: ``training.steps=5``. Settings that every backend has, under different keys,
+    have short names: ``steps=5``, ``tp=2``. ``precision=fp8`` and the other choices count as options. Raises InputError
+    with the place that set the invalid value and, for an unknown key, the most similar one.
     """
     path = load.find(name, among).absolute()
     source = load.read(path)
@@ -77,7 +76,7 @@ def resolve(
 
 
 def _as_asked(asked: Asked, chosen: Mapping[str, Setting]) -> Asked:
-    """What to ask for to get the same on another machine: a GPU that was detected is named."""
+    """Return the options that give the same recipe on any machine: a detected GPU is named explicitly."""
     gpu = chosen["gpu"]
     return asked if gpu.origin.startswith("--gpu") else replace(asked, gpu=str(gpu.value))
 
@@ -109,13 +108,13 @@ def _twice(key: str, first: str, second: str) -> InputError:
 
 
 def _elsewhere(key: str, knows: Backend) -> bool:
-    """Whether ``key`` belongs to another backend than the chosen one."""
+    """Whether ``key`` belongs to a backend other than the chosen one."""
     section = key.partition(".")[0]
     return section != knows.name and section in backends()
 
 
 def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mapping[str, str], knows: Backend) -> None:
-    """A global batch is written for one node; n nodes take n times it, unless a case for nodes says it."""
+    """Multiply the global batch, which is written for one node, by the number of nodes, unless a case sets it."""
     key, nodes = knows.key("global_batch"), int(facts["nodes"])
     batch = settings.get(key)
     told = any("nodes" in case.when and key in case.settings and case.holds(facts) for case in source.cases)
@@ -125,7 +124,7 @@ def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mappi
 
 
 def _shorten_warmup(settings: dict[str, Setting], given: Mapping[str, Setting], knows: Backend) -> None:
-    """A run that the user shortens below the recipe's own warm-up warms up all the time, and says so."""
+    """Limit the warm-up to the steps of a run that the user shortens. The setting's origin states the limit."""
     steps, key = given.get(knows.key("steps")), f"{knows.name}.{knows.warmup}"
     warmup = settings.get(key)
     if steps is None or warmup is None or key in given:
@@ -135,7 +134,7 @@ def _shorten_warmup(settings: dict[str, Setting], given: Mapping[str, Setting], 
 
 
 def _spelled_out(word: str, knows: Backend) -> str:
-    """``steps=5`` with the backend's own key for it."""
+    """Replace a short name, as in ``steps=5``, by the backend's key."""
     what, equals, text = word.partition("=")
     key = knows.keys.get(what) or knows.degrees.get(what)
     return f"{knows.name}.{key}={text}" if key and equals else word
@@ -153,7 +152,7 @@ def _override(word: str, knows: Backend) -> tuple[str, Setting]:
     rules = schema.backend_rules(knows.name)
     neutral = key.startswith("model.") and key.removeprefix("model.") in schema.model_rules()
     if neutral and key in knows.owned:
-        # The recipe's own size, which the backend's key of this name is made from.
+        # A size of the recipe's model section, from which primus sets the backend's key of the same name.
         return key, setting
     native = key in rules or key in knows.owned
     return (f"{knows.name}.{key}" if native or section not in _OWN_SECTIONS else key), setting
@@ -177,7 +176,7 @@ def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> 
             raise _unknown(key, setting, rules, knows)
         if (objection := rule.objection(setting.value)) is not None:
             raise InputError(f"{key} {objection}", where=setting.origin)
-    # A value that is wrong by itself first: another one is often wrong because of it.
+    # First the values that are wrong by themselves, because they often make others wrong.
     for related in (False, True):
         for prefix, section in sections:
             for key in section:
@@ -191,7 +190,7 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
     other = own.partition(".")[0]
     if other != knows.name and other in backends():
         return InputError(
-            f"{own} is no key of the backend {knows.name}", where=setting.origin, hint=f"--backend {other} has it"
+            f"{own} is not a key of the backend {knows.name}", where=setting.origin, hint=f"--backend {other} has it"
         )
     near = nearest(key, rules)
     hint = None if near else f"the keys of {knows.name} are those of its own configuration at the pinned version"
@@ -202,11 +201,11 @@ _NEEDED = ("steps", "seq_len", "local_batch")
 
 
 def _check_sense(recipe: Recipe) -> None:
-    """What no single value says: presence, sizes that must fit, files that must exist, one precision."""
+    """Check the settings together: required keys, existing files, matching sizes, and the precision."""
     knows = recipe.knows
 
     def refuse(key: str, why: str, hint: str | None = None) -> None:
-        # A key that is missing is to blame on the one that needs it.
+        # If the key is missing, the place is that of the first setting that the reason names.
         named = next((word for word in (key, *why.replace(",", "").split()) if word in recipe.settings), None)
         origin = recipe.settings[named].origin if named else f"{recipe.path}:1:1"
         raise InputError(f"{key}: {why}", where=origin, hint=hint)
@@ -240,7 +239,7 @@ def _check_sense(recipe: Recipe) -> None:
     given = derived_precision(recipe)
     if given != recipe.precision:
         raise InputError(
-            f"precision: {recipe.precision} is asked, but the {knows.name} settings give {given}",
+            f"precision: {recipe.precision} is requested, but the {knows.name} settings give {given}",
             where=recipe.settings["precision"].origin,
             hint="it computes below float32 where FSDP shards the weights: leave ranks to data or context parallelism"
             if knows.sharded_precision and unsharded(recipe)
@@ -251,5 +250,5 @@ def _check_sense(recipe: Recipe) -> None:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name that is too long, or that no file can have
+    except (OSError, ValueError):  # the name is too long, or contains a null byte
         return False

@@ -1,7 +1,7 @@
-"""Which keys a recipe may hold, with their types, defaults and bounds.
+"""The keys that a recipe may contain, with their types, defaults and bounds.
 
-The keys of a backend are generated data, ``keys/BACKEND.json``, taken from the source of the version that versions.yaml
-pins (``nox -s docs``). So the verdict on a key is the same whether or not the backend is installed.
+The keys of a backend are in ``keys/BACKEND.json``, which ``nox -s docs`` generates from the source of the version that
+versions.yaml pins. Keys are therefore checked in the same way whether or not the backend is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from primus.recipes.setting import WORDS, Setting, Value
 __all__ = ["RECIPE", "Rule", "backend_rules", "model_rules", "outside"]
 
 _LARGEST = 2**63 - 1
-# What can also be a part of a file's name.
+# Text that can be part of a file name.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 
 
@@ -31,8 +31,8 @@ _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 class Rule:
     """What one key accepts: type names (``int``, ``str``, ``list`` ...), one of ``choices``, values within ``bounds``.
 
-    ``items`` are the types of a list's items; ``filled``: text must not be empty; ``inside``: text is a path inside the
-    run's folder; ``word``: text is one word. No types at all: only the library's own code can give a value.
+    ``items`` are the types of a list's items. ``filled``: text must not be empty. ``inside``: text is a path inside the
+    run's folder. ``word``: text must be usable in a file name. Without types, only the library's code can set the key.
     """
 
     types: frozenset[str]
@@ -45,9 +45,9 @@ class Rule:
     default: Value = None
 
     def objection(self, value: Value) -> str | None:
-        """Why ``value`` is not accepted, as the end of a sentence; None when it is. Bounds are judged apart."""
+        """Return why ``value`` is not accepted, as the end of a sentence, or None. Bounds are checked separately."""
         if not self.types:
-            return "takes an object of the library's code, which no recipe can give"
+            return "needs a Python object, which a recipe cannot express"
         if self.choices and isinstance(value, str):
             return None if value in self.choices else f"must be one of {', '.join(self.choices)}, not {value!r}"
         if (objection := _type_objection(self.types, value)) is not None:
@@ -60,7 +60,7 @@ class Rule:
             return f"must be at most 100 letters, digits and ._+-, not {_short(value)}"
         for item in value if isinstance(value, list) and self.items else ():
             if (objection := _type_objection(self.items, item)) is not None:
-                return f"holds {item!r}: each item {objection.partition(', not')[0]}"
+                return f"contains {item!r}: each item {objection.partition(', not')[0]}"
         return None
 
 
@@ -76,7 +76,7 @@ def _type_objection(types: frozenset[str], value: Value) -> str | None:
     if isinstance(value, int) and abs(value) > _LARGEST:
         return f"must fit into 64 bits, not {value}"
     if isinstance(value, str) and any(ord(character) < 32 or ord(character) == 127 for character in value):
-        return f"must not hold control characters, as {_short(value)} does"
+        return f"must not contain control characters, as {_short(value)} does"
     return None
 
 
@@ -115,7 +115,7 @@ RECIPE: Mapping[str, Rule] = {
 
 @cache
 def model_rules() -> Mapping[str, Rule]:
-    """Keys below ``model.``: the fields of :class:`primus.recipes.architecture.Architecture`."""
+    """Return the rules of keys below ``model.``: the fields of :class:`primus.recipes.architecture.Architecture`."""
     return dict(_fields(Architecture, ""))
 
 
@@ -140,7 +140,7 @@ def _fields(cls: type[Any], prefix: str) -> Iterator[tuple[str, Rule]]:
 
 @cache
 def backend_rules(name: str) -> Mapping[str, Rule]:
-    """Every key of a backend at its pinned version, without the backend's name in front."""
+    """Return the rules of every key of a backend at its pinned version. Keys omit the backend's name."""
     content = json.loads((Path(__file__).parent / "keys" / f"{name}.json").read_text(encoding="utf-8"))
     knows = backend(name)
     return {
@@ -159,9 +159,9 @@ def backend_rules(name: str) -> Mapping[str, Rule]:
 def outside(
     key: str, prefix: str, rules: Mapping[str, Rule], settings: Mapping[str, Setting], *, related: bool
 ) -> tuple[str, str] | None:
-    """Why the value of ``prefix + key`` lies outside its bounds, and a remedy; None when it is inside.
+    """Return why the value of ``prefix + key`` is outside its bounds, and a remedy; None if it is inside.
 
-    ``rules`` are of the section ``prefix``. ``related``: ends that name other keys of it count, too.
+    ``rules`` are those of the section ``prefix``. With ``related``, bounds that name other keys are checked as well.
     """
     rule, value = rules[key], settings[prefix + key].value
     if rule.bounds is None or isinstance(value, bool) or not isinstance(value, int | float):

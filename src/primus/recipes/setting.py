@@ -1,4 +1,4 @@
-"""One setting of a recipe, and the choices that decide which settings hold."""
+"""One setting of a recipe, and the choices that determine which settings apply."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from primus.yamlfile import Scalar
 
 __all__ = ["CHOICES", "WORDS", "Asked", "Scalar", "Setting", "Value"]
 
-# How a type is called in a sentence to a person.
+# Names of types in messages.
 WORDS = {
     "str": "text",
     "int": "a whole number",
@@ -18,7 +18,7 @@ WORDS = {
     "tuple": "a list",
     "None": "null",
 }
-# What decides which cases of a recipe hold; each is an option of the command line too.
+# The choices that determine which cases of a recipe apply. Each is also a command-line option.
 CHOICES = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
 
 Value = Scalar | list[Scalar]
@@ -26,7 +26,7 @@ Value = Scalar | list[Scalar]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a user chooses apart from single settings. None: the recipe's default, or what the machine has."""
+    """The user's choices. None stands for the recipe's default, or for what the machine has."""
 
     backend: str | None = None
     mode: str | None = None
@@ -36,16 +36,16 @@ class Asked:
     proxy: bool | None = None
 
     def words(self) -> list[str]:
-        """The options that ask for the same again."""
+        """Return the command-line options for the same choices."""
         named = [f"--{name}={value}" for name in CHOICES[:-1] if (value := getattr(self, name)) is not None]
         return named if self.proxy is None else [*named, "--proxy" if self.proxy else "proxy=false"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One value and its origin: ``file:line:col``, or the words of the command line that set it.
+    """One value and its origin: ``file:line:col``, or the command-line argument that set it.
 
-    ``because`` is the reason that the recipe gives, where sources disagree.
+    ``because`` is the reason that the recipe gives for a value on which sources disagree.
     """
 
     value: Value

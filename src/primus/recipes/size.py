@@ -1,4 +1,4 @@
-"""How many parameters a model has, counted from its sizes alone."""
+"""The number of parameters of a model, computed from its sizes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["Size", "readable", "size"]
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Parameters of a model, biases and norms included.
+    """The number of parameters of a model, including biases and norms.
 
-    ``active`` are those that one token meets: of routed experts only the chosen ones. ``embedding`` is the input
-    embedding's part of both, which multiplies nothing; 0 where it is tied to the output layer.
+    ``active`` counts the parameters that process one token: of the routed experts, only the selected ones.
+    ``embedding`` is the input embedding, which is part of both counts and multiplies nothing. It is 0 if the embedding
+    is tied to the output layer.
     """
 
     total: int
@@ -23,7 +24,7 @@ class Size:
 
 
 def size(model: Architecture) -> Size:
-    """Count ``model``. Routers' balancing biases count, as they do in published totals."""
+    """Count the parameters of ``model``. Balancing biases of routers are included, as in published totals."""
     if model.family == "flux":
         count = _diffusion(model)
         return Size(total=count, active=count, embedding=0)
@@ -44,7 +45,7 @@ def size(model: Architecture) -> Size:
 
 
 def readable(count: int) -> str:
-    """``8.03 B``, ``0.52 M``: three digits and a unit."""
+    """Format a count with three digits and a unit: ``8.03 B``, ``0.52 M``."""
     unit, scale = ("B", 1e9) if count >= 1e9 else ("M", 1e6)
     value = count / scale
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"

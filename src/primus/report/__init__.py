@@ -1,1 +1,1 @@
-"""Pages and tables made from records."""
+"""Reports about finished runs: HTML pages, charts and CSV tables."""

@@ -1,4 +1,4 @@
-"""One self-contained HTML page that compares runs: figures, curves, checks. No outside file."""
+"""One self-contained HTML page that compares runs: figures, curves and checks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from primus.report.run import Run
 
 __all__ = ["MOST_RUNS", "comparison", "figures"]
 
-MOST_RUNS = 8  # as many colours as can be told apart
+MOST_RUNS = 8  # the number of distinguishable colours
 
 
 def comparison(runs: Sequence[Run]) -> str:
-    """The whole page, of at most ``MOST_RUNS`` runs; the first is the one that the others are held against."""
+    """Return the page for at most ``MOST_RUNS`` runs. The first run is the baseline."""
     title = f"{runs[0].label}: {runs[0].recipe}" if len(runs) == 1 else f"{len(runs)} runs compared"
     verdicts = {(run.label, verdict["name"]): verdict for run in runs for verdict in run.verdicts}
     units = "/".join(dict.fromkeys(run.unit for run in runs))
@@ -38,7 +38,7 @@ def comparison(runs: Sequence[Run]) -> str:
 
 
 def figures(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Rows of a table: a figure's name, then its value in each run. Rows that no run fills are left out."""
+    """Return the rows of a table: the name of a figure, then its value in each run. Rows without values are omitted."""
     first = runs[0]
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("Recipe", lambda run: run.recipe),
@@ -78,7 +78,7 @@ def _warm(run: Run) -> str:
 
 
 def _against(run: Run, first: Run) -> str:
-    """Throughput held against the first run's, where both train the same model on the same kind of device."""
+    """Return the throughput relative to the first run, if both train the same recipe on the same kind of device."""
     mine, others = run.figure("tokens_per_second"), first.figure("tokens_per_second")
     if run is first or not mine or not others or (run.unit, run.recipe) != (first.unit, first.recipe):
         return _NONE

@@ -1,4 +1,4 @@
-"""One self-contained HTML page from a validation record: no outside file, light and dark."""
+"""One self-contained HTML page from a validation record, with a light and a dark style."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primus.report.plot import CONTROLS, Line, assets, chart
 
 __all__ = ["document", "grid", "page"]
 
-# The browser itself refuses whatever is not in the page.
+# With this policy, the browser refuses to load anything from outside the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 _STYLE = """
@@ -63,7 +63,7 @@ details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}
 
 
 def page(record: Mapping[str, Any]) -> str:
-    """The whole page. Everything shown comes from ``record`` (see :mod:`primus.training.record`)."""
+    """Return the page. Everything shown comes from ``record`` (see :mod:`primus.training.record`)."""
     recipe = record["recipe"]
     title = f"Validation of {record['target']} with {recipe['name']}"
     body = "".join(
@@ -86,7 +86,7 @@ def page(record: Mapping[str, Any]) -> str:
 
 
 def document(title: str, body: str) -> str:
-    """A page in the reports' style, around ``body``, which is HTML; it draws the charts in it."""
+    """Return a page with ``body`` (HTML) in the style of the reports, and the script that draws its charts."""
     style, script = assets()
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -163,7 +163,7 @@ def _charts(jobs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> str:
-    """Rules over the whole suite with their reasons; those on single jobs as a grid of checks by jobs."""
+    """Return the checks of the whole suite with their reasons, and the checks of single jobs as a grid."""
     overall = [verdict for verdict in verdicts if ": " not in verdict["name"]]
     single = [verdict for verdict in verdicts if ": " in verdict["name"]]
     rows = "".join(_row(verdict) for verdict in [*overall, *(item for item in single if not item["passed"])])
@@ -173,7 +173,7 @@ def _verdicts(verdicts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _mark(verdict: Mapping[str, Any]) -> tuple[str, str, str]:
-    """A verdict's class, sign and word."""
+    """Return a verdict's CSS class, sign and word."""
     if verdict["passed"]:
         return "pass-mark", "✓", "pass"
     return ("sub", "–", "skipped") if verdict.get("skipped") else ("fail-mark", "✗", "fail")
@@ -189,7 +189,7 @@ def _row(verdict: Mapping[str, Any]) -> str:
 
 
 def grid(cells: Mapping[tuple[str, str], Mapping[str, Any]], title: str) -> str:
-    """A table of verdicts: a row for each check, a column for each job, from (job, check) → verdict."""
+    """Return a table of verdicts with a row per check and a column per job. ``cells`` is (job, check) → verdict."""
     jobs = list(dict.fromkeys(job for job, _ in cells))
     checks = list(dict.fromkeys(check for _, check in cells))
     rows = []

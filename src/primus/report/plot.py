@@ -1,7 +1,7 @@
-"""Charts for a page: their data as JSON, and the library and script that draw it, all inside the page.
+"""Charts for a page: their data as JSON, and the library and script that draw them, all inside the page.
 
-uPlot draws (zoom, live values, a legend that hides lines); ``charts.js`` adds smoothing, a log axis, touch, and the
-marks of missing values. The page loads nothing.
+uPlot draws the lines and provides zoom, live values and a legend that hides lines. ``charts.js`` adds smoothing, a log
+axis, touch, and marks for missing values.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 __all__ = ["CONTROLS", "Line", "assets", "chart"]
 
 _HERE = Path(__file__).parent
-_NEAR = 0.005  # lines closer than this part of the chart's height hide each other
-# What a report offers above its charts; charts.js connects it.
+_NEAR = 0.005  # lines closer than this fraction of the chart's height hide each other
+# The controls above the charts of a report; charts.js handles them.
 CONTROLS = """\
 <div class="controls" role="group" aria-label="All charts">
 <label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0"><output
@@ -33,9 +33,9 @@ Click a name below a chart to hide its line.</span></div>
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series of (x, y) points with rising x; ``colour`` is the number of a page colour, 0 to 7.
+    """One series of (x, y) points with increasing x. ``colour`` is the number of a page colour, 0 to 7.
 
-    A y of None (or not finite) is missing: the chart has a gap there and a cross on its axis.
+    A y that is None or not finite is missing: the chart has a gap there, and a cross on its axis.
     """
 
     label: str
@@ -44,9 +44,9 @@ class Line:
 
 
 def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
-    """The chart's place in the page with its data; a sentence in its place when there is nothing to draw.
+    """Return the HTML element of a chart with its data, or a sentence if there is nothing to draw.
 
-    Where lines hide each other, the lower ones are drawn wider, and a sentence names those that are equal.
+    If lines hide each other, the lower ones are drawn wider, and a sentence names lines that are equal.
     """
     known = [dict(_known(line)) for line in lines]
     if not any(known):
@@ -67,7 +67,7 @@ def chart(title: str, x_title: str, y_title: str, lines: Sequence[Line]) -> str:
             for (line, values), above in zip(drawn, over, strict=True)
         ],
     }
-    # No "<" of a label may end the element.
+    # Escaped, because "</script>" in a label would end the element.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     notes = "".join(
         f'<p class="same">{escape(drawn[b][0].label)}: the same values as {escape(drawn[a][0].label)} at every common '
@@ -86,7 +86,7 @@ def _known(line: Line) -> list[tuple[float, float]]:
 
 
 def _overlaps(lines: Sequence[Mapping[float, float]]) -> tuple[list[int], list[tuple[int, int]]]:
-    """How many later lines lie on each one, and the pairs (first, later) whose values are equal."""
+    """Return how many later lines cover each line, and the pairs (first, later) with equal values."""
     every = [y for values in lines for y in values.values()]
     near = _NEAR * (max(every) - min(every)) if every else 0.0
     over, same, told = [0] * len(lines), [], set[int]()
@@ -102,7 +102,7 @@ def _overlaps(lines: Sequence[Mapping[float, float]]) -> tuple[list[int], list[t
 
 
 def assets() -> tuple[str, str]:
-    """What a page with charts holds once: the style sheet, and the scripts, library first."""
+    """Return the style sheet and the scripts that a page with charts needs once; the library comes first."""
     library = _HERE / "uplot"
     style = (library / "uPlot.min.css").read_text(encoding="utf-8")
     code = (library / "uPlot.iife.min.js").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""One finished run, read back from the folder of a job or from the record of a validation."""
+"""Reading a finished run from the folder of a job or from the record of a validation."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ _UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a report says of a run. ``summary`` holds the fields of :class:`primus.training.metrics.Summary`,
-    ``series`` one mapping per step; ``product`` is the GPU as torch prints it, "" on a CPU. Figures that an older
-    run did not write are missing.
+    """The data of one run.
+
+    ``summary`` contains the fields of :class:`primus.training.metrics.Summary`, and ``series`` one mapping per step.
+    ``product`` is the GPU name that torch reports; it is empty on a CPU. Figures that an older version did not write
+    are missing.
     """
 
     label: str
@@ -51,17 +53,17 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What a rate is a rate of: one ``GPU``, or one ``rank`` on a CPU."""
+        """What rates refer to: one ``GPU``, or one ``rank`` on a CPU."""
         return "GPU" if self.product else "rank"
 
     def figure(self, name: str) -> float | None:
-        """A number of the summary, None when it has none."""
+        """Return a number of the summary, or None."""
         value = self.summary.get(name)
         return float(value) if isinstance(value, int | float) else None
 
 
 def read_all(paths: Sequence[Path]) -> tuple[Run, ...]:
-    """The runs, each with a label of its own. InputError as :func:`read`, and when one is named twice."""
+    """Read the runs and give each a unique label. Raises InputError as :func:`read`, and for a run named twice."""
     runs: list[Run] = []
     for path in paths:
         run = read(path)
@@ -76,7 +78,7 @@ def read_all(paths: Sequence[Path]) -> tuple[Run, ...]:
 
 
 def read(path: Path) -> Run:
-    """One run. InputError: nothing there, no JSON, not ours, not ended, or no step in it."""
+    """Read one run. Raises InputError if it does not exist, is not a run of primus, has not ended, or has no step."""
     if not path.exists():
         raise InputError(f"there is no {path}", hint=_NOT_OURS)
     if path.is_dir() and (path / "record.json").is_file():
@@ -84,17 +86,17 @@ def read(path: Path) -> Run:
     try:
         run = _job(path) if path.is_dir() else _record(path)
     except ValueError as error:
-        raise InputError(f"not what primus writes: {error}", where=str(path), hint=_NOT_OURS) from None
+        raise InputError(f"not a file that primus wrote: {error}", where=str(path), hint=_NOT_OURS) from None
     if not run.series:
-        raise InputError("the run logged no step", where=str(path), hint="its log.txt says why")
+        raise InputError("the run logged no step", where=str(path), hint="see its log.txt")
     return run
 
 
 def _job(folder: Path) -> Run:
     if not (folder / "job.json").is_file():
-        raise InputError(f"{folder} holds no job.json", hint=_NOT_OURS)
+        raise InputError(f"{folder} contains no job.json", hint=_NOT_OURS)
     if not (folder / "result.json").is_file():
-        raise InputError(f"{folder} holds no result.json: the run has not ended, or was interrupted")
+        raise InputError(f"{folder} contains no result.json: the run has not ended, or was interrupted")
     job, left = _json(folder / "job.json"), _json(folder / "result.json")
     facts = _json(folder / "facts.json") if (folder / "facts.json").is_file() else _Object({})
     settings = _Object({key: entry.value("value") for key, entry in job.inside("settings").objects()})
@@ -161,7 +163,7 @@ def _verdicts(holder: _Object) -> tuple[Mapping[str, Any], ...]:
 
 
 def _summary(found: _Object) -> dict[str, Any]:
-    """Figures, which are numbers or None, and sentences; of the MFU both shares and their peak."""
+    """Return the figures (numbers or None) and texts of a summary. MFU keeps both conventions and the peak."""
     figures: dict[str, Any] = {}
     for key, value in found.fields.items():
         if key == "mfu" and value is not None:
@@ -176,14 +178,14 @@ def _summary(found: _Object) -> dict[str, Any]:
 
 
 def _step(entry: _Object) -> Mapping[str, Any]:
-    """A step whose figures are numbers or None, so that whatever draws them can rely on it."""
+    """Return a step in which every figure is a number or None, as the charts require."""
     figures = {key: None if value is None else entry.number(key) for key, value in entry.fields.items()}
     return {"loss": None, "grad_norm": None, "tokens_per_second": None, **figures, "step": entry.whole("step")}
 
 
 @dataclass(frozen=True)
 class _Object:
-    """A JSON object at ``place`` of its file. Fields are asked for by type: ValueError names one that has another."""
+    """A JSON object at ``place`` of its file. Its methods read a field of one type; any other type is a ValueError."""
 
     fields: Mapping[str, Any]
     place: str = ""
@@ -199,7 +201,7 @@ class _Object:
     def texts(self, key: str) -> tuple[str, ...]:
         found = self._typed(key, list, "a list")
         if not all(isinstance(item, str) for item in found):
-            raise ValueError(f"{self.place}{key} must hold text only")
+            raise ValueError(f"{self.place}{key} must contain text only")
         return tuple(map(_readable, found))
 
     def flag(self, key: str) -> bool:
@@ -234,7 +236,7 @@ class _Object:
 
 
 def _readable(text: str) -> str:
-    """``text`` as any file and terminal can show it."""
+    """Return ``text`` without characters that a file or terminal cannot show."""
     return _UNREADABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

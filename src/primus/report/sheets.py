@@ -1,4 +1,4 @@
-"""Two CSV forms that others read: madengine's perf.csv, and the one of ``pytorch_benchmark_report.sh``."""
+"""Two CSV formats of other tools: madengine's perf.csv, and that of ``pytorch_benchmark_report.sh``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primus.report.run import Run
 
 __all__ = ["BENCHMARK_COLUMNS", "PERF_COLUMNS", "benchmark_csv", "benchmark_rows", "perf_csv"]
 
-# madengine 2, its order. What it measures around the run (build, download) stays empty: nothing here did it.
+# The columns of madengine 2, in its order. Those that it measures around the run (build, download) stay empty.
 PERF_COLUMNS = (
     "model", "n_gpus", "nnodes", "gpus_per_node", "training_precision", "pipeline", "args", "tags", "docker_file",
     "base_docker", "docker_sha", "docker_image", "git_commit", "machine_name", "deployment_type", "launcher",
@@ -19,14 +19,14 @@ PERF_COLUMNS = (
     "dataname", "data_provider_type", "data_size", "data_download_duration", "build_number",
     "additional_docker_run_options",
 )  # fmt: skip
-# MAD's scripts, in the form of their v25.10 release; those of v25.2 and v25.3 had the first four.
+# The columns of MAD's scripts of v25.10. Those of v25.2 and v25.3 had only the first four.
 BENCHMARK_COLUMNS = (
     "model", "performance", "metric", "mode", "precision", "batch_size", "seq_len", "device", "num_gpus",
 )  # fmt: skip
 
 
 def perf_csv(runs: Sequence[Run]) -> str:
-    """One row per run: its throughput, and whether every check passed. Columns that nothing fills are empty."""
+    """Return one row per run: its throughput, and whether every check passed. Columns without a value are empty."""
     return _text(PERF_COLUMNS, [_perf(run) for run in runs])
 
 
@@ -55,16 +55,15 @@ def _perf(run: Run) -> dict[str, object]:
 
 
 def benchmark_csv(rows: Sequence[Mapping[str, object]], *, header: bool = True) -> str:
-    """The text of :func:`benchmark_rows`; without its header to be appended to a file."""
+    """Return the rows of :func:`benchmark_rows` as CSV. Leave out the header to append them to a file."""
     return _text(BENCHMARK_COLUMNS, rows, header=header)
 
 
 def benchmark_rows(run: Run, *, model: str | None = None, mode: str | None = None) -> list[dict[str, object]]:
-    """One row per metric, in the words of MAD's script: throughput, TFLOP/s (non-causal, as torchtitan counts), GiB.
+    """Return one row per metric with the names of MAD's script: throughput, TFLOP/s (non-causal count) and GiB.
 
-    ``model`` and ``mode`` are the words that were asked for, where those differ from the recipe's. A figure that the
-    run does not have is an empty field, and so is each one of a run that failed a check: whoever reads the file takes
-    a number for success.
+    ``model`` and ``mode`` replace the recipe's names if the user's command called them differently. A missing figure is
+    an empty field. If a check failed, all figures are empty, because readers of the file take a number for success.
     """
     metric, speed = _throughput(run)
     images = metric == _IMAGES
@@ -98,7 +97,7 @@ def _throughput(run: Run) -> tuple[str, float | None]:
 
 
 def _number(value: float | None) -> str:
-    """Six digits, never with a thousands separator or an exponent: madengine reads neither ``1,444`` nor ``nan``."""
+    """Format with six digits and no thousands separator or exponent: madengine reads neither ``1,444`` nor ``nan``."""
     return "" if value is None else f"{float(f'{value:.6g}'):.10f}".rstrip("0").rstrip(".")
 
 

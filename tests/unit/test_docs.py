@@ -142,7 +142,7 @@ def test_benchmark_page_says_what_was_met_and_what_not() -> None:
     assert "Generated from benchmarks/results/engine.json" in page
     short = "0.050 s (0.040–0.060, n=3)"
     assert f"| no-op | {short} | {short} | 1.00× | ≤ 0.5× BuildKit | **no** |" in page
-    assert f"| four | {short} | – | – | ≤ 1.5× one target in the same turns ({short}; is 1.00×) | yes |" in page
+    assert f"| four | {short} | – | – | ≤ 1.5× one target in the same rounds ({short}; is 1.00×) | yes |" in page
     assert "| memory | – | – | – | ≤ 300 MB | – |" in page
 
 
@@ -155,9 +155,9 @@ def test_an_assembly_page_says_what_each_side_leaves() -> None:
     sizes |= {"unpacked_bytes": 7 * 10**9, "docker_bytes": 8 * 10**9}
     page = timing_pages.assembly_page(result(target="h200", sizes=sizes))
     assert "Generated from benchmarks/results/h200-assembly.json" in page
-    assert "the 3 wheels (4.00 GB)" in page
+    assert "3 wheels (4.00 GB)" in page
     assert "2 compressed layers, 3.00 GB (7.00 GB unpacked)" in page
-    assert "leaves 8.00 GB unpacked" in page
+    assert "creates 8.00 GB unpacked" in page
     assert "| no-op | " in page
 
 
@@ -180,7 +180,7 @@ def test_a_launcher_page_judges_the_difference() -> None:
     page = timing_pages.launcher_page(result(rows=rows, commands={"ours": "primus train x", "bare": "torchrun"}))
     long, short = "4.10 s (4.00–4.25, n=3)", "0.234 s (-0.100–1.500, n=3)"
     assert "Generated from benchmarks/results/launcher.json" in page
-    assert "`primus train x` against `torchrun`" in page
+    assert "`primus train x` compared with `torchrun`" in page
     assert f"| start | {long} | {long} | {short} | ≤ 1 s | yes |" in page
     assert f"| show | {short} | – | – | ≤ 0.15 s | **no** |" in page
     assert f"| plan | {short} | – | – | – | – |" in page

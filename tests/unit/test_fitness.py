@@ -59,8 +59,8 @@ def test_a_whole_release_may_be_published() -> None:
         ({"records": (record(image={"content": "sha256:b"}),)}, "one did not pass a validation in this image"),
         ({"recipes": ("one", "two")}, "two did not pass a validation in this image"),
         ({"records": (record(passed=False),)}, "one did not pass a validation in this image"),
-        ({"records": (record(jobs=QUICK),)}, "ran again, resumed and split its batch"),
-        ({"records": (record(jobs=NOT_RUN),)}, "ran again, resumed and split its batch"),
+        ({"records": (record(jobs=QUICK),)}, "repeated a run, resumed it and split its batch"),
+        ({"records": (record(jobs=NOT_RUN),)}, "repeated a run, resumed it and split its batch"),
         ({"gpu": "mi355x"}, "nothing was trained in this image on mi355x"),
         ({"gpu": "mi355x", "records": (record(gpu="mi300x"),)}, "nothing was trained in this image on mi355x"),
         (
@@ -73,9 +73,9 @@ def test_a_whole_release_may_be_published() -> None:
         ),
         (
             {"gpu": "mi355x", "records": (record(gpu="mi355x", jobs=QUICK), record())},
-            "no validation in this image on mi355x ran again",
+            "no validation in this image on mi355x repeated a run",
         ),
-        ({"commit": None}, "the commit it was built from is not known"),
+        ({"commit": None}, "the commit it was built from is unknown"),
         ({"edited": tuple("vwxyz")}, "files differ from commit cccccccccccc: v, w, x and 2 more"),
     ],
 )

@@ -175,7 +175,7 @@ def test_every_command_of_the_page_resolves_to_its_row(page: str) -> None:
         return resolved(parser.parse_args(words.split()))
 
     count = 0
-    for recipe, backend, mode, table in re.findall(r"^### (\S+) by (\w+), (\w+)\n\n((?:\|.*\n)+)", page, re.M):
+    for recipe, backend, mode, table in re.findall(r"^### (\S+) with (\w+), (\w+)\n\n((?:\|.*\n)+)", page, re.M):
         rows = re.findall(r"^\| (\w+) \| (\w+) \| (\d+) \| \S+ \| (\d+) \| (\d+) \| `primus train (.+?)`", table, re.M)
         assert len(rows) == table.count("\n") - 2
         for gpu, precision, nodes, batch, global_batch, words in rows:

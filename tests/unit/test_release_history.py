@@ -168,13 +168,13 @@ def test_small_history_is_good() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("image: rocm/b, tag: v26.8", "image: rocm/a, tag: v26.8", "stands here twice"),
-        ("tag: v26.8, gpus", "tag: latest, gpus", "'latest' holds no release name"),
+        ("image: rocm/b, tag: v26.8", "image: rocm/a, tag: v26.8", "duplicate release"),
+        ("tag: v26.8, gpus", "tag: latest, gpus", "'latest' contains no release name"),
         ("gpus: [mi300x]", "gpus: [mi300]", "gpu_arch has no 'mi300'"),
         ('same_as: "rocm/a:v26.8", components: {rocm: 1.0', 'same_as: "rocm/a:v26.8", components: {rocm: 1', "not the"),
         ("rocm/a:v26.8", "rocm/c:v26.8", "is not the same as rocm/c:v26.8"),
-        ("gpus: [mi300x]", "date_kind: built", "date_kind stands without a date"),
-        ("gpus: [mi300x]", "image_verified: [aiter]", "aiter is called verified, but has no version"),
+        ("gpus: [mi300x]", "date_kind: built", "date_kind needs a date"),
+        ("gpus: [mi300x]", "image_verified: [aiter]", "aiter is listed as verified, but has no version"),
         ("gpus: [mi300x]", "digest: sha256:12", "digest must be sha256:<64 hex>"),
         ("gpus: [mi300x]", "confidence: sure", "confidence must be one of published, draft, image"),
         ("gpus: [mi300x]", "pinned: true", "unknown key 'pinned'"),
@@ -189,7 +189,7 @@ def test_an_index_that_is_not_there_is_refused() -> None:
     text = (Path(show.__file__).parent / "inputs.yaml").read_text(encoding="utf-8")
     changed = text.replace("pinned: true, index: rocm_core", "pinned: true, index: rocm_cor", 1)
     assert changed != text
-    with pytest.raises(InputError, match="rocm names no known index: 'rocm_cor'"):
+    with pytest.raises(InputError, match="rocm names an unknown index: 'rocm_cor'"):
         build(Inputs, parse(changed, "i"))
 
 
@@ -297,7 +297,7 @@ def test_the_list(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "rocm/primus:v26.7  " in "\n".join(rows)
     assert rows[-3:] == [
         "– not published.",
-        "* another published table says otherwise: primus releases NAME shows it.",
+        "* another published table differs: see primus releases NAME.",
         "Related images: primus releases --image rocm/jax-training",
     ]
 

@@ -1,1 +1,1 @@
-"""What leaves the house: documents generated from data, registry, evidence."""
+"""Releasing images: validation, evidence, registries, generated documents and the history of releases."""

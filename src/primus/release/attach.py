@@ -1,7 +1,7 @@
-"""Documents beside an image in a registry: OCI 1.1 artifacts that name the image as their subject.
+"""Attaching documents to an image in a registry, as OCI 1.1 artifacts whose subject is the image.
 
-https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#listing-referrers. A registry that keeps no
-list of referrers (distribution 2) gets it as an index under the tag ``sha256-<digest>``, as the specification says.
+https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#listing-referrers. For a registry without the
+referrers API (distribution 2), the list is an index under the tag ``sha256-<digest>``, as the specification requires.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EMPTY = b"{}"
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A file to lay beside an image: its media type says what it is."""
+    """A file to attach to an image."""
 
     media_type: str
     name: str
@@ -37,7 +37,7 @@ class Document:
 
 
 def artifact(document: Document, subject: dict[str, Any]) -> bytes:
-    """The manifest of an artifact that holds ``document`` and speaks of ``subject`` (a descriptor)."""
+    """Return the manifest of an artifact that contains ``document``. ``subject`` is the image's descriptor."""
     data = document.data
     return canonical.dumps(
         {
@@ -59,7 +59,7 @@ def artifact(document: Document, subject: dict[str, Any]) -> bytes:
 
 
 def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
-    """The index of referrers with the artifact in it, once."""
+    """Return the index of referrers with the artifact added, without duplicates."""
     entry = {
         "mediaType": MANIFEST_TYPE,
         "digest": canonical.digest_of(manifest),
@@ -71,16 +71,16 @@ def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
 
 
 class Repository:
-    """One repository of a registry (``host[:port]/path``) as images and documents are kept in it.
+    """The images and documents in one repository of a registry (``host[:port]/path``).
 
-    Every method raises HostError, a sentence, when the registry refuses or does not answer.
+    Every method raises HostError if the registry refuses the request or does not answer.
     """
 
     def __init__(self, name: str) -> None:
         self._registry = Registry(name)
 
     def digest(self, reference: str) -> str | None:
-        """The digest of the manifest that a tag or digest names; None when there is none."""
+        """Return the digest of the manifest that a tag or digest names, or None."""
         answer = self._registry.ask(
             "HEAD", f"manifests/{reference}", headers={"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}, absent=True
         )
@@ -91,11 +91,11 @@ class Repository:
         return self._registry.ask("HEAD", f"blobs/{digest}", absent=True).status_code != 404
 
     def tag(self, tag: str, manifest: bytes) -> None:
-        """Let ``tag`` name the manifest, whose blobs are there."""
+        """Set ``tag`` to the manifest, whose blobs must already be in the repository."""
         self._put(tag, manifest, MANIFEST_TYPE)
 
     def attach(self, documents: Sequence[Document], subject: dict[str, Any]) -> list[str]:
-        """Lay ``documents`` beside the image ``subject``; the artifacts' digests. What is there is not sent again."""
+        """Attach ``documents`` to the image ``subject``, unless they already are. Returns the artifacts' digests."""
         about = str(subject["digest"])
         there = {one["digest"] for one in self.referrers(about)}
         made = [(document, artifact(document, subject)) for document in documents]
@@ -108,7 +108,7 @@ class Repository:
                 if "OCI-Subject" not in self._put(digest, manifest, MANIFEST_TYPE).headers:
                     unlisted.append(manifest)
         if unlisted:
-            # This registry keeps no list of referrers, so the one who pushes does.
+            # This registry has no referrers API, so the client maintains the list.
             index = self._index(f"manifests/{digest_tag(about)}")
             for manifest in unlisted:
                 index = listed(index, manifest)
@@ -116,7 +116,7 @@ class Repository:
         return [canonical.digest_of(manifest) for _, manifest in made]
 
     def referrers(self, digest: str) -> list[dict[str, Any]]:
-        """Descriptors of the artifacts that speak of the image ``digest``."""
+        """Return the descriptors of the artifacts attached to the image ``digest``."""
         index = self._index(f"referrers/{digest}")
         if index is None:
             index = self._index(f"manifests/{digest_tag(digest)}")
@@ -143,5 +143,5 @@ class Repository:
 
 
 def digest_tag(digest: str) -> str:
-    """The tag under which what belongs to the image ``digest`` is kept, where only tags can say so."""
+    """Return the tag for the referrers of the image ``digest`` in a registry without the referrers API."""
     return digest.replace(":", "-")

@@ -1,8 +1,8 @@
-"""The keys of each backend as data: names, types, defaults and bounds, taken from the source of the pinned version.
+"""The keys of each backend as data: names, types, defaults and bounds, read from the source of the pinned version.
 
-Libraries declare their configuration as dataclasses. Their source is parsed, not imported: that would need torch. It
-comes from the locked wheels among the fetched files; where they are not at hand, the committed data stay, and only
-their version is compared with the pin. The backends of this package are read from the checkout.
+Libraries declare their configuration as dataclasses. Their source is parsed instead of imported, because importing it
+needs torch. It comes from the locked wheels in the download cache. If a wheel was not fetched, the committed data is
+kept, and only its version is compared with the pin. The source of this package's own backends comes from the checkout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FOLDER = "src/primus/recipes/keys"
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """A dataclass whose fields are keys below the section ``under``: in ``file`` of the wheel ``wheel``."""
+    """A dataclass in ``file`` of the wheel ``wheel``, whose fields are keys below the section ``under``."""
 
     wheel: str
     file: str
@@ -52,7 +52,7 @@ _SHARDING = _ours("loop", "ShardingConfig", "sharding")
 
 
 def declared() -> Mapping[str, tuple[Declared, ...]]:
-    """Backend → the dataclasses that declare its keys, base classes of another file first."""
+    """Return backend → the dataclasses that declare its keys. Base classes in other files come first."""
     return {
         "torchtitan": (
             Declared(wheel="torchtitan", file="torchtitan/config/job_config.py", name="JobConfig", under=""),
@@ -72,9 +72,10 @@ def declared() -> Mapping[str, tuple[Declared, ...]]:
 
 
 def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched: FileCache) -> dict[str, str]:
-    """Path in the repository at ``root`` → text of every backend's file of keys; nothing for one without them.
+    """Return path in the repository at ``root`` → text, for every backend's file of keys.
 
-    InputError when a pin has changed and the wheel of the new version is not among the fetched files.
+    The result is empty if the repository has no folder for these files. Raises InputError if a pin has changed and the
+    wheel of the new version was not fetched.
     """
     if not (root / _FOLDER).is_dir():
         return {}
@@ -96,7 +97,7 @@ def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched:
         made[name] = committed = (root / name).read_text(encoding="utf-8")
         if json.loads(committed)["versions"] != wanted:
             raise InputError(
-                f"the keys are of {json.loads(committed)['versions']}, but versions.yaml pins {wanted}",
+                f"the keys are for {json.loads(committed)['versions']}, but versions.yaml pins {wanted}",
                 where=name, hint="nox -s build-cpu fetches the wheels, then run nox -s docs",
             )  # fmt: skip
     return made
@@ -105,7 +106,7 @@ def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched:
 def _source(
     one: Declared, versions: Mapping[str, str], root: Path, locks: Sequence[Lock], fetched: FileCache
 ) -> str | None:
-    """The source text that declares ``one``; None when its wheel was not fetched."""
+    """Return the source text that declares ``one``, or None if its wheel was not fetched."""
     if one.wheel == _OURS:
         return (root / "src" / one.file).read_text(encoding="utf-8")
     for file in (file for lock in locks for file in lock.files):
@@ -118,7 +119,7 @@ def _source(
 
 
 def document(backend: str, versions: Mapping[str, str], sources: Mapping[tuple[str, str], str]) -> str:
-    """The text of the backend's file of keys; ``sources`` are keyed by wheel and file."""
+    """Return the text of the backend's file of keys. ``sources`` maps (wheel, file) to source text."""
     keys: dict[str, dict[str, Any]] = {}
     for one in declared()[backend]:
         prefix = f"{one.under}." if one.under else ""
@@ -129,10 +130,10 @@ def document(backend: str, versions: Mapping[str, str], sources: Mapping[tuple[s
 
 
 def dataclass_keys(source: str, root: str) -> dict[str, dict[str, Any]]:
-    """The fields of dataclass ``root`` in Python ``source``, nested dataclasses with dotted names.
+    """Return the fields of dataclass ``root`` in Python ``source``. Fields of nested dataclasses have dotted names.
 
-    Base classes in the same source come before the class; others are declared apart. A field whose type no YAML value
-    can have (a function, a class of the library) has no entry in ``types``.
+    Fields of base classes in the same source come first; other base classes are declared separately. ``types`` is empty
+    for a field whose type no YAML value has, such as a function or a class of the library.
     """
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     keys: dict[str, dict[str, Any]] = {}
@@ -190,7 +191,7 @@ _PLAIN = {"str", "int", "float", "bool", "list", "tuple"}
 
 
 def _read(annotation: ast.expr, types: list[str], choices: list[str], items: list[str]) -> bool:
-    """Note what ``annotation`` accepts; True when it holds a type that no YAML value has."""
+    """Record the types that ``annotation`` accepts. Returns True if one of them is a type that no YAML value has."""
     match annotation:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return _read(left, types, choices, items) | _read(right, types, choices, items)
@@ -202,7 +203,9 @@ def _read(annotation: ast.expr, types: list[str], choices: list[str], items: lis
             types.append("None")
             return _read(inner, types, choices, items)
         case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=several)):
-            judged = [_read(item, types, choices, items) for item in several]  # all of them: each notes its type
+            judged = [
+                _read(item, types, choices, items) for item in several
+            ]  # a list, because each call records a type
             return any(judged)
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
             words: Iterable[ast.expr] = inner.elts if isinstance(inner, ast.Tuple) else [inner]

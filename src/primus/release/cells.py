@@ -1,4 +1,4 @@
-"""What one validation of an image consists of: recipes, and for each the ways to train it."""
+"""The cells of a validation: each recipe with the backends, modes and precisions to train it in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Cell", "cells_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One recipe trained one way; ``asked`` names everything that is not the recipe's default."""
+    """One recipe with one set of choices. ``asked`` contains the choices that differ from the recipe's defaults."""
 
     recipe: str
     asked: Asked
@@ -35,12 +35,12 @@ def cells_of(
     precisions: Sequence[str] = (),
     among: Path | None = None,
 ) -> tuple[Cell, ...]:
-    """The cells of ``recipes``: their proxies, as they are trained on ``gpu``, a generation or ``cpu``.
-    ``among`` is the folder of recipes.
+    """Return the cells of ``recipes``, which train their proxies on ``gpu`` (a generation or ``cpu``).
 
-    With ``every``, each backend and mode that a recipe supports, else its default alone; with ``precisions``, each of
-    those that the backend computes there for this recipe, else the proxy's own. InputError for an unknown recipe,
-    or one that supports nothing.
+    ``among`` is the folder of recipes. With ``every``, there is a cell for each backend and mode that a recipe
+    supports, otherwise only for its defaults. With ``precisions``, there is a cell for each of them that the backend
+    supports for this recipe on ``gpu``, otherwise only for the proxy's own. Raises InputError for an unknown recipe, or
+    one that supports nothing.
     """
     here = Asked(gpu=gpu, proxy=True)
     cells: list[Cell] = []

@@ -1,4 +1,4 @@
-"""What differs between two releases, and where the tables of either contradict themselves."""
+"""The differences between two releases, and contradictions between the published tables of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primus.schema import described
 
 __all__ = ["ROWS", "Change", "Contradiction", "Diff", "component_order", "contradictions", "diff", "one_of", "step"]
 
-# The rows of the published tables, in their order; what only some releases list follows by name.
+# The rows of the published tables, in their order. Components that only some releases list follow, sorted by name.
 ROWS = (
     "rocm",
     "python",
@@ -31,18 +31,18 @@ ROWS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One fact that differs. ``old`` or ``new`` is None where that side says nothing."""
+    """One fact that differs. ``old`` or ``new`` is None if that side does not state it."""
 
     what: str = described("Component or fact.")
-    kind: Literal["added", "removed", "changed"] = described("Which side says something.")
+    kind: Literal["added", "removed", "changed"] = described("Which side states the fact.")
     old: str | None = described("Value on the old side.")
     new: str | None = described("Value on the new side.")
-    step: Literal["forward", "back"] | None = described("Which way the version number goes, where it tells.")
+    step: Literal["forward", "back"] | None = described("Direction of the version number, if it can be compared.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contradiction:
-    """A value that another published table gives otherwise for the same tag."""
+    """A value for which another published table of the same tag differs."""
 
     tag: str = described("Image and tag.")
     source: str = described("The other table.")
@@ -53,29 +53,29 @@ class Contradiction:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """Two releases compared."""
+    """The comparison of two releases."""
 
     old: str = described("Image and tag of the old side.")
     new: str = described("Image and tag of the new side.")
-    old_pinned: bool = described("Whether the old side is the present pins.")
-    new_pinned: bool = described("Whether the new side is the present pins.")
+    old_pinned: bool = described("Whether the old side is the current pins.")
+    new_pinned: bool = described("Whether the new side is the current pins.")
     facts: tuple[Change, ...] = described("Date, size, GPUs and identity.")
-    gpus_added: tuple[str, ...] = described("GPUs of the new side alone.")
-    gpus_removed: tuple[str, ...] = described("GPUs of the old side alone.")
-    size_gb_change: float | None = described("New size minus old one, where both are known.")
+    gpus_added: tuple[str, ...] = described("GPUs of the new side only.")
+    gpus_removed: tuple[str, ...] = described("GPUs of the old side only.")
+    size_gb_change: float | None = described("New size minus old size, if both are known.")
     components: tuple[Change, ...] = described("Components that differ.")
-    same_facts: Mapping[str, str] = described("Facts that both sides give alike.")
-    same_components: Mapping[str, str] = described("Components that both sides give alike.")
-    unknown: tuple[str, ...] = described("Components that neither side gives.")
-    contradictions: tuple[Contradiction, ...] = described("Other tables of either side that say otherwise.")
-    notes: Mapping[str, tuple[str, ...]] = described("Image and tag → what is known beyond tables.")
-    curves: tuple[str, ...] = described("What differs between the golden curves of both sides.", default=())
+    same_facts: Mapping[str, str] = described("Facts that are equal on both sides.")
+    same_components: Mapping[str, str] = described("Components that are equal on both sides.")
+    unknown: tuple[str, ...] = described("Components without a version on either side.")
+    contradictions: tuple[Contradiction, ...] = described("Values in other published tables of either side.")
+    notes: Mapping[str, tuple[str, ...]] = described("Image and tag → further notes.")
+    curves: tuple[str, ...] = described("Differences between the golden curves of both sides.", default=())
 
 
 def one_of(found: Sequence[Release], word: str) -> Release:
-    """The one release among ``found``; a tag whose table is declared equal to another's counts as that one.
+    """Return the only release in ``found``. Tags with the same published table count as one.
 
-    Raises InputError that names the choices when several remain.
+    Raises InputError, with the choices, if several remain.
     """
     references = {r.reference for r in found}
     chosen = [r for r in found if r.same_as not in references]
@@ -87,7 +87,7 @@ def one_of(found: Sequence[Release], word: str) -> Release:
 
 
 def diff(old: Release, new: Release) -> Diff:
-    """``old`` against ``new``."""
+    """Compare ``old`` with ``new``."""
     facts, same_facts, _ = _compare(_facts(old), _facts(new), list(_facts(old)), steps=False)
     names = component_order([*old.components, *new.components])
     mine, theirs = _with_locked(old, names), _with_locked(new, names)
@@ -113,12 +113,12 @@ def diff(old: Release, new: Release) -> Diff:
 
 
 def _with_locked(release: Release, names: Sequence[str]) -> dict[str, str | None]:
-    """The release's components, and of those named by the other side alone what the lock brings."""
+    """Return the release's components and, for components that only the other side names, the locked versions."""
     return {**{name: release.locked[name] for name in names if name in release.locked}, **release.components}
 
 
 def contradictions(release: Release) -> tuple[Contradiction, ...]:
-    """Every value that another table of the same tag gives otherwise."""
+    """Return every value for which another table of the same tag differs."""
     found: list[Contradiction] = []
     for other in release.alternates:
         prefix = release.digest[7:15] if release.digest else None
@@ -139,12 +139,12 @@ def contradictions(release: Release) -> tuple[Contradiction, ...]:
 
 
 def component_order(names: Sequence[str]) -> list[str]:
-    """Each name once: the rows of the published tables first, the rest by name, numbers as numbers."""
+    """Return each name once: first the rows of the published tables, then the rest in natural order."""
     return sorted(set(names), key=lambda n: (ROWS.index(n) if n in ROWS else len(ROWS), _natural(n), n))
 
 
 def step(old: str, new: str) -> Literal["forward", "back"] | None:
-    """Which way a version number goes; None where the two do not tell (commits, other precision, equal numbers)."""
+    """Return the direction of a version change, or None if it is unclear (commits, equal numbers)."""
     before, after = _release_number(old), _release_number(new)
     if before is None or after is None:
         return None
@@ -155,7 +155,7 @@ def step(old: str, new: str) -> Literal["forward", "back"] | None:
 
 
 def _release_number(version: str) -> tuple[int, ...] | None:
-    # A commit such as 2631e68d begins like a number; only dotted numbers count.
+    # Only dotted numbers count, because a commit such as 2631e68d also begins with digits.
     found = re.match(r"v?([0-9]+(?:\.[0-9]+)+)", version)
     return tuple(map(int, found[1].split("."))) if found else None
 
@@ -188,7 +188,7 @@ def _bytes(size: int | None) -> str | None:
 
 
 def _beyond(mine: tuple[str, ...] | None, others: tuple[str, ...] | None) -> tuple[str, ...]:
-    # Against a side that says nothing there is nothing to add or to remove.
+    # If one side is unknown, nothing counts as added or removed.
     if mine is None or others is None:
         return ()
     return tuple(sorted(set(mine) - set(others), key=_natural))

@@ -1,6 +1,6 @@
-"""Questions to a registry, as the OCI distribution specification words them, under the logins of `docker login`.
+"""A client for the OCI distribution API that uses the logins of `docker login`.
 
-skopeo moves images; this is for what skopeo does not know of: artifacts and the list of them.
+skopeo copies images. This client does what skopeo cannot: it pushes artifacts and lists them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _HUB = {"docker.io": "registry-1.docker.io"}
 
 
 def plain_http(repository: str) -> bool:
-    """Whether the registry is on this machine and speaks HTTP, as Docker takes it."""
+    """Whether the registry is on this machine and therefore uses HTTP, as for Docker."""
     host = repository.partition("/")[0].partition(":")[0]
     return host == "localhost" or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
 
 
 class Registry:
-    """One repository's ``/v2/`` interface. ``name`` is ``host[:port]/path``."""
+    """The ``/v2/`` API of one repository. ``name`` is ``host[:port]/path``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,9 +54,9 @@ class Registry:
         data: bytes | None = None,
         absent: bool = False,
     ) -> Response:
-        """One request below the repository (``manifests/v1``), or to an address that the registry gave.
+        """Send one request to a path below the repository (``manifests/v1``), or to a URL that the registry returned.
 
-        Raises HostError, a sentence, when the registry does not answer or refuses; with ``absent`` 404 is an answer.
+        Raises HostError if the registry does not answer or refuses. With ``absent``, status 404 is returned instead.
         """
         url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
 
@@ -74,20 +74,20 @@ class Registry:
                 f"the registry of {self.name} does not answer: {type(error).__name__}", hint="check name and network"
             ) from None
         if answer.status_code in (401, 403):
-            raise HostError(f"the registry of {self.name} wants other credentials", hint=f"docker login {self._host}")
+            raise HostError(f"the registry of {self.name} denied access", hint=f"docker login {self._host}")
         if answer.status_code >= 400 and not (absent and answer.status_code == 404):
             said = " ".join(answer.text.split())[:200]
             raise HostError(f"the registry of {self.name} refuses {path}: status {answer.status_code}; {said}")
         return answer
 
     def _signed(self, request: PreparedRequest) -> PreparedRequest:
-        # An address that the registry gave may be another's, who must not see the login.
+        # A URL that the registry returned may be on another host, which must not receive the login.
         if self._authorization and (request.url or "").startswith(self._server):
             request.headers["Authorization"] = self._authorization
         return request
 
     def _log_in(self, answer: Response) -> bool:
-        """Answer the registry's challenge; False when it wants what we do not know."""
+        """Answer the registry's authentication challenge. Returns False if that is not possible."""
         kind, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
         login = _login(self._host)
         basic = _basic(login)
@@ -117,7 +117,7 @@ def _basic(login: Mapping[str, Any]) -> str:
 
 
 def _nobody(request: PreparedRequest) -> PreparedRequest:
-    """No login; without a word of us requests would take one from ~/.netrc."""
+    """Send no login. Without this, requests would take one from ~/.netrc."""
     return request
 
 
@@ -136,12 +136,12 @@ def _session() -> Session:
 
 
 def _login(host: str) -> dict[str, Any]:
-    """What `docker login` keeps for the host, credential helpers included; empty when there is nothing."""
+    """Return the login that `docker login` stored for the host, also by credential helpers; empty if there is none."""
     from docker.auth import load_config
     from docker.errors import DockerException
 
     try:
-        # A helper's answer has capitals where the file's has none.
+        # The keys of a credential helper's answer are capitalized; those of the file are not.
         return {key.lower(): value for key, value in (load_config().resolve_authconfig(host) or {}).items()}
     except DockerException as error:
         raise HostError(f"Docker's logins cannot be read: {error}", hint=f"docker login {host}") from None

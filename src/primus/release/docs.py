@@ -1,4 +1,4 @@
-"""Every generated file of the repository, from one function, so that a check and a rewrite cannot disagree."""
+"""All generated files of the repository, from one function, so that --check and writing cannot disagree."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _GENERATIONS = "benchmarks/results/generations.json"
 
 
 def generated(project: Path) -> dict[str, str]:
-    """Path in the repository → text, of every file that is generated."""
+    """Return path in the repository → text, for every generated file."""
     here = Project.find(project)
     targets = resolve_all(here, here.target_names())
     locks = [one.lock for one in targets if one.lock]
     readme = (project / "README.md").read_text(encoding="utf-8")
     files = {
         "docs/schemas/versions.json": _json(json_schema(Versions, title="versions.yaml: the file of pins")),
-        "docs/schemas/image.json": _json(json_schema(Target, title="images/<target>.yaml: what one image holds")),
+        "docs/schemas/image.json": _json(json_schema(Target, title="images/<target>.yaml: the contents of one image")),
         "docs/schemas/releases.json": _json(json_schema(History, title="the published releases")),
-        "docs/schemas/release_inputs.json": _json(json_schema(Inputs, title="what published images were made from")),
-        "docs/schemas/published.json": _json(json_schema(Published, title="what the source documents publish")),
+        "docs/schemas/release_inputs.json": _json(json_schema(Inputs, title="the inputs of the published images")),
+        "docs/schemas/published.json": _json(json_schema(Published, title="the figures that source documents publish")),
         "docs/releases.md": page(load_history()),
         "docs/gpus.md": gpu_page(load_table()),
         "docs/models.md": models_page(),
@@ -69,19 +69,19 @@ def generated(project: Path) -> dict[str, str]:
 
 
 def _from_result(project: Path, name: str, make: Callable[[Any], str]) -> str | None:
-    """The page that ``make`` writes of a result, None when nothing was measured."""
+    """Return the page that ``make`` creates from a result, or None if there is no result."""
     path = project / name
     if not path.exists():
         return None
     try:
         return make(json.loads(path.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
-        hint = "run what its `command` says to make it again"
+        hint = "run the command in its field `command` to create it again"
         raise InputError(f"not a benchmark result: {error}", where=name, hint=hint) from None
 
 
 def stale(project: Path) -> tuple[str, ...]:
-    """Paths whose file is missing or differs from what would be generated."""
+    """Return the paths of generated files that are missing or out of date."""
 
     def current(path: Path) -> str | None:
         return path.read_text(encoding="utf-8") if path.exists() else None
@@ -90,7 +90,7 @@ def stale(project: Path) -> tuple[str, ...]:
 
 
 def write(project: Path) -> tuple[str, ...]:
-    """Write what is stale; the paths written."""
+    """Write the files that are out of date. Returns their paths."""
     files = generated(project)
     names = stale(project)
     for name in names:
@@ -101,7 +101,7 @@ def write(project: Path) -> tuple[str, ...]:
 
 
 def _between(text: str, marker: str, new: str) -> str:
-    """``text`` with ``new`` between the comment ``marker`` and the next one that says end."""
+    """Return ``text`` with ``new`` between the comment ``marker`` and the next comment ``end``."""
     begin, end = f"<!-- {marker} -->\n", "<!-- end -->"
     head, found, rest = text.partition(begin)
     _, closed, tail = rest.partition(end)
@@ -123,9 +123,9 @@ def _targets(root: Path) -> str:
             fresh = lock is not None and not resolved.stale
             fetched = lock.distinct if lock else ()
             files = f"{len(fetched)} | {sum(f.size for f in fetched) / 1e6:,.0f} MB" if lock else "– | –"
-            status = "locked" if fresh else "its lock is stale" if lock else "not locked yet"
+            status = "locked" if fresh else "stale lock" if lock else "not locked yet"
             record = records.get(name, {"channel": None, "lock": None})
-            image = "– | not judged yet"
+            image = "– | not checked yet"
             if lock is not None and (record["channel"], record["lock"]) == (channel, lock_mark(resolved.lock_path)):
                 failed = [gate["gate"] for gate in record["gates"] if not gate["passed"]]
                 size = bytes_text(sum(layer["bytes"] for layer in record["layers"]))

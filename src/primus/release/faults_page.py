@@ -1,4 +1,4 @@
-"""docs/benchmarks/faults.md: which check caught which fault, from a recorded test session."""
+"""The pages docs/benchmarks/*faults.md: which check caught which fault, from a recorded test session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SILENT = "benchmarks/results/silent-faults.json"
 
 
 def faults_page(result: Mapping[str, Any]) -> str:
-    """The page about one session; every figure in it stands in the result. KeyError when it is no such record."""
+    """Return the page about one session; every figure comes from ``result``. Raises KeyError for another format."""
     rows = result["faults"]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(result["versions"].items()))
     if "named_by" in rows[0]:
@@ -27,13 +27,13 @@ def faults_page(result: Mapping[str, Any]) -> str:
             "# Seeded faults",
             "",
             f"Recorded on {result['date']} by `{result['command']}`. {len(kinds)} kinds of faults, {len(rows)} cases: "
-            "each was put into a real run (a renamed key and a GPU without a known peak need none) and caught by the "
-            "check meant for it. No other check failed in that run. The same job without the fault passes.",
+            "each was injected into a real run (a renamed key and a GPU without a known peak need no run) and caught "
+            "by the check meant for it. No other check failed in that run. The same job without the fault passes.",
             "",
             f"- Python {result['python']}; in the runs: {versions}",
-            "- Two ranks on a CPU. What a GPU alone can do wrong is not among them.",
+            "- Two ranks on a CPU. Faults that can occur only on a GPU are not included.",
             "",
-            "| fault | backend | check that caught it | measured | limit | what it said |",
+            "| fault | backend | check that caught it | measured | limit | message |",
             "|---|---|---|---|---|---|",
             *(_row(row) for kind in kinds for row in rows if row["fault"] == kind),
             "",
@@ -42,7 +42,7 @@ def faults_page(result: Mapping[str, Any]) -> str:
 
 
 def input_faults_page(result: Mapping[str, Any]) -> str:
-    """The page about faults of stores and inputs; every figure in it stands in the result."""
+    """Return the page about faults of stores and inputs. Every figure comes from ``result``."""
     rows = [[kind, str(number)] for kind, number in result["kinds"].items()]
     wrong = [f"- {name}: {said}" for name, said in result["wrong"].items()]
     return "\n".join(
@@ -50,10 +50,10 @@ def input_faults_page(result: Mapping[str, Any]) -> str:
             "<!-- Generated from benchmarks/results/input-faults.json by `nox -s docs`; do not edit. -->",
             "# Faults of stores and inputs",
             "",
-            f"Recorded on {result['date']} by `{result['command']}`. Each of {result['faults']} faults was put into a "
-            "copy of a built project. The engine must repair it, or end with exit code 1, 2 or 3 and one sentence; it "
-            "must never crash, hang or build something else. Afterwards `primus build --rehash` on the clean project "
-            "must give the clean image, with every blob of the store intact.",
+            f"Recorded on {result['date']} by `{result['command']}`. Each of {result['faults']} faults was injected "
+            "into a copy of a built project. The engine must repair it, or end with exit code 1, 2 or 3 and one "
+            "sentence. It must never crash, hang or build a different image. Afterwards, `primus build --rehash` on "
+            "the clean project must give the original image, with every blob of the store intact.",
             "",
             f"{len(wrong)} answers were wrong. The slowest answer took {result['slowest answer in seconds']:g} s.",
             *wrong,
@@ -79,9 +79,9 @@ def _silent_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], v
             f"<!-- Generated from {_SILENT} by `nox -s docs`; do not edit. -->",
             "# Silent faults",
             "",
-            f"Recorded on {result['date']} by `{result['command']}`. Each of {len(rows)} faults was put into a real "
-            f"run of two ranks on a CPU; {named} were named by at least one check. No run failed on its own account. "
-            "What decides each class of fault: [validation](../validation.md#the-reference).",
+            f"Recorded on {result['date']} by `{result['command']}`. Each of {len(rows)} faults was injected into a "
+            f"real run of two ranks on a CPU; at least one check named {named} of them. No run failed by itself. "
+            "[Validation](../validation.md#the-reference) explains how each class of faults is detected.",
             *(f"\n{sentence}" for sentence in result.get("notes", ())),
             "",
             f"- In the runs: {versions}",
@@ -102,5 +102,5 @@ def _silent_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], v
 
 def _row(row: Mapping[str, str]) -> str:
     cells = (row[key] for key in ("fault", "backend", "check", "measured", "limit", "reason"))
-    # A sentence and its hint stand on two lines; a row is one.
+    # A message and its hint are two lines; a table row is one.
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

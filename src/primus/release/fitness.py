@@ -1,4 +1,4 @@
-"""May this image be published? Pure: evidence in, objections out."""
+"""Whether an image may be published: a pure function from evidence to objections."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 __all__ = ["Evidence", "objections"]
 
-# Runs that one of the records must hold: a quick one proves neither that a run can be repeated nor resumed.
+# The runs that at least one record must contain. A quick suite proves neither that runs repeat nor that they resume.
 _RUNS = {"base", "repeat", "resume", "accumulation"}
-# What makes a preview a preview: Debian's ROCm has no code for some GPUs. No other gate is forgiven.
+# The only gate that a preview may fail: Debian's ROCm has no code for some GPUs.
 _FORGIVEN = "coverage"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """All that is known of a built image when it is to be published.
+    """The evidence about a built image.
 
-    ``content`` is the config's digest, ``preview`` the reason why the image is no release ("" where it is one),
-    ``gpu`` the GPU generation it is for, ``recipes`` what the target names to be trained, ``records`` those of
-    validations, of whatever image. ``commit`` is the repository's; ``edited`` are files that differ from it.
+    ``content`` is the digest of its config. ``preview`` is the reason why it is a preview; empty for a release. ``gpu``
+    is the GPU generation that it is for. ``recipes`` are those that its target names. ``records`` are all validation
+    records, also of other images. ``commit`` is that of the repository, and ``edited`` are files that differ from it.
     """
 
     content: str
@@ -34,10 +34,10 @@ class Evidence:
 
 
 def objections(evidence: Evidence, *, preview: bool) -> tuple[str, ...]:
-    """Why the image may not be published, a sentence each; empty when it may.
+    """Return the reasons why the image may not be published, one sentence each; empty if it may.
 
-    A release for a GPU must have passed its validations on that GPU. With ``preview`` it is not called a release: then
-    a CPU will do, the coverage gate may fail, and the repository may be edited.
+    A release for a GPU must have passed its validations on that GPU. With ``preview``, a CPU is sufficient, the
+    coverage gate may fail, and files of the repository may be edited.
     """
     found = []
     if evidence.preview and not preview:
@@ -46,7 +46,7 @@ def objections(evidence: Evidence, *, preview: bool) -> tuple[str, ...]:
     found += _of_validation(evidence, preview)
     if not preview:
         if evidence.commit is None:
-            found.append("the commit it was built from is not known: this is no git repository")
+            found.append("the commit it was built from is unknown: this is not a git repository")
         elif evidence.edited:
             found.append(f"files differ from commit {evidence.commit[:12]}: {_some(evidence.edited)}")
     return tuple(found)
@@ -61,8 +61,8 @@ def _of_validation(evidence: Evidence, preview: bool) -> list[str]:
         mine = [record for record in mine if record["gpu"] == evidence.gpu]
         if not mine:
             return [
-                f"nothing was trained in this image on {evidence.gpu}: a run on a CPU is no pass for the GPU "
-                "(primus validate, on a machine with that GPU)"
+                f"nothing was trained in this image on {evidence.gpu}, and a run on a CPU does not count for the GPU "
+                "(run primus validate on a machine with that GPU)"
             ]
         where = f" on {evidence.gpu}"
     trained = {record["recipe"]["name"] for record in mine}
@@ -70,7 +70,9 @@ def _of_validation(evidence: Evidence, preview: bool) -> list[str]:
     if lacking := [name for name in evidence.recipes if name not in trained]:
         found.append(f"{_some(lacking)} did not pass a validation in this image{where} (primus validate --suite quick)")
     if not any({job["name"] for job in record["jobs"] if job["ran"]} >= _RUNS for record in mine):
-        found.append(f"no validation in this image{where} ran again, resumed and split its batch (primus validate)")
+        found.append(
+            f"no validation in this image{where} repeated a run, resumed it and split its batch (primus validate)"
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the gates found in a real image, kept in the repository: one file per target, the source of docs/gates.md."""
+"""Committed findings of the gates in real images: one file per target, from which docs/gates.md is generated."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _KEYS |= {"gates", "libraries", "packages", "layers"}
 
 
 def lock_mark(lock: Path) -> str:
-    """A hash of the target's lock: a record of another one speaks of another image."""
+    """Return a hash of the target's lock. A record with another hash is about another image."""
     return hashlib.sha256(lock.read_bytes()).hexdigest()[:16] if lock.exists() else ""
 
 
 def gate_record(examined: Examined, outcome: Outcome) -> dict[str, Any]:
-    """The record of one judged image, with the layers that it is made of."""
+    """Return the record of one checked image, with its layers."""
     image = examined.image
     resolved = image.plan.resolved
     found = outcome.as_json()
@@ -61,7 +61,7 @@ def gate_record(examined: Examined, outcome: Outcome) -> dict[str, Any]:
 
 
 def write_gate_record(root: Path, record: dict[str, Any]) -> Path:
-    """Write the record where it is committed; the file's path."""
+    """Write the record to the repository. Returns the path of the file."""
     path = root / FOLDER / f"{_BEGIN}{record['target']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -69,7 +69,7 @@ def write_gate_record(root: Path, record: dict[str, Any]) -> Path:
 
 
 def load_gate_records(root: Path) -> dict[str, dict[str, Any]]:
-    """Target → its record, of those there are. Raises InputError for a file that is none."""
+    """Return target → record, for all recorded targets. Raises InputError for a file in another format."""
     records = {}
     for path in sorted((root / FOLDER).glob(f"{_BEGIN}*.json")):
         try:
@@ -78,6 +78,6 @@ def load_gate_records(root: Path) -> dict[str, dict[str, Any]]:
                 raise KeyError(", ".join(lacks))
             records[str(record["target"])] = record
         except (json.JSONDecodeError, KeyError, AttributeError) as error:
-            hint = "primus check --record makes it again"
+            hint = "create it again with primus check --record"
             raise InputError(f"not a record of gates: {error}", where=f"{FOLDER}/{path.name}", hint=hint) from None
     return records

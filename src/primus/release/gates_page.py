@@ -1,4 +1,4 @@
-"""docs/gates.md: what the gates found in real images, from the committed records and nothing else."""
+"""docs/gates.md: the findings of the gates in real images, from the committed records only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 
 
 def gates_page(records: Mapping[str, Record], bench: Record) -> str:
-    """The page in Markdown; ``bench`` are the measurements of building the generations."""
+    """Return the page in Markdown. ``bench`` are the measurements of builds of the generations."""
     lines = [
         "<!-- Generated from benchmarks/results/gates-*.json and generations.json by `nox -s docs`; do not edit. -->",
         "# Gates",
@@ -31,26 +31,26 @@ def gates_page(records: Mapping[str, Record], bench: Record) -> str:
         "",
         "## Findings",
         "",
-        "In real images, made of the files of their locks.",
+        "These findings are from real images, built from the files in their locks.",
         "",
         *_findings(records),
         "## GPU libraries",
         "",
-        "Every file with GPU code, and every folder of kernel files, as read off the image.",
+        "Every file with GPU code and every folder of kernel files in the image.",
         "",
         *(line for record in records.values() if record["arch"] for line in _libraries(record)),
         "## Pruning",
         "",
-        "Kernel files whose path names another architecture stay out of the image. Code for others is taken out of "
-        "libraries that their base names; the file keeps its length, with zeros where the code was, so that only its "
-        "layer gets smaller.",
+        "Kernel files whose path names another architecture are left out of the image. Code for other architectures "
+        "is removed from the libraries that the base lists. Such a file keeps its length, with zeros in place of the "
+        "code, so that only its compressed layer gets smaller.",
         "",
         *_pruning([record for record in records.values() if record["arch"]]),
         "",
         "## Sharing",
         "",
-        "A layer is stored and pushed once, however many images have it. Bytes are compressed; a pair's share is of "
-        "the larger image.",
+        "A layer is stored and pushed once, no matter how many images contain it. Sizes are compressed. The share of "
+        "a pair is relative to the larger image.",
         "",
         *_sharing(records.values()),
         "",
@@ -114,8 +114,8 @@ def _pruning(records: Sequence[Record]) -> list[str]:
         unpacked = sum(layer["unpacked"] for layer in record["layers"])
         files, code = (f"{out.files:,}", bytes_text(out.size)), (f"{out.objects:,}", bytes_text(out.freed))
         rows.append((f"`{record['target']}`", *files, *code, bytes_text(unpacked)))
-    heads = ("kernel files left out", "their bytes", "code objects taken out of files", "their bytes")
-    return table(("target", *heads, "the image, unpacked"), rows)
+    heads = ("kernel files left out", "size", "code objects removed from libraries", "size")
+    return table(("target", *heads, "unpacked image"), rows)
 
 
 def _sharing(records: Iterable[Record]) -> list[str]:
@@ -131,7 +131,7 @@ def _sharing(records: Iterable[Record]) -> list[str]:
     own = [(f"`{p.target}`", _size(p.size), _size(p.shared), _size(p.own)) for p in parts(images)]
     shares = [(" ↔ ".join(f"`{t}`" for t in p.targets), _size(p.shared), share_text(p.share)) for p in pairs(images)]
     return [
-        *table(("target", "image", "shared with others", "its own"), own),
+        *table(("target", "image", "shared with others", "not shared"), own),
         "",
         *table(("pair", "shared", "share"), shares),
     ]

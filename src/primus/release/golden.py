@@ -16,13 +16,13 @@ __all__ = ["changes", "compared", "load", "name_of", "record"]
 
 FOLDER = "benchmarks/golden"
 _FIGURES = ("loss", "grad_norm")
-# Relative, between types of CPU: they add in other orders, and training amplifies it. Measured with and without vector
-# instructions of later CPUs, over 20 steps: 2.5e-5 and 2.2e-4.
+# Relative tolerances between types of CPU, which add in different orders; training amplifies the difference. Measured
+# with and without vector instructions of later CPUs, over 20 steps: 2.5e-5 and 2.2e-4.
 _TOLERANCE = {"loss": 2e-4, "grad_norm": 2e-3}
 
 
 def load(root: Path, release: str) -> dict[str, Any] | None:
-    """The curves of ``release`` (``v26.11-cpu``); None where none were recorded. InputError for a damaged file."""
+    """Read the curves of ``release`` (``v26.11-cpu``); None if there are none. Raises InputError for a damaged file."""
     path = root / FOLDER / f"{release}.json"
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -31,13 +31,13 @@ def load(root: Path, release: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        hint = "primus validate cpu --suite quick --record-golden makes it again"
-        raise InputError("this is not a file of golden curves", where=str(path), hint=hint) from error
+        hint = "create it again with primus validate cpu --suite quick --record-golden"
+        raise InputError("not a file of golden curves", where=str(path), hint=hint) from error
     return content
 
 
 def name_of(evidence: Mapping[str, Any]) -> str | None:
-    """The name of the curve that a validation's record holds; None unless it trained in FP32 on a CPU."""
+    """Return the name of the curve in a validation record; None unless the record is of FP32 on a CPU."""
     recipe = evidence["recipe"]
     if recipe["precision"] != "fp32" or recipe["gpu"] != "cpu" or evidence["gpu"] != "none":
         return None
@@ -45,7 +45,7 @@ def name_of(evidence: Mapping[str, Any]) -> str | None:
 
 
 def compared(golden: Mapping[str, Any] | None, evidence: Mapping[str, Any]) -> Verdict | str:
-    """The verdict on the first job of ``evidence``, or a sentence on why there is no curve to compare with."""
+    """Compare the first job of ``evidence`` with its curve. Returns a sentence if there is no curve to compare with."""
     name = name_of(evidence)
     curve = (golden or {}).get("curves", {}).get(name)
     if curve is None:
@@ -61,14 +61,14 @@ def compared(golden: Mapping[str, Any] | None, evidence: Mapping[str, Any]) -> V
     elif largest == 0:
         reason = f"{len(curve['loss'])} steps are equal to the last bit"
     else:
-        reason = f"{len(curve['loss'])} steps agree, as far as CPUs of different types do"
+        reason = f"{len(curve['loss'])} steps agree within the tolerance between types of CPU"
     limit = f"relative gap ≤ {_TOLERANCE['loss']:g} (loss), {_TOLERANCE['grad_norm']:g} (gradient norm)"
     return Verdict(name="golden curve", passed=not outside and bool(gaps), reason=reason, measured=f"{largest:.1e}",
                    limit=limit)  # fmt: skip
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """What differs between the curves of two releases, a sentence for each recipe and backend."""
+    """Return the differences between the curves of two releases, one sentence per recipe and backend."""
     found = []
     exact = old["cpu"] == new["cpu"]
     for name in sorted({*old["curves"], *new["curves"]}):
@@ -86,7 +86,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def record(root: Path, release: str, records: Sequence[Mapping[str, Any]], *, date: str, cpu: str) -> int:
-    """Write the curves of ``records`` to the file of ``release``; how many there are. Records that failed have none."""
+    """Write the curves of all ``records`` that passed to the file of ``release``. Returns their number."""
     curves = {
         name: {"recipe": one["recipe"]["sha256"], **_curve(one)}
         for one in records
@@ -116,7 +116,7 @@ def _curve(evidence: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def _gaps(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[int, str, float]]:
-    """Step, figure and relative gap, in order. A step that one side lacks has an infinite gap."""
+    """Return (step, figure, relative gap) in order. The gap is infinite if one side lacks the step."""
     found = []
     for place in range(max(len(old["loss"]), len(new["loss"]))):
         for key in _FIGURES:

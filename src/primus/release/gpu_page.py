@@ -1,4 +1,4 @@
-"""docs/gpus.md: the table of GPU generations, and their environment with its reasons."""
+"""docs/gpus.md: the GPU generations, and their environment variables with reasons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NONE = "–"
 
 
 def gpu_page(known: Table) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     archs = {a.arch: a for a in known.archs}
     baked = [v for v in known.environment if v.value is not None]
     unset = [v for v in known.environment if v.value is None]
@@ -22,9 +22,9 @@ def gpu_page(known: Table) -> str:
             "<!-- Generated from src/primus/gpus/generations.yaml by `nox -s docs`; do not edit. -->",
             "# GPUs",
             "",
-            "What is known of each GPU that has an image. A peak is dense, in TFLOP/s of one GPU; where no source has "
-            "one, no MFU is printed, and neither is one for a GPU that is not in this table. A GPU is recognised by "
-            "its whole product name or by its PCI device id, never by its architecture, which other products share.",
+            "The GPUs that have an image. Peaks are dense, in TFLOP/s of one GPU. If no source gives a peak, or a GPU "
+            "is not in this table, no MFU is printed. A GPU is identified by its full product name or its PCI device "
+            "id, never by its architecture, which other products share.",
             "",
             "## Generations",
             "",
@@ -44,8 +44,8 @@ def gpu_page(known: Table) -> str:
             "",
             "## Architectures",
             "",
-            "The two FP8 formats differ in bias: bytes of one read as the other are wrong by a factor of two, and "
-            "nothing fails.",
+            "The two FP8 formats have different exponent biases. Bytes of one format read as the other are wrong by a "
+            "factor of two, without an error.",
             "",
             *table(
                 ("architecture", "FP8", "largest", "MX formats", "sources", "also the architecture of"),
@@ -74,8 +74,8 @@ def gpu_page(known: Table) -> str:
             "",
             "## Environment",
             "",
-            "A target file with `gpu: mi355x` bakes these in for that GPU; its own `environment` goes over them, and "
-            "`docker run -e` over everything.",
+            "The image of a target file with `gpu: mi355x` sets the variables for that GPU. The target's own "
+            "`environment` overrides them, and `docker run -e` overrides everything.",
             "",
             *table(
                 ("variable", "value", "for", "reason", "same value in"),

@@ -1,4 +1,4 @@
-"""``docs/benchmarks/*-gpu.md``: what was measured on real GPUs, as a page."""
+"""``docs/benchmarks/*-gpu.md``: measurements on real GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["gpu_results_page"]
 
 
 def gpu_results_page(result: Mapping[str, Any]) -> str:
-    """Markdown of one file that ``benchmarks/gpu.py`` wrote."""
+    """Return the page about one result of ``benchmarks/gpu.py``, in Markdown."""
     host = result["host"]
     rows = [_row(run) for run in result["results"]]
     head = (
@@ -33,9 +33,9 @@ def gpu_results_page(result: Mapping[str, Any]) -> str:
             "",
             *table(head, rows),
             "",
-            "Tokens per second are the median after the warm-up; ± is half of (p90 − p10) ÷ median. TFLOP/s count what "
-            "the model needs, never what is computed again, with attention counted causally and not. MFU is the "
-            "non-causal figure over the GPU's dense BF16 peak, for FP8 too.",
+            "Tokens per second are the median after the warm-up; ± is half of (p90 − p10) ÷ median. TFLOP/s count the "
+            "operations of the model without recomputation, with causal and non-causal attention. MFU is the "
+            "non-causal figure divided by the GPU's dense BF16 peak, also for FP8.",
             *_ratios(result["results"]),
             *_comparisons(result["results"]),
             *_failures(result["results"]),
@@ -79,7 +79,7 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _way(cell: str) -> str:
-    """The cell without its settings."""
+    """Return the cell without its settings."""
     return ":".join(cell.split(":")[:4])
 
 
@@ -93,7 +93,7 @@ def _loss(summary: Mapping[str, Any]) -> str:
 
 
 def _ratios(runs: list[Mapping[str, Any]]) -> list[str]:
-    """Ratios that one run series allows: against the bare backend, and of FP8 against BF16."""
+    """Return the ratios between runs of one series: to the backend alone, and of FP8 to BF16."""
     speed = {run["cell"]: run["summary"]["tokens_per_second"] for run in runs}
     lines = []
     for cell, value in speed.items():
@@ -106,7 +106,7 @@ def _ratios(runs: list[Mapping[str, Any]]) -> list[str]:
 
 
 def _comparisons(runs: list[Mapping[str, Any]]) -> list[str]:
-    """What runs of one cell showed when compared with each other, where the suite ran more than one."""
+    """Return the checks that compare several runs of one cell."""
     rows = [
         (f"`{_way(run['cell'])}`", verdict["name"], str(verdict["measured"]), str(verdict["limit"]), _mark(verdict))
         for run in runs
@@ -114,7 +114,7 @@ def _comparisons(runs: list[Mapping[str, Any]]) -> list[str]:
         for verdict in run["verdicts"]
         if ": " not in verdict["name"]
     ]
-    head = ("recipe : backend : mode : precision", "check over several runs", "measured", "limit", "")
+    head = ("recipe : backend : mode : precision", "check of several runs", "measured", "limit", "")
     return ["", *table(head, rows)] if rows else []
 
 

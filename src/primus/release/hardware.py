@@ -1,4 +1,4 @@
-"""The GPUs that a validation uses: which this machine has, and whether the jobs really ran on them."""
+"""The GPUs that a validation uses, and the check that its jobs ran on them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ NO_GPU = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What the jobs get.
+    """The GPUs that the jobs get.
 
-    ``gpu`` is the generation's name, or "none": they then run on the CPU. ``names`` has one entry per GPU, as the
-    machine shows it; ``driver`` is its version. ``why`` says why there is no GPU, where a target is for one.
+    ``gpu`` is the name of the generation, or "none" for the CPU. ``names`` has one entry per GPU, as the driver reports
+    it. ``driver`` is the driver's version. ``why`` is the reason for using the CPU although the target is for a GPU.
     """
 
     gpu: str = NO_GPU
@@ -40,15 +40,15 @@ class Hardware:
     why: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """For a record."""
+        """Return the GPUs and the driver for a record."""
         return {"gpus": list(self.names), "driver": self.driver}
 
 
 def choose(asked: str | None, wanted: Generation | None) -> Hardware:
-    """The GPUs for ``asked``: ``all``, a number of them, or ``none``.
+    """Return the GPUs for ``asked``: ``all``, a number, or ``none``.
 
-    None means all, if the target is for a GPU (``wanted``) and this machine has it, else none. HostError when GPUs are
-    asked for that this machine lacks, or whose product is not known for sure: a record must name it.
+    None means all if the machine has the GPU that the target is for (``wanted``), otherwise none. Raises HostError if
+    the machine lacks the requested GPUs, or if their product cannot be identified, because a record must name it.
     """
     found = detect()
     if asked is None:
@@ -62,8 +62,8 @@ def choose(asked: str | None, wanted: Generation | None) -> Hardware:
     devices = gpus(asked)
     if not found.generation:
         raise HostError(
-            f"--gpus {asked}: the record must name the GPU, and this machine's is not known for sure: "
-            f"{found.sentence() if found.names else 'its driver shows none'}",
+            f"--gpus {asked}: the record must name the GPU, but this machine's cannot be identified: "
+            f"{found.sentence() if found.names else 'its driver reports none'}",
             hint="--gpus none validates on the CPU",
         )
     return Hardware(gpu=found.generation, names=_used(found, asked), driver=found.driver, devices=devices)
@@ -74,7 +74,7 @@ def _used(found: Found, asked: str) -> tuple[str, ...]:
 
 
 def ran_on(gpu: str, outcomes: Mapping[str, Outcome]) -> Verdict:
-    """Whether every job computed on a GPU of generation ``gpu``, as its own process saw it."""
+    """Check that every job reports, from its own process, a GPU of generation ``gpu``."""
     elsewhere = []
     for name, left in outcomes.items():
         shown = left.facts.get("gpu") if left.facts.get("device") == "cuda" else left.facts.get("device", "unknown")
@@ -86,7 +86,7 @@ def ran_on(gpu: str, outcomes: Mapping[str, Outcome]) -> Verdict:
 
 
 def cpu_model() -> str:
-    """The type of this machine's CPU, as far as the kernel tells: virtual machines often give a general name only."""
+    """Return the model of this machine's CPU from the kernel. Virtual machines often report only a general name."""
     told: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

@@ -1,6 +1,6 @@
-"""The published releases as data: what each image held, as far as it was published, and where tables disagree.
+"""The published releases as data: the contents of each image as published, and contradictions between tables.
 
-``None`` means "not published" throughout; nothing is inferred from a neighbouring release.
+``None`` always means "not published". Nothing is inferred from neighbouring releases.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NAME = re.compile(r"v[0-9]+(?:\.[0-9]+)+")
 
 @dataclass(frozen=True, kw_only=True)
 class Alternate:
-    """Another table, or part of one, that was published for the same tag."""
+    """Another table, or a part of one, that was published for the same tag."""
 
     source: str = described("Where it was published.")
     digest_prefix: str | None = described("Digest it gives, first 8 digits.", pattern=r"[0-9a-f]{8}", default=None)
@@ -50,8 +50,9 @@ class Alternate:
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """One published image tag, or the present pins in the same form (``pinned``), then with what their
-    locks bring beside the pins (``locked``).
+    """One published image tag, or the current pins in the same form (``pinned``).
+
+    ``locked`` are the versions of unpinned packages in the locks of the current pins.
     """
 
     image: str = described("Repository on Docker Hub.")
@@ -83,12 +84,12 @@ class Release:
 
     def __post_init__(self) -> None:
         if _NAME.search(self.tag) is None:
-            raise ValueError(f"the tag {self.tag!r} holds no release name like v26.8")
+            raise ValueError(f"the tag {self.tag!r} contains no release name like v26.8")
         for name in self.image_verified:
             if self.components.get(name) is None:
-                raise ValueError(f"{name} is called verified, but has no version")
+                raise ValueError(f"{name} is listed as verified, but has no version")
         if (self.date is None) and self.date_kind is not None:
-            raise ValueError("date_kind stands without a date")
+            raise ValueError("date_kind needs a date")
 
     @property
     def reference(self) -> str:
@@ -97,14 +98,14 @@ class Release:
 
     @property
     def name(self) -> str:
-        """The release's name without image and variant: ``v25.9`` of ``rocm/primus:v25.9_gfx942``."""
+        """The release's name without image and variant: ``v25.9`` for ``rocm/primus:v25.9_gfx942``."""
         found = _NAME.search(self.tag)
         assert found is not None
         return found[0]
 
     @property
     def missing(self) -> str:
-        """What a component without a version is called here."""
+        """The text shown for a component without a version."""
         return "not pinned" if self.pinned else "not published"
 
 
@@ -128,13 +129,13 @@ class DocumentationError:
     """One error in the published version tables."""
 
     where: str = described("Page, data file or branch.")
-    printed: str = described("What stands there.")
-    right: str = described("What should stand there.")
+    printed: str = described("The printed text.")
+    right: str = described("The correct text.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocsShape:
-    """Shape of the published docs data over a span of releases."""
+    """Shape of the published docs data in a range of releases."""
 
     releases: str = described("Releases, in words.")
     shape: str = described("Its keys.")
@@ -151,14 +152,14 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLayout:
-    """Where things are inside the published images."""
+    """The layout of the published images."""
 
     venv: str = described("The Python environment.")
     python_from_v26_2: str = described("Python version from v26.2 on.")
     rocm_path_from_v26_4: str = described("Where ROCm is from v26.4 on.")
-    opt_rocm: str = described("What became of /opt/rocm.")
+    opt_rocm: str = described("What /opt/rocm is.")
     manifest: Manifest = described("The list of contents.")
-    native_version_sources: Mapping[str, str] = described("Library → header that tells its version.")
+    native_version_sources: Mapping[str, str] = described("Library → header with its version.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,23 +199,23 @@ class ComponentReleases:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """Everything known of the published images."""
+    """Everything known about the published images."""
 
     gpu_arch: Mapping[str, str] = described("GPU → architecture.")
-    deprecations: tuple[str, ...] = described("What was deprecated.")
+    deprecations: tuple[str, ...] = described("Deprecated images.")
     releases: tuple[Release, ...] = described("One entry per published tag.")
-    related_images: tuple[Release, ...] = described("Images of neighbouring lines, in brief.")
-    unconfirmed_tags: tuple[UnconfirmedTag, ...] = described("Tags that nothing confirms.")
+    related_images: tuple[Release, ...] = described("Related images, in brief.")
+    unconfirmed_tags: tuple[UnconfirmedTag, ...] = described("Tags without confirmation.")
     documentation_errors: tuple[DocumentationError, ...] = described("Errors in the published tables.")
     docs_data_shapes: tuple[DocsShape, ...] = described("Shapes of the published docs data.")
-    image_layout: ImageLayout = described("Where things are inside the images.")
+    image_layout: ImageLayout = described("The layout of the images.")
     component_releases: ComponentReleases = described("Releases of single components.")
 
     def __post_init__(self) -> None:
         known: dict[str, Release] = {}
         for release in (*self.releases, *self.related_images):
             if release.reference in known:
-                raise ValueError(f"{release.reference} stands here twice")
+                raise ValueError(f"duplicate release {release.reference}")
             known[release.reference] = release
             for gpu in release.gpus or ():
                 if gpu not in self.gpu_arch:
@@ -259,17 +260,17 @@ def of_image(history: History, image: str | None) -> tuple[Release, ...]:
 
 
 def select(history: History, word: str, *, also: Sequence[str] = ()) -> tuple[Release, ...]:
-    """What ``word`` names: ``v25.9``, ``v25.9_gfx942``, ``rocm/primus:v25.10`` or ``primus:v25.10``.
+    """Return the releases that ``word`` names: ``v25.9``, ``v25.9_gfx942``, ``rocm/primus:v25.10``, ``primus:v25.10``.
 
-    A name that stands for several tags gives them all. Raises InputError when it names nothing, with the nearest
-    names among those of the history and ``also``.
+    A name can match several tags. Raises InputError if there is none, with the most similar names of the history and
+    of ``also``.
     """
     every = (*history.releases, *history.related_images)
     image, colon, tag = word.rpartition(":")
     if colon:
         found = tuple(r for r in every if _same_image(r, image) and r.tag == tag)
     else:
-        # Release numbers are the training line's; other lines number their images on their own.
+        # A release name means the training images, because related images have their own numbering.
         found = tuple(r for r in history.releases if r.name == word)
         found = found or tuple(r for r in every if r.tag == word)
     if found:
@@ -277,13 +278,13 @@ def select(history: History, word: str, *, also: Sequence[str] = ()) -> tuple[Re
     doubtful = unconfirmed(history, word)
     if doubtful:
         told = "; ".join(f"{t.reference} is named by {t.named_by} ({t.status})" for t in doubtful)
-        raise InputError(f"nothing was published for {word}: {told}", hint="primus releases lists what was")
+        raise InputError(f"nothing was published for {word}: {told}", hint="primus releases lists the published ones")
     names = dict.fromkeys(n for r in every for n in (r.name, r.tag, r.reference, f"{_short(r)}:{r.tag}"))
     raise InputError(f"no release is called {word!r}", hint=_near(word, [*names, *also]))
 
 
 def unconfirmed(history: History, word: str) -> tuple[UnconfirmedTag, ...]:
-    """The unconfirmed tags that ``word`` names, alone or among others."""
+    """Return the unconfirmed tags that ``word`` names."""
     image, colon, tag = word.rpartition(":")
     return tuple(
         t
@@ -294,9 +295,9 @@ def unconfirmed(history: History, word: str) -> tuple[UnconfirmedTag, ...]:
 
 
 def errors_about(history: History, release: Release) -> tuple[DocumentationError, ...]:
-    """Known errors of published pages on the release of this name.
+    """Return the known errors of published pages about the release with this name.
 
-    Pages are named after other things than images, so no error is left out for its page's name.
+    The image is not compared, because the names of pages are not those of images.
     """
     pattern = re.compile(re.escape(release.name) + r"(?![0-9]|\.[0-9])")
     return tuple(error for error in history.documentation_errors if pattern.search(error.where))

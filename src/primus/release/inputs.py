@@ -1,4 +1,4 @@
-"""What the newest published images were made from: indexes, wheels, commits, build environment."""
+"""The inputs of the newest published images: indexes, wheels, commits, build environment."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _COMMIT = r"[0-9a-f]{40}"
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """A package index or archive that an image's parts came from. Its host is no part of this data."""
+    """A package index or archive that an image was made from. Its host is not part of this data."""
 
-    id: str = described("What it is called here.")
-    path: str | None = described("Path below its host, where it is on record.", default=None)
-    kind: Literal["wheel", "apt"] = described("What it offers.")
+    id: str = described("Its name in this file.")
+    path: str | None = described("Path below its host, if recorded.", default=None)
+    kind: Literal["wheel", "apt"] = described("Kind of packages.")
     used_by: tuple[str, ...] = described("Releases made from it.", default=())
     carries: tuple[str, ...] = described("Packages taken from it.")
     notes: str | None = described("Caveats.", default=None)
@@ -35,9 +35,9 @@ class WheelTrain:
 
     host: tuple[str, ...] = described("Wheels that every image needs.")
     device: Mapping[str, tuple[str, ...]] = described("Architecture → its wheels.")
-    device_content: str = described("What device wheels hold.")
+    device_content: str = described("Contents of device wheels.")
     no_device_wheel: tuple[str, ...] = described("Packages without a device wheel.")
-    consequence: str = described("What follows.")
+    consequence: str = described("Consequence.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Wheel:
 
 @dataclass(frozen=True, kw_only=True)
 class GitSource:
-    """One git checkout that entered a published image."""
+    """One git checkout that is part of a published image."""
 
     repo: str = described("Repository.")
     commit: str | None = described("Commit.", pattern=_COMMIT, shape="a 40-hex commit", default=None)
@@ -61,32 +61,32 @@ class GitSource:
     date: str | None = described("Date of the commit.", default=None)
     tag: str | None = described("Tag of the commit.", default=None)
     branch: str | None = described("Branch it was taken from.", default=None)
-    ref: str | None = described("Name it was taken by.", default=None)
-    on_ref: str | None = described("Where the commit is found.", default=None)
-    version: str | None = described("Version it calls itself.", default=None)
+    ref: str | None = described("Name that was checked out.", default=None)
+    on_ref: str | None = described("Ref that contains the commit.", default=None)
+    version: str | None = described("Version that it reports.", default=None)
     build: str | None = described("How it was built.", default=None)
     build_env: str | None = described("Environment of its build.", default=None)
     reason: str | None = described("Why this source.", default=None)
-    use: str | None = described("What it is used for.", default=None)
+    use: str | None = described("Purpose.", default=None)
     submodules: Mapping[str, str] = described("Submodule → commit.", default_factory=dict)
     patches: tuple[str, ...] = described("Changes made to it.", default=())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Everything that one published image was made from."""
+    """All inputs of one published image."""
 
     release: str = described("The release.")
     dockerfile: str = described("Its published Dockerfile.")
-    dockerfile_matches_image: bool = described("Whether that Dockerfile made the image.")
+    dockerfile_matches_image: bool = described("Whether the image was built from that Dockerfile.")
     base_image: str = described("Base image.")
     base_pinned_by_digest: bool = described("Whether the base is pinned by digest.")
     builder_images: tuple[str, ...] = described("Images of its build stages.")
-    installer: str = described("What installed the wheels.")
+    installer: str = described("Installer of the wheels.")
     wheels: tuple[Wheel, ...] = described("Wheels.")
-    git: Mapping[str, GitSource | None] = described("Component → checkout; null when it came as a wheel.")
-    build_rocm_version_env: str = described("ROCm version that the build environment claims.")
-    private_inputs: tuple[str, ...] = described("Files that are in no public repository.")
+    git: Mapping[str, GitSource | None] = described("Component → checkout; null if it came as a wheel.")
+    build_rocm_version_env: str = described("ROCm version in the build environment.")
+    private_inputs: tuple[str, ...] = described("Files that no public repository contains.")
     extra_env: tuple[str, ...] = described("Environment that only this release sets.", default=())
     sed_in_place_commands: int = described("Edits that its Dockerfile makes in place.")
     apt: str = described("How Debian packages were installed.")
@@ -95,7 +95,7 @@ class Stack:
     def __post_init__(self) -> None:
         names = [w.name for w in self.wheels]
         if len(names) != len(set(names)):
-            raise ValueError("a wheel is named twice")
+            raise ValueError("duplicate wheel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,24 +105,24 @@ class BranchRef:
     component: str = described("The component.")
     repo: str = described("Repository.")
     ref: str = described("The branch.")
-    ref_kind: str = described("What kind of name it is.")
+    ref_kind: str = described("Kind of name.")
     resolved_in_image: str | None = described("Commit found in the image.", default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What all stacks have in common."""
+    """The parts that all stacks have in common."""
 
     git: Mapping[str, GitSource] = described("Component → checkout.")
     branch_refs: tuple[BranchRef, ...] = described("Components taken from a branch.")
     image_env: tuple[str, ...] = described("Environment of the images.")
     native: Mapping[str, str] = described("Native library → version.")
-    tarballs_without_checksum: tuple[str, ...] = described("Downloads that nothing checked.")
+    tarballs_without_checksum: tuple[str, ...] = described("Downloads without a checksum.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierDockerfile:
-    """Pins of an earlier published Dockerfile; the image may hold others."""
+    """Pins of an earlier published Dockerfile. The image may contain other versions."""
 
     release: str = described("The release.")
     pins: Mapping[str, str] = described("Component → pin.")
@@ -130,10 +130,10 @@ class EarlierDockerfile:
 
 @dataclass(frozen=True, kw_only=True)
 class TurboBuild:
-    """What building Primus Turbo takes."""
+    """Requirements for building Primus Turbo."""
 
-    min_rocm: str = described("Oldest ROCm.")
-    min_pytorch: str = described("Oldest PyTorch.")
+    min_rocm: str = described("Oldest supported ROCm.")
+    min_pytorch: str = described("Oldest supported PyTorch.")
     gpu_archs: str = described("How architectures are named.")
     env: tuple[str, ...] = described("Variables it reads.")
     requires: tuple[str, ...] = described("Packages it needs.")
@@ -143,30 +143,30 @@ class TurboBuild:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Where the newest images' parts came from."""
+    """The inputs of the newest images."""
 
     indexes: tuple[Index, ...] = described("Package indexes and archives.")
     wheel_train: WheelTrain = described("How ROCm's wheels are divided.")
-    stacks: tuple[Stack, ...] = described("What each image was made from.")
-    shared_by_both: Shared = described("What the stacks have in common.")
+    stacks: tuple[Stack, ...] = described("Inputs of each image.")
+    shared_by_both: Shared = described("The parts that the stacks have in common.")
     earlier_dockerfiles: tuple[EarlierDockerfile, ...] = described("Pins of earlier Dockerfiles.")
-    primus_turbo_build: TurboBuild = described("What building Primus Turbo takes.")
-    constraints: tuple[str, ...] = described("Traps that the published images met.")
+    primus_turbo_build: TurboBuild = described("Requirements for building Primus Turbo.")
+    constraints: tuple[str, ...] = described("Known pitfalls of the published images.")
 
     def __post_init__(self) -> None:
         known = {index.id for index in self.indexes} | {"PyPI"}
         for stack in self.stacks:
             for wheel in stack.wheels:
                 if wheel.index is not None and wheel.index not in known:
-                    raise ValueError(f"{stack.release}: {wheel.name} names no known index: {wheel.index!r}")
+                    raise ValueError(f"{stack.release}: {wheel.name} names an unknown index: {wheel.index!r}")
 
 
 @cache
 def load_inputs(path: Path = _FILE) -> Inputs:
-    """The inputs that ship with this package, or those of another file in their form."""
+    """Read the inputs that ship with this package, or those of another file in the same format."""
     return build(Inputs, read(path, path.name))
 
 
 def stack_of(inputs: Inputs, reference: str) -> Stack | None:
-    """What the image was made from, where it is on record: for ``rocm/primus`` only."""
+    """Return the inputs of the image, or None if they are not recorded. Only images of ``rocm/primus`` are."""
     return next((s for s in inputs.stacks if f"rocm/primus:{s.release}" == reference), None)

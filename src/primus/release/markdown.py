@@ -1,4 +1,4 @@
-"""Markdown that generated pages are made of."""
+"""Markdown tables for generated pages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ __all__ = ["table"]
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table; a pipe in a cell is kept from ending it."""
+    """Return the lines of a table. Pipes in cells are escaped."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return lines + ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in body]

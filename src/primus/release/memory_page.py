@@ -1,4 +1,4 @@
-"""docs/benchmarks/h200-memory.md: predicted memory beside what was measured, and beside published batches."""
+"""docs/benchmarks/h200-memory.md: predicted memory compared with measurements and published batch sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GIB = 2**30
 
 
 def memory_page(result: Mapping[str, Any]) -> str:
-    """The page; measured figures stand in the result, predicted ones are computed from the recipes as they are."""
+    """Return the page. Measured figures come from ``result``; predictions are computed from the current recipes."""
     published = result["published"]
     cells = list(_cells(published["cells"]))
     near = sum(abs(fits - batch) <= 1 for *_, batch, fits in cells)
@@ -25,9 +25,8 @@ def memory_page(result: Mapping[str, Any]) -> str:
             f"<!-- Generated from {_SOURCE} by `nox -s docs`; do not edit. -->",
             "# Predicted and measured memory",
             "",
-            f"{result['what']} *predicted* is what `primus fit` says for the same settings. Settings that do not "
-            "appear here, such as pipeline stages or other GPUs, are predicted by the same formulas and have not been "
-            "measured.",
+            f"{result['what']} *predicted* is the prediction of `primus fit` for the same settings. Settings that are "
+            "not in this table, such as pipeline stages or other GPUs, use the same formulas and were not measured.",
             "",
             "| recipe | backend | precision | settings | measured GiB | predicted GiB | error | source |",
             "|---|---|---|---|---|---|---|---|",
@@ -35,9 +34,9 @@ def memory_page(result: Mapping[str, Any]) -> str:
             "",
             "## Published batches",
             "",
-            f"{published['source']}. {near} of {len(cells)} predictions are at most one away. Where more fits than is "
-            "published, speed may have decided. Where less fits, the published batch makes the allocator give memory "
-            f"back in every step: at most {USABLE:.0%} of a GPU's memory are used here.",
+            f"{published['source']}. {near} of {len(cells)} predictions differ by at most one. If more fits than is "
+            "published, speed may have determined the published batch. If less fits, the allocator must release memory "
+            f"in every step with the published batch: `primus fit` uses at most {USABLE:.0%} of a GPU's memory.",
             "",
             "| recipe | precision | GPU | published micro batch | largest that `primus fit` allows |",
             "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""docs/models.md: every model with its command per GPU, and what became of what the source documents publish."""
+"""docs/models.md: every model with a command per GPU, and the figures of the source documents."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["models_page"]
 
 _NONE = "–"
 _INTRO = """\
-Each model is one file in [recipes](../recipes); `primus list` prints what is below, and `primus show NAME` the
-resolved settings, each with the file and line it comes from. Commands name the GPU, so they can be tried anywhere with
-`--dry-run`; on a machine with that GPU, `--gpu` may be left out.
+Each model is one file in [recipes](../recipes). `primus list` prints the table below. `primus show NAME` prints the
+resolved settings, each with its file and line. The commands name the GPU, so you can try them on any machine with
+`--dry-run`. On a machine with that GPU, you can omit `--gpu`.
 
-Every model also has a proxy: few layers, short sequences, and the same code. `--proxy` trains it on a CPU in seconds
-and needs no weights.
+Every model also has a proxy: a small model with few layers and short sequences that uses the same code. `--proxy`
+trains it on a CPU in seconds and needs no weights.
 
-Batches and sequence lengths are those of the documents named in the last column. Where there is none, no document
-publishes that combination, and the figure is ours. Where documents disagree, the newest page's command is taken over
-the file it names and over files of other dates, and the section says what each of them has."""
+Batch sizes and sequence lengths come from the documents in the last column. A dash means that no document publishes
+the combination, and the figure is ours. If documents disagree, the command of the newest page takes precedence over the
+file that it names and over files of other dates. The section of the model then lists the figures of each document."""
 
 
 @cache
 def models_page() -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     published, found = load_published(), tuple(outcomes())
     whole = [entry for entry in entries() if not entry.only_proxy]
     sections = [(name, list(group)) for name, group in groupby(whole, key=lambda entry: entry.recipe)]
@@ -68,7 +68,7 @@ def _anchor(name: str) -> str:
 
 def _section(name: str, group: Sequence[Entry], found: Sequence[Outcome]) -> Iterator[str]:
     first = group[0]
-    # Sizes are the same on every GPU but for a published shortened run, so they come from the file's body.
+    # Sizes are the same on every GPU, except for one published shortened run, so the first GPU's are shown.
     sample = _resolved(first, first.gpus[0], next(iter(first.precisions)))
     model = sample.architecture
     active = "" if first.size.active == first.size.total else f", {readable(first.size.active)} active per token"
@@ -81,15 +81,15 @@ def _section(name: str, group: Sequence[Entry], found: Sequence[Outcome]) -> Ite
     for entry in group:
         body = list(_rows(entry, found, reasons))
         head = ("GPU", "precision", "nodes", "sequence", "per GPU", "per step", "command", "published by")
-        yield from (f"### {name} by {entry.backend}, {entry.mode}", "", *table(head, body), "")
+        yield from (f"### {name} with {entry.backend}, {entry.mode}", "", *table(head, body), "")
     if reasons:
-        yield from (f"### {name}: where sources disagree, or say nothing", "")
+        yield from (f"### {name}: missing and contradicting sources", "")
         yield from (f"- {_where(recipes)}: {because}" for because, recipes in reasons.items())
         yield ""
 
 
 def _where(recipes: Sequence[Recipe]) -> str:
-    """``megatron bf16, fp8 on mi325x``: what a reason holds for."""
+    """Return the runs that a reason applies to, as in ``megatron bf16, fp8 on mi325x``."""
     ways: dict[tuple[str, int], tuple[dict[str, None], dict[str, None]]] = {}
     for recipe in recipes:
         precisions, gpus = ways.setdefault((recipe.backend, recipe.get("nodes", int)), ({}, {}))
@@ -111,7 +111,7 @@ def _sizes(model: Architecture) -> str:
         parts[-1] = f"{model.heads} heads of latent attention"
     if model.moe.experts:
         shared = f" and {model.moe.shared_experts} shared" if model.moe.shared_experts else ""
-        parts.append(f"{model.moe.experts} experts{shared}, {model.moe.top_k} of them for a token")
+        parts.append(f"{model.moe.experts} experts{shared}, {model.moe.top_k} active per token")
     if model.window:
         parts.append(f"a window of {model.window} tokens")
     if model.vocab_size:
@@ -125,7 +125,7 @@ def _resolved(entry: Entry, gpu: str, precision: str, nodes: int | None = None) 
 
 
 def _rows(entry: Entry, found: Sequence[Outcome], reasons: dict[str, list[Recipe]]) -> Iterator[tuple[str, ...]]:
-    """One row per precision and GPU on the recipe's own number of nodes, then one per other published number."""
+    """Yield one row per precision and GPU with the recipe's number of nodes, then one per other published number."""
     several: list[tuple[str, ...]] = []
     for precision, gpus in entry.precisions.items():
         for gpu in gpus:
@@ -159,10 +159,11 @@ def _command(entry: Entry, recipe: Recipe) -> str:
 
 def _matrix(published: Published, found: Sequence[Outcome]) -> Iterator[str]:
     differing = sum(bool(o.differing) for o in found)
-    yield from ("## What the documents publish", "")
+    yield from ("## Published figures", "")
     yield (
-        f"{len(found)} combinations of model, GPU, precision, backend and nodes. Each resolves: "
-        f"{len(found) - differing} to the published figures, {differing} to others, for the reason given there."
+        f"The documents publish {len(found)} combinations of model, GPU, precision, backend and nodes. All of them "
+        f"resolve: {len(found) - differing} to the published figures, {differing} to other figures for the reason "
+        "given in the model's section."
     )
     yield ""
     yield from (f"- `{source.id}`: {source.title}" for source in published.sources)
@@ -175,7 +176,7 @@ def _matrix(published: Published, found: Sequence[Outcome]) -> Iterator[str]:
     for outcome in found:
         cell, recipe = outcome.cell, outcome.recipe
         figures = [_NONE if figure is None else str(figure) for figure in (cell.seq_len, cell.batch, cell.global_batch)]
-        here = f"{recipe.seq_len} × {recipe.local_batch}, {recipe.global_batch}" if outcome.differing else "the same"
+        here = f"{recipe.seq_len} × {recipe.local_batch}, {recipe.global_batch}" if outcome.differing else "same"
         if not any((cell.seq_len, cell.batch, cell.global_batch)):
             here = f"{recipe.local_batch}, {recipe.global_batch}"
         words = f"with `{' '.join(cell.with_)}`" if cell.with_ else ""

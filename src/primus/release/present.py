@@ -1,4 +1,4 @@
-"""The present pins in the form of a published release, so that the two can stand side by side."""
+"""The current pins in the form of a published release, so that the two can be compared."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 __all__ = ["FILE", "IMAGE", "present", "present_names"]
 
 IMAGE = "rocm/primus"
-# Means the pins even when a release of the same name is in the history already.
+# This name always means the pins, even if the history has a release with the name of the pinned one.
 FILE = "versions.yaml"
 # The one target without a GPU.
 _NO_GPU = "cpu"
 
 
 def present_names(versions: Versions, targets: Iterable[str]) -> tuple[str, ...]:
-    """Names that :func:`present` answers to: the release's, one per target, and the file's own."""
+    """Return the names that :func:`present` accepts: those of the release, of each target and of the file."""
     return (versions.release, FILE, *(f"{versions.release}-{target}" for target in targets))
 
 
 def present(
     versions: Versions, targets: Mapping[str, ResolvedTarget], name: str, gpu_arch: Mapping[str, str]
 ) -> Release:
-    """The pins of versions.yaml, all of them or those of one target (``v26.11-cpu``)."""
+    """Return the pins of versions.yaml as a release: all of them, or those of one target (``v26.11-cpu``)."""
     name = versions.release if name == FILE else name
     wanted = name.removeprefix(versions.release).removeprefix("-")
     shown = [targets[wanted]] if wanted else [*targets.values()]
@@ -51,15 +51,15 @@ def present(
         gpus=gpus,
         gfx=tuple(dict.fromkeys(gpu_arch[g] for g in gpus if g in gpu_arch)),
         components=components,
-        # ``rocm_sdk`` is what the published tables call the wheels of ROCm.
+        # The published tables call ROCm's wheels ``rocm_sdk``.
         locked={**_locked(shown), **({"rocm_sdk": core} if (core := components.get("rocm_sdk_core")) else {})},
-        notes=(f"The pins of versions.yaml for {', '.join(names) or 'no target'}, as they stand now.",),
+        notes=(f"The current pins of versions.yaml for {', '.join(names) or 'no target'}.",),
         pinned=True,
     )
 
 
 def _locked(targets: Iterable[ResolvedTarget]) -> dict[str, str]:
-    """What the targets' locks bring without a pin of its own: dependencies."""
+    """Return the versions of unpinned packages (dependencies) in the targets' locks."""
     found: dict[str, dict[str, list[str]]] = {}
     for one in targets:
         for file in one.lock.of("wheel") if one.lock else ():
@@ -82,7 +82,7 @@ def _version(pin: Pin) -> str:
 
 
 def _versions(pins: Iterable[Pin]) -> str:
-    """Every version that is pinned, each with the targets that take it where they are named."""
+    """Return every pinned version, with the targets that use it if there are several versions."""
     takers: dict[str, list[str]] = {}
     for pin in pins:
         takers.setdefault(_version(pin), []).extend(pin.targets or ("every other target",))

@@ -1,4 +1,4 @@
-"""docs/benchmarks/primus-import.md: how close `primus import-exp` comes to Primus, file by file."""
+"""docs/benchmarks/primus-import.md: comparison of `primus import-exp` with Primus, file by file."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ __all__ = ["primus_import_page"]
 
 
 def primus_import_page(measured: Mapping[str, Any]) -> str:
-    """The page in Markdown, from ``benchmarks/results/primus-import.json``."""
+    """Return the page in Markdown, from ``benchmarks/results/primus-import.json``."""
     lines = [
         "<!-- Generated from benchmarks/results/primus-import.json by `nox -s docs`; do not edit. -->",
-        "# Imported experiments against Primus",
+        "# Imported experiments compared with Primus",
         "",
         f"Measured on {measured['date']} by `{measured['command']}`. Primus's own parser, from a checkout of each "
-        "version and in an environment without this package, merges every example of its `examples/megatron` and "
+        "version and in an environment without this package, merges every example in `examples/megatron` and "
         "`examples/torchtitan`. `import-exp` gets a copy of each file outside of the checkout.",
         "",
-        "- Merged alike: the file has the same keys with the same values for both, or both refuse it.",
-        "- Trained alike: `import-exp` wrote a recipe, and what Megatron Core or torchtitan gets from that recipe "
-        "equals Primus's value for every argument that both name. A difference that `import-exp` prints is "
-        "counted apart; one that it does not print makes the measurement fail.",
+        "- Merged alike: both get the same keys with the same values, or both refuse the file.",
+        "- Trained alike: `import-exp` wrote a recipe, and Megatron Core or torchtitan gets Primus's value for every "
+        "argument that both set. Differences that `import-exp` prints are counted separately. A difference that it "
+        "does not print makes the measurement fail.",
         "",
         "| version | commit | files | merged alike | trained alike | difference named | key refused | no recipe |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -38,8 +38,8 @@ def primus_import_page(measured: Mapping[str, Any]) -> str:
     keys = {name: sum(row["keys"].get(name, 0) for row in measured["versions"]) for name in ("merged", "compared")}
     lines += [
         "",
-        f"Compared were {keys['compared']:,} arguments of {keys['merged']:,} merged keys. The others are handled by "
-        "the tables of [old commands](../old-commands.md), or are features that Primus has switched off.",
+        f"{keys['compared']:,} arguments of {keys['merged']:,} merged keys were compared. The others are translated by "
+        "the tables of [old commands](../old-commands.md), or belong to features that Primus has disabled.",
     ]
     for row in measured["versions"]:
         lines += ["", f"## {row['version']}", "", "| file | outcome | what differs |", "| --- | --- | --- |"]

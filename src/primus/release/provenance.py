@@ -1,7 +1,7 @@
-"""How an image came about, as an in-toto statement with SLSA's predicate (https://slsa.dev/spec/v1.0/provenance).
+"""The provenance of an image, as an in-toto statement with SLSA's predicate (https://slsa.dev/spec/v1.0/provenance).
 
-It names the commit, every file that entered and every layer's key. No clock and no machine is in it, so whoever builds
-the commit again can write the same statement, byte for byte.
+It contains the commit, every input file and the key of every layer. It contains neither times nor host names, so a
+rebuild of the commit gives the same statement, byte for byte.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def statement(
     commit: str | None,
     layers: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The statement about the manifest ``digest``.
+    """Return the statement about the manifest ``digest``.
 
-    ``commit`` is the repository's, None where it is not known; ``layers`` maps each layer's name to the key of the
-    action that made it: a hash of all that can affect its bytes.
+    ``commit`` is that of the repository, or None if unknown. ``layers`` maps each layer's name to the key of its
+    action, which is a hash of everything that can affect the layer's bytes.
     """
     source = [{"name": "source", "digest": {"gitCommit": commit}}] if commit else []
     files = [{"uri": purl(file), "digest": {"sha256": file.sha256}} for file in (lock.files if lock else ())]

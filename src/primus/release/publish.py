@@ -1,4 +1,4 @@
-"""Publish an image with its evidence: judge it, push it by digest, lay the documents beside it, sign it, name it."""
+"""Publishing an image with its evidence: check it, push it by digest, attach the documents, sign it, set the tag."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ IN_TOTO = "application/vnd.in-toto+json"
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """An image that was judged, the tag it is to have, its documents, and why it may not be published."""
+    """A checked image, its future tag, its documents, and the reasons why it may not be published."""
 
     image: Composed
     tag: str
@@ -53,9 +53,9 @@ class Ready:
 
 
 def prepare(plan: ImagePlan, workspace: Workspace, *, records: Path, preview: bool, progress: Progress) -> Ready:
-    """Judge the built image again, and write the documents that speak of it. Nothing leaves the machine.
+    """Check the built image again, and create its documents. Nothing is sent.
 
-    ``records`` is the folder of validations. Raises InputError when the store does not hold exactly this image.
+    ``records`` is the folder of validations. Raises InputError if the store does not contain exactly this image.
     """
     resolved = plan.resolved
     examined = examine(plan, workspace, progress)
@@ -83,7 +83,10 @@ def prepare(plan: ImagePlan, workspace: Workspace, *, records: Path, preview: bo
 
 
 def documents(image: Composed, outcome: Outcome, commit: str | None, edited: Sequence[str]) -> tuple[Document, ...]:
-    """What the image is made of, how it came about, and what its gates say. ``edited`` files are not of ``commit``."""
+    """Return the image's bill of materials, provenance, lock and gate findings.
+
+    ``edited`` are the files that differ from ``commit``.
+    """
     resolved = image.plan.resolved
     made = [
         Document(media_type=GATES, name="gates.json", data=canonical.dumps(outcome.as_json())),
@@ -113,13 +116,13 @@ def documents(image: Composed, outcome: Outcome, commit: str | None, edited: Seq
 
 
 def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str, Any]:
-    """The image's SPDX document. Raises InputError when its target has no lock."""
+    """Return the image's SPDX document. Raises InputError if its target has no lock."""
     resolved = image.plan.resolved
     taken = (commit or "unknown") + ("+edited" if edited else "")
     local = {component: taken for component, pin in resolved.pins.items() if pin.path}
     lock, name = resolved.lock, resolved.name
     if lock is None:
-        raise InputError(f"{name} has no lock, so nothing says what it is made of", hint=f"primus lock {name}")
+        raise InputError(f"{name} has no lock, so its contents are unknown", hint=f"primus lock {name}")
     created = str(image.plan.config["created"])
     base = resolved.choice.base
     return sbom.spdx(lock, ref=resolved.ref, digest=image.digest, base=base, local=local, created=created)
@@ -128,10 +131,10 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str
 def publish(
     ready: Ready, store: Store, repository: str, progress: Progress, *, key: str | None = None
 ) -> dict[str, Any]:
-    """Push the image and its documents, sign it with ``key``, tag it: a tag never names an image without evidence.
+    """Push the image and its documents, sign it with ``key``, and set its tag last, so that no tag lacks evidence.
 
-    A tag of a release is never moved: CheckFailed when it names another image already. A preview's moves. Blobs are
-    read and hashed before they leave. Raises CheckFailed, too, for an image with objections.
+    The tag of a preview is moved; that of a release never is. Blobs are hashed before they are sent. Raises CheckFailed
+    if the tag of a release already names another image, or if there are objections.
     """
     digest = ready.image.digest
     if ready.objections:
@@ -140,7 +143,7 @@ def publish(
     before = there.digest(ready.tag)
     if before not in (None, digest) and not ready.tag.endswith("-preview"):
         raise CheckFailed(
-            f"{repository}:{ready.tag} is published already, as {before}; a release is never replaced",
+            f"{repository}:{ready.tag} is already published as {before}; a release is never replaced",
             hint="raise `release` in versions.yaml",
         )
     blobs = [canonical.digest_of(ready.image.config), *(layer.blob.digest for layer in ready.image.layers)]
@@ -149,7 +152,7 @@ def publish(
         _push(ready, store, repository, missing, progress)
     laid = zip(ready.documents, there.attach(ready.documents, ready.subject), strict=True)
     attached = [{"type": one.media_type, "name": one.name, "digest": where} for one, where in laid]
-    # cosign keeps signatures under this tag; another one of the same key would only make the list longer.
+    # cosign stores signatures under this tag. Signing again with the same key would only make the list longer.
     if key and there.digest(f"{digest_tag(digest)}.sig") is None:
         sign(f"{repository}@{digest}", key)
     if before != digest:
@@ -167,16 +170,18 @@ def publish(
 
 
 def sign(image: str, key: str) -> None:
-    """Sign ``host/path@digest`` with cosign: ``key`` is a file or the address of a key service. Nothing is sent to a
-    transparency log; a key's password comes from COSIGN_PASSWORD. HostError says why cosign does not do it.
+    """Sign ``host/path@digest`` with cosign. ``key`` is a file or the address of a key service.
+
+    Nothing is sent to a transparency log. The password of the key comes from COSIGN_PASSWORD. Raises HostError if
+    cosign is missing or fails.
     """
     if shutil.which("cosign") is None:
-        raise HostError("cosign is missing, which signs images", hint="install cosign, or publish without --key")
+        raise HostError("signing needs cosign, which is missing", hint="install cosign, or publish without --key")
     words = ["cosign", "sign", "--yes", "--tlog-upload=false", "--key", key, image]
     done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.startswith("Error")] or [f"code {done.returncode}"]
-        raise HostError(f"cosign does not sign: {said[-1].partition(': ')[2] or said[-1]}", hint="check the key")
+        raise HostError(f"cosign failed: {said[-1].partition(': ')[2] or said[-1]}", hint="check the key")
 
 
 def _push(ready: Ready, store: Store, repository: str, missing: list[str], progress: Progress) -> None:
@@ -186,7 +191,7 @@ def _push(ready: Ready, store: Store, repository: str, missing: list[str], progr
     progress.start("hash", "read and hash", total)
     for blob in (*missing, digest):
         if wrong := store.check(blob):
-            raise HostError(wrong, hint="primus build --rehash makes it again")
+            raise HostError(wrong, hint="primus build --rehash rebuilds it")
         progress.advance("hash", sizes.get(blob, 0))
     progress.finish("hash")
     progress.start("push", f"push {len(missing)} of {len(sizes) + 1} blobs, {total / 1e6:.1f} MB", None)
@@ -197,7 +202,7 @@ def _push(ready: Ready, store: Store, repository: str, missing: list[str], progr
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    """Every validation's record below ``folder``, in the order of their paths. InputError for a file that is none."""
+    """Read all validation records below ``folder``, sorted by path. Raises InputError for a file in another format."""
     found = []
     for path in sorted(folder.glob("*/record.json")):
         try:
@@ -207,7 +212,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
                 raise TypeError
             _ = {v["name"]: v["passed"] for v in record["verdicts"]}, {j["name"]: j["ran"] for j in record["jobs"]}
         except (OSError, ValueError, KeyError, TypeError):
-            raise InputError("this is no record of a validation", where=str(path), hint="remove it") from None
+            raise InputError("not a validation record", where=str(path), hint="remove it") from None
         found.append(record)
     return found
 
@@ -221,7 +226,7 @@ def _validation(record: dict[str, Any]) -> Document:
 
 
 def checkout(root: Path) -> tuple[str | None, list[str]]:
-    """The commit checked out at ``root``, None where there is none, and the files that differ from it."""
+    """Return the commit checked out at ``root`` (None outside git) and the files that differ from it."""
     try:
         commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
         return commit, [line[3:] for line in _git(root, "status", "--porcelain").splitlines()]

@@ -1,4 +1,4 @@
-"""Package URLs (https://github.com/package-url/purl-spec) of what a lock names."""
+"""Package URLs (https://github.com/package-url/purl-spec) of locked files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["purl"]
 
 
 def purl(file: LockedFile, architecture: str = "amd64") -> str:
-    """The package URL of a locked file; no host is named in it, the bytes are by their checksum."""
+    """Return the package URL of a locked file. It names no host; the checksum identifies the bytes."""
     name, version = quote(file.name, safe=""), quote(file.version, safe="")
     if file.kind in ("wheel", "sdist"):
         return f"pkg:pypi/{name}@{version}?file_name={quote(file.file, safe='')}"

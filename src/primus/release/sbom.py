@@ -1,6 +1,6 @@
-"""What an image is made of, as SPDX 2.3 (https://spdx.github.io/spdx-spec/v2.3/): every locked file with its checksum.
+"""The bill of materials of an image as SPDX 2.3 (https://spdx.github.io/spdx-spec/v2.3/): all files with checksums.
 
-Written from the lock and the pins alone, so the same image has the same document, byte for byte.
+It depends only on the lock and the pins, so the same image has the same document, byte for byte.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _WORDS = {"CONTAINS": "inside", "GENERATED_FROM": "built from", "BUILD_TOOL_OF":
 def spdx(
     lock: Lock, *, ref: str, digest: str, base: str | None, local: Mapping[str, str], created: str
 ) -> dict[str, Any]:
-    """The document of the image called ``ref`` with manifest ``digest``.
+    """Return the document of the image called ``ref`` with manifest ``digest``.
 
-    ``base`` is the root file system that the image stands on, ``local`` maps components taken from the repository to
-    the commit they were taken at, ``created`` is the release's time in ISO 8601. A file that only a build needed is
-    ``BUILD_TOOL_OF`` the image; a source that was built into a wheel is what the image was ``GENERATED_FROM``.
+    ``base`` is the base root file system of the image. ``local`` maps components from the repository to their commit.
+    ``created`` is the time of the release in ISO 8601. A file that only a build needed is ``BUILD_TOOL_OF`` the image.
+    The image is ``GENERATED_FROM`` a source that was built into a wheel.
     """
     packages, relations = [_image(ref, digest)], []
     for file in lock.files:
@@ -52,7 +52,7 @@ def spdx(
 
 
 def listing(document: Mapping[str, Any]) -> str:
-    """The document of :func:`spdx` as lines: package, version, and what the image has to do with it."""
+    """Return the document of :func:`spdx` as lines: package, version, and its relation to the image."""
     packages = {package["SPDXID"]: package for package in document["packages"]}
     rows = []
     for relation in document["relationships"]:
@@ -109,5 +109,5 @@ def _say(one: str, kind: str, other: str) -> dict[str, str]:
 
 
 def _name(text: str) -> str:
-    """An SPDX identifier: letters, digits, dots and hyphens."""
+    """Return an SPDX identifier, which may contain letters, digits, dots and hyphens."""
     return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.-]", lambda found: f"-{ord(found[0]):x}-", text)

@@ -1,4 +1,4 @@
-"""Releases and their differences as aligned text and as Markdown. Pure: data in, text out."""
+"""Formatting releases and their differences as aligned text and as Markdown."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ _CONFIDENCE = {
     None: "not published",
 }
 _MARK = {"added": Styled("+", "green"), "removed": Styled("-", "red"), "changed": Styled("~", "yellow")}
-# Prose beyond this width is hard to read, however wide the screen is.
+# Longer lines of prose are hard to read, even on a wide screen.
 _PROSE = 116
 
 
 def plain(release: Release) -> dict[str, Any]:
-    """The release as JSON holds it."""
+    """Return the release for JSON output."""
     return {name: value for name, value in asdict(release).items() if name != "locked"}
 
 
 def list_text(releases: Sequence[Release], screen: Screen = PLAIN) -> str:
-    """One row per release, newest first."""
+    """Return a table with one row per release, newest first."""
     lines = screen.table([_row(r) for r in newest_first(releases)], head=_HEAD)
     lines += [part for line in _legend(releases) for part in screen.wrap(line)]
     return "\n".join(lines)
 
 
 def list_markdown(releases: Sequence[Release]) -> str:
-    """The same as a Markdown table."""
+    """Return the table of :func:`list_text` in Markdown."""
     lines = _table([_HEAD, *(_row(r) for r in newest_first(releases))])
     legend = _legend(releases)
     return "\n".join([*lines, *(["", " ".join(_cell(line) for line in legend)] if legend else [])])
@@ -75,12 +75,12 @@ def _legend(releases: Sequence[Release]) -> list[str]:
     if any(_NONE in row for row in rows):
         lines.append(f"{_NONE} not published.")
     if any(row[0].endswith("*") for row in rows):
-        lines.append("* another published table says otherwise: primus releases NAME shows it.")
+        lines.append("* another published table differs: see primus releases NAME.")
     return lines
 
 
 def one_text(history: History, release: Release, stack: Stack | None, screen: Screen = PLAIN) -> str:
-    """Everything that is known of one release."""
+    """Return everything that is known about one release."""
     lines = [screen.paint(release.reference, "bold")]
     lines += screen.table(_facts(release), indent="  ")
     lines += ["", screen.paint("components", "bold")]
@@ -92,7 +92,7 @@ def one_text(history: History, release: Release, stack: Stack | None, screen: Sc
 
 
 def one_markdown(history: History, release: Release, stack: Stack | None, _: Screen = PLAIN) -> str:
-    """The same in Markdown."""
+    """Return the text of :func:`one_text` in Markdown."""
     lines = [f"## {release.reference}", "", *_table([("", ""), *_facts(release)])]
     lines += ["", *_table([("component", "version"), *_components(release)])]
     for title, several in _sections(history, release, stack).items():
@@ -138,7 +138,7 @@ def _sections(history: History, release: Release, stack: Stack | None) -> dict[s
 
 
 def _by_source(found: Iterable[Contradiction]) -> list[tuple[str, str]]:
-    """(tag, line) per source that says otherwise."""
+    """Return (tag, line) for each source that differs."""
     cells: dict[tuple[str, str], list[str]] = {}
     for c in found:
         best = f" (best known: {c.table})" if c.table else ""
@@ -171,7 +171,7 @@ def _stack(stack: Stack) -> list[str]:
 
 
 def diff_text(found: Diff, screen: Screen = PLAIN) -> str:
-    """The differences, aligned."""
+    """Return the differences as aligned text."""
     lines = [*screen.wrap(_title(found)), ""]
     rows: list[tuple[str, str, str]] = [(_MARK[c.kind], c.what, _arrow(c, found, facts=True)) for c in found.facts]
     rows += [("=", what, value) for what, value in found.same_facts.items()]
@@ -194,7 +194,7 @@ def diff_text(found: Diff, screen: Screen = PLAIN) -> str:
 
 
 def diff_markdown(found: Diff, _: Screen = PLAIN) -> str:
-    """The same in Markdown."""
+    """Return the differences in Markdown."""
     head = ("", found.old, found.new, "")
     lines = [f"## {_cell(_title(found))}", ""]
     lines += _table([head, *(_cells(c, found, facts=True) for c in found.facts), *_same(found.same_facts)])
@@ -225,8 +225,8 @@ def _counts(found: Diff) -> str:
     kinds = Counter(c.kind for c in found.components)
     parts = [
         (kinds["changed"], "changed"),
-        (kinds["added"], "named on the new side alone"),
-        (kinds["removed"], "named on the old side alone"),
+        (kinds["added"], "only on the new side"),
+        (kinds["removed"], "only on the old side"),
         (len(found.same_components), "the same"),
     ]
     return ", ".join(f"{count} {words}" for count, words in parts if count) or "none is named"
@@ -270,7 +270,7 @@ def _contradiction_cells(found: Contradiction) -> tuple[str, ...]:
 
 
 def page(history: History) -> str:
-    """docs/releases.md."""
+    """Return docs/releases.md."""
     every = newest_first(history.releases)
     columns = [n for n in ROWS if n not in ("rocm", "pytorch")]
     rows = [(r.reference, *(r.components.get(n) or _NONE for n in columns)) for r in every]
@@ -288,8 +288,9 @@ def page(history: History) -> str:
             "# Published releases",
             "",
             "Every training image tag that is known to be published, newest first. `primus releases NAME` shows "
-            "everything known of one, `primus diff v25.10 v26.8` compares two, and either compares with the pins of "
-            "`versions.yaml`. What was not published is not filled in from elsewhere.",
+            "everything known about a release. `primus diff v25.10 v26.8` compares two releases, and "
+            "`primus diff v26.8 versions.yaml` compares a release with the current pins. Values that were not "
+            "published are never filled in from elsewhere.",
             "",
             *(f"{line}" for line in history.deprecations),
             "",
@@ -297,13 +298,13 @@ def page(history: History) -> str:
             "",
             "## Components",
             "",
-            "Versions as they were published; newer releases name more than these, see `primus releases NAME`.",
+            "Versions as published. Newer releases list more components; see `primus releases NAME`.",
             "",
             *_table([("tag", *columns), *rows]),
             "",
             "## Contradicting tables",
             "",
-            "One tag, several published tables. The best known value stands in the history, the others here.",
+            "Some tags have several published tables that differ. The tables above show the best known value.",
             "",
             *_table([_CONTRADICTION_HEAD, *map(_contradiction_cells, disagreeing)]),
             "",
@@ -313,7 +314,7 @@ def page(history: History) -> str:
             "",
             "## Unconfirmed tags",
             "",
-            "Named by some file, listed by no table, page or history.",
+            "These tags are named in some file, but no table, page or history lists them.",
             "",
             *_table([("tag", "named by", "status"), *doubts]),
             "",
@@ -326,12 +327,12 @@ def page(history: History) -> str:
 
 
 def doubts_text(tags: Sequence[UnconfirmedTag], screen: Screen = PLAIN) -> str:
-    """Unconfirmed tags, one line each."""
+    """Return the unconfirmed tags, one line each."""
     return "\n".join(["unconfirmed tags", *_listed(map(_doubt, tags), screen)])
 
 
 def doubts_markdown(tags: Sequence[UnconfirmedTag], _: Screen = PLAIN) -> str:
-    """The same in Markdown."""
+    """Return the unconfirmed tags in Markdown."""
     return "\n".join(["## Unconfirmed tags", "", *(f"- {_cell(_doubt(t))}" for t in tags)])
 
 

@@ -1,4 +1,4 @@
-"""``docs/benchmarks/``: what was timed on one machine, as pages; every figure in them stands in the result."""
+"""The pages in ``docs/benchmarks/`` about timings on one machine. Every figure comes from a committed result."""
 
 from __future__ import annotations
 
@@ -10,48 +10,49 @@ from primus.release.markdown import table
 __all__ = ["assembly_page", "benchmark_page", "launcher_page", "turbo_page"]
 
 _RESULTS = "benchmarks/results"
-_BUILDERS = "both builders in one run, turn by turn, on the same files"
+_BUILDERS = "both builders in one run, alternating, on the same files"
 
 
 def benchmark_page(result: Mapping[str, Any]) -> str:
-    """The page about one benchmark run; every figure in it stands in the result."""
+    """Return the page that compares the engine with BuildKit."""
     work = result["workload"]
-    title = "Engine against BuildKit" + (" (quick run: no result)" if result["quick"] else "")
+    title = "The engine compared with BuildKit" + (" (quick run: no result)" if result["quick"] else "")
     return "\n".join(
         [
             *_head(result, "engine", title),
             f"- Synthetic graph: {work['components']} components, each one {work['blob_megabytes']} MB file of random "
             f"bytes and {work['small_files_per_component']} small files; a folder of recipes; no base image",
-            f"- A child process starts with its parent's peak memory: figures below "
-            f"{result['memory_floor_megabytes']:g} MB would mean nothing",
+            f"- A child process starts with its parent's peak memory, so figures below "
+            f"{result['memory_floor_megabytes']:g} MB are meaningless",
             *_table(result),
         ]
     )
 
 
 def assembly_page(result: Mapping[str, Any]) -> str:
-    """The page about one image's assembly; every figure in it stands in the result."""
+    """Return the page that compares the assembly of one image with `docker build`."""
     sizes = {name: value / 1e9 for name, value in result["sizes"].items()}
     return "\n".join(
         [
-            *_head(result, f"{result['target']}-assembly", f"Assembly of {result['target']} against `docker build`"),
-            f"- Both start with every file on disk, the base imported and the {result['sizes']['wheels']} wheels "
-            f"({sizes['wheel_bytes']:.2f} GB) there, one built from source among them if the image has one. Both lay "
-            "out the same wheels and compile their bytecode, ours but for tests that libraries bring; "
-            "neither compiles kernels. `docker build` "
-            "sees the wheels through a bind mount and "
-            "runs one `pip install --no-index --no-deps`",
-            f"- Ours leaves {result['sizes']['layers']} compressed layers, {sizes['compressed_bytes']:.2f} GB "
-            f"({sizes['unpacked_bytes']:.2f} GB unpacked), ready to push; `docker build` leaves "
-            f"{sizes['docker_bytes']:.2f} GB unpacked and compresses when it pushes",
-            "- Peak memory is of one more run each: ours with all it started, theirs the daemon with all it started",
+            *_head(
+                result, f"{result['target']}-assembly", f"Assembly of {result['target']} compared with `docker build`"
+            ),
+            f"- Both start with every file on disk: the imported base and {result['sizes']['wheels']} wheels "
+            f"({sizes['wheel_bytes']:.2f} GB), including any that was built from source. Both install the same wheels "
+            "and compile their bytecode; ours leaves out the tests of libraries. Neither compiles kernels. "
+            "`docker build` reads the wheels through a bind mount and runs one `pip install --no-index --no-deps`",
+            f"- Ours creates {result['sizes']['layers']} compressed layers, {sizes['compressed_bytes']:.2f} GB "
+            f"({sizes['unpacked_bytes']:.2f} GB unpacked), ready to push. `docker build` creates "
+            f"{sizes['docker_bytes']:.2f} GB unpacked, and compresses them when it pushes",
+            "- Peak memory is measured in one more run each, including all child processes; for `docker build`, it is "
+            "that of the daemon",
             *_table(result),
         ]
     )
 
 
 def launcher_page(result: Mapping[str, Any]) -> str:
-    """The page about how fast training starts; every figure in it stands in the result."""
+    """Return the page about the startup time of training."""
     heads = ("what", "primus train", "torchtitan alone", "difference", "bar", "met")
     rows = [
         [
@@ -62,11 +63,11 @@ def launcher_page(result: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     return "\n".join(
         [
-            *_head(result, "launcher", "Starting a training run", "in one run in the `cpu` image, turn by turn"),
-            f"- `{result['commands']['ours']}` against `{result['commands']['bare']}`, on the same configuration and "
-            "both from the start of the command until the last rank enters torchtitan's `Trainer.__init__` and logs "
-            "`Starting job`, at the time which that line says. Both are ended then",
-            "- The difference is that of the two runs of one turn; its median is judged",
+            *_head(result, "launcher", "Startup of a training run", "in one run in the `cpu` image, alternating"),
+            f"- `{result['commands']['ours']}` compared with `{result['commands']['bare']}`, with the same "
+            "configuration. Time is measured from the start of the command until the last rank enters torchtitan's "
+            "`Trainer.__init__` and logs `Starting job`; the time stamp of that line counts. Both are stopped then",
+            "- The difference is between two consecutive runs; the bar applies to its median",
             "",
             *table(heads, rows),
             "",
@@ -81,8 +82,8 @@ def _head(result: Mapping[str, Any], source: str, title: str, how: str = _BUILDE
         f"<!-- Generated from {_RESULTS}/{source}.json by `nox -s docs`; do not edit. -->",
         f"# {title}",
         "",
-        f"Measured on {result['date']} by `{result['command']}`: {how}; medians, with the fastest and the slowest run "
-        "in brackets.",
+        f"Measured on {result['date']} by `{result['command']}`: {how}. Figures are medians, with the fastest and the "
+        "slowest run in parentheses.",
         "",
         f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
         f"Linux {machine['kernel']}, Python {machine['python']}",
@@ -125,7 +126,7 @@ def _bar(row: Mapping[str, Any]) -> str:
         return f"≤ {bar['ratio']:g}× BuildKit"
     if "times" in bar:
         seen = f" ({_figure(row[bar['of']], row['unit'])}; is {row['value']:.2f}×)" if "value" in row else ""
-        return f"≤ {bar['times']:g}× one target in the same turns{seen}"
+        return f"≤ {bar['times']:g}× one target in the same rounds{seen}"
     return f"≤ {bar['seconds']:g} s" if "seconds" in bar else f"≤ {bar['megabytes']:g} MB"
 
 
@@ -134,7 +135,7 @@ def _load(values: Sequence[float]) -> str:
 
 
 def turbo_page(result: Mapping[str, Any]) -> str:
-    """The page about optimizations measured one beside the other; every figure in it stands in the result."""
+    """Return the page that compares runs with different optimizations."""
     host = result["host"]
     runs = [run for run in result["results"] if run["kind"] == "speed"]
     rows = [
@@ -177,7 +178,7 @@ def turbo_page(result: Mapping[str, Any]) -> str:
             "",
             *(f"- {note}" for note in result["notes"]),
             "",
-            *(["## Kernels on the GPU", "", *table(("case", "right", "figures"), kernels), ""] if kernels else []),
+            *(["## Kernels on the GPU", "", *table(("case", "correct", "figures"), kernels), ""] if kernels else []),
             "```sh",
             *result["commands"],
             "```",
@@ -193,7 +194,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _figures(one: Mapping[str, Any]) -> str:
-    """The numbers of one kernel's case in a line."""
+    """Return the figures of one kernel's case as one line."""
     shown = [f"{key} {value:g}" for key, value in one.items() if isinstance(value, float) and key != "seconds"]
     off = one.get("off", {})
     shown += (

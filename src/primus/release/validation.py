@@ -1,4 +1,4 @@
-"""Run the validation suite in an image, a container per job, and keep the evidence."""
+"""Running the validation suite in an image, with one container per job, and recording the evidence."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 __all__ = ["Validated", "outcome_text", "table", "validate"]
 
 _INSIDE = Path("/out")
-# A proxy trains in well under a minute; what takes longer than this hangs, and hangs must fail (exit code 124).
+# A proxy trains in well under a minute. A job that takes longer than this hangs and must fail (exit code 124).
 _JOB_SECONDS = 900
 _TIMED_OUT = 124
-# 128 + SIGINT or SIGTERM: a person ended the job, which proves nothing about the image.
+# 128 + SIGINT or SIGTERM: the user ended the job, so the job says nothing about the image.
 _INTERRUPTED = (130, 143)
 _GATE = "gate "
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
-    """One cell's evidence, the folder it lies in, and whether it is from an earlier validation."""
+    """The evidence of one cell, its folder, and whether it is from an earlier validation (``kept``)."""
 
     record: dict[str, Any]
     folder: Path
@@ -72,13 +72,15 @@ def validate(
     again: bool = False,
     hardware: Hardware,
 ) -> list[Validated]:
-    """Train each cell in the image of ``plan`` as its level of the suite asks, and judge it.
+    """Train each cell in the image of ``plan`` at its level of the suite, and check the results.
 
-    A recipe is resolved here and again in the image; a difference between the two fails the record. A cell whose
-    record already passed for the same image content, recipe, suite and GPU is not run again, unless ``again``. Of a
-    preview, whose gates may fail, a record counts when the jobs passed and the gates say the same as now. The jobs get
-    the GPUs of ``hardware``. HostError for a recipe with more ranks than these. KeyboardInterrupt when a job was
-    interrupted: its cell gets no record, those before it keep theirs.
+    A recipe is resolved here and again in the image; a difference fails the record. A cell that has already passed with
+    the same image content, recipe, suite and GPU is not run again, unless ``again`` is set. For a preview, whose gates
+    may fail, an earlier record counts if its jobs passed and its gates had the same outcome as now. The jobs get the
+    GPUs of ``hardware``.
+
+    Raises HostError for a recipe with more ranks than GPUs, and KeyboardInterrupt if a job was interrupted. The
+    interrupted cell then has no record; earlier cells keep theirs.
     """
     resolved = plan.resolved
     runner = choose(engine)
@@ -91,7 +93,7 @@ def validate(
         "content": digest_of(root.config_bytes),
     }
     done: list[Validated] = []
-    # All of them before the first is trained: a recipe that cannot be planned must not end an hour's work.
+    # Plan all cells first, so that an invalid recipe does not end the command after an hour of training.
     recipes = resolved.root / "recipes"
     planned = [suite.plan(cell.recipe, _INSIDE, (), cell.asked, level, recipes) for cell, level in cells]
     for jobs in planned:
@@ -102,7 +104,7 @@ def validate(
         if not again and (kept := _passed_before(folder, image, jobs, gates, hardware.gpu)):
             done.append(Validated(record=kept, folder=folder, kept=True))
             if not quiet:
-                _say(f"✓ {shown}: trained on {kept['made']} in this image; --again trains it again")
+                _say(f"✓ {shown}: already trained on {kept['made']} in this image; --again trains it again")
             continue
         if not quiet and len(cells) > 1:
             _say(f"▸ {shown}")
@@ -116,7 +118,7 @@ def validate(
 def _enough(recipe: Recipe, hardware: Hardware) -> None:
     if hardware.gpu != NO_GPU and recipe.world_size > len(hardware.names):
         raise HostError(
-            f"{recipe.name} trains on {recipe.world_size} GPUs, and its job gets {len(hardware.names)}",
+            f"{recipe.name} trains on {recipe.world_size} GPUs, but its job gets {len(hardware.names)}",
             hint="--gpus none validates on the CPU",
         )
 
@@ -124,7 +126,7 @@ def _enough(recipe: Recipe, hardware: Hardware) -> None:
 def _runner(
     runner: Engine, root: RootFs, folder: Path, devices: tuple[Devices, ...], *, quiet: bool
 ) -> Callable[[Job], JobResult]:
-    """What runs a job in a container of its own, ``folder`` being its ``/out``."""
+    """Return a function that runs each job in its own container, with ``folder`` as ``/out``."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def run_job(job: Job) -> JobResult:
@@ -150,7 +152,7 @@ def _runner(
 
 
 def _said(code: int, output: Path, console: Path) -> str:
-    """Why a job has no log of its own to tell by: it hung, or was refused before its ranks started."""
+    """Return why a job has no log: it hung, or was refused before its ranks started. Empty if it has one."""
     if code == _TIMED_OUT:
         return f"the job did not end within {_JOB_SECONDS} s"
     if code == 0 or (output / "log.txt").exists():
@@ -163,7 +165,7 @@ def _said(code: int, output: Path, console: Path) -> str:
 def _passed_before(
     folder: Path, image: Mapping[str, Any], jobs: Sequence[Job], gates: Checked, gpu: str = NO_GPU
 ) -> dict[str, Any] | None:
-    """The record of an earlier validation that proves the same."""
+    """Return the record of an earlier validation that passed with the same inputs, or None."""
     try:
         record: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         recipe = suite.recipe_of(jobs)
@@ -223,25 +225,27 @@ def _keep(evidence: dict[str, Any], folder: Path) -> None:
 
 
 def _gate_verdict(report: GateReport) -> Verdict:
-    """A gate as a verdict among the others: an image that fails one does not pass, however well it trains."""
+    """Return the outcome of a gate as a verdict, so that an image that fails a gate does not pass its validation."""
     errors = [f for f in report.findings if f.severity == "error"]
     more = f"; {errors[0].path}: {errors[0].message}" if errors else ""
     return Verdict(name=f"{_GATE}{report.gate}", passed=report.passed, reason=report.summary + more)
 
 
 def _not_run(arch: str | None, hardware: Hardware, jobs: Sequence[Job]) -> list[str]:
-    """What this record does not prove, in sentences."""
+    """Return sentences about what was not run, and what the record therefore does not prove."""
     sentences = []
     if arch and hardware.gpu == NO_GPU:
         why = f" ({hardware.why})" if hardware.why else ""
-        sentences.append(f"the GPU part ({arch}): the jobs ran on the CPU{why}; nothing here is a pass for the GPU")
+        sentences.append(
+            f"the GPU part ({arch}): the jobs ran on the CPU{why}, which does not count as a pass for the GPU"
+        )
     if why_not := proof.unjudged(suite.recipe_of(jobs)):
         sentences.append(f"the comparison with the reference: {why_not}")
     return sentences
 
 
 def _clear(folder: Path) -> None:
-    """Remove what an earlier validation left, so that none of it can be taken for this one's."""
+    """Remove the files of an earlier validation, so that they are not mistaken for those of this one."""
     if folder.exists():
         shutil.rmtree(folder)
 
@@ -251,7 +255,7 @@ def _say(text: str) -> None:
 
 
 def table(validated: Sequence[Validated]) -> str:
-    """One line per cell, then the sum."""
+    """Return one line per cell, and a summary line."""
     width = max(len(v.folder.name) for v in validated)
     lines = []
     for one in validated:
@@ -271,7 +275,7 @@ def table(validated: Sequence[Validated]) -> str:
 
 
 def outcome_text(record: dict[str, Any], folder: Path) -> str:
-    """Verdicts and the loss in a few lines."""
+    """Return the verdicts and the loss curve as a few lines."""
     lines = []
     jobs: dict[str, list[str]] = {job["name"]: [] for job in record["jobs"]}
     skipped: dict[str, list[str]] = {}
@@ -286,7 +290,7 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
             causes.append(f"  ✗ {job} failed: {verdict['reason']}")
         else:
             lines.append(f"  {'✓' if verdict['passed'] else '✗'} {verdict['name']}: {verdict['reason']}")
-    # The cause first: all that is skipped follows from it.
+    # The cause comes first, because all skipped checks follow from it.
     lines = [*causes, *(f"  ✓ {job}: {', '.join(names)}" for job, names in jobs.items() if names), *lines]
     lines += [f"  – {reason}: {', '.join(names)}" for reason, names in skipped.items()]
     lines += [f"  – not run: {sentence}" for sentence in record.get("not_run", ())]
@@ -307,7 +311,7 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
 
 
 def _spark(values: list[float]) -> str:
-    """The curve in one line of text."""
+    """Return the curve as one line of text."""
     low, high = min(values), max(values)
     blocks = "▁▂▃▄▅▆▇█"
     step = max(1, len(values) // 40)

@@ -1,4 +1,4 @@
-"""Files of other projects that this repository carries: taken again from their pinned package."""
+"""Updating vendored files of other projects from their pinned packages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ VENDORED = Path("src/primus/report/uplot/vendored.yaml")
 
 
 def hashes(pins: Path) -> dict[Path, str]:
-    """Each vendored file beside the file ``pins``, and the sha256 that it must have."""
+    """Return each vendored file next to the file ``pins``, with its expected sha256."""
     files = read(pins).data["files"]  # type: ignore[index, call-overload]
     return {pins.with_name(Path(name).name): str(sha256) for name, sha256 in files.items()}  # type: ignore[union-attr]
 
 
 def refresh(pins: Path) -> list[str]:
-    """Take every vendored file from the npm package again; returns the names of those written.
+    """Download the npm package and write every vendored file. Returns the names of the files.
 
-    Raises HostError when npm or its registry is not there, CheckFailed for a package with other bytes.
+    Raises HostError if npm is missing or its registry does not answer, CheckFailed if the package has other bytes.
     """
     data = read(pins).data
     assert isinstance(data, dict)
@@ -50,6 +50,6 @@ def refresh(pins: Path) -> list[str]:
                 stream = tar.extractfile(f"package/{member}")
                 content = stream.read() if stream else b""
                 if hashlib.sha256(content).hexdigest() != sha256:
-                    raise CheckFailed(f"{member} of {name} has other bytes than those pinned", where=str(pins))
+                    raise CheckFailed(f"{member} of {name} does not have the pinned sha256", where=str(pins))
                 pins.with_name(Path(member).name).write_bytes(content)
     return [str(path) for path in hashes(pins)]

@@ -97,7 +97,7 @@ def test_nobody_gets_what_anybody_may_have(server: Server) -> None:
 
 def test_a_wrong_word_is_a_sentence(server: Server, tmp_path: Path) -> None:
     know(tmp_path, server, auth=b64encode(b"me:other").decode())
-    with pytest.raises(HostError, match="wants other credentials") as refused:
+    with pytest.raises(HostError, match="denied access") as refused:
         Registry(f"{server.name}/a/b").ask("GET", "manifests/x")
     assert refused.value.hint == f"docker login {server.name}"
 

@@ -117,14 +117,14 @@ def test_the_refusal_gives_the_words_that_take_the_weights_own(tmp_path: Path) -
         (lambda folder: (folder / "config.json").unlink(), "have no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not a mapping"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "holds no safetensors files"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "contains no safetensors files"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "or it is damaged"),
         (
             lambda folder: (folder / "x.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
             "the weights lack b.safetensors",
         ),
         (lambda folder: (folder / "config.json").write_text(json.dumps({**LLAMA31, "max_position_embeddings": 1024})),
-         "made for 1024 tokens at most"),
+         "the weights support at most 1024 tokens"),
     ],
 )  # fmt: skip
 def test_weights_that_cannot_be_trained_are_a_sentence(tmp_path: Path, spoil: Any, told: str) -> None:

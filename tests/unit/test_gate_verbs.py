@@ -188,7 +188,7 @@ def test_verify_runs_the_gates(kit: Kit) -> None:
     kit.build()
     passed = kit.primus("verify", "demo")
     assert passed.code == 0, passed.err
-    assert "same bytes twice" in passed.out
+    assert "both builds are identical" in passed.out
     assert "✓ coverage" in passed.out
     kit.write("parts/beta/env", f"HF_TOKEN={PLACEHOLDER}\n")
     failed = kit.primus("verify", "demo", "--json")

@@ -70,12 +70,12 @@ def test_readme_says_so_as_long_as_the_lock_is_the_same(kit: Kit) -> None:
         "images/locks/local/demo.json",
         json.dumps({"format": 1, "target": "demo", "channel": "local", "pins": {}, "files": []}),
     )
-    assert "| – | not judged yet |" in row()
+    assert "| – | not checked yet |" in row()
     assert kit.primus("check", "demo", "--record").code == 1
     assert "B | fails coverage |" in row()
     lock = kit.root / "images/locks/local/demo.json"
     lock.write_text(lock.read_text() + "\n")
-    assert "| – | not judged yet |" in row()
+    assert "| – | not checked yet |" in row()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"target": "x"}'])

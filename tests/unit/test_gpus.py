@@ -56,24 +56,24 @@ def test_the_figures() -> None:
     [
         ("compute_units: 132", "compute_unit: 132", "unknown key 'compute_unit'"),
         ("    compute_units: 132\n", "", "'compute_units' is missing"),
-        ("  - name: mi325x\n", "  - name: mi300x\n", "generation 'mi300x' stands here twice"),
+        ("  - name: mi325x\n", "  - name: mi300x\n", "generation 'mi300x' is a duplicate"),
         ("  - name: mi325x\n", "  - name: MI325X\n", "name must be like mi300x"),
-        ('["0x74a5"', '["0x74a1"', "device id '0x74a1' stands here twice"),
+        ('["0x74a5"', '["0x74a1"', "device id '0x74a1' is a duplicate"),
         ('["0x74a5"', '["74a5"', "device_ids must be like 0x74a1"),
-        ("NVIDIA H200 SXM5, H200]", "NVIDIA H200 SXM5, mi300x]", "product name 'mi300x' stands here twice"),
+        ("NVIDIA H200 SXM5, H200]", "NVIDIA H200 SXM5, mi300x]", "product name 'mi300x' is a duplicate"),
         ("    arch: sm_90\n    names", "    arch: sm_91\n    names", "h200: there is no architecture 'sm_91'"),
         ("    arch: sm_90\n    names", "    arch: gfx950\n    names", "h200 needs one peak for each of bf16, fp8, mx"),
         ("fp8_largest: 240", "fp8_largest: 448", "the largest e4m3fnuz is 240, not 448"),
         ("fp8: e4m3fnuz", "fp8: e5m2fnuz", "fp8 must be one of e4m3fnuz, e4m3fn"),
         ("    mx: []\n    mx_source: Prim", "    mx: [mxfp8]\n    mx_source: Prim", "mi300x needs one peak for each"),
         ("    vendor: nvidia", "    vendor: amd", "sm_90 is not an architecture of amd"),
-        ("tflops: 1979", "tflops: 0", "a peak of 0 TFLOP/s is none"),
+        ("tflops: 1979", "tflops: 0", "a peak must be greater than 0 TFLOP/s"),
         ("tflops: 1979", "tflops: about 2000", "tflops must be a number"),
         ("dtype: fp8, tflops: 1979", "dtype: bf16, tflops: 1979", "h200 needs one peak for each of bf16, fp8, not"),
-        ("    for: [gfx942, mi350x]", "    for: [gfx942, gfx950]", "GPU_MAX_HW_QUEUES' stands here twice"),
+        ("    for: [gfx942, mi350x]", "    for: [gfx942, gfx950]", "GPU_MAX_HW_QUEUES' is a duplicate"),
         ("    for: [gfx942, mi350x]", "    for: [gfx942, mi305x]", "is for 'mi305x', which is neither"),
-        ("    choice: The one value that somebody measured on this GPU.\n", "", "sources disagree, and no choice says"),
-        ('WARP_SPEED_AUTO\n    value: "0"', 'WARP_SPEED_AUTO\n    value: "1"', "sources disagree, and no choice says"),
+        ("    choice: The only value that was measured on this GPU.\n", "", "sources disagree, so choice must say"),
+        ('WARP_SPEED_AUTO\n    value: "0"', 'WARP_SPEED_AUTO\n    value: "1"', "sources disagree, so choice must say"),
         ("why: WarpSpeed", "choice: because\n    why: WarpSpeed", "there is no choice to explain"),
         ("    stated:\n      - {by: Primus launchers, value: \"524288\"}", "    stated: []", "CHUNKSIZE has no source"),
     ],
@@ -125,7 +125,7 @@ def test_other_gpus_are_unknown_and_get_no_mfu(text: str) -> None:
     assert table.by_product_name(text) is None
     with pytest.raises(table.UnknownPeak) as caught:
         table.mfu(400, text, "bf16")
-    assert caught.value.message == f"no MFU: the peak of {text!r} is not known"
+    assert caught.value.message == f"no MFU: the peak of {text!r} is unknown"
 
 
 @given(st.text(max_size=20), st.sampled_from([n for g in table.load_table().generations for n in g.names]))
@@ -173,7 +173,7 @@ def test_mfu_without_a_peak_is_refused(name: str, dtype: str, sentence: str) -> 
 
 @pytest.mark.parametrize("tflops", [float("nan"), float("inf"), -1.0])
 def test_mfu_of_no_throughput_is_refused(tflops: float) -> None:
-    with pytest.raises(ValueError, match="is no throughput"):
+    with pytest.raises(ValueError, match="is not a throughput"):
         table.mfu(tflops, "NVIDIA H200", "bf16")
 
 

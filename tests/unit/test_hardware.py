@@ -71,10 +71,10 @@ def test_a_target_for_the_cpu_gets_no_gpu_unless_asked(machine: Any) -> None:
 
 def test_an_unknown_gpu_is_never_recorded(machine: Any) -> None:
     machine(Found(vendor="amd", names=("unknown AMD GPU",), generations=("",)))
-    with pytest.raises(HostError, match="not known for sure: 1 × unknown AMD GPU"):
+    with pytest.raises(HostError, match="cannot be identified: 1 × unknown AMD GPU"):
         choose("all", MI300X)
     machine(Found())
-    with pytest.raises(HostError, match="its driver shows none"):
+    with pytest.raises(HostError, match="its driver reports none"):
         choose("all", MI300X)
 
 
@@ -113,7 +113,7 @@ def test_a_recipe_with_more_ranks_than_gpus() -> None:
     assert recipe.world_size == 2
     _enough(recipe, Hardware())
     _enough(recipe, Hardware(gpu="mi300x", names=(NAME,) * 2))
-    with pytest.raises(HostError, match="trains on 2 GPUs, and its job gets 1"):
+    with pytest.raises(HostError, match="trains on 2 GPUs, but its job gets 1"):
         _enough(recipe, Hardware(gpu="mi300x", names=(NAME,)))
 
 

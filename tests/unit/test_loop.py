@@ -76,7 +76,7 @@ def test_nested_keys_reach_the_backends_own_section(tmp_path: Path) -> None:
         ("lora.rang=4", "no key 'finetune.lora.rang'; did you mean 'finetune.lora.rank'"),
         ("training.fp8=rowwise", "must be one of none, tensorwise"),
         ("training.compile=1", "must be true or false"),
-        ("sharding.replicas=3", "do not divide by TP·PP·CP·replicas = 3"),
+        ("sharding.replicas=3", "are not divisible by TP·PP·CP·replicas = 3"),
     ],
 )
 def test_wrong_keys_are_refused(tmp_path: Path, word: str, message: str) -> None:

@@ -113,7 +113,7 @@ def test_the_error_offers_the_small_form_at_once(capsys: pytest.CaptureFixture[s
     assert time.monotonic() - started < 1
     said = capsys.readouterr().err
     assert code == (3 if words else 2)
-    assert "--proxy trains its small form here" in said
+    assert "--proxy trains a small model instead" in said
     assert "--dry-run" in said
 
 

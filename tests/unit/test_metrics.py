@@ -64,8 +64,8 @@ def test_warm_up_counts_for_no_aggregate_but_the_peak_of_memory() -> None:
     [
         ({"device": "cpu", "gpu": None, "units": None}, "the run was on a CPU"),
         ({"device": None, "gpu": None}, "does not say which GPU"),
-        ({"gpu": "NVIDIA H200 NVL"}, "the peak of 'NVIDIA H200 NVL' is not known"),
-        ({"gpu": "NVIDIA A100-SXM4-80GB"}, "is not known"),
+        ({"gpu": "NVIDIA H200 NVL"}, "the peak of 'NVIDIA H200 NVL' is unknown"),
+        ({"gpu": "NVIDIA A100-SXM4-80GB"}, "is unknown"),
         ({"precision": "fp32"}, "no FP32 peak"),
         ({"precision": "mxfp8"}, "does not compute mxfp8"),
         ({"units": 66}, "66 of the 132 compute units"),

@@ -1,4 +1,4 @@
-"""Ask for the catalogue's kernels as a training job does, and note which ones had to be compiled for it."""
+"""Requesting the catalogue's kernels as a training job does, and recording which of them had to be compiled."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["ask", "ask_pretending", "call_all", "empty_cache", "forward_and_back
 
 
 def ask_pretending(cases: Iterable[Case], gpu: Gpu, *, say: Callable[[str], None] = lambda _: None) -> Answer:
-    """Ask for every case as if ``gpu`` were here; ``say`` hears of each case and each kernel before it is compiled.
+    """Request every case as if ``gpu`` were present. ``say`` is called with each case and each kernel to compile.
 
-    A kernel that does not compile is noted and the next case asked: one run names them all.
+    If a kernel does not compile, the failure is recorded and the next case is requested, so one run finds all failures.
     """
     current: list[Case] = []
     with empty_cache() as cache, _noting(current, say) as asked:
@@ -32,8 +32,9 @@ def ask_pretending(cases: Iterable[Case], gpu: Gpu, *, say: Callable[[str], None
 
 
 def call_all(cases: Iterable[Case], gpu: Gpu, current: list[Case], say: Callable[[str], None]) -> dict[str, str]:
-    """Call every case as if ``gpu`` were here, with the case in ``current``; returns the functions that the compiler
-    refused, with a sentence.
+    """Call every case as if ``gpu`` were present, with the case in ``current``.
+
+    Returns the functions that did not compile, each with a message.
     """
     failures: dict[str, str] = {}
     with pretending(gpu, lambda: current[0].batch * current[0].sequence - current[0].ignored):
@@ -49,7 +50,7 @@ def call_all(cases: Iterable[Case], gpu: Gpu, current: list[Case], say: Callable
 
 
 def ask(cases: Iterable[Case], *, compare: Callable[[Case], bool], say: Callable[[str], None]) -> Answer:
-    """Run every case on the GPU that is here, and those that ``compare`` picks against plain PyTorch."""
+    """Run every case on this machine's GPU. Cases that ``compare`` selects are compared with plain PyTorch."""
     current: list[Case] = []
     failures: list[str] = []
     with empty_cache() as cache, _noting(current, say) as asked:
@@ -63,10 +64,10 @@ def ask(cases: Iterable[Case], *, compare: Callable[[Case], bool], say: Callable
 
 
 def forward_and_backward(case: Case, device: str, *, compare: bool = False) -> str:
-    """Call the library and let it make the gradients; with ``compare`` returns where plain PyTorch disagrees."""
+    """Run the library's forward and backward pass. With ``compare``, returns a difference from plain PyTorch, or ""."""
     workload = WORKLOADS[case.kernel.test]
     inputs = workload.inputs(case, device)
-    # Made first: some kernels write their gradients over their inputs.
+    # Computed first, because some kernels overwrite their inputs with gradients.
     wanted = _wanted(workload, case, inputs) if compare else []
     out = call(case, inputs)
     out.backward(torch.ones_like(out))
@@ -76,9 +77,9 @@ def forward_and_backward(case: Case, device: str, *, compare: bool = False) -> s
     for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
         what = f"gradient {index}" if index else "output"
         if one is None or one.shape != other.shape:
-            return f"{what} has another shape than plain PyTorch's"
+            return f"{what} does not have the shape of plain PyTorch's"
         error = ((one.float() - other).abs().max() / other.abs().max().clamp(min=1e-30)).item()
-        # Written so that NaN fails.
+        # "not <=" instead of ">", so that NaN fails.
         if not error <= workload.largest_error:
             return f"{what} is off by {error:.3g} of the largest value"
     return ""
@@ -92,8 +93,9 @@ def _wanted(workload: Workload, case: Case, inputs: tuple[torch.Tensor, ...]) ->
 
 
 def skip_dispatcher() -> None:
-    """Call Flash Attention's own functions, not the operators that PyTorch knows them as: those have stand-ins for
-    tensors without values, and nothing for a CPU.
+    """Make Flash Attention call its own functions instead of the operators registered with PyTorch.
+
+    The operators use fake implementations for tensors without values, and have none for a CPU.
     """
     with contextlib.suppress(ImportError):
         from flash_attn import flash_attn_interface as interface
@@ -104,7 +106,7 @@ def skip_dispatcher() -> None:
 
 @contextlib.contextmanager
 def empty_cache() -> Iterator[Path]:
-    """A new folder for what is compiled, so that only a baked cache can spare it."""
+    """Use a new, empty folder as Triton's cache, so that only kernels compiled ahead of time are found."""
     with tempfile.TemporaryDirectory(prefix="primus-triton-") as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
         yield Path(folder)
@@ -112,7 +114,7 @@ def empty_cache() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _noting(current: list[Case], say: Callable[[str], None]) -> Iterator[dict[str, Asked]]:
-    """Fill the mapping (key → kernel) with everything that Triton loads or compiles meanwhile."""
+    """Yield a mapping (key → kernel) that records everything that Triton loads or compiles while it is open."""
     asked: dict[str, Asked] = {}
 
     def loaded(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What was asked for, and what became of it."""
+"""Records of requested kernels, and of the outcome."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Answer", "Asked", "Noted", "folder_of", "refused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One compiled kernel that a call asked for. ``key`` is its folder in Triton's cache."""
+    """One compiled kernel that a call requested. ``key`` is the name of its folder in Triton's cache."""
 
     kernel: str
     function: str
@@ -27,8 +27,10 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """One kernel that a call asked for, still to be compiled: ``form`` is a file with its first form (TTIR), ``source``
-    Triton's hash of the library's source and the arguments, ``options`` what the backend is told.
+    """One requested kernel that is not compiled yet.
+
+    ``form`` is a file with its first intermediate representation (TTIR). ``source`` is Triton's hash of the library's
+    source and the arguments. ``options`` are those of the compiler backend.
     """
 
     kernel: str
@@ -42,7 +44,7 @@ class Noted:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """All kernels asked for, each once; what does not compile, one sentence each; files that a run had to make."""
+    """All requested kernels without duplicates, a message for each failure, and the files that a run created."""
 
     asked: tuple[Asked, ...]
     failures: tuple[str, ...] = ()
@@ -50,15 +52,15 @@ class Answer:
 
     @property
     def compiled(self) -> tuple[Asked, ...]:
-        """Those that no cache held."""
+        """The kernels that were not in a cache."""
         return tuple(one for one in self.asked if one.compiled)
 
 
 def folder_of(digest: str) -> str:
-    """The folder's name that Triton gives a key."""
+    """Return the name that Triton gives to the folder of a key."""
     return base64.b32encode(bytes.fromhex(digest)).decode().rstrip("=")
 
 
 def refused(kernel: str, arch: str, reason: str, case: str) -> str:
-    """The sentence about a kernel that does not compile; ``reason`` begins with the function's name."""
+    """Return the message for a kernel that does not compile. ``reason`` begins with the name of the function."""
     return f"{kernel} does not compile for {arch}: {reason} ({case})"

@@ -1,12 +1,11 @@
-"""Compile the catalogue for one architecture into a folder that an image carries.
+"""Compiling the catalogue for one architecture to a folder that becomes a layer of the image.
 
-Started in the image's own root file system while it is built: ``python -m primus.aot.bake ARCH UNITS ROOT OUT
-COMPONENT…`` writes below OUT what will lie below ROOT, in a folder for Triton's version and one for ARCH. The outcome
-has the same bytes each time: of each kernel its code and what Triton notes of it, with the paths they will have in the
-image, and ``index.json`` that says what was asked for.
+The build runs it in the image's own root file system: ``python -m primus.aot.bake ARCH UNITS ROOT OUT COMPONENT…``. It
+writes to OUT/<Triton version>/ARCH the files that the image will have below ROOT: the code and metadata of each kernel,
+with their paths in the image, and ``index.json``, which lists the requested kernels. The output is reproducible.
 
-The libraries are asked in one process and their kernels compiled in another, one after the other: PyTorch, which the
-libraries need, takes as much memory as the compiler.
+One process requests the kernels from the libraries, and then another one compiles them. The libraries need PyTorch,
+which takes as much memory as the compiler.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ T = TypeVar("T")
 def bake(
     cases: Sequence[Case], gpu: Gpu, out: Path, root: str, *, say: Callable[[str], None] = lambda _: None
 ) -> tuple[Asked, ...]:
-    """Compile everything that ``cases`` ask for; what is below ``out`` will lie below ``root``. ``say`` hears of each
-    case, in the process that asks, and of each kernel before it is compiled.
+    """Compile everything that ``cases`` request to ``out``, for an image that will have these files in ``root``.
 
-    Raises CheckFailed naming each kernel that does not compile, and the architecture.
+    ``say`` is called with each case, in the requesting process, and with each kernel before it is compiled. Raises
+    CheckFailed, with each kernel that does not compile and the architecture.
     """
     with tempfile.TemporaryDirectory(prefix="primus-turbo-") as scratch:
         noted, failures = _elsewhere(lambda: _note(cases, gpu, Path(scratch), say))
@@ -52,7 +51,7 @@ def bake(
         folder, to = out / inside, f"{root}/{inside}"
         asked: list[Asked] = []
         with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
-            # Nothing may be taken from elsewhere, and the intermediate forms are six times the code.
+            # Use no other cache, and store no intermediate forms, which are six times as large as the code.
             triton.knobs.cache.manager_class = None
             triton.knobs.compilation.store_binary_only = True
             triton.knobs.cache.dir = f"{scratch}/cache"
@@ -66,7 +65,7 @@ def bake(
                 else:
                     _copy(Path(scratch, "cache", one.key), folder / one.key, to)
     if failures:
-        raise CheckFailed("\n".join(failures.values()), hint="pin another version, or take it out of the catalogue")
+        raise CheckFailed("\n".join(failures.values()), hint="pin another version, or remove it from the catalogue")
     index = {
         "arch": gpu.arch,
         "units": gpu.units,
@@ -81,7 +80,7 @@ def bake(
 
 
 def _elsewhere(work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises, in another process, which takes with it all that it loaded."""
+    """Run ``work`` in another process, which frees its memory when it ends. Returns its result or raises its error."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -98,7 +97,7 @@ def _elsewhere(work: Callable[[], T]) -> T:
         value, error = receiver.recv()
     except EOFError:
         child.join()
-        raise CheckFailed(f"asking the libraries for their kernels ended with exit code {child.exitcode}") from None
+        raise CheckFailed(f"the process that requests the kernels ended with exit code {child.exitcode}") from None
     child.join()
     if error is not None:
         raise error
@@ -115,15 +114,15 @@ def _note(
 
 
 def _compile(noted: Noted, gpu: Gpu) -> Asked:
-    """Let Triton compile a kernel from its first form, under the key that its source has."""
+    """Compile a kernel from its first intermediate representation, under the key of its source."""
     from triton import compiler
     from triton._C.libtriton import ir
 
     class Source(compiler.ASTSource):  # type: ignore[misc]
-        """In place of the library's source."""
+        """Replaces the library's source."""
 
         def __init__(self) -> None:
-            # Of the function nothing but its name is asked after its source was read.
+            # Once the source was read, Triton uses only the function's name.
             super().__init__(SimpleNamespace(__name__=noted.function), signature={})
 
         def hash(self) -> str:
@@ -136,7 +135,7 @@ def _compile(noted: Noted, gpu: Gpu) -> Asked:
 
     found = compiler.compile(Source(), target=gpu.target, options=dict(noted.options)).metadata
     if folder_of(found.hash) != noted.key:
-        raise ValueError(f"its key is {folder_of(found.hash)}, and was {noted.key} when the library asked for it")
+        raise ValueError(f"its key is {folder_of(found.hash)}, but was {noted.key} when the library requested it")
     return Asked(
         kernel=noted.kernel,
         function=noted.function,
@@ -164,7 +163,7 @@ def _is_metadata(path: Path) -> bool:
 
 
 def main(words: Sequence[str]) -> int:
-    """ARCH UNITS ROOT OUT COMPONENT…"""
+    """Run with the arguments ARCH UNITS ROOT OUT COMPONENT…. Returns the exit code."""
     arch, units, root, out, *components = words
     gpu = Gpu(arch=arch, units=int(units))
     catalogue = load_catalogue()
@@ -174,7 +173,7 @@ def main(words: Sequence[str]) -> int:
     except PrimusError as error:
         print(f"✗ {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{len(asked)} kernels for {arch}, asked for by {len(cases)} calls")
+    print(f"{len(asked)} kernels for {arch}, requested by {len(cases)} calls")
     return 0
 
 

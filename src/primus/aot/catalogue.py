@@ -1,4 +1,4 @@
-"""The catalogue of kernels: what each is called, who brings it, for which shapes it is asked, what it needs."""
+"""The catalogue of kernels: name, component, requirements, and the shapes to compile each kernel for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reduction = Literal["mean", "sum"]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of one model that decide block sizes."""
+    """The sizes of one model that determine block sizes."""
 
     name: str = described("The model.")
     hidden: int = described("Width of the residual stream.")
@@ -35,18 +35,18 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One entry of a library: a forward and backward pass whose kernels are compiled ahead of time."""
+    """One autograd function of a library, whose forward and backward kernels are compiled ahead of time."""
 
-    name: str = described("Its name here.", pattern=r"[a-z0-9]+(-[a-z0-9]+)*", shape="like liger-rope")
+    name: str = described("Its name in the catalogue.", pattern=r"[a-z0-9]+(-[a-z0-9]+)*", shape="like liger-rope")
     title: str = described("What it computes.")
-    component: str = described("Component of versions.yaml that brings it.")
+    component: str = described("Component of versions.yaml that contains it.")
     entry: str = described("Module and name of the autograd function.", pattern=r"[\w.]+:\w+", shape="MODULE:NAME")
-    dtypes: tuple[Dtype, ...] = described("What it is asked to compute in.")
-    needs: str = described("What must hold for it to be used.")
-    excludes: str = described("What cannot be used together with it.")
+    dtypes: tuple[Dtype, ...] = described("Dtypes to compile it for.")
+    needs: str = described("Requirements for its use.")
+    excludes: str = described("Features that cannot be used together with it.")
     test: str = described("Its reference in workloads.py: the same computation in plain PyTorch.")
     vendors: tuple[Literal["amd", "nvidia"], ...] = described(
-        "Makers of the GPUs that it is written for.", default=("amd", "nvidia")
+        "Vendors of the GPUs that it is written for.", default=("amd", "nvidia")
     )
     ignored: tuple[int, ...] = described("Targets left out of the loss, one variant each.", default=(0,))
     reductions: tuple[Reduction, ...] = described("How a loss is reduced, one variant each.", default=("mean",))
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The call in a few words."""
+        """A short description of the call."""
         variant = f", {self.ignored} ignored" if self.ignored else ""
         variant += f", {self.reduction}" if len(self.kernel.reductions) > 1 else ""
         return f"{self.kernel.name} {self.shape.name} {self.batch}×{self.sequence} {self.dtype}{variant}"
@@ -74,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Catalogue:
-    """Every kernel, and the shapes that each is asked for."""
+    """All kernels, and the shapes to compile them for."""
 
     batches: tuple[int, ...] = described("Micro-batch sizes.")
     sequences: tuple[int, ...] = described("Sequence lengths.")
@@ -84,21 +84,21 @@ class Catalogue:
     def __post_init__(self) -> None:
         for what, names in (("kernel", [k.name for k in self.kernels]), ("shape", [s.name for s in self.shapes])):
             if twice := sorted({n for n in names if names.count(n) > 1}):
-                raise ValueError(f"{what} {twice[0]!r} stands here twice")
+                raise ValueError(f"{what} {twice[0]!r} is a duplicate")
 
     def of(self, components: Sequence[str], vendor: str) -> tuple[Kernel, ...]:
-        """The kernels that ``components`` bring for GPUs of ``vendor``. Raises InputError for a component without."""
+        """Return the kernels of ``components`` for GPUs of ``vendor``. InputError for a component without any."""
         mine = tuple(k for k in self.kernels if k.component in components and vendor in k.vendors)
         if lacking := [c for c in components if not any(k.component == c for k in mine)]:
             known = ", ".join(dict.fromkeys(k.component for k in self.kernels if vendor in k.vendors))
             raise InputError(
                 f"the catalogue has no kernel of {lacking[0]!r} for GPUs of {vendor}",
-                hint=f"components with some: {known}",
+                hint=f"components with kernels: {known}",
             )
         return mine
 
     def cases(self, kernels: Sequence[Kernel]) -> Iterator[Case]:
-        """Every call of ``kernels``, the smallest of each shape first."""
+        """Yield every call of ``kernels``, the smallest of each shape first."""
         for kernel in kernels:
             choices = (self.shapes, kernel.dtypes, self.batches, self.sequences, kernel.ignored, kernel.reductions)
             for shape, dtype, batch, sequence, ignored, reduction in product(*choices):
@@ -114,5 +114,5 @@ class Catalogue:
 
 
 def load_catalogue(path: Path = CATALOGUE_FILE) -> Catalogue:
-    """The catalogue that ships with this package, or that of another file in its form."""
+    """Read the catalogue that ships with this package, or another file in the same format."""
     return build(Catalogue, read(path, path.name))

@@ -1,7 +1,7 @@
-"""Proof that a run asking for the catalogue's kernels compiles nothing: on the GPU that is here, or as if one were.
+"""Checking that a run of the catalogue's kernels compiles nothing, on this machine's GPU or as if there were one.
 
-Kernels are looked for through the cache manager that the environment names, as any program's are; what it does not
-find is compiled into an empty folder, and both Triton and that folder tell.
+Triton looks up kernels through the cache manager that the environment names, as in any program. A kernel that is not
+found is compiled to an empty folder; both Triton's listener and that folder show it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAUNCHER = ".so"
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What was asked for where, and what of it was not there. ``launchers`` counts host stubs, which hold no kernel."""
+    """The outcome of a check. ``real`` means that the kernels ran on a GPU; ``calls`` is the number of cases."""
 
     arch: str
     real: bool
@@ -37,17 +37,17 @@ class Verdict:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Each kernel that had to be compiled, in a few words."""
+        """A short description of each kernel that had to be compiled."""
         return tuple(f"{one.kernel} ({one.function}; {one.case})" for one in self.answer.compiled)
 
     @property
     def passed(self) -> bool:
-        """Whether everything asked for was there and nothing failed or was made."""
+        """Whether every requested kernel was found, and nothing failed or was compiled. Host stubs do not count."""
         made = [name for name in self.answer.made if not name.endswith(_LAUNCHER)]
         return bool(self.answer.asked) and not (self.answer.compiled or self.answer.failures or made)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
+        """Return the data for ``--json``. ``launchers`` counts host stubs, which contain no kernel."""
         return {
             "arch": self.arch,
             "real": self.real,
@@ -63,19 +63,19 @@ class Verdict:
 
 
 def baked_index(root: Path, arch: str) -> dict[str, Any]:
-    """What was compiled for ``arch`` with the Triton that is here. Raises CheckFailed where nothing was."""
+    """Return the index of the kernels for ``arch`` and the installed Triton. Raises CheckFailed if there is none."""
     path = root / triton.__version__ / arch / "index.json"
     if not path.is_file():
         raise CheckFailed(
-            f"no kernels for {arch} and Triton {triton.__version__} lie in {root}",
-            hint="primus turbo compile makes them",
+            f"{root} contains no kernels for {arch} and Triton {triton.__version__}",
+            hint="primus turbo compile creates them",
         )
     index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return index
 
 
 def check(cases: Sequence[Case], gpu: Gpu, *, real: bool, say: Callable[[str], None] = lambda _: None) -> Verdict:
-    """Ask for every case; on a real GPU the first case of each kernel and shape is compared with plain PyTorch too."""
+    """Request every case. On a real GPU, compare the first case of each kernel and shape with plain PyTorch."""
     compared: set[tuple[Kernel, str]] = set()
 
     def first(case: Case) -> bool:

@@ -1,4 +1,4 @@
-"""A GPU as those who compile for it see it. Needs neither PyTorch nor, but for Triton's own name of it, Triton."""
+"""The properties of a GPU that compiling for it needs. Only :attr:`Gpu.target` needs Triton; nothing needs PyTorch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["Gpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What libraries ask of a GPU: ``arch`` as compilers name it, ``units`` its compute units or multiprocessors."""
+    """The properties of a GPU that libraries query: ``arch``, and ``units``, its compute units or multiprocessors."""
 
     arch: str
     units: int
 
     @property
     def amd(self) -> bool:
-        """Whether it is programmed through HIP."""
+        """Whether it is an AMD GPU, which is programmed through HIP."""
         return self.arch.startswith("gfx")
 
     @property
     def vendor(self) -> str:
-        """Who makes it, as the catalogue says it."""
+        """The vendor, as in the catalogue."""
         return "amd" if self.amd else "nvidia"
 
     @property
     def target(self) -> GPUTarget:
-        """Triton's name for it."""
+        """Triton's target for this GPU."""
         from triton.backends.compiler import GPUTarget
 
         if self.amd:
@@ -39,16 +39,16 @@ class Gpu:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """As ``torch.cuda.get_device_capability`` says it; ROCm's PyTorch splits the architecture's digits."""
+        """The result of ``torch.cuda.get_device_capability``. On ROCm, PyTorch uses the architecture's digits."""
         digits = self.arch.removeprefix("gfx") if self.amd else self.arch.removeprefix("sm_")
         return int(digits[0]), int(digits[1])
 
     @property
     def gcnArchName(self) -> str:
-        """The name in PyTorch's device properties."""
+        """The architecture, as in PyTorch's device properties."""
         return self.arch
 
     @property
     def multi_processor_count(self) -> int:
-        """The name in PyTorch's device properties."""
+        """The number of units, as in PyTorch's device properties."""
         return self.units

@@ -1,7 +1,7 @@
-"""The catalogue's kernels on a CPU, through Triton's interpreter, against plain PyTorch: is their arithmetic right?
+"""Checking the arithmetic of the catalogue's kernels on a CPU: Triton's interpreter compared with plain PyTorch.
 
-It says nothing of compiled code. It runs in 32 bits, since the interpreter has no arithmetic for bfloat16, and puts
-right two things that the interpreter leaves out and every GPU does.
+This does not test compiled code. It uses 32 bits, because the interpreter does not support bfloat16, and corrects two
+differences between the interpreter and a GPU.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from primus.aot.catalogue import Case, Kernel, Shape
 
 __all__ = ["TINY", "interpret"]
 
-# Sizes that are no powers of two where kernels mask, and few enough values for an interpreter.
+# Sizes that are not powers of two where kernels use masks, and small enough for an interpreter.
 TINY = Shape(name="tiny", hidden=80, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=160)
 
 
 def interpret(kernels: Sequence[Kernel], shape: Shape = TINY) -> Iterator[tuple[Case, str]]:
-    """Each kernel's calls for ``shape`` with what is wrong, or "". Triton must not have been imported before."""
+    """Yield each call of the kernels for ``shape``, with a fault or "". Triton must not have been imported before."""
     os.environ["TRITON_INTERPRET"] = "1"
     import numpy
     import triton.language as tl
@@ -40,8 +40,8 @@ def interpret(kernels: Sequence[Kernel], shape: Shape = TINY) -> Iterator[tuple[
     interpreter._implicit_cvt = as_launched
     skip_dispatcher()
     if any(kernel.component == "liger-kernel" for kernel in kernels):
-        # The device library's functions are no Python. The language's own are while a kernel runs, so it is looked up
-        # then.
+        # Functions of the device library cannot be interpreted. tl.rsqrt can, but only while a kernel runs, so it is
+        # looked up at each call.
         def rsqrt(x: Any) -> Any:
             return tl.rsqrt(x)
 

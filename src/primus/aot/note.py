@@ -1,7 +1,7 @@
-"""Note the kernels that the catalogue's calls ask for, as far as the library's source decides them; compile none.
+"""Recording the kernels that the catalogue's calls request, without compiling them.
 
-Triton derives each kernel's key and the first form of its code (TTIR) as it does for a launch. All that follows needs
-that form and the options, and no longer the library or PyTorch.
+Triton derives the key of each kernel and its first intermediate representation (TTIR) as for a launch. The later stages
+need only this representation and the options, but neither the library nor PyTorch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["note"]
 
 
 class _FirstForm(Exception):
-    """Ends a compilation: ``form`` is what the first stage would work on."""
+    """Stops a compilation. ``form`` is the input of the first stage."""
 
     def __init__(self, form: Any, digest: str) -> None:
         super().__init__()
@@ -32,8 +32,10 @@ class _FirstForm(Exception):
 def note(
     cases: Iterable[Case], gpu: Gpu, folder: Path, *, say: Callable[[str], None] = lambda _: None
 ) -> tuple[tuple[Noted, ...], dict[str, str]]:
-    """Every kernel that ``cases`` ask for, its first form in ``folder``; and the functions that have none, with a
-    sentence. ``say`` hears of each case.
+    """Record every kernel that ``cases`` request, and write its first representation to ``folder``.
+
+    Returns the kernels, and the functions for which Triton failed, each with a message. ``say`` is called with each
+    case.
     """
     noted: dict[str, Noted] = {}
     current: list[Case] = []
@@ -59,11 +61,11 @@ def note(
                 options=dict(options),
                 form=path,
             )
-        # Triton keeps it as the kernel for the next launch with such arguments.
+        # Triton keeps this object as the kernel for further launches with the same kind of arguments.
         return object()
 
     with empty_cache():
-        # Each kernel takes this function when it is first launched.
+        # Each kernel looks up this function when it is first launched.
         triton.compiler.compile = begin
         backend.add_stages = lambda _, stages, *__: stages.update(ttir=stop)
         try:

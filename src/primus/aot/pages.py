@@ -1,4 +1,4 @@
-"""Memory that a process need not hold: what it only read of its files, which the system can read again."""
+"""Releasing memory of mapped files that a process only read, because the system can read it again."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["forget_files", "load"]
 
 
 def load(*libraries: str) -> None:
-    """Import modules whose start reads a hundred megabytes of their own code, nearly all of it for the last time."""
+    """Import modules whose initialization reads a hundred megabytes of code, and release most of that memory again."""
     for name in libraries:
         importlib.import_module(name)
         forget_files()
 
 
 def forget_files() -> None:
-    """Let go of every page of a mapped file that this process did not change: code that ran once, constants.
+    """Release every page of a mapped file that this process did not change, such as code that ran once, and constants.
 
-    What is touched again comes back from the system's cache.
+    A page that is used again is read from the system's page cache.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for start, end in _unchanged(Path("/proc/self/smaps").read_text(encoding="utf-8")):
@@ -30,7 +30,7 @@ def forget_files() -> None:
 
 
 def _unchanged(smaps: str) -> Iterator[tuple[int, int]]:
-    """First and last address of each private mapping of a file that holds no page but the file's own."""
+    """Yield the start and end of each private file mapping in which no page was changed."""
     place, own = None, 0
     for line in smaps.splitlines():
         name, *values = line.split(None, 5)
@@ -42,7 +42,7 @@ def _unchanged(smaps: str) -> Iterator[tuple[int, int]]:
             if len(values) == 5 and values[4].startswith("/") and values[0][1] == "-" and values[0][3] == "p":
                 start, _, end = name.partition("-")
                 place = int(start, 16), int(end, 16)
-        # Pages that were written to, in memory or swapped out, are lost for good: relocated addresses, for one.
+        # Changed pages, such as relocated addresses, in memory or swapped out, cannot be read again from the file.
         elif name in ("Anonymous:", "Swap:", "Locked:"):
             own += int(values[0])
     if place and not own:

@@ -1,9 +1,8 @@
-"""A GPU that is not there: libraries' own code runs up to each kernel launch, which becomes a compilation.
+"""A stand-in for a GPU: the libraries' own code runs, and each kernel launch becomes a compilation.
 
-Tensors have sizes and no values (PyTorch's ``meta`` device) and say they lie on ``cuda:0``; Triton's driver is one
-that knows nothing but the architecture. So a kernel is asked for with the very arguments that a real call has, and
-Triton derives the key that a run on that GPU derives. What only values can tell (how many targets count) the case
-tells.
+Tensors have sizes but no values (PyTorch's ``meta`` device) and report the device ``cuda:0``. Triton's driver is
+replaced by one that only knows the architecture. A kernel is therefore requested with the arguments of a real call, and
+Triton derives the same key as on that GPU. The case supplies what depends on values, such as the number of targets.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from primus.aot.gpu import Gpu
 __all__ = ["KernelError", "pretending"]
 
 _DEVICE = torch.device("cuda", 0)
-# Allocators of GPU memory align to more than this.
+# Allocators of GPU memory align to at least this many bytes.
 _ALIGNED = 512
 
 
 class KernelError(Exception):
-    """The compiler refused one kernel: ``function`` is its name in the library."""
+    """A kernel did not compile. ``function`` is its name in the library."""
 
     def __init__(self, function: str, reason: str) -> None:
         super().__init__(f"{function}: {reason}")
@@ -35,7 +34,7 @@ class KernelError(Exception):
 
 
 class _Driver:
-    """All of a Triton driver that compiling needs."""
+    """The part of a Triton driver that compiling needs."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._target = gpu.target
@@ -54,7 +53,7 @@ class _Driver:
 
 
 class _Pointer:
-    """A tensor as a kernel's argument: what Triton specializes on, and nothing else."""
+    """A tensor as a kernel's argument, with only the properties that Triton specializes on."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype = tensor.dtype
@@ -69,7 +68,7 @@ class _Pointer:
 
 
 class _OnCuda(TorchFunctionMode):  # type: ignore[misc]
-    """Makes what is asked for on ``cuda`` on ``meta``, and lets it say ``cuda``."""
+    """Creates tensors for ``cuda`` on ``meta``, and makes them report ``cuda``."""
 
     def __init__(self, count: Callable[[], int]) -> None:
         super().__init__()
@@ -79,17 +78,17 @@ class _OnCuda(TorchFunctionMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        # A getter is another object, equal to the last, each time it is asked for.
+        # Compare getters with ==, because each access returns a new object.
         if func == torch.Tensor.device.__get__ and args[0].is_meta:
             return _DEVICE
         if func == torch.Tensor.is_cuda.__get__ and args[0].is_meta:
             return True
         if func is torch.Tensor.item and args[0].is_meta:
             return self._count()
-        # Whether an incoming gradient is 1: a trainer that scales its loss sends another one.
+        # Libraries test whether an incoming gradient is 1. A trainer that scales its loss passes another value.
         if func is torch.equal:
             return False
-        # A sum into a tensor that is there: PyTorch derives its shape in Python, which is a fifth of all the time.
+        # addmm to an existing tensor: PyTorch computes the shape in Python, which takes a fifth of the total time.
         if func is torch.addmm and len(args) == 3 and _fits(kwargs.get("out"), *args):
             return kwargs["out"]
         if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
@@ -99,10 +98,10 @@ class _OnCuda(TorchFunctionMode):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def pretending(gpu: Gpu, count: Callable[[], int]) -> Iterator[None]:
-    """Within it ``gpu`` seems present. ``count`` answers every ``item()`` of a tensor on it.
+    """Make ``gpu`` seem present while the context is open. ``count`` is the result of ``item()`` for tensors on it.
 
-    Libraries look at the GPU when they are imported, so they must be imported within; nothing of a real GPU can be
-    used meanwhile, by any thread. Raises KernelError where a kernel is asked for that does not compile.
+    Import libraries inside the context, because they query the GPU on import. Meanwhile, no thread can use a real GPU.
+    A call whose kernel does not compile raises KernelError.
     """
     real_run = JITFunction.run
 
@@ -127,7 +126,7 @@ def pretending(gpu: Gpu, count: Callable[[], int]) -> Iterator[None]:
         mode, real_backward = _OnCuda(count), torch.autograd._engine_run_backward
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            # PyTorch puts a mode aside while the mode handles a call, and backward() is one that it handles.
+            # PyTorch disables a mode while the mode handles a call, and backward() is such a call.
             with mode:
                 return real_backward(*args, **kwargs)
 
@@ -138,7 +137,7 @@ def pretending(gpu: Gpu, count: Callable[[], int]) -> Iterator[None]:
 
 
 def _fits(out: torch.Tensor | None, *given: torch.Tensor) -> bool:
-    """Whether ``out`` has no values, and the shape and type of what ``given`` is added to, and of the product."""
+    """Whether ``out`` is on ``meta`` and has the shape and dtype of the result of addmm with ``given``."""
     added, left, right = given
     return (
         out is not None

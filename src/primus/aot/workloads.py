@@ -1,4 +1,4 @@
-"""What the catalogue's entries are called with, and the same computation in plain PyTorch to compare with."""
+"""The inputs of the catalogue's entries, and the same computations in plain PyTorch for comparison."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """``inputs`` makes the tensors of a case on a device, ``fused`` calls the library's entry with them, ``reference``
-    computes the same, both with ``options`` as keywords. ``largest_error`` is the most that output and gradients may
-    differ, as a share of the reference's largest value.
+    """How to run and verify one entry.
+
+    ``inputs`` creates the tensors of a case on a device. ``fused`` calls the library's entry with them, and
+    ``reference`` computes the same; both get ``options`` as keywords. ``largest_error`` is the largest allowed
+    difference of output and gradients, relative to the reference's largest value.
     """
 
     inputs: Callable[[Case, str], Tensors]
@@ -31,7 +33,7 @@ class Workload:
 
 
 def call(case: Case, inputs: Tensors) -> torch.Tensor:
-    """The library's answer for ``case``, ready for ``backward``."""
+    """Call the library for ``case``. Returns its output, ready for ``backward``."""
     module, _, name = case.kernel.entry.partition(":")
     entry = getattr(importlib.import_module(module), name)
     return WORKLOADS[case.kernel.test].fused(entry, *inputs, **WORKLOADS[case.kernel.test].options(case))
@@ -57,7 +59,7 @@ def _norm_reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _rope_inputs(case: Case, device: str) -> Tensors:
     shape = case.shape
-    # The projections' layout, seen as Hugging Face hands it over.
+    # The memory layout of the projections, with the dimensions in Hugging Face's order.
     q, k = (
         _random(case, device, case.batch, case.sequence, heads, shape.head_dim).detach().transpose(1, 2)
         for heads in (shape.heads, shape.kv_heads)
@@ -70,7 +72,7 @@ def _rope_inputs(case: Case, device: str) -> Tensors:
 
 
 def _rope(entry: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    # The kernel writes where it reads.
+    # The kernel overwrites its inputs.
     q, k = entry.apply(q.clone(), k.clone(), cos, sin)
     return torch.cat((q, k), dim=1)
 
@@ -123,7 +125,7 @@ def _attention_inputs(case: Case, device: str) -> Tensors:
 
 
 def _attention(entry: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    # Dropout, scale, causal, window, soft cap, ALiBi, deterministic, softmax too, gradients.
+    # Arguments: dropout, scale, causal, window, soft cap, ALiBi, deterministic, return softmax, gradients.
     return torch.as_tensor(entry.apply(q, k, v, 0.0, None, True, (-1, -1), 0.0, None, False, False, True))
 
 
@@ -142,7 +144,7 @@ WORKLOADS = {
         fused=_loss,
         reference=_loss_reference,
         options=lambda case: {"reduction": case.reduction},
-        # The weight's gradient is summed in bfloat16, chunk by chunk.
+        # The library sums the gradient of the weight over chunks in bfloat16.
         largest_error=0.05,
     ),
     "flash_attention": Workload(inputs=_attention_inputs, fused=_attention, reference=_attention_reference),

@@ -1,1 +1,1 @@
-"""One table of GPU generations, and detection."""
+"""The table of GPU generations, and detection of this machine's GPUs."""

@@ -1,7 +1,7 @@
-"""Is there a GPU, and which? Asked of the kernel's own files, without loading torch or starting a tool.
+"""Detecting GPUs from the kernel's files, without loading torch or running a tool.
 
-The kernel gives AMD GPUs an architecture, which several products share, and a PCI device id, which tells the product.
-A name ends up in ``Found.generations`` only when the whole product is known for sure.
+For AMD GPUs, the kernel reports an architecture, which several products share, and a PCI device id, which identifies
+the product. ``Found.generations`` contains a name only if the product is identified and the GPU is not a partition.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SIMDS_PER_UNIT = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the machine shows. ``names`` has one entry per GPU; a GPU that no table knows is named as unknown.
+    """The GPUs of a machine.
 
-    ``generations`` has one entry per GPU too: its name in the table, or "" where the product is not known for sure.
-    ``vendor`` is "amd", "nvidia" or "" for none. ``usable`` tells that the device nodes training needs can be
-    opened by this user; ``obstacle`` says why not. ``driver`` is the kernel driver's version, or the kernel's where the
-    driver is part of it.
+    ``names`` has one entry per GPU; a GPU that is not in the table is called unknown. ``generations`` has one entry per
+    GPU as well: its name in the table, or "" if the product is not identified. ``vendor`` is "amd", "nvidia" or "".
+    ``usable`` means that this user can open the device nodes that training needs; otherwise, ``obstacle`` is the
+    reason. ``driver`` is the version of the kernel driver, or of the kernel if the driver is part of it.
     """
 
     vendor: str = ""
@@ -38,11 +38,11 @@ class Found:
 
     @property
     def generation(self) -> str:
-        """The one generation that every GPU here is of, or ""."""
+        """The generation of all GPUs, or "" if they differ or are unknown."""
         return self.generations[0] if len(set(self.generations)) == 1 else ""
 
     def sentence(self) -> str:
-        """For the banner: what was found, in a few words."""
+        """Return a short description for the banner."""
         if not self.names:
             return "none found; training runs on the CPU"
         counted = ", ".join(f"{count} × {name}" for name, count in Counter(self.names).items())
@@ -50,7 +50,7 @@ class Found:
 
 
 def detect(root: Path = Path("/")) -> Found:
-    """Look below ``root`` for AMD GPUs (KFD topology), then NVIDIA ones (driver's files). Never raises."""
+    """Look below ``root`` for AMD GPUs (KFD topology), then for NVIDIA GPUs (files of the driver). Never raises."""
     try:
         return _amd(root) or _nvidia(root) or Found()
     except (OSError, ValueError):
@@ -81,7 +81,7 @@ def _amd(root: Path) -> Found | None:
         properties = dict(
             line.split(maxsplit=1) for line in _lines(node / "properties") if len(line.split(maxsplit=1)) == 2
         )
-        # CPUs are nodes of the topology too; only GPUs have SIMDs.
+        # CPUs are also nodes of the topology, but only GPUs have SIMDs.
         if (simds := int(properties.get("simd_count", "0"))) > 0:
             version = int(properties.get("gfx_target_version", "0"))
             name, generation = _product(version, int(properties.get("device_id", "0")), simds)
@@ -106,7 +106,7 @@ def _amd(root: Path) -> Found | None:
 
 
 def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
-    """What to call an AMD GPU, and its generation."""
+    """Return the display name of an AMD GPU, and its generation or ""."""
     if not device_id:
         return name_of_gfx(version), ""
     arch = _arch(version)
@@ -115,7 +115,7 @@ def _product(version: int, device_id: int, simds: int) -> tuple[str, str]:
         return f"unknown AMD GPU ({arch}, device 0x{device_id:04x})", ""
     units = simds // _SIMDS_PER_UNIT
     if units != known.compute_units:
-        # A partition has the whole GPU's name and a part of its peak.
+        # A partition has the name of the whole GPU, but only a part of its peak.
         return f"part of {known.title} ({arch}, {units} of {known.compute_units} compute units)", ""
     return f"{known.title} ({arch})", known.name
 
@@ -134,7 +134,7 @@ def _nvidia(root: Path) -> Found | None:
     if not names:
         return None
     obstacle = "" if any(_openable(node) for node in nodes) else "no /dev/nvidia* can be opened: pass --gpus all"
-    # The model is the whole GPU's also where a container sees an instance (MIG) of it.
+    # The model is that of the whole GPU, even if a container sees only an instance (MIG) of it.
     split = any((root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
     known = [None if split else by_product_name(name) for name in names]
     return Found(
@@ -156,10 +156,10 @@ def _driver(root: Path, module: str) -> str:
 
 
 def name_of_gfx(version: int) -> str:
-    """The name for KFD's ``gfx_target_version`` (90402 → gfx942): the products it can be, or "unknown …"."""
+    """Return a name for KFD's ``gfx_target_version`` (90402 → gfx942): the possible products, or "unknown …"."""
     arch = _arch(version)
     first, *rest = [g.title for g in by_gfx(arch)] or [""]
-    # "AMD Instinct MI300X or MI325X": the maker is named once.
+    # "AMD Instinct MI300X or MI325X": the vendor is named once.
     names = " or ".join([first, *(title.rpartition(" ")[2] for title in rest)])
     return f"{names} ({arch})" if names else f"unknown AMD GPU ({arch})"
 

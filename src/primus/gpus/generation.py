@@ -1,4 +1,4 @@
-"""The shape of ``generations.yaml``: architectures, GPU generations and their environment, with a source each."""
+"""The format of ``generations.yaml``: architectures, GPU generations and environment variables, with their sources."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ __all__ = ["Arch", "Dtype", "Generation", "Memory", "Peak", "Statement", "Table"
 Dtype = Literal["bf16", "fp8", "mxfp8", "mxfp6", "mxfp4"]
 MxDtype = Literal["mxfp8", "mxfp6", "mxfp4"]
 
-# Largest finite value: the two formats differ in bias, so bytes of one read as the other are wrong by a factor of two.
+# The largest finite values. The formats have different biases: bytes of one read as the other are wrong by a factor
+# of two.
 _LARGEST = {"e4m3fnuz": 240, "e4m3fn": 448}
 _ALWAYS: tuple[Dtype, ...] = ("bf16", "fp8")
 
 
 def plain_name(text: str) -> str:
-    """A product's name without what tools spell differently: case, blanks, trade marks."""
+    """Normalize a product name: case, blanks and trade marks, which tools spell differently."""
     return " ".join(re.sub(r"[™®]|\((?:tm|r)\)", " ", text.casefold()).split())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arch:
-    """What a compiler targets; several products share one."""
+    """An architecture that compilers target. Several products can share it."""
 
     arch: str = described("Name.", pattern=r"gfx[0-9a-f]+|sm_[0-9]+", shape="like gfx942 or sm_90")
-    vendor: Literal["amd", "nvidia"] = described("Who makes it.")
-    fp8: Literal["e4m3fnuz", "e4m3fn"] = described("The 8-bit format its matrix units compute.")
+    vendor: Literal["amd", "nvidia"] = described("Vendor.")
+    fp8: Literal["e4m3fnuz", "e4m3fn"] = described("The 8-bit format that its matrix units support.")
     fp8_largest: int = described("Largest finite value of that format.")
-    fp8_source: str = described("Where that is published.")
-    mx: tuple[MxDtype, ...] = described("Block-scaled (MX) formats its matrix units compute.")
-    mx_source: str = described("Where that is published.")
-    others: tuple[str, ...] = described("Products of this architecture that the table does not hold.")
+    fp8_source: str = described("Source of the format.")
+    mx: tuple[MxDtype, ...] = described("Block-scaled (MX) formats that its matrix units support.")
+    mx_source: str = described("Source of the MX formats.")
+    others: tuple[str, ...] = described("Products of this architecture that are not in the table.")
 
     def __post_init__(self) -> None:
         if self.arch.startswith("gfx") != (self.vendor == "amd"):
@@ -46,26 +47,26 @@ class Arch:
 
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
-        """What its matrix units compute, of the dtypes that training uses."""
+        """The dtypes used in training that its matrix units support."""
         return (*_ALWAYS, *self.mx)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """What the maker says the matrix units can do, dense."""
+    """The dense peak of the matrix units, as published by the vendor."""
 
     dtype: Dtype = described("Format of the factors.")
-    tflops: float | None = described("Dense TFLOP/s; null when no source states them.")
-    source: str = described("Where the figure is published, or why there is none.")
+    tflops: float | None = described("Dense TFLOP/s; null if no source states a figure.")
+    source: str = described("Source of the figure, or the reason why there is none.")
 
     def __post_init__(self) -> None:
         if self.tflops is not None and self.tflops <= 0:
-            raise ValueError(f"a peak of {self.tflops:g} TFLOP/s is none")
+            raise ValueError(f"a peak must be greater than 0 TFLOP/s, not {self.tflops:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The GPU's own memory."""
+    """The memory of the GPU."""
 
     gb: float = described("Capacity in GB, as sold.")
     tb_s: float = described("Bandwidth in TB/s.")
@@ -73,25 +74,25 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One product that an image can be made for."""
+    """One product that an image can be built for."""
 
     name: str = described("Name of the target.", pattern=r"[a-z][a-z0-9]*", shape="like mi300x")
-    title: str = described("Its name for people.")
+    title: str = described("Display name.")
     arch: str = described("Its architecture, one of ``archs``.")
-    names: tuple[str, ...] = described("How tools print it, whole; case, blanks and trade marks do not matter.")
+    names: tuple[str, ...] = described("Full names that tools print; case, blanks and trade marks are ignored.")
     device_ids: tuple[str, ...] = described(
         "PCI device ids of the whole GPU.", pattern=r"0x[0-9a-f]{4}", shape="like 0x74a1"
     )
     compute_units: int = described("Compute units (AMD) or SMs (NVIDIA) of the whole GPU; fewer are a partition.")
     memory: Memory = described("Its memory.")
-    source: str = described("Where compute units and memory are published.")
-    peaks: tuple[Peak, ...] = described("One for each dtype its matrix units compute.")
-    notes: tuple[str, ...] = described("What a reader of the figures must know.", default=())
+    source: str = described("Source of compute units and memory.")
+    peaks: tuple[Peak, ...] = described("One peak for each dtype that its matrix units support.")
+    notes: tuple[str, ...] = described("Notes on the figures.", default=())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """What one source says a variable should be."""
+    """The value of a variable in one source."""
 
     by: str = described("The source.")
     value: str = described("The value there.")
@@ -99,32 +100,32 @@ class Statement:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """One environment variable: what it is set to, for which GPUs, and why."""
+    """One environment variable: its value, the GPUs that it is for, and the reason."""
 
     name: str = described("Name of the variable.", pattern=r"[A-Z][A-Z0-9_]*", shape="like HSA_NO_SCRATCH_RECLAIM")
-    value: str | None = described("Its value in images; null when it is left unset on purpose.")
-    for_: tuple[str, ...] = described("Architectures or targets it concerns.")
+    value: str | None = described("Its value in images; null if it is left unset on purpose.")
+    for_: tuple[str, ...] = described("Architectures or targets that it is for.")
     why: str = described("The reason.")
-    stated: tuple[Statement, ...] = described("What each source says.")
-    choice: str | None = described("Why this value, where a source says another.", default=None)
+    stated: tuple[Statement, ...] = described("The value in each source.")
+    choice: str | None = described("The reason for this value, if a source has another.", default=None)
 
     def __post_init__(self) -> None:
         if not self.stated:
             raise ValueError(f"{self.name} has no source")
         if self.disagreeing and not self.choice:
-            raise ValueError(f"{self.name}: sources disagree, and no choice says why it is {self.value or 'unset'}")
+            raise ValueError(f"{self.name}: sources disagree, so choice must say why it is {self.value or 'unset'}")
         if self.choice and not self.disagreeing:
             raise ValueError(f"{self.name}: no source disagrees, so there is no choice to explain")
 
     @property
     def disagreeing(self) -> tuple[Statement, ...]:
-        """The sources that say another value than the one taken."""
+        """The sources with a value other than the chosen one."""
         return tuple(s for s in self.stated if s.value != self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Every GPU generation and every variable, each thing once."""
+    """All architectures, GPU generations and environment variables."""
 
     archs: tuple[Arch, ...] = described("Architectures.")
     generations: tuple[Generation, ...] = described("Products.")
@@ -170,7 +171,7 @@ class Table:
                 raise WrongValue(message + " (`value: null` leaves one unset)", "archs", index)
 
     def of(self, generation: Generation) -> tuple[Variable, ...]:
-        """The variables that concern ``generation``, set or left unset, in the table's order."""
+        """Return the variables for ``generation``, set or left unset, in the order of the table."""
         mine = {generation.name, generation.arch}
         return tuple(v for v in self.environment if mine & set(v.for_))
 
@@ -178,4 +179,4 @@ class Table:
 def _once(what: str, words: Iterable[str]) -> None:
     for word, count in Counter(words).items():
         if count > 1:
-            raise ValueError(f"{what} {word!r} stands here twice")
+            raise ValueError(f"{what} {word!r} is a duplicate")

@@ -1,4 +1,4 @@
-"""Questions to the one table of GPU generations. What the table does not know is never guessed."""
+"""Queries of the table of GPU generations. Values that are not in the table are never guessed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLE_FILE = Path(__file__).with_name("generations.yaml")
 
 
 class UnknownPeak(PrimusError):
-    """Utilisation cannot be told: the GPU or its peak is not known."""
+    """MFU cannot be computed, because the GPU or its peak is unknown."""
 
 
 @cache
@@ -42,7 +42,7 @@ def load_table(path: Path = TABLE_FILE) -> Table:
 
 
 def generation(name: str, table: Table | None = None) -> Generation:
-    """The generation of target ``name``, such as ``mi300x``. Raises InputError for any other word."""
+    """Return the generation of target ``name``, such as ``mi300x``. Raises InputError for an unknown name."""
     known = {g.name: g for g in (table or load_table()).generations}
     if name not in known:
         hint = did_you_mean(name, known) or "known: " + ", ".join(known)
@@ -51,60 +51,60 @@ def generation(name: str, table: Table | None = None) -> Generation:
 
 
 def by_product_name(text: str) -> Generation | None:
-    """The generation that a tool calls ``text``, or None.
+    """Return the generation that a tool calls ``text``, or None.
 
-    Only whole names count: "NVIDIA H200 NVL" and "AMD Instinct MI300X HF" are other products than the ones whose
-    names they begin with.
+    Only full names match: "NVIDIA H200 NVL" and "AMD Instinct MI300X HF" are not the products whose names they begin
+    with.
     """
     wanted = plain_name(text)
     return next((g for g in load_table().generations if wanted in map(plain_name, g.names)), None)
 
 
 def by_device_id(device_id: int) -> Generation | None:
-    """The generation with this PCI device id, or None."""
+    """Return the generation with this PCI device id, or None."""
     return next((g for g in load_table().generations if f"0x{device_id:04x}" in g.device_ids), None)
 
 
 def by_gfx(arch: str) -> tuple[Generation, ...]:
-    """Every generation of the table that has ``arch`` (``gfx942``, or torch's ``gfx942:sramecc+:xnack-``).
+    """Return every generation with ``arch`` (``gfx942``, or torch's ``gfx942:sramecc+:xnack-``).
 
-    An architecture never tells a product, not even where this is one generation: see ``Arch.others``.
+    An architecture never identifies a product, even if the result is a single generation: see ``Arch.others``.
     """
     wanted = arch.partition(":")[0]
     return tuple(g for g in load_table().generations if g.arch == wanted)
 
 
 def arch_of(gpu: Generation) -> Arch:
-    """The architecture of ``gpu``."""
+    """Return the architecture of ``gpu``."""
     return next(a for a in load_table().archs if a.arch == gpu.arch)
 
 
 def fp8_dtype(gpu: Generation) -> str:
-    """``e4m3fnuz`` or ``e4m3fn``."""
+    """Return the FP8 format of ``gpu``: ``e4m3fnuz`` or ``e4m3fn``."""
     return arch_of(gpu).fp8
 
 
 def mx_supported(gpu: Generation) -> bool:
-    """Whether its matrix units compute block-scaled (MX) formats."""
+    """Whether the matrix units of ``gpu`` support block-scaled (MX) formats."""
     return bool(arch_of(gpu).mx)
 
 
 def peak(gpu: Generation, dtype: Dtype) -> Peak | None:
-    """The published peak; None when the GPU does not compute ``dtype`` or nobody states a figure."""
+    """Return the published peak, or None if the GPU does not support ``dtype`` or no source states a figure."""
     return next((p for p in gpu.peaks if p.dtype == dtype and p.tflops is not None), None)
 
 
 def mfu(tflops: float, gpu: Generation | str, dtype: Dtype) -> float:
-    """Model FLOP/s utilisation, 0.5 for a half, of a GPU or of a product's name as a tool prints it.
+    """Return the model FLOP/s utilization as a fraction (0.5 is half). ``gpu`` can be a name that a tool prints.
 
-    Raises UnknownPeak, with the sentence to print instead, when the GPU or its peak is not known.
+    Raises UnknownPeak, whose message can be printed instead, if the GPU or its peak is unknown.
     """
     if not (math.isfinite(tflops) and tflops >= 0):
-        raise ValueError(f"{tflops} TFLOP/s is no throughput")
+        raise ValueError(f"{tflops} TFLOP/s is not a throughput")
     known = by_product_name(gpu) if isinstance(gpu, str) else gpu
     if known is None:
         raise UnknownPeak(
-            f"no MFU: the peak of {gpu!r} is not known",
+            f"no MFU: the peak of {gpu!r} is unknown",
             hint="known: " + ", ".join(g.title for g in load_table().generations),
         )
     if dtype not in arch_of(known).dtypes:
@@ -116,12 +116,12 @@ def mfu(tflops: float, gpu: Generation | str, dtype: Dtype) -> float:
 
 
 def environment(target: str, table: Table | None = None) -> tuple[Variable, ...]:
-    """The variables that an image for ``target`` carries, by name. Raises InputError for an unknown generation."""
+    """Return the variables that an image for ``target`` sets, sorted by name. InputError for an unknown generation."""
     return tuple(v for v in _of(target, table) if v.value is not None)
 
 
 def left_unset(target: str, table: Table | None = None) -> tuple[Variable, ...]:
-    """The variables that such an image leaves unset on purpose, by name."""
+    """Return the variables that such an image leaves unset on purpose, sorted by name."""
     return tuple(v for v in _of(target, table) if v.value is None)
 
 

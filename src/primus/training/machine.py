@@ -18,7 +18,7 @@ from primus.recipes.size import readable, size
 __all__ = ["check", "host_bytes", "least_bytes"]
 
 _SHOW = "--dry-run shows the job"
-_SMALL = f"--proxy trains its small form here, {_SHOW}"
+_SMALL = f"--proxy trains a small model instead, {_SHOW}"
 # FP8 is emulated on a CPU, by other settings than those for a GPU.
 _ON_CPU = ("fp32", "bf16")
 _FLOAT32, _BFLOAT16 = 4, 2

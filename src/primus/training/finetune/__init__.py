@@ -1,4 +1,4 @@
-"""Fine-tuning with Hugging Face's models: all weights (``full``), or adapters beside frozen ones (``lora``, PEFT).
+"""Fine-tuning of Hugging Face's models: all weights (``full``), or adapters with frozen weights (``lora``, PEFT).
 
-``config`` is pure and needs no torch. The rest runs inside the ranks only.
+``config`` and ``hub`` do not need torch. The other modules run only inside the ranks.
 """

@@ -1,4 +1,4 @@
-"""The keys of the ``finetune`` section that are its own."""
+"""The keys of the ``finetune`` section that other backends do not have."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["FinetuneConfig", "LoraConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters of rank ``rank``, scaled by ``alpha`` ÷ ``rank``, beside the linear layers named by ``targets``.
+    """Adapters of rank ``rank``, scaled by ``alpha`` ÷ ``rank``, for the linear layers in ``targets``.
 
-    No name: beside all of them but the output layer. Read in mode ``lora`` only.
+    If ``targets`` is empty, all linear layers except the output layer get adapters. Used in mode ``lora`` only.
     """
 
     rank: int = bounded(16, "[1, 65536]")
@@ -25,12 +25,12 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    """What is trained.
+    """The settings of fine-tuning.
 
-    ``weights`` to start from: "random" (from the seed), a folder of safetensors files with Hugging Face's names, or
-    ``hf:OWNER/NAME``. ``attention`` is Hugging Face's name of an implementation. The logits are made for
-    ``loss_chunk`` tokens at a time. ``save_weights`` leaves the trained weights, or adapters, in a folder ``weights``
-    that Hugging Face's libraries load.
+    ``weights`` are the initial weights: "random" (from the seed), a folder of safetensors files with Hugging Face's
+    names, or ``hf:OWNER/NAME``. ``attention`` is Hugging Face's name of an implementation. Logits are computed for
+    ``loss_chunk`` tokens at a time. ``save_weights`` exports the trained weights, or adapters, to a folder ``weights``
+    that Hugging Face's libraries can load.
     """
 
     weights: str = "random"

@@ -35,7 +35,7 @@ def main(given: Given, here: Process) -> None:
         model.compile_loss()
     if "linear-cross-entropy" in given.turbo:
         model.fuse_loss()
-    # Adapters are small products: in FP8 they would be slower, and their rank may be no multiple of 16.
+    # Adapters are small products, which would be slower in FP8, and their rank may not be a multiple of 16.
     shard(model, list(model.causal.model.layers), given, here, wide=lambda name: "lm_head" in name or "lora_" in name)
     models.init(model, given.training.seed, weights.Files(source) if source else None)
     session = Sharded(model, language.loss, given, here, _facts(given, config, model))
@@ -45,7 +45,7 @@ def main(given: Given, here: Process) -> None:
 
 
 def _source(name: str, given: Given, here: Process) -> Path | None:
-    """The folder of the weights to start from; those of the hub are fetched once per machine, and checked."""
+    """Return the folder of the initial weights, or None. Weights of the hub are downloaded once per machine."""
     if name == "random":
         return None
     if not name.startswith(HUB):
@@ -55,7 +55,7 @@ def _source(name: str, given: Given, here: Process) -> Path | None:
     wanted = {
         "repo_id": name.removeprefix(HUB),
         "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
-        # The same weights once more, in the makers' own form.
+        # Copies of the same weights in the vendor's own format.
         "ignore_patterns": ["consolidated*", "original/*"],
     }
     if here.local_rank == 0:
@@ -77,7 +77,7 @@ def _facts(given: Given, config: FinetuneConfig, model: models.FineTuned) -> dic
 
 
 def _save(model: models.FineTuned, given: Given, source: Path | None) -> None:
-    """All weights, or the adapters alone, with all that Hugging Face's libraries need to run them; by rank 0."""
+    """Export all weights, or only the adapters, with the files that Hugging Face's libraries need. Rank 0 writes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -87,7 +87,7 @@ def _save(model: models.FineTuned, given: Given, source: Path | None) -> None:
         tokenizer = _tokenizer(given.assets["tokenizer"], source)
         models.ready_to_generate(model, tokenizer)
         if given.mode == "lora" and source is not None:
-            # Where PEFT finds what the adapters stand beside.
+            # PEFT loads the base model from here.
             name = str(given.config["weights"])
             model.model.peft_config["default"].base_model_name_or_path = (
                 name.removeprefix(HUB) if name.startswith(HUB) else str(source.absolute())
@@ -101,7 +101,7 @@ def _save(model: models.FineTuned, given: Given, source: Path | None) -> None:
 
 
 def _tokenizer(name: str, source: Path | None) -> Path | None:
-    """The folder of the tokenizer that was trained with; that of the weights where the data were made up."""
+    """Return the folder of the tokenizer used in training or, for mock data, that of the weights."""
     if name == MOCK:
         return source
     if not name.startswith(HUB):

@@ -1,7 +1,7 @@
-"""Hugging Face's folders of weights: whether a recipe describes the model they are of. Needs no library of theirs.
+"""Checking that a recipe describes the model of a Hugging Face folder of weights, without their libraries.
 
-The weights' own ``config.json`` is what their model is built from. A recipe that says otherwise would train, report and
-export another one, so it is refused key by key.
+The model is built from the weights' own ``config.json``. A recipe that describes another model is refused, with every
+key that differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["TYPES", "check", "copy_tokenizer", "differences"]
 
 # transformers' model types, by the recipe's families.
 TYPES = {"llama2": "llama", "llama3": "llama", "mistral": "mistral", "mixtral": "mixtral", "qwen2": "qwen2"}
-# What transformers takes where a config.json leaves a key out.
+# The defaults of transformers for keys that a config.json omits.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -37,9 +37,9 @@ _TOKENIZER = (
 
 
 def check(folder: Path, model: Architecture, seq_len: int, where: str | None = None) -> None:
-    """InputError unless the weights in ``folder`` are whole and of ``model``, and take ``seq_len`` tokens.
+    """Raise InputError if the weights in ``folder`` are damaged, not of ``model``, or support fewer than ``seq_len``.
 
-    ``where`` is the place that names the folder.
+    ``where`` is the place of the setting that names the folder.
     """
     if not folder.is_dir():
         raise InputError(
@@ -51,8 +51,8 @@ def check(folder: Path, model: Architecture, seq_len: int, where: str | None = N
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(
-            f"the weights in {folder} have no config.json, so nothing tells which model they are of", where=where,
-            hint="copy it from where the weights come from",
+            f"the weights in {folder} have no config.json, so their model is unknown", where=where,
+            hint="copy it from the source of the weights",
         ) from None  # fmt: skip
     except (OSError, ValueError) as error:
         raise InputError("config.json cannot be read", where=str(file)) from error
@@ -74,7 +74,7 @@ def check(folder: Path, model: Architecture, seq_len: int, where: str | None = N
     longest = config.get("max_position_embeddings", seq_len)
     if seq_len > longest:
         raise InputError(
-            f"seq_len is {seq_len}, and the weights were made for {longest} tokens at most", where=str(file),
+            f"seq_len is {seq_len}, but the weights support at most {longest} tokens", where=str(file),
             hint=f"training.seq_len={longest}",
         )  # fmt: skip
 
@@ -84,7 +84,7 @@ def _shown(value: object) -> str:
 
 
 def differences(model: Architecture, config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Key of the recipe's ``model``, its value there, the value in ``config``: what differs, in the recipe's order."""
+    """Return the differences as (key of the recipe's ``model``, the recipe's value, the value in ``config``)."""
     kind = config.get("model_type")
     if kind != TYPES.get(model.family):
         fitting = [family for family, name in TYPES.items() if name == kind]
@@ -131,7 +131,7 @@ def _window(given: Mapping[str, Any], kind: str) -> int:
 
 
 def _rotary(model: Architecture, given: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    # transformers 5 keeps in one mapping what used to be two keys.
+    # transformers 5 has one mapping for what used to be two keys.
     rope: Mapping[str, Any] = given.get("rope_parameters") or given.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or given.get("rope_theta") or 10000.0
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -151,7 +151,7 @@ def _rotary(model: Architecture, given: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files of a tokenizer, as they are, beside exported weights."""
+    """Copy the files of a tokenizer unchanged to the folder of exported weights."""
     for pattern in _TOKENIZER:
         for file in source.glob(pattern):
             if file.is_file():

@@ -1,4 +1,4 @@
-"""Hugging Face's models from a recipe's sizes, and their weights from Hugging Face's files."""
+"""Building Hugging Face's models from a recipe's sizes, and loading their weights from Hugging Face's files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from primus.training.loop.language import LanguageModel
 __all__ = ["FineTuned", "adapted", "causal_model", "config_of", "init", "ready_to_generate"]
 
 _OUTER = ("lm_head.weight", "model.embed_tokens.weight")
-# What PEFT adds to the names of the weights it stands beside.
+# The parts that PEFT adds to the names of weights.
 _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 _EXPERTS = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)$")
 
 
 def config_of(model: Architecture, attention: str) -> Any:
-    """transformers' configuration of ``model``. SystemExit for a family it is not used for here."""
+    """Return transformers' configuration of ``model``. Raises SystemExit for an unsupported family."""
     from transformers import AutoConfig
 
     if model.family not in TYPES:
@@ -44,7 +44,7 @@ def config_of(model: Architecture, attention: str) -> Any:
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tied_embeddings,
         "rope_parameters": _rope(model),
-        # Marks of the vocabulary: none is known here, and some defaults lie outside a small one.
+        # The special tokens are unknown here, and some defaults are outside of a small vocabulary.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -89,9 +89,9 @@ def _rope(model: Architecture) -> dict[str, Any]:
 def causal_model(
     model: Architecture, config: FinetuneConfig, source: Path | None = None, attention: str | None = None
 ) -> Any:
-    """The model, its parameters without memory; built as the weights in ``source`` say, which fit ``model``.
+    """Return the model, with parameters without memory. If there is ``source``, its config.json describes the model.
 
-    ``attention`` names an implementation of attention other than that of ``config``.
+    ``attention`` replaces the attention implementation of ``config``.
     """
     attention = attention or config.attention
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -99,7 +99,7 @@ def causal_model(
     if source is None:
         made = config_of(model, attention)
     else:
-        # Whatever a recipe has no word for stays as the weights' makers set it.
+        # Settings that a recipe cannot express keep the values of the weights' config.json.
         made = AutoConfig.from_pretrained(source, attn_implementation=attention, use_cache=False)
         if model.moe.experts:
             made.router_aux_loss_coef = model.moe.auxiliary_loss
@@ -108,9 +108,9 @@ def causal_model(
 
 
 def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
-    """Prepare the configuration that is saved with the weights: with a cache, and the marks that ``tokenizer`` has.
+    """Prepare the configuration for export: enable the cache, and set the special tokens of ``tokenizer``.
 
-    Marks that the weights brought with them stay.
+    Special tokens from the original weights are kept.
     """
     config = model.causal.config
     config.use_cache = True
@@ -123,7 +123,7 @@ def ready_to_generate(model: FineTuned, tokenizer: Path | None) -> None:
 
 
 def adapted(model: Any, lora: LoraConfig) -> Any:
-    """``model`` frozen, with adapters to train. SystemExit when a target names no layer."""
+    """Freeze ``model`` and add adapters. Raises SystemExit if a target names no layer."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model
 
@@ -143,7 +143,7 @@ def adapted(model: Any, lora: LoraConfig) -> Any:
 
 
 class FineTuned(LanguageModel):
-    """One of Hugging Face's causal models, with or without PEFT's adapters, in the loop's form."""
+    """One of Hugging Face's causal models, with or without PEFT's adapters, for the loop."""
 
     def __init__(self, model: Any, chunk: int) -> None:
         super().__init__(chunk)
@@ -151,7 +151,7 @@ class FineTuned(LanguageModel):
 
     @property
     def causal(self) -> Any:
-        """Hugging Face's own model, inside PEFT's."""
+        """Hugging Face's model, without PEFT's wrapper."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
@@ -174,16 +174,16 @@ class FineTuned(LanguageModel):
 
 
 def init(model: nn.Module, seed: int, given: weights.Files | None) -> None:
-    """Set every weight of the sharded ``model``: from the files, else from the seed. Adapters begin as no change.
+    """Set every weight of the sharded ``model`` from the files or, without files, from the seed.
 
-    SystemExit when the files lack a weight.
+    Adapters start without effect. Raises SystemExit if the files lack a weight.
     """
     for name, parameter in model.named_parameters():
         plain = _ADAPTED.sub("", name.removeprefix("model."))
         if ".lora_B." in plain:
             weights.fill(parameter, weights.constant(parameter, 0.0))
         elif ".lora_A." in plain:
-            # PEFT's own distribution has this variance, too.
+            # The same variance as in PEFT's own initialization.
             weights.fill(parameter, weights.normal(plain, parameter, seed, 1 / math.sqrt(3 * parameter.shape[-1])))
         elif given is not None:
             weights.fill(parameter, _stored(given, plain))
@@ -197,7 +197,7 @@ def _stored(files: weights.Files, name: str) -> weights.Rows:
     experts = _EXPERTS.match(name)
     if not experts:
         return files.rows_of(name.replace(".mlp.gate.", ".block_sparse_moe.gate."))
-    # Mixtral's files hold each expert's three matrices apart; transformers computes on stacks of them.
+    # Mixtral's files have three matrices per expert. transformers uses stacked matrices of all experts.
     parts = ("w1", "w3") if experts[2] == "gate_up_proj" else ("w2",)
     head = f"{experts[1]}.block_sparse_moe.experts"
 

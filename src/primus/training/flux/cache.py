@@ -1,7 +1,7 @@
-"""A cache of latents and text embeddings: what its files hold, checked before any rank starts. Needs no torch.
+"""Checking a cache of latents and text embeddings before any rank starts. Does not need torch.
 
-Each safetensors file of the folder holds, for any number of images, ``latents`` [images, channels, height, width] as
-the VAE made and scaled them, ``text`` [images, tokens, width] and ``pooled`` [images, width].
+Each safetensors file of the folder contains, for any number of images, ``latents`` [images, channels, height, width]
+as scaled by the VAE, ``text`` [images, tokens, width] and ``pooled`` [images, width].
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["KEYS", "check", "check_weights"]
 
 KEYS = ("latents", "text", "pooled")
 _EXPECTED = "expected a folder of safetensors files with the tensors latents, text and pooled"
-# The VAE makes one latent of 8 × 8 pixels; the transformer's tokens are 2 × 2 of them.
+# One latent of the VAE is 8 × 8 pixels; one token of the transformer is 2 × 2 latents.
 _PIXELS = 8
 _PER_TOKEN = 4
 
 
 def check(folder: Path, model: DiffusionTransformer) -> None:
-    """InputError, with the file, for a cache that ``model`` cannot be trained on."""
+    """Raise InputError, with the file, if ``model`` cannot be trained on the cache."""
     found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not found:
         raise InputError(f"{_EXPECTED}, found none", where=str(folder))
@@ -41,17 +41,17 @@ def check(folder: Path, model: DiffusionTransformer) -> None:
         for key, shape in wanted.items():
             if shapes[key][1:] != shape:
                 raise InputError(
-                    f"{key} is {_shown(shapes[key])}, and the model takes {_shown(('images', *shape))}", where=str(file)
+                    f"{key} is {_shown(shapes[key])}, but the model needs {_shown(('images', *shape))}", where=str(file)
                 )
         if len({shapes[key][0] for key in KEYS}) > 1:
-            raise InputError("latents, text and pooled are of different numbers of images", where=str(file))
+            raise InputError("latents, text and pooled have different numbers of images", where=str(file))
         images += shapes["latents"][0]
     if not images:
-        raise InputError("the cache holds no image", where=str(folder))
+        raise InputError("the cache contains no image", where=str(folder))
 
 
 def check_weights(folder: Path, model: Architecture, where: str | None = None) -> None:
-    """InputError unless ``folder`` holds whole weights of diffusers' transformer, with the sizes of ``model``."""
+    """Raise InputError unless ``folder`` has whole weights of diffusers' transformer with the sizes of ``model``."""
     file, dit = folder / "config.json", model.dit
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}", where=where, hint="name diffusers' folder 'transformer'")

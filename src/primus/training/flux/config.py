@@ -1,4 +1,4 @@
-"""The keys of the ``flux`` section that are its own."""
+"""The keys of the ``flux`` section that other backends do not have."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["FluxConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class FluxConfig:
-    """What is trained.
+    """The settings of FLUX training.
 
-    ``weights`` to start from: "random" (from the seed), or a folder with the safetensors files of diffusers'
-    transformer. ``times`` is the distribution of the noise levels over 0 … 1. ``guidance`` is the scale that a model
-    with guidance embeddings is told.
+    ``weights`` are the initial weights: "random" (from the seed), or a folder with the safetensors files of diffusers'
+    transformer. ``times`` is the distribution of the noise levels in 0 … 1. ``guidance`` is the scale passed to a model
+    with guidance embeddings.
     """
 
     weights: str = "random"

@@ -24,9 +24,10 @@ __all__ = ["draw", "flow_matching", "main", "rotary_axes", "transformer"]
 def main(given: Given, here: Process) -> None:
     """Train the transformer."""
     config = given.section(FluxConfig)
-    # With it, on one H200 (torch 2.11, cuDNN 9), gradients were not finite, or the GPU reported an illegal address; the
-    # other three ways were right. It is prepared once for all calls whose query, key and value are laid out alike, with
-    # the gradient's layout of the first call, and both kinds of blocks lay out the former alike and the latter not.
+    # With cuDNN's attention on an H200 (torch 2.11, cuDNN 9), gradients were not finite, or the GPU reported an illegal
+    # address; the other three implementations were correct. cuDNN seems to prepare its backward pass once for all calls
+    # with the same layout of query, key and value, with the gradient layout of the first call. FLUX's two kinds of
+    # blocks share the former but not the latter.
     torch.backends.cuda.enable_cudnn_sdp(False)
     data = latents.images(given, config)
     model = transformer(given.model)
@@ -46,7 +47,7 @@ def main(given: Given, here: Process) -> None:
 
 
 def transformer(model: Architecture) -> Any:
-    """diffusers' transformer of these sizes, its parameters without memory."""
+    """Return diffusers' transformer with these sizes and parameters without memory."""
     from diffusers import FluxTransformer2DModel
 
     dit = model.dit
@@ -65,16 +66,16 @@ def transformer(model: Architecture) -> Any:
 
 
 def rotary_axes(size: int) -> tuple[int, int, int]:
-    """How a head's elements are shared by index, row and column; FLUX.1 has 16, 56 and 56 of 128."""
+    """Return how many elements of a head encode index, row and column. FLUX.1 has 16, 56 and 56 of 128."""
     index = max(2, size // 8)
     index += (size - index) % 4
     return index, (size - index) // 2, (size - index) // 2
 
 
 def flow_matching(model: nn.Module, batch: Batch, side: int, guidance: float | None) -> torch.Tensor:
-    """The sum over the images of the mean squared error of the velocity, noise − latents.
+    """Return the sum over the images of the mean squared error of the velocity, noise − latents.
 
-    A model that predicts nothing has a loss of 1 plus the latents' mean square.
+    A model that predicts 0 has a loss of 1 plus the mean square of the latents.
     """
     clean, noise, time = batch["latents"], batch["noise"], batch["time"]
     level = time[:, None, None]
@@ -96,7 +97,7 @@ def flow_matching(model: nn.Module, batch: Batch, side: int, guidance: float | N
 
 
 def _wide(name: str) -> bool:
-    """The blocks' large products are worth FP8; modulation and embeddings see one row per image."""
+    """Whether a layer stays in wider precision: only the blocks' large products benefit from FP8."""
     return "transformer_blocks" not in name or "norm" in name
 
 
@@ -104,7 +105,7 @@ def draw(model: nn.Module, seed: int) -> None:
     """Set every weight from the seed."""
     for name, parameter in model.named_parameters():
         if name.startswith("proj_out."):
-            # Begins with no prediction, as is usual for diffusion transformers.
+            # The prediction starts at 0, as is usual for diffusion transformers.
             weights.fill(parameter, weights.constant(parameter, 0.0))
         else:
             weights.draw_one(name, parameter, seed)

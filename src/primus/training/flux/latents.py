@@ -1,4 +1,4 @@
-"""Images as samples found by number: cached latents and text embeddings, or made-up ones, with their noise."""
+"""Image data: samples of latents, text embeddings and noise, accessed by number, from a cache or synthetic."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from primus.training.loop.session import Batch, Data
 
 __all__ = ["Images", "cached", "image_tokens", "images", "packed"]
 
-# The VAE makes one latent of 8 × 8 pixels, the transformer one token of 2 × 2 latents.
+# One latent of the VAE is 8 × 8 pixels, and one token of the transformer is 2 × 2 latents.
 _PIXELS_PER_TOKEN = 16
 _MOCK_PROMPTS = 16
 
 
 def image_tokens(model: DiffusionTransformer) -> int:
-    """Tokens of one square image."""
+    """Return the number of tokens of one square image."""
     return (model.image_size // _PIXELS_PER_TOKEN) ** 2
 
 
 def packed(latents: torch.Tensor) -> torch.Tensor:
-    """Latents [channels, height, width] as tokens [height/2 · width/2, channels · 4]."""
+    """Convert latents [channels, height, width] to tokens [height/2 · width/2, channels · 4]."""
     channels, height, width = latents.shape
     split = latents.reshape(channels, height // 2, 2, width // 2, 2)
     return split.permute(1, 3, 0, 2, 4).reshape(height // 2 * (width // 2), channels * 4)
 
 
 class Images(Data):
-    """Samples of latents, text and pooled text; noise and its level are drawn for each sample from its number."""
+    """Samples of latents, text and pooled text. The noise of a sample and its level depend on the sample's number."""
 
     def __init__(self, given: Given, config: FluxConfig) -> None:
         self._seed = given.training.seed
         self._times = config.times
         self._tokens = image_tokens(given.model.dit) + given.model.dit.text_tokens
         if given.training.seq_len != self._tokens:
-            raise SystemExit(f"seq_len is {given.training.seq_len}, but image and text make {self._tokens} tokens")
+            raise SystemExit(f"seq_len is {given.training.seq_len}, but image and text have {self._tokens} tokens")
 
     @property
     @override
@@ -55,14 +55,14 @@ class Images(Data):
         return 1
 
     def sample(self, number: int) -> dict[str, torch.Tensor]:
-        """``latents`` [tokens, channels], ``text`` and ``pooled`` of one image, float32."""
+        """Return ``latents`` [tokens, channels], ``text`` and ``pooled`` of one image, float32."""
         raise NotImplementedError
 
     @override
     def batch(self, first: int, count: int) -> Batch:
         samples = []
         for number in range(first, first + count):
-            # Apart from the generators of the samples themselves.
+            # seed + 1, so that it differs from the generators of the samples themselves.
             generator = generator_of(self._seed + 1, number)
             sample = self.sample(number)
             noise = torch.randn(sample["latents"].shape, generator=generator)
@@ -79,7 +79,7 @@ class Images(Data):
 
 
 class _Mock(Images):
-    """A few made-up prompts, each with a picture of its own that all of its images vary a little."""
+    """Synthetic prompts, each with one picture. The images of a prompt are small variations of its picture."""
 
     def __init__(self, given: Given, config: FluxConfig) -> None:
         super().__init__(given, config)
@@ -111,7 +111,7 @@ class _Cached(Images):
             slices = [handle.get_slice(key) for key in KEYS]
             self._places += [(slices, row) for row in range(slices[0].get_shape()[0])]
         if not self._places:
-            raise SystemExit(f"{folder} holds no cached latents")
+            raise SystemExit(f"{folder} contains no cached latents")
         self._order: tuple[int, torch.Tensor] | None = None
 
     @override
@@ -125,11 +125,11 @@ class _Cached(Images):
 
 
 def cached(given: Given, config: FluxConfig, folder: Path) -> Images:
-    """The cache in ``folder``. SystemExit when it holds no image."""
+    """Return the samples of the cache in ``folder``. Raises SystemExit if it contains no image."""
     return _Cached(given, config, folder)
 
 
 def images(given: Given, config: FluxConfig) -> Images:
-    """The data that the job's assets name."""
+    """Return the data that the job's assets name."""
     corpus = given.assets["corpus"]
     return _Mock(given, config) if corpus == MOCK else cached(given, config, Path(corpus))

@@ -1,4 +1,4 @@
-"""The keys of the ``fsdp`` section that are its own."""
+"""The keys of the ``fsdp`` section that other backends do not have."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ __all__ = ["FsdpConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:
-    """The model's loss is made for ``loss_chunk`` tokens at a time.
+    """The settings of plain FSDP training. The loss is computed for ``loss_chunk`` tokens at a time.
 
-    The options of ``train_fsdp.py`` are keys of the loop: ``--batch_size`` is ``training.micro_batch_size``,
-    ``--num_iteration`` counts micro-batches, so it is ``training.steps`` × the accumulation;
-    ``--grad_accumlate_pre_steps`` (its spelling) is that accumulation: ``training.global_batch_size`` ÷ (micro batch ×
-    ranks); ``--enable_fp8`` is ``training.fp8`` (tensorwise; Transformer Engine's delayed scaling there),
-    ``--enable_compile`` ``training.compile``, ``--seed`` ``training.seed``. ``--reduce_pre_steps`` has no key: every
-    step is logged.
+    The options of ``train_fsdp.py`` correspond to keys of the loop:
+
+    * ``--batch_size``: ``training.micro_batch_size``
+    * ``--num_iteration``: ``training.steps`` × accumulation, because it counts micro-batches
+    * ``--grad_accumlate_pre_steps`` (its spelling): the accumulation, ``training.global_batch_size`` ÷ (micro-batch ×
+      ranks)
+    * ``--enable_fp8``: ``training.fp8``, with tensorwise instead of Transformer Engine's delayed scaling
+    * ``--enable_compile``: ``training.compile``
+    * ``--seed``: ``training.seed``
+    * ``--reduce_pre_steps``: no key, because every step is logged
     """
 
     loss_chunk: int = bounded(2048, "[1, inf)")

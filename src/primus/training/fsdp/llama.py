@@ -1,4 +1,4 @@
-"""Llama and Mistral in PyTorch alone: rotary positions, grouped queries, SwiGLU; its layers are plain ``nn.Linear``."""
+"""Llama and its relatives in plain PyTorch: rotary positions, grouped queries, SwiGLU and ``nn.Linear`` layers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FAMILIES = ("llama2", "llama3", "mistral", "qwen2")
 
 
 class Llama(LanguageModel):
-    """The whole model. ``seq_len`` is the length that positions are prepared for.
+    """The model. ``seq_len`` is the largest sequence length.
 
-    ``attend``: "torch" for PyTorch's fused attention, which knows a window only as a mask of all pairs;
-    "flash-attention-4" or "flex-attention" for kernels that leave out what lies outside of the window.
+    ``attend`` selects attention: "torch" is PyTorch's fused attention, which supports a window only as a mask of all
+    pairs. "flash-attention-4" and "flex-attention" are kernels that skip positions outside of the window.
     """
 
     def __init__(self, model: Architecture, seq_len: int, chunk: int, attend: str = "torch") -> None:
@@ -82,7 +82,7 @@ class _Attention(nn.Module):
         self._attend = attend
         self._window = model.window
         if attend != "torch":
-            # Its operators must be declared before a model that calls them is compiled.
+            # The operators must be registered before a model that calls them is compiled.
             attention = optimized().attention
             self._flash, self._windowed = attention.flash_attention_4, attention.windowed_attention
         self.query = nn.Linear(model.hidden_size, model.heads * self.size, bias=model.qkv_bias)
@@ -98,7 +98,7 @@ class _Attention(nn.Module):
             for project in (self.query, self.key, self.value)
         )
         if mask is not None:
-            # No fused kernel takes both a mask and grouped heads.
+            # No fused kernel supports both a mask and grouped heads.
             key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
         mixed = functional.scaled_dot_product_attention(
             _rotate(query, cosine, sine), _rotate(key, cosine, sine), value,
@@ -108,7 +108,7 @@ class _Attention(nn.Module):
         return out
 
     def _sparse(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, mask: Any) -> torch.Tensor:
-        """Heads stay behind the tokens, as Flash Attention reads them: nothing is copied for another order."""
+        """Compute attention with the layout [samples, tokens, heads, size] of Flash Attention, without transposing."""
         length = states.shape[1]
         query, key, value = (
             project(states).unflatten(-1, (-1, self.size)) for project in (self.query, self.key, self.value)
@@ -128,7 +128,7 @@ def _rotate(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> t
 
 
 def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (element i, element i + size/2) by its position's angle; the angles are float32."""
+    """Rotate each pair (element i, element i + size/2) by the angle of its position, in float32."""
     wide = states.float()
     left, right = wide.chunk(2, dim=-1)
     turned = wide * cosine + torch.cat((-right, left), dim=-1) * sine
@@ -144,11 +144,11 @@ def _rotation(model: Architecture, seq_len: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's stretching: slow waves by the whole factor, fast ones not, those between in part."""
+    """Scale frequencies as in Llama 3.1: low ones by the full factor, high ones not, those between partly."""
     if scaling.kind == "none":
         return frequencies
     if scaling.kind != "llama3":
-        raise SystemExit(f"the fsdp backend does not stretch positions by {scaling.kind}")
+        raise SystemExit(f"the fsdp backend does not support rope scaling {scaling.kind}")
     waves = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     part = ((scaling.original_max_position / waves - low) / (high - low)).clamp(0, 1)
@@ -156,6 +156,6 @@ def _scaled(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _window(seq_len: int, window: int) -> torch.Tensor:
-    """Which positions each one sees: itself and the ``window`` − 1 before it."""
+    """Return a mask in which each position sees itself and the ``window`` − 1 positions before it."""
     everything = torch.ones(seq_len, seq_len, dtype=torch.bool)
     return everything.tril() & everything.triu(1 - window)

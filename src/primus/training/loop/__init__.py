@@ -1,4 +1,4 @@
-"""The training loop of the backends whose library has none of its own: Megatron, fine-tuning, FLUX, plain FSDP.
+"""The training loop of the backends whose library has none: Megatron, fine-tuning, FLUX and plain FSDP.
 
-``config`` is pure and needs no torch. The rest runs inside the ranks only.
+``config`` does not need torch. The other modules run only inside the ranks.
 """

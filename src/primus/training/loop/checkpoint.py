@@ -1,4 +1,4 @@
-"""Checkpoints of a run: ``checkpoint/step-N``, whole or not there."""
+"""Checkpoints of a run: ``checkpoint/step-N``, which exists only when it is complete."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["load", "prove", "save"]
 
 
 def save(output: Path, step: int, session: Session, known: Mapping[str, Any]) -> Path:
-    """Save model, optimizer and random states after ``step``, with the run's identity.
+    """Save the model, optimizer and random states after ``step``, with the run's identity. Returns the folder.
 
-    The folder gets its name when all ranks have written.
+    The folder is renamed to its final name when all ranks have written their part.
     """
     folder = output / "checkpoint" / f"step-{step}"
     unfinished = folder.with_name(f".{folder.name}")
@@ -40,9 +40,9 @@ def save(output: Path, step: int, session: Session, known: Mapping[str, Any]) ->
 
 
 def load(folder: Path, session: Session) -> None:
-    """Continue from ``folder``. Rate and place in the data follow from its step.
+    """Load the checkpoint in ``folder``. The learning rate and the position in the data follow from its step.
 
-    With another number of ranks the random states are left as they are: they belong to ranks. SystemExit when the
+    Random states belong to ranks, so they are not loaded if the number of ranks differs. Raises SystemExit if the
     checkpoint cannot be read.
     """
     state = session.state_dict()
@@ -57,7 +57,7 @@ def load(folder: Path, session: Session) -> None:
 
 
 def prove(output: Path, step: int, session: Session, known: Mapping[str, Any], erase: Callable[[], None]) -> None:
-    """Save a checkpoint, ``erase`` all that was trained, and load it: what a checkpoint loses shows in later steps."""
+    """Save a checkpoint, ``erase`` everything that was trained, and load it. Later steps show what is lost."""
     folder = save(output, step, session, known)
     erase()
     load(folder, session)
@@ -67,7 +67,7 @@ def prove(output: Path, step: int, session: Session, known: Mapping[str, Any], e
 
 
 def _load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Fill ``state`` from ``folder``. Returns the random states, which are in ``state`` where they fit."""
+    """Fill ``state`` from ``folder``. Returns the random states; ``state`` contains them if the rank count matches."""
     random = _random_states()
     known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     saved_ranks = sum(name.startswith("random.") for name in known)

@@ -1,4 +1,4 @@
-"""The sections that backends with our own loop share: ``training``, and ``sharding`` where FSDP2 shards."""
+"""The sections shared by backends with our own loop: ``training``, and ``sharding`` for those that use FSDP2."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["LoopConfig", "ShardingConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How to train, apart from the model. Bounds that name keys are relations between settings.
+    """How to train, independent of the model. Bounds that name keys are relations between settings.
 
-    ``micro_batch_size`` counts sequences (or images) per rank and forward pass, ``global_batch_size`` those of one
-    optimizer step over all ranks; their quotient is the number of accumulation steps. ``dtype`` is that of the matrix
-    products; weights and optimizer states follow ``master_dtype``. ``fp8`` other than "none" replaces the products of
-    the linear layers. ``checkpoint_interval`` and ``profile_step`` are steps; 0 means never. ``lr_schedule`` decays
-    from ``lr`` to ``min_lr`` after ``warmup_steps``, until step ``decay_steps`` (0: the last step of the run).
-    ``tensorboard`` and ``wandb`` leave the figures of every step in folders of those names, too; Weights & Biases
-    stays offline unless its environment says otherwise.
+    ``micro_batch_size`` is the number of sequences (or images) per rank and forward pass. ``global_batch_size`` is that
+    of one optimizer step over all ranks; -1 means one micro-batch per rank. ``dtype`` is that of matrix products;
+    weights and optimizer states use ``master_dtype``. ``fp8`` other than "none" computes the linear layers in FP8.
+    ``checkpoint_interval`` and ``profile_step`` are steps; 0 means never. ``lr_schedule`` decays from ``lr`` to
+    ``min_lr`` after ``warmup_steps``, until step ``decay_steps`` (0: the last step of the run). ``tensorboard`` and
+    ``wandb`` also write the figures of every step to folders with those names. Weights & Biases is offline unless
+    WANDB_MODE is set.
     """
 
     steps: int = bounded(50, "[1, inf)")
@@ -52,10 +52,11 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """How FSDP2 spreads a model over the ranks.
+    """How FSDP2 distributes a model over the ranks.
 
-    ``replicas`` groups of ranks hold the whole model each (1: all ranks share one). Without
-    ``reshard_after_forward`` gathered weights stay until the backward pass. Gradients are summed in ``reduce_dtype``.
+    ``replicas`` is the number of copies of the model, each sharded over a group of ranks (1: over all ranks). Without
+    ``reshard_after_forward``, gathered weights are kept until the backward pass. Gradients are summed in
+    ``reduce_dtype``.
     """
 
     replicas: int = bounded(1, "[1, inf)")

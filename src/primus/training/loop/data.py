@@ -1,4 +1,4 @@
-"""Text as samples of tokens, found by number: a corpus through a tokenizer, or made-up tokens."""
+"""Language-model data: samples of tokens, accessed by number, from a tokenized corpus or synthetic."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from primus.training.loop.session import Batch, Data
 
 __all__ = ["Packed", "marks_of", "mock", "shuffled", "text", "tokens_of"]
 
-# A mock token is one of so many, whatever the vocabulary: few enough that a short run learns them.
+# The number of distinct mock tokens, for any vocabulary: few enough for a short run to learn.
 _MOCK_SYMBOLS = 256
 _MOCK_STEPS = (1, 3, 7, 19)
 _IGNORED = -100
 
 
 def text(given: Given, process: Process) -> Data:
-    """The data that the job's assets name."""
+    """Return the data that the job's assets name. Raises SystemExit if corpus, tokenizer and model do not fit."""
     if given.assets["corpus"] == MOCK:
         return mock(given.training.seed, given.training.seq_len, given.model.vocab_size)
     if given.assets["tokenizer"] == MOCK:
         raise SystemExit("assets.tokenizer is mock, but the corpus is text: name a tokenizer")
     tokens = _tokenized(given, process)
     if (largest := int(tokens.max())) >= given.model.vocab_size:
-        raise SystemExit(f"the tokenizer makes token {largest}, the model's vocabulary has {given.model.vocab_size}")
+        raise SystemExit(
+            f"the tokenizer produces token {largest}, but the model's vocabulary has {given.model.vocab_size} tokens"
+        )
     return Packed(tokens, given.training.seq_len, given.training.seed)
 
 
 class _Tokens(Data):
-    """Samples of ``seq_len`` tokens, every label trained on."""
+    """Samples of ``seq_len`` tokens, with a loss for every label."""
 
     def __init__(self, seq_len: int) -> None:
         self._seq_len = seq_len
@@ -55,7 +57,7 @@ class _Tokens(Data):
         return 0
 
     def sample(self, number: int) -> torch.Tensor:
-        """``seq_len + 1`` tokens, int64."""
+        """Return ``seq_len + 1`` tokens, int64."""
         raise NotImplementedError
 
     @override
@@ -69,7 +71,7 @@ class _Tokens(Data):
 
 
 class Packed(_Tokens):
-    """A stream of tokens cut into samples without gaps; each pass over it has an order of its own from ``seed``."""
+    """A stream of tokens, cut into consecutive samples. Each pass has a different order, determined by ``seed``."""
 
     def __init__(self, tokens: np.ndarray, seq_len: int, seed: int) -> None:
         super().__init__(seq_len)
@@ -90,7 +92,7 @@ class Packed(_Tokens):
 
 
 class _Mock(_Tokens):
-    """Walks over a ring of symbols in steps of four sizes: a Markov chain whose entropy is ln 4 a token."""
+    """Random walks on a ring of symbols with four step sizes: a Markov chain with an entropy of ln 4 per token."""
 
     def __init__(self, seed: int, seq_len: int, vocabulary: int) -> None:
         super().__init__(seq_len)
@@ -107,22 +109,22 @@ class _Mock(_Tokens):
 
 
 def mock(seed: int, seq_len: int, vocabulary: int) -> Data:
-    """Made-up tokens that a model can learn; no file is read."""
+    """Return synthetic tokens that a model can learn. No file is read."""
     return _Mock(seed, seq_len, vocabulary)
 
 
 def generator_of(seed: int, number: int) -> torch.Generator:
-    """A generator for sample ``number`` alone, so that no sample depends on those drawn before it."""
+    """Return a generator for sample ``number``, so that a sample does not depend on those drawn before it."""
     return torch.Generator().manual_seed(seed * 2_000_003 + number)
 
 
 def shuffled(count: int, seed: int, turn: int) -> torch.Tensor:
-    """The order of ``count`` samples in pass ``turn`` over them."""
+    """Return the order of ``count`` samples in pass ``turn``."""
     return torch.randperm(count, generator=generator_of(seed, turn))
 
 
 def _tokenized(given: Given, process: Process) -> np.ndarray:
-    """The corpus as one stream of tokens, made once per machine and shared by its ranks through the file's pages."""
+    """Return the corpus as one stream of tokens. One rank per machine tokenizes it; all ranks map the same file."""
     path = given.output / "cache" / "tokens.npy"
     if process.local_rank == 0:
         waiting = path.with_suffix(f".{process.rank}.npy")
@@ -135,9 +137,9 @@ def _tokenized(given: Given, process: Process) -> np.ndarray:
 
 
 def tokens_of(corpus: str, tokenizer: str, column: str | None = None) -> np.ndarray:
-    """All documents of ``corpus`` in order, each between the tokenizer's begin and end marks where it has them.
+    """Return the tokens of all documents in order, each between the tokenizer's BOS and EOS tokens if it has them.
 
-    ``column``: see :class:`primus.training.corpus.Corpus`. InputError at a document that cannot be read.
+    ``column``: see :class:`primus.training.corpus.Corpus`. Raises InputError at a document that cannot be read.
     """
     from tokenizers import Tokenizer
 
@@ -157,7 +159,7 @@ def tokens_of(corpus: str, tokenizer: str, column: str | None = None) -> np.ndar
 
 
 def marks_of(folder: Path) -> dict[str, int]:
-    """``bos_token_id`` and ``eos_token_id`` of the tokenizer in ``folder``, those that it has."""
+    """Return ``bos_token_id`` and ``eos_token_id`` of the tokenizer in ``folder``, if it has them."""
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
@@ -176,7 +178,7 @@ def _marks(folder: Path) -> tuple[str | None, str | None]:
 
     def mark(name: str) -> str | None:
         value = config.get(name)
-        # Some files hold the mark with its stripping rules around it.
+        # Some files have the token in a mapping, together with its stripping rules.
         return value.get("content") if isinstance(value, dict) else value
 
     return mark("bos_token"), mark("eos_token")

@@ -1,4 +1,4 @@
-"""Where the optimizations are that a job asked for; they need Triton, which other jobs do without."""
+"""Access to the optimizations of :mod:`primus.turbo`, imported only on use, because they need Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["optimized"]
 
 
 def optimized() -> SimpleNamespace:
-    """The modules ``attention``, ``loss`` and ``sharded`` of :mod:`primus.turbo`."""
+    """Return the modules ``attention``, ``loss`` and ``sharded`` of :mod:`primus.turbo`."""
     from primus.turbo import attention, loss, sharded
 
     return SimpleNamespace(attention=attention, loss=loss, sharded=sharded)

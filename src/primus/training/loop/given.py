@@ -1,4 +1,4 @@
-"""What a rank is given: ``job.json`` of its output folder, as data."""
+"""The job of a rank: ``job.json`` of its output folder, as a dataclass."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """One job as its ranks see it; the fields are those of :func:`primus.training.ranks.job_file`.
+    """One job as its ranks see it. The fields are those of :func:`primus.training.ranks.job_file`.
 
-    ``config`` is the backend's section of the recipe with dotted keys, ``training`` the part of it that all our
-    backends share, ``turbo`` the optimizations to switch on.
+    ``config`` is the backend's section of the recipe with dotted keys. ``training`` is the part of it that all our
+    backends share. ``turbo`` are the optimizations to enable.
     """
 
     output: Path
@@ -51,14 +51,14 @@ class Given:
         return self.training.micro_batch_size * self.data_parallel * self.accumulation
 
     def section(self, kind: type[Section], under: str = "") -> Section:
-        """The keys below ``under`` as the frozen dataclass ``kind``; what the recipe leaves out has its default."""
+        """Return the keys below ``under`` as the frozen dataclass ``kind``. Missing keys have their defaults."""
         head = f"{under}." if under else ""
         inner = {key.removeprefix(head): value for key, value in self.config.items() if key.startswith(head)}
         return built(kind, inner)
 
 
 def read(folder: Path) -> Given:
-    """The job of this output folder."""
+    """Read the job of an output folder."""
     job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     config = job["config"]
     resume_from = job["resume_from"]

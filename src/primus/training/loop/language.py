@@ -1,4 +1,4 @@
-"""Language models as the loop trains them: tokens and labels in, the sum of the losses out."""
+"""The interface of language models in the loop: from tokens and labels to the sum of the losses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LanguageModel", "loss"]
 class LanguageModel(nn.Module):
     """A transformer and its output layer.
 
-    The logits are made for ``chunk`` tokens at a time, and once more for the backward pass: all of them at once are
+    The logits are computed for ``chunk`` tokens at a time, and again for the backward pass. Otherwise, they would be
     the largest tensor of a small model with a large vocabulary (12 bytes × tokens × vocabulary).
     """
 
@@ -27,15 +27,15 @@ class LanguageModel(nn.Module):
         self._fused = False
 
     def compile_loss(self) -> None:
-        """Fuse the output layer's logits with their loss."""
+        """Compile the computation of logits and loss."""
         self._summed = torch.compile(_summed)
 
     def fuse_loss(self) -> None:
-        """Make loss and gradients of the output layer together, chunk by chunk: no logits are made a second time."""
+        """Compute loss and gradients of the output layer together, in chunks, so that logits are computed only once."""
         self._fused = True
 
     def hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last hidden states [samples, seq_len, hidden], and a loss per token to train on besides, if any."""
+        """Return the last hidden states [samples, seq_len, hidden], and an additional loss per token or None."""
         raise NotImplementedError
 
     @property
@@ -44,7 +44,7 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The sum of the cross entropies of all labels."""
+        """Return the sum of the cross entropies of all labels."""
         hidden, besides = self.hidden(input_ids)
         states, wanted = hidden.flatten(0, 1), labels.flatten()
         if self._fused:
@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
     def _with(total: torch.Tensor, besides: torch.Tensor | None, wanted: torch.Tensor) -> torch.Tensor:
         if besides is None:
             return total
-        # Trained on, not reported: its gradient counts, its value does not.
+        # The additional loss is trained but not reported: it adds a gradient, but not to the value.
         return total + (besides - besides.detach()) * wanted.numel()
 
 
@@ -71,6 +71,6 @@ def _summed(head: nn.Linear, states: torch.Tensor, labels: torch.Tensor) -> torc
 
 
 def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss of a language model, for :class:`primus.training.loop.sharded.Sharded`."""
+    """Return the loss of a language model, for :class:`primus.training.loop.sharded.Sharded`."""
     total: torch.Tensor = model(batch["input_ids"], batch["labels"])
     return total

@@ -1,4 +1,4 @@
-"""One rank as a process: device, group, threads, seeds, memory, and a safe end. CPU and GPU differ here only."""
+"""The process of one rank: device, group, threads, seeds, memory and exit. CPU and GPU differ only here."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from primus.training.tcpstore import choose_store
 
 __all__ = ["Process", "leave", "main", "peak_memory", "start"]
 
-# Building and sharding a large model, or loading its weights on one rank, keeps the others waiting.
+# While one rank builds and shards a large model, or loads its weights, the other ranks wait.
 _PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """This rank: its number among ``world_size``, and the device it computes on."""
+    """This rank: its number, the number of ranks, and its device."""
 
     rank: int
     local_rank: int
@@ -36,12 +36,12 @@ class Process:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether there is no GPU to compute on."""
+        """Whether the rank computes on a CPU."""
         return str(self.device.type) == "cpu"
 
 
 def main(folder: str, train: Callable[[Given, Process], None]) -> None:
-    """Be one rank of the job in the output folder ``folder``: set up, ``train``, end."""
+    """Run one rank of the job in the output folder ``folder``: set up, call ``train``, and exit."""
     with noting(Path(folder)):
         given = read(Path(folder))
         process = start(given)
@@ -53,9 +53,9 @@ def main(folder: str, train: Callable[[Given, Process], None]) -> None:
 
 
 def start(given: Given) -> Process:
-    """Join the job's process group, from torchrun's environment, and fix all that makes a run repeatable.
+    """Join the job's process group, using torchrun's environment, and set everything that makes a run repeatable.
 
-    Threads are fixed on a CPU, whatever the environment says: sums are then always taken in the same order, and a
+    On a CPU, the number of threads is fixed regardless of the environment. Sums then always have the same order, and a
     run can be repeated to the last bit.
     """
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -67,12 +67,12 @@ def start(given: Given) -> Process:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(given.threads)
-        # All ranks are on this machine. Without a name gloo looks the host's up, which a sandbox may not know.
+        # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         gloo.complete()
         dist.init_process_group("gloo", timeout=_PATIENCE)
     if given.training.deterministic:
-        # Read by cuBLAS when its handle is made, which nothing has done yet.
+        # cuBLAS reads it when its handle is created, which has not happened yet.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -81,7 +81,7 @@ def start(given: Given) -> Process:
 
 
 def peak_memory(process: Process) -> tuple[float, float]:
-    """The most memory this rank has held, in GiB and percent of what there is. On a CPU: resident memory."""
+    """Return the peak memory of this rank, in GiB and in percent of the device's. On a CPU: resident memory."""
     if process.on_cpu:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -92,12 +92,12 @@ def peak_memory(process: Process) -> tuple[float, float]:
 
 
 def leave() -> NoReturn:
-    """End this process with exit code 0, now: call it when training is over and its groups are destroyed.
+    """Exit immediately with code 0. Call it when training has ended and the process groups are destroyed.
 
-    A gloo thread that still holds the last reference to a finished collective takes the GIL to drop it. When
-    that falls into the interpreter's finalization, CPython ends the thread by unwinding it, the destructor it
-    is in may not throw, and the whole process aborts: about one good run in fifteen on busy cores would be
-    reported as failed (pytorch#190489, pytorch#179291). What is skipped here is only that finalization.
+    This skips only the interpreter's finalization. A gloo thread that holds the last reference to a finished collective
+    takes the GIL to release it. If this happens during finalization, CPython unwinds the thread inside a destructor
+    that must not throw, and the process aborts. On busy cores, about one good run in fifteen would be reported as
+    failed (pytorch#190489, pytorch#179291).
     """
     sys.stdout.flush()
     sys.stderr.flush()

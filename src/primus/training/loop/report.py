@@ -1,4 +1,4 @@
-"""The figures of each step: the log line of every rank, exact values from rank 0, trackers when asked."""
+"""Reporting each step: a log line of every rank, and from rank 0 exact values and the requested trackers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["Report"]
 
 
 class Report:
-    """Writes what :mod:`primus.training.logs` reads. Time runs from one ``step`` to the next.
+    """Writes the lines that :mod:`primus.training.logs` reads. A step's time is that since the last call.
 
-    ``adapters`` is the number of weights that LoRA trains, None where all are trained.
+    ``adapters`` is the number of weights that LoRA trains, or None if all weights are trained.
     """
 
     def __init__(self, given: Given, process: Process, data: Data, adapters: int | None = None) -> None:
         self._given = given
         self._process = process
-        # Tensor-parallel ranks work on the same samples: the figure is per rank, whatever the layout.
+        # Tensor-parallel ranks share samples. Dividing by all ranks gives a figure per rank for any layout.
         samples = given.global_batch / process.world_size
         self._tokens = samples * data.tokens_per_sample
         self._images = samples * data.images_per_sample
         self._exact = given.output / "exact.jsonl"
         self._trackers = trackers(given) if process.rank == 0 else []
         self._since = time.perf_counter()
-        # Counted as torchtitan counts, so that the figures of all backends compare: attention non-causal.
+        # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
         per_unit = of_recipe_unit(given.model, given.training.seq_len, adapters=adapters)
         self._causal = per_unit.causal * (self._images or self._tokens)
         # FLOPs of one token or image, attention counted in full.
@@ -39,11 +39,11 @@ class Report:
         self._flops = per_unit.non_causal * (self._images or self._tokens)
 
     def start(self) -> None:
-        """What went before belongs to no step."""
+        """Restart the clock, so that the time so far does not count for a step."""
         self._since = time.perf_counter()
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
-        """Report a step that has ended on this rank."""
+        """Report a finished step of this rank."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         memory, share = peak_memory(self._process)
@@ -54,7 +54,7 @@ class Report:
         )
         if self._images:
             line += f"  images/s: {self._images / seconds:.3f}"
-        # One write: lines of several ranks meet in one pipe.
+        # A single write, because several ranks write to the same pipe.
         sys.stdout.write(line + "\n")
         sys.stdout.flush()
         if self._process.rank != 0:
@@ -71,12 +71,12 @@ class Report:
             track.step(figures, step)
 
     def end(self) -> None:
-        """Close what the trackers have open."""
+        """Close the trackers."""
         for track in self._trackers:
             track.end()
 
     def say(self, text: str) -> None:
-        """A line for people, from rank 0."""
+        """Print a line from rank 0."""
         if self._process.rank == 0:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()

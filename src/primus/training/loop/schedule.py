@@ -1,4 +1,4 @@
-"""The learning rate of a step: a function of the step alone, so that a resumed run has it right."""
+"""The learning rate as a function of the step only, so that a resumed run uses the same rates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["learning_rate"]
 
 
 def learning_rate(config: LoopConfig, step: int) -> float:
-    """The rate for ``step`` (the first is 1): linear warm-up, then the schedule, ``min_lr`` where it ends."""
+    """Return the rate for ``step`` (the first is 1): linear warm-up, then the schedule, which ends at ``min_lr``."""
     if step <= config.warmup_steps:
         return config.lr * step / (config.warmup_steps + 1)
     if config.lr_schedule == "constant":

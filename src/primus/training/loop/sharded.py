@@ -24,7 +24,7 @@ from primus.training.loop.session import Batch, Session
 
 __all__ = ["Loss", "Sharded", "shard"]
 
-# From the sharded model and a micro-batch on its device to the sum of its losses.
+# A function of the sharded model and a micro-batch on its device, which returns the sum of the losses.
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
 
@@ -36,10 +36,10 @@ def shard(
     *,
     wide: Callable[[str], bool] = lambda _name: False,
 ) -> None:
-    """Recompute, compile and shard ``model``, built by :func:`weights.empty`, and give it memory on the device.
+    """Set up recomputation, compilation and sharding of ``model``, built inside :func:`weights.empty`, and allocate it.
 
-    Each of ``blocks`` is recomputed, compiled and gathered on its own; what is outside of them is gathered with the
-    whole. Linear layers for which ``wide`` holds keep ``training.dtype`` when ``training.fp8`` replaces the others.
+    Each of ``blocks`` is recomputed, compiled and gathered separately; the other parameters are gathered together.
+    Linear layers for which ``wide`` returns true keep ``training.dtype`` when ``training.fp8`` replaces the others.
     """
     config, sharding = given.training, given.section(ShardingConfig, "sharding")
     if "reduce-scatter-copy-in" in given.turbo:
@@ -49,7 +49,7 @@ def shard(
     if config.fp8 == "tensorwise":
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        # No CPU computes in FP8: there the numbers are rounded to it, and multiplied in float32.
+        # CPUs do not support FP8. There, numbers are rounded to FP8 and multiplied in float32.
         scaling = Float8LinearConfig(emulate=process.on_cpu)
         convert_to_float8_training(model, module_filter_fn=lambda _module, name: not wide(name), config=scaling)
     policy = MixedPrecisionPolicy(
@@ -65,7 +65,7 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Sums, not means: the loss is divided by the terms of all ranks already.
+            # Sum instead of mean, because the loss is already divided by the terms of all ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     weights.materialize(model, process.device)
@@ -80,7 +80,7 @@ def _mesh(process: Process, sharding: ShardingConfig) -> DeviceMesh:
 
 
 class Sharded(Session):
-    """A model that :func:`shard` sharded and whose weights are set. Every rank takes other data."""
+    """A model sharded by :func:`shard`, with initialized weights. Every rank trains on different data."""
 
     def __init__(
         self, model: nn.Module, loss: Loss, given: Given, process: Process, facts: Mapping[str, Any] | None = None
@@ -97,7 +97,7 @@ class Sharded(Session):
             weight_decay=self._config.weight_decay, **implementation,
         )  # fmt: skip
         self._fused = _fused_step(self._optimizer) if "fused-adamw" in given.turbo else None
-        # Dropout, where there is any, differs between the ranks.
+        # Ranks have different seeds, so that dropout differs between them.
         torch.manual_seed(self._config.seed + process.rank)
 
     @property
@@ -172,7 +172,7 @@ class Sharded(Session):
 
 
 def _fused_step(optimizer: torch.optim.AdamW) -> Callable[[torch.Tensor, float], None]:
-    """One update with gradients of this norm, scaled to at most the largest one that is given, in one pass."""
+    """Return a function of the gradient norm and the largest allowed norm, which clips and updates in one pass."""
     sharded = optimized().sharded
     step = sharded.Step(optimizer)
 
@@ -183,5 +183,5 @@ def _fused_step(optimizer: torch.optim.AdamW) -> Callable[[torch.Tensor, float],
     return update
 
 
-# What is frozen is not saved: it comes from where it came from.
+# Frozen weights are not saved; a resumed run reads them from their source again.
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)

@@ -1,4 +1,4 @@
-"""Figures for programs that draw them: TensorBoard's and Weights & Biases' own files in the output folder."""
+"""Writing figures for TensorBoard and Weights & Biases to the output folder."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Tracker", "trackers"]
 
 
 class Tracker(Protocol):
-    """Takes the figures of each step, then is closed."""
+    """A writer of the figures of each step."""
 
     def step(self, figures: Mapping[str, float], step: int) -> None:
-        """Note what a step measured."""
+        """Record the figures of a step."""
 
     def end(self) -> None:
-        """Write out what is not written yet."""
+        """Flush and close."""
 
 
 def trackers(given: Given) -> list[Tracker]:
-    """Those that the recipe asks for. SystemExit when their library is not installed."""
+    """Return the trackers that the recipe requests. Raises SystemExit if their library is not installed."""
     made: list[Tracker] = []
     try:
         if given.training.tensorboard:
@@ -51,7 +51,7 @@ class _TensorBoard(Tracker):
 
 
 class _WeightsAndBiases(Tracker):
-    """Offline unless WANDB_MODE says otherwise; a key comes from the environment or the user's own login."""
+    """Weights & Biases, offline unless WANDB_MODE is set. The key comes from the environment or the user's login."""
 
     def __init__(self, given: Given) -> None:
         import wandb

@@ -1,4 +1,4 @@
-"""The loop: from the first step to the last, whatever the model."""
+"""The training loop, from the first step to the last, for any model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from primus.turbo.optimizations import active
 
 __all__ = ["run"]
 
-# Python's collector, on its own, runs on each rank at another time and keeps all others waiting.
+# Python's automatic garbage collection runs at different times on each rank, and makes all other ranks wait.
 _COLLECT_EVERY = 50
 
 
 def run(given: Given, process: Process, session: Session, data: Data) -> None:
-    """Train the steps that are asked for, leave log, facts and checkpoints in the output folder.
+    """Train all steps of the job, and write log, facts and checkpoints to the output folder.
 
-    The first step is watched: :func:`primus.training.facts.watching`.
+    Facts about dtypes and kernels come from the first step: see :func:`primus.training.facts.watching`.
     """
     config = given.training
     known = {**facts.static(session.model_parts, process.device.type), **_kept(given), **session.facts()}
@@ -93,7 +93,7 @@ def _step(process: Process, session: Session, data: Data, batches: list[Batch], 
 
 
 def _batches(given: Given, session: Session, data: Data, step: int) -> list[Batch]:
-    """This rank's micro-batches of ``step``: a run of consecutive samples, the ranks' runs one after the other.
+    """Return this rank's micro-batches of ``step``. Each rank takes consecutive samples, in the order of the ranks.
 
     The samples of a step are the same for any number of ranks and micro-batches.
     """
@@ -107,12 +107,12 @@ def _kept(given: Given) -> dict[str, object]:
 
 
 def _switched_on(given: Given) -> dict[str, object]:
-    """Which optimizations ran, when any was asked for."""
+    """Return which optimizations ran, if any were requested."""
     return active(given.turbo) if given.turbo else {}
 
 
 def _fed(batches: list[Batch]) -> dict[str, object]:
-    """What this rank's model was fed in one step, told from the tensors and not from the configuration."""
+    """Return the sizes of the data that this rank's model got in one step, read from the tensors."""
     first = batches[0]
     return {
         "seq_len": sum(first[name].shape[1] for name in ("input_ids", "latents", "text") if name in first),
@@ -122,7 +122,7 @@ def _fed(batches: list[Batch]) -> dict[str, object]:
 
 
 def _profiled(given: Given, process: Process) -> torch.profiler.profile:
-    """A trace of one step of rank 0, for people: ``profile.json`` opens in a browser's trace viewer."""
+    """Profile one step. Rank 0 writes ``profile.json``, which a browser's trace viewer can open."""
 
     def keep(profile: torch.profiler.profile) -> None:
         if process.rank == 0:

@@ -1,6 +1,6 @@
-"""The weights of a sharded model: built without memory, drawn from the seed or read from files, each rank its share.
+"""The weights of a sharded model: created without memory, then drawn from the seed or read from files by each rank.
 
-A weight drawn from the seed depends on the seed and its name alone, not on the number of ranks.
+A random weight depends only on the seed and its name, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Files", "Rows", "constant", "draw_all", "draw_one", "empty", "fill",
 _STD = 0.02
 _ALL = 2**62
 
-# Gives rows first … last − 1 of a weight's first dimension.
+# A function of (first, last), which returns rows first … last − 1 of a weight.
 Rows = Callable[[int, int], torch.Tensor]
 
 
 @contextmanager
 def empty() -> Iterator[None]:
-    """Models built inside have parameters without memory; their buffers are real."""
+    """Create the parameters of models without memory while the context is open. Buffers are created as usual."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -44,7 +44,7 @@ def empty() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give a sharded model memory on ``device``: parameters undefined, buffers as they were."""
+    """Allocate a sharded model on ``device``. Parameters are undefined; buffers keep their values."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():
@@ -54,7 +54,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(parameter: torch.Tensor, rows: Rows) -> None:
-    """Set this rank's share of ``parameter`` from ``rows``, which is asked for no more than this rank needs."""
+    """Set this rank's share of ``parameter`` from ``rows``, requesting only the rows that this rank needs."""
     local: Any = parameter
     first, count = 0, parameter.shape[0] if parameter.ndim else 1
     if hasattr(parameter, "to_local"):
@@ -68,16 +68,16 @@ def fill(parameter: torch.Tensor, rows: Rows) -> None:
 
 
 def draw_all(model: nn.Module, seed: int, outer: tuple[str, ...] = ()) -> None:
-    """Draw every weight of a sharded model; see :func:`draw_one`."""
+    """Initialize every weight of a sharded model randomly; see :func:`draw_one`."""
     for name, parameter in model.named_parameters():
         draw_one(name, parameter, seed, outer=name in outer)
 
 
 def draw_one(name: str, parameter: torch.Tensor, seed: int, *, outer: bool = False) -> None:
-    """Draw a weight: matrices from N(0, 0.02²), factors of norms are 1, biases 0.
+    """Initialize a weight: matrices from N(0, 0.02²), factors of norms with 1, biases with 0.
 
-    With ``outer`` (embeddings and output layer) from N(0, 1 ÷ 4h): whatever the width h, logits then start near
-    N(0, ½²) and the first loss near ln(vocabulary).
+    With ``outer`` (embeddings and output layer), draw from N(0, 1 ÷ 4h) for width h. Logits then start near N(0, ½²)
+    and the first loss near ln(vocabulary), for any width.
     """
     if parameter.ndim == 1:
         fill(parameter, constant(parameter, 0.0 if name.endswith("bias") else 1.0))
@@ -86,12 +86,12 @@ def draw_one(name: str, parameter: torch.Tensor, seed: int, *, outer: bool = Fal
 
 
 def constant(parameter: torch.Tensor, value: float) -> Rows:
-    """Rows that hold one value."""
+    """Return rows with a single value."""
     return lambda first, last: torch.full((last - first, *parameter.shape[1:]), value, device=parameter.device)
 
 
 def normal(name: str, parameter: torch.Tensor, seed: int, std: float) -> Rows:
-    """Rows from N(0, ``std``²)."""
+    """Return rows drawn from N(0, ``std``²)."""
 
     def rows(first: int, last: int) -> torch.Tensor:
         generator = torch.Generator(parameter.device)
@@ -115,7 +115,7 @@ class Files:
         else:
             files = set(folder.glob("*.safetensors"))
         if not files:
-            raise SystemExit(f"{folder} holds no safetensors files")
+            raise SystemExit(f"{folder} contains no safetensors files")
         self._open = {}
         for file in sorted(files):
             handle = safe_open(file, framework="pt")
@@ -125,12 +125,12 @@ class Files:
         return name in self._open
 
     def rows_of(self, name: str) -> Rows:
-        """The rows of one weight. SystemExit when the files lack it."""
+        """Return the rows of one weight. Raises SystemExit if the files do not contain it."""
         if name not in self:
             raise SystemExit(f"the weights lack {name}")
         part = self._open[name].get_slice(name)
         return lambda first, last: part[first:last]
 
     def whole(self, name: str) -> torch.Tensor:
-        """All of one weight. SystemExit when the files lack it."""
+        """Return one weight completely. Raises SystemExit if the files do not contain it."""
         return self.rows_of(name)(0, _ALL)

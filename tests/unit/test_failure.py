@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from primus.errors import InputError
-from primus.training.failure import cause, text_of
+from primus.training.failure import cause, known, note, share, text_of
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
@@ -85,6 +87,37 @@ def test_a_job_that_passed_has_no_cause_and_broken_notes_are_none(tmp_path: Path
     (folder / "cache" / "failures" / "0.json").write_text("{")
     assert str(cause(folder, 1)) == "ValueError: caught and logged"
     assert str(cause(tmp_path / "absent", 1)) == "exit code 1"
+
+
+def test_a_rank_that_a_signal_ends_on_another_node_is_the_cause_on_every_node(tmp_path: Path) -> None:
+    """Node 0 only sees that its peer is gone; node 1's report names the signal, in a log of its own."""
+    left(tmp_path, PLAIN, (1.0, 0, PEER))
+    other = tmp_path / "node-1"
+    other.mkdir()
+    (other / "log.txt").write_text(KILLED)
+    assert PEER in str(cause(tmp_path, 1))
+    later = threading.Timer(0.5, share, (tmp_path, other / "log.txt", 0.0))
+    later.start()
+    started = time.monotonic()
+    share(tmp_path, tmp_path / "log.txt", 30.0)
+    later.join()
+    assert time.monotonic() - started < 10
+    for folder in (tmp_path, other):
+        assert str(cause(folder, 1, tmp_path)).startswith("rank 1: ended by signal 9 (SIGKILL) (the kernel does this")
+
+
+def test_a_node_does_not_wait_long_for_a_reason_that_never_comes(tmp_path: Path) -> None:
+    left(tmp_path, PLAIN, (1.0, 0, PEER))
+    started = time.monotonic()
+    share(tmp_path, tmp_path / "log.txt", 0.5)
+    assert 0.4 < time.monotonic() - started < 5
+    assert PEER in str(cause(tmp_path, 1, tmp_path))
+
+
+def test_a_note_of_any_rank_is_known(tmp_path: Path) -> None:
+    assert not known(tmp_path)
+    note(tmp_path, 3, "ValueError: no")
+    assert known(tmp_path)
 
 
 def test_what_an_error_says_is_its_own_last_line() -> None:

@@ -94,6 +94,18 @@ def test_no_child_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     assert not alive(int(pid_file.read_text()))
 
 
+def test_ranks_that_wait_for_a_failed_node_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(launch, "_LOOK_SECONDS", 0.2)
+    started = time.monotonic()
+    ended = launch.run(
+        [sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log.txt", environment=os.environ,
+        others_failed=lambda: time.monotonic() - started > 1,
+    )  # fmt: skip
+    assert ended.exit_code == -signal.SIGTERM
+    assert 2 < time.monotonic() - started < 20
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_ranks_and_then_the_command(tmp_path: Path, number: signal.Signals) -> None:
     pid_file = tmp_path / "pid"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from primus.errors import PrimusError
 
-__all__ = ["DISK_FULL", "Failure", "cause", "note", "noting", "stack_file", "text_of"]
+__all__ = ["DISK_FULL", "Failure", "cause", "known", "note", "noting", "share", "stack_file", "text_of"]
 
 _FOLDER = "failures"
 _STACKS = "stacks"
@@ -34,6 +34,8 @@ _EXCEPTION = re.compile(
 )
 # torchrun's report of a rank that a signal ended.
 _SIGNALLED = re.compile(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\) received by PID")
+# What this module says of it.
+_ENDED = re.compile(r"ended by signal \d+ \((?P<name>SIG\w+)\)")
 _RANK = re.compile(r"^\s*rank\s*:\s*(?P<rank>\d+)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _HINTS = {
@@ -118,6 +120,27 @@ def note(output: Path, rank: int, text: str) -> None:
         waiting.replace(folder / f"{rank}.json")
 
 
+def known(output: Path) -> bool:
+    """Whether a rank of the job, on any of its nodes, has left a note of its failure in the job's folder."""
+    return any((output / "cache" / _FOLDER).glob("*.json"))
+
+
+def share(output: Path, log: Path, patience: float) -> None:
+    """Tell the other nodes of a failed job which ranks a signal ended here, and learn what happened there.
+
+    ``output`` is the folder that all nodes see, ``log`` the log of this one. A rank that a signal ends can leave no
+    note, and the ranks of other nodes only see that it is gone. Waits up to ``patience`` seconds for a note that says
+    more than that.
+    """
+    noted = {one.rank for one in _notes(output)}
+    for one in _signalled([_COLOUR.sub("", line) for line in _read(log).splitlines()]):
+        if one.rank is not None and one.rank not in noted:
+            note(output, one.rank, one.text)
+    deadline = time.monotonic() + patience
+    while all(_DERIVED.search(one.text) for one in _notes(output)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
 def text_of(error: BaseException) -> str:
     """What the last line of ``error``'s traceback says, with the error that it was raised from."""
     if isinstance(error, PrimusError):
@@ -144,16 +167,17 @@ def _last_line(text: str) -> str:
     return told[:_LONGEST] if lines else ""
 
 
-def cause(output: Path, exit_code: int) -> Failure | None:
+def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure | None:
     """The first cause of a job that ended with ``exit_code`` (negative: a signal), from its folder; None if it is 0.
 
-    A full disk comes first. Of what the ranks noted the earliest counts, unless it only says that another rank is
-    gone; then a rank that a signal ended; then the log's first exception; then its last line.
+    ``shared`` is the folder with the notes of all nodes where it is not ``output``. A full disk comes first. Of what
+    the ranks noted the earliest counts, unless it only says that another rank is gone; then a rank that a signal ended;
+    then the log's first exception; then its last line.
     """
     if exit_code == 0:
         return None
     lines = [_COLOUR.sub("", line) for line in _read(output / "log.txt").splitlines()]
-    notes = _notes(output)
+    notes = _notes(output) or _notes(shared or output)
     own = [one for one in notes if not _DERIVED.search(one.text)]
     raised = [Failure(text=match["text"]) for line in lines if (match := _EXCEPTION.match(line.strip()))]
     first = [failure for failure in raised if not _DERIVED.search(failure.text)]
@@ -166,6 +190,8 @@ def cause(output: Path, exit_code: int) -> Failure | None:
         return Failure(text=found.text, rank=found.rank, hint=_OUT_OF_MEMORY_HINT)
     if _DISK_FULL.search(found.text):
         return Failure(text=found.text, rank=found.rank, hint=_DISK_FULL_HINT)
+    if not found.hint and (match := _ENDED.match(found.text)):
+        return Failure(text=found.text, rank=found.rank, hint=_HINTS.get(match["name"], ""))
     return found
 
 

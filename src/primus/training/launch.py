@@ -23,6 +23,7 @@ GRACE_SECONDS = 15.0
 # Space kept free for the end of the log and the results, so that a job which fills its disk can still say so.
 _RESERVE_BYTES = 4 << 20
 _TAIL_LINES = 1000
+_LOOK_SECONDS = 2.0
 # With less than this free, what ranks left behind is not whole either.
 _FULL_BYTES = 64 << 10
 _PR_SET_CHILD_SUBREAPER = 36
@@ -47,6 +48,7 @@ def run(
     on_line: Callable[[str], None] = lambda _line: None,
     patience: float = 0,
     on_silence: Callable[[int], None] = lambda _launcher: None,
+    others_failed: Callable[[], bool] = lambda: False,
 ) -> Ended:
     """Run ``argv``, write all it prints to ``log`` and pass each line to ``on_line``.
 
@@ -56,7 +58,8 @@ def run(
 
     No process of the job outlives this call, even when the launcher itself was killed. After ``patience`` seconds
     without a line (0: never) ``on_silence`` is called once with the launcher's process id and must make the ranks end;
-    ``GRACE_SECONDS`` later the launcher is ended, too.
+    ``GRACE_SECONDS`` later the launcher is ended, too. The launcher is also ended ``GRACE_SECONDS`` after
+    ``others_failed`` is true: ranks that have not met the others yet would wait for them in vain.
     """
     heard = [time.monotonic()]
     _adopt_orphans()
@@ -77,7 +80,7 @@ def run(
 
         reader = threading.Thread(target=copy, daemon=True)
         reader.start()
-        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, kept)
+        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, others_failed, kept)
         # Ranks run in sessions of their own; whatever the launcher left is ours now.
         _end(_children(os.getpid()) - others)
         reader.join(timeout=10)
@@ -93,9 +96,10 @@ def _wait(
     stop: threading.Event,
     silent: Callable[[], bool],
     on_silence: Callable[[int], None],
+    others_failed: Callable[[], bool],
     kept: _Log,
 ) -> int:
-    until = float("inf")
+    until, looked = float("inf"), time.monotonic()
     while True:
         try:
             return process.wait(timeout=0.2)
@@ -103,6 +107,10 @@ def _wait(
             if until == float("inf") and silent():
                 on_silence(process.pid)
                 until = time.monotonic() + GRACE_SECONDS
+            # The folder that tells is often on a network.
+            if until == float("inf") and time.monotonic() - looked > _LOOK_SECONDS:
+                looked = time.monotonic()
+                until = looked + GRACE_SECONDS if others_failed() else until
             # torchrun tries for ever to write to its store on a full disk, long after its ranks have failed.
             if until == float("inf") and kept.full:
                 until = time.monotonic() + GRACE_SECONDS

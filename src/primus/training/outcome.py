@@ -62,7 +62,7 @@ def read(job: Job, result: JobResult) -> Outcome:
         arrivals={int(step): float(at) for step, at in _json(folder / "clock.json").items()},
         busy={int(step): float(spent) for step, spent in _json(folder / "witness" / "seconds.json").items()},
         slow_rank=str(slow) if (slow := straggler.find(straggler.read(job.output))) else None,
-        cause=result.said or str(failure.cause(folder, exit_code) or ""),
+        cause=result.said or str(failure.cause(folder, exit_code, job.output) or ""),
     )
 
 

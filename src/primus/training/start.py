@@ -42,6 +42,8 @@ __all__ = ["check_backend", "check_data", "check_resume", "check_weights", "prep
 
 # A node whose ranks all wait for another node's rank gives that node time to name it.
 _OTHERS_NAME_IT = 5.0
+# A node whose ranks only lost their peers gives the other nodes time to say why. Theirs end at about the same time.
+_OTHERS_SAY_WHY = 15.0
 
 
 def check_backend(job: Job) -> None:
@@ -150,13 +152,17 @@ def start(
         hung.append(launcher)
         hang.end_ranks(launcher, job.output, patience)
 
+    several = job.recipe.get("nodes", int) > 1
     ended = launch.run(
-        argv, log=own / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent
-    )
+        argv, log=own / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent,
+        others_failed=lambda: several and failure.known(job.output),
+    )  # fmt: skip
     if stacks := hang.stacks(job.output):
         _append(own / "log.txt", stacks, on_line)
-    if hung and not hang.name_hung(job.output, patience) and job.recipe.get("nodes", int) > 1:
+    if hung and not hang.name_hung(job.output, patience) and several:
         time.sleep(_OTHERS_NAME_IT)
+    elif ended.exit_code and several:
+        failure.share(job.output, own / "log.txt", _OTHERS_SAY_WHY)
     left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}
     write_file(own / "result.json", json.dumps(left, indent=2) + "\n")
     first = own == job.output

@@ -1,8 +1,12 @@
 """Puts tests/ on the path, so that helpers such as loopback are imported by name."""
 
+import datetime
+import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -29,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What is written anew, and whether the long runs run."""
     parser.addoption("--regenerate-golden", action="store_true", help="write the golden files anew")
     parser.addoption("--record-faults", action="store_true", help="write benchmarks/results/faults.json anew")
+    parser.addoption("--record-fleet", action="store_true", help="write benchmarks/results/fleet.json anew")
     parser.addoption("--slurm-events", default="1", metavar="N", help="repetitions of each event in a Slurm job")
     parser.addoption("--slurm-seed", default="1", metavar="N", help="seed for the moments of these events")
     parser.addoption("--record-slurm", action="store_true", help="write benchmarks/results/slurm-events.json anew")
@@ -43,6 +48,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if slow:
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Keeps what a test counted in benchmarks/results/fleet.json, with ``--record-fleet``."""
+    path = Path(__file__).parents[1] / "benchmarks/results/fleet.json"
+
+    def keep(name: str, **found: float) -> None:
+        if not request.config.getoption("--record-fleet"):
+            return
+        rows: dict[str, object] = {}
+        with suppress(OSError):
+            rows = json.loads(path.read_text())["rows"]
+        document = {
+            "what": "What tests of preflight and tuning counted.",
+            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            "command": "pytest --slow --record-fleet tests/unit/test_preflight_host.py tests/unit/test_tuning.py",
+            "rows": rows | {name: found},
+        }
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+    return keep
 
 
 @pytest.hookimpl(trylast=True)

@@ -153,7 +153,10 @@ class Slurm:
             job = self.job(number)
             if job["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"):
                 return job
-            if job["Reason"] == "BeginTime":  # Slurm delays a requeued job by two minutes
+            if job["Reason"] == "BeginTime":
+                # Slurm delays a requeued job by two minutes. Its nodes refuse credentials of the second in which the
+                # job was ended, so it cannot start at once.
+                time.sleep(3)
                 self.run("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
             assert time.monotonic() < deadline, job
             time.sleep(1)

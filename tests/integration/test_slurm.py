@@ -276,7 +276,10 @@ def test_an_event_ends_right_and_loses_nothing(
     event: str, slurm: Slurm, folder: Path, undisturbed: dict[str, Job], request: pytest.FixtureRequest
 ) -> None:
     repetitions, seed = (int(request.config.getoption(name)) for name in ("--slurm-events", "--slurm-seed"))
-    rows: list[dict[str, Any]] = []
+    recording = bool(request.config.getoption("--record-slurm"))
+    # A session that was ended goes on: what ended right is kept.
+    rows = [row for row in recorded(seed) if row["event"] == event and not row["wrong"]] if recording else []
+    done = {row["repetition"] for row in rows}
     lock = threading.Lock()
 
     def repeat(number: int) -> list[str]:
@@ -292,22 +295,28 @@ def test_an_event_ends_right_and_loses_nothing(
             slurm.run("scancel", case.job.number, check=False)
         with lock:
             rows.append({"event": event, "repetition": number, "backend": backend, **case.row, "wrong": case.wrong})
-            if request.config.getoption("--record-slurm"):
+            if recording:
                 record(event, rows, seed)
         if not case.wrong:
             shutil.rmtree(runs, ignore_errors=True)
         return [f"repetition {number} ({backend}, {case.row.get('moment')}): {one}" for one in case.wrong]
 
     with ThreadPoolExecutor(TOGETHER) as pool:
-        wrong = [one for found in pool.map(repeat, range(repetitions)) for one in found]
+        wrong = [one for found in pool.map(repeat, sorted({*range(repetitions)} - done)) for one in found]
     assert not wrong, "\n".join(wrong)
+
+
+def recorded(seed: int) -> list[dict[str, Any]]:
+    """The rows of the result, if it was made with ``seed``."""
+    with suppress(OSError, ValueError, KeyError):
+        found = json.loads(RESULT.read_text())
+        return list(found["rows"]) if found["seed"] == seed else []
+    return []
 
 
 def record(event: str, rows: list[dict[str, Any]], seed: int) -> None:
     """Replace the rows of ``event`` in the result."""
-    kept: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):
-        kept = [row for row in json.loads(RESULT.read_text())["rows"] if row["event"] != event]
+    kept = [row for row in recorded(seed) if row["event"] != event]
     told = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout.strip()
     document = {
         "what": "Faults in jobs of a real Slurm, each at a moment chosen at random.",
@@ -315,7 +324,7 @@ def record(event: str, rows: list[dict[str, Any]], seed: int) -> None:
         "command": f"pytest --slow tests/integration/test_slurm.py --slurm-events 20 --slurm-seed {seed} "
         "--record-slurm",
         "slurm": told.removeprefix("slurm-wlm ").removeprefix("slurm "),
-        "steps": STEPS, "checkpoint_interval": INTERVAL, "stall_timeout_s": STALL,
+        "seed": seed, "steps": STEPS, "checkpoint_interval": INTERVAL, "stall_timeout_s": STALL,
         "rows": [*kept, *sorted(rows, key=lambda row: row["repetition"])],
     }  # fmt: skip
     RESULT.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")

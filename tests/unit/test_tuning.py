@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,9 @@ def test_a_shape_that_fails_is_named_and_the_others_are_kept(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("shapes", "most_kills"), [(100, 5), pytest.param(1000, 50, marks=pytest.mark.slow)])
-def test_kills_lose_no_shape_and_tune_none_twice(shapes: int, most_kills: int, tmp_path: Path) -> None:
+def test_kills_lose_no_shape_and_tune_none_twice(
+    shapes: int, most_kills: int, tmp_path: Path, figures: Callable[..., None]
+) -> None:
     sizes = range(1000, 1000 + shapes)
     folder = dumped(tmp_path / "out", sizes)
     command = [sys.executable, "-m", "primus.cli.main", *words(tmp_path / "out", program(tmp_path))]
@@ -144,6 +147,11 @@ def test_kills_lose_no_shape_and_tune_none_twice(shapes: int, most_kills: int, t
     assert set(runs) == {str(m) for m in sizes}
     rows = folder.tuned.read_text().splitlines()
     assert len(rows) == len(set(rows)) == shapes + 1
+    if shapes == 1000:
+        twice = sum(count > 1 for count in runs.values())
+        figures(
+            "tuning", shapes=shapes, workers=8, kills=kills, measured=len(runs), lost=shapes - len(runs), twice=twice
+        )
 
 
 def test_two_tunings_of_one_folder_do_not_race(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

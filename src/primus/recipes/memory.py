@@ -22,7 +22,7 @@ __all__ = ["ERROR_BAND", "USABLE", "Memory", "gpu_bytes", "largest_batch", "pred
 # The share of a GPU's memory that training can use: the rest goes to the context, to NCCL and to fragmentation.
 USABLE = 0.95
 # The largest error of the predictions that docs/benchmarks/h200-memory.md lists, by backend.
-ERROR_BAND: Mapping[str, float] = {"torchtitan": 0.08, "megatron": 0.07, "fsdp": 0.07, "finetune": 0.08, "flux": 0.02}
+ERROR_BAND: Mapping[str, float] = {"torchtitan": 0.07, "megatron": 0.07, "fsdp": 0.06, "finetune": 0.04, "flux": 0.02}
 
 _FLOAT32, _BFLOAT16 = 4, 2
 # Tokens per chunk of the optimization linear-cross-entropy.
@@ -126,6 +126,7 @@ def _torchtitan(recipe: Recipe, model: Architecture, total: float, batch: int) -
         kept, once = _selective(recipe, model, layer, compiled=compiled), 0.0
     else:
         kept, once = layer, 0.0
+    copies = _copies_in_eight(model) / tensor / stages if eight and mode == "none" else 0.0
     if stages > 1:
         # A pipeline splits the local batch into micro batches of its own.
         part = recipe.find("torchtitan.parallelism.pipeline_parallel_microbatch_size", 1)
@@ -133,7 +134,7 @@ def _torchtitan(recipe: Recipe, model: Architecture, total: float, batch: int) -
         tokens *= min(1.0, part / batch)
     else:
         in_flight = 1
-    activations = (model.layers / stages * kept * in_flight + once) * tokens * compute / tensor
+    activations = (model.layers / stages * kept * in_flight + once) * tokens * compute / tensor + copies
     # In FP8, weights are gathered, and stay, with one byte each.
     narrow = eight and recipe.find("torchtitan.quantize.linear.float8.enable_fsdp_float8_all_gather", False)
     gathered = 1 if narrow else compute
@@ -142,7 +143,15 @@ def _torchtitan(recipe: Recipe, model: Architecture, total: float, batch: int) -
         weights=0 if offloaded else width * shard,
         gradients=0 if offloaded or early else width * shard,
         optimizer=0 if offloaded else 2 * width * shard,
-        unsharded=_unsharded(model, compute, tensor, alone=recipe.world_size == 1)
+        unsharded=_unsharded(
+            model,
+            compute,
+            tensor,
+            alone=recipe.world_size == 1,
+            world=recipe.world_size // recipe.degree("replicas"),
+            cast=width != compute,
+            experts=_gathered_experts(recipe, model),
+        )
         + (gathered * total / tensor / stages if never else 0),
         activations=activations,
         loss=_fused_loss(model, tokens)
@@ -189,6 +198,7 @@ def _own(recipe: Recipe, model: Architecture, total: float, tokens: float) -> Me
         eight = recipe.precision == "fp8"
         layer = _layer(model, eight=eight) * (1 if compiled else _EAGER)
     kept = layers * model.hidden_size + layer * _RECOMPUTED if recomputed else layers * layer
+    copies = _copies_in_eight(model) if recipe.precision == "fp8" and not recomputed else 0.0
     chunk = min(tokens, recipe.find(f"{head}.loss_chunk", 2048))
     # One rank gathers nothing, and reads the rows of a frozen embedding from where they are.
     ends = 2 if trained or recipe.world_size > 1 else 1
@@ -197,8 +207,17 @@ def _own(recipe: Recipe, model: Architecture, total: float, tokens: float) -> Me
         weights=width * shard,
         gradients=trained * width * shard,
         optimizer=trained * 2 * width * shard,
-        unsharded=_unsharded(model, compute, 1, alone=not trained, ends=ends) + (compute * total if stay else 0),
-        activations=kept * tokens * compute,
+        unsharded=_unsharded(
+            model,
+            compute,
+            1,
+            alone=not trained,
+            ends=ends,
+            world=recipe.world_size // recipe.degree("replicas"),
+            cast=width != compute,
+        )
+        + (compute * total if stay else 0),
+        activations=kept * tokens * compute + copies,
         loss=_fused_loss(model, tokens) if _chunked(recipe) else chunk * model.vocab_size * _EAGER_LOSS,
     )
 
@@ -223,7 +242,7 @@ def _megatron(recipe: Recipe, model: Architecture, total: float, tokens: float) 
         weights=width * total / (recipe.world_size if fully else parts),
         gradients=reduced * total / (recipe.world_size if fully else parts),
         optimizer=states * total / (recipe.world_size if sharded or fully else parts),
-        unsharded=_unsharded(model, width, tensor) if fully else 0,
+        unsharded=_unsharded(model, width, tensor, world=recipe.world_size) if fully else 0,
         activations=kept * in_flight * tokens * width / tensor,
         loss=tokens * model.vocab_size * _MEGATRON_LOSS / tensor,
     )
@@ -245,7 +264,7 @@ def _layer(model: Architecture, *, eight: bool) -> float:
         attention = 4 * queries
     inner = _ffn(model)
     if eight:
-        return 1.02 * (2 * width + attention + 2 * inner)
+        return 0.893 * (2 * width + attention + 2 * inner)
     return 0.987 * (3 * width + attention + 3 * inner)
 
 
@@ -262,11 +281,41 @@ def _ffn(model: Architecture, *, routed: bool = True) -> float:
     return sparse * (copies + moe.shared_experts * moe.ffn_size) + (1 - sparse) * model.ffn_size
 
 
-def _unsharded(model: Architecture, compute: int, tensor: int, *, alone: bool = False, ends: int = 1) -> float:
+def _copies_in_eight(model: Architecture) -> float:
+    """Bytes of the weights of all layers in FP8, transposed for the backward pass. Compiled layers keep them from the
+    forward pass on, whatever the number of tokens; selective and full recomputation make them again.
+    """
+    return float(size(model).active - model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2))
+
+
+def _gathered_experts(recipe: Recipe, model: Architecture) -> float:
+    """Experts of one layer that a rank gathers beyond those that one token meets.
+
+    Expert parallelism shares the experts out first. What is left is sharded over the other ranks, if there are any.
+    """
+    moe, parts = model.moe, recipe.degree("ep")
+    if not moe.experts or recipe.world_size // recipe.degree("replicas") <= parts:
+        return 0.0
+    here = moe.experts / parts - moe.top_k
+    return max(0.0, here) * 3 * model.hidden_size * moe.ffn_size
+
+
+def _unsharded(
+    model: Architecture,
+    compute: int,
+    tensor: int,
+    *,
+    alone: bool = False,
+    ends: int = 1,
+    world: int = 1,
+    cast: bool = False,
+    experts: float = 0.0,
+) -> float:
     """What is whole at once: the output layer and two blocks in the computing precision, and gradients of one of each.
 
     ``ends`` is 2 where the embedding is gathered together with the output layer. ``alone``: nothing is reduced, for
-    there is one rank or no gradient.
+    there is one rank or no gradient. ``cast``: each of ``world`` ranks converts its shard before it is gathered.
+    ``experts`` are parameters of experts that a block gathers in addition.
     """
     count = size(model)
     if model.family == "flux":
@@ -274,11 +323,15 @@ def _unsharded(model: Architecture, compute: int, tensor: int, *, alone: bool = 
     else:
         head = float(model.vocab_size * model.hidden_size)
         every = count.active if model.moe.experts else count.total
-        block = (every - head * (1 if model.tied_embeddings else 2)) / max(1, model.layers)
+        block = (every - head * (1 if model.tied_embeddings else 2)) / max(1, model.layers) + experts
+    converted = (ends * head + block) * compute / world if cast and world > 1 else 0.0
     if alone:
-        return (ends * head + 2 * block) * compute / tensor
-    # Gradients exist in the computing precision, and in float32 while they are reduced.
-    return (ends * head * (2 * compute + _FLOAT32) + block * (3 * compute + _FLOAT32)) / tensor
+        return ((ends * head + 2 * block) * compute + converted) / tensor
+    # Gradients exist in the computing precision, and in float32 while they are reduced. Those of the output layer are
+    # reduced and gone before those of the embedding exist; one rank reduces nothing, and keeps both.
+    reduced = ends if world == 1 else 1
+    whole = ends * head * compute + reduced * head * (compute + _FLOAT32) + block * (3 * compute + _FLOAT32)
+    return (whole + converted) / tensor
 
 
 def _width(dtype: str) -> int:

@@ -27,6 +27,7 @@ from primus.release.old_commands_page import old_commands_page
 from primus.release.primus_import_page import primus_import_page
 from primus.release.published import Published
 from primus.release.show import page
+from primus.release.slurm_events_page import fleet_page, slurm_events_page
 from primus.release.timing_pages import assembly_page, benchmark_page, launcher_page, turbo_page
 from primus.schema import json_schema
 from primus.terminal import bytes_text
@@ -144,10 +145,12 @@ _PAGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "engine": benchmark_page,
     "assembly": assembly_page,
     "faults": faults_page,
+    "fleet": fleet_page,
     "gpu": gpu_results_page,
     "import": primus_import_page,
     "input-faults": input_faults_page,
     "launcher": launcher_page,
     "memory": memory_page,
+    "slurm-events": slurm_events_page,
     "turbo": turbo_page,
 }

@@ -16,6 +16,8 @@ __all__ = ["replace"]
 def replace(owner: Any, name: str, stand_in: Any, *, takes: str | None = None) -> Any:
     """Put ``stand_in`` in the place of ``owner.name`` and return what was there.
 
+    ``stand_in`` gets the signature of what it replaces, so that a second replacement finds what the first one found.
+
     ``takes`` are the names of its parameters when the replacement was written, such as ``"module, factor"``; None for
     what has no signature (values, classes, functions written in C).
 
@@ -25,8 +27,11 @@ def replace(owner: Any, name: str, stand_in: Any, *, takes: str | None = None) -
     found = getattr(owner, name, None)
     if found is None:
         raise _changed(place, f"has no {name}")
-    if takes is not None and (seen := ", ".join(inspect.signature(found).parameters)) != takes:
-        raise _changed(place, f"has {name}({seen})")
+    if takes is not None:
+        signature = inspect.signature(found)
+        if (seen := ", ".join(signature.parameters)) != takes:
+            raise _changed(place, f"has {name}({seen})")
+        stand_in.__signature__ = signature
     setattr(owner, name, stand_in)
     return found
 

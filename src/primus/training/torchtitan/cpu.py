@@ -76,7 +76,7 @@ def _barrier() -> None:
         kwargs.pop("device_ids", None)
         return barrier(*args, **kwargs)
 
-    barrier = replace(dist, "barrier", without_device_ids, takes="group, async_op, device_ids, timeout")
+    barrier = replace(dist, "barrier", without_device_ids)
 
 
 def _gradient_reduction() -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -102,7 +104,7 @@ def test_the_document_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def body(
-    tmp_path: Path, srun: str, *, restart: int = 0, steps: int = 50, resume_from: str = ""
+    tmp_path: Path, srun: str, *, restart: int = 0, steps: int = 50, resume_from: str = "", job: int = 7
 ) -> subprocess.CompletedProcess[str]:
     """Run a rendered script for real; Slurm's commands are small scripts that note how they were called."""
     tools = tmp_path / "bin"
@@ -110,7 +112,7 @@ def body(
     calls = tmp_path / "calls"
     for name, text in {
         "srun": srun,
-        "scontrol": 'case "$*" in *hostnames*) echo n1; echo n2;; *node*) echo "Name=n NodeAddr=10.0.0.1 X=1";; esac',
+        "scontrol": 'case "$*" in *hostnames*) echo n1; echo n2;; *node*) echo "Name=n NodeAddr=127.0.0.2 X=1";; esac',
         "sleep": "exit 0",
     }.items():
         (tools / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {calls}\n{text}\n')
@@ -118,7 +120,7 @@ def body(
     site = slurm.Site(output=tmp_path / "runs", restarts=3, resume_from=resume_from)
     text = slurm.script(plan(f"steps={steps}", nodes=2), site)
     environment = {
-        **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]",
+        **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "n[1-2]",
         "SLURM_RESTART_COUNT": str(restart),
     }  # fmt: skip
     return subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
@@ -140,7 +142,15 @@ def test_a_restarted_job_takes_the_newest_whole_checkpoint_before_the_last_step(
     done = body(tmp_path, 'echo "from $RESUME_FROM to $OUTPUT at $MASTER_ADDR:$MASTER_PORT $RDZV_ID"', restart=2)
     assert done.returncode == 0, done.stderr
     assert "attempt-1/checkpoint/step-20 to" in done.stdout
-    assert "7/attempt-2 at 10.0.0.1:20007 7-2" in done.stdout
+    assert re.search(r"7/attempt-2 at 127\.0\.0\.2:200\d\d 7-2", done.stdout)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
+def test_ranks_do_not_meet_at_a_port_that_is_taken(tmp_path: Path, address: str) -> None:
+    job = 1000 + os.getpid() % 10000
+    with socket.create_server((address, 20000 + job)):
+        done = body(tmp_path, 'echo "at $MASTER_PORT"', job=job)
+    assert int(done.stdout.removeprefix("at ").split()[0]) > 20000 + job, done.stderr
 
 
 def test_a_job_continues_another_run_until_it_has_checkpoints_of_its_own(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def script(plan: Plan, site: Site) -> str:
                 restarts=site.restarts,
                 root=shlex.quote(str(site.output)),
                 resume=shlex.quote(site.resume_from) if site.resume_from else "",
-                port=site.port or "$((20000 + SLURM_JOB_ID % 20000))",
+                port=site.port or "$(free_port)",
                 task=_task(plan, site),
                 srun=_srun(plan, site),
             ),
@@ -159,8 +159,17 @@ say() {{ printf 'primus: %s\\n' "$*" >&2; }}
 # Ranks meet on the first node. Slurm's own address of a node can differ from its name.
 address() {{ scontrol show node --oneliner "$1" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p'; }}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR MASTER_PORT={port} RDZV_ID=$SLURM_JOB_ID-$attempt NODE_ADDRESSES
+# This script runs on the first node, so it sees which ports are taken there. Those from 32768 on are for outgoing
+# connections.
+listening() {{ timeout 1 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "$1" "$2" 2>/dev/null; }}
+free_port() {{
+    local port=$((20000 + SLURM_JOB_ID % 12000))
+    while listening 127.0.0.1 "$port" || listening "$MASTER_ADDR" "$port"; do port=$((port + 1)); done
+    echo "$port"
+}}
+export MASTER_ADDR MASTER_PORT RDZV_ID=$SLURM_JOB_ID-$attempt NODE_ADDRESSES
 MASTER_ADDR=$(address "${{nodes[0]}}")
+MASTER_PORT={port}
 NODE_ADDRESSES=$(for node in "${{nodes[@]}}"; do address "$node"; done | tr '\\n' ' ')
 
 # A restarted job continues from the newest whole checkpoint of its earlier attempts. The last step's is left out: what

@@ -70,9 +70,9 @@ class Recipe:
         name = self.get(f"assets.{key}", str)
         if name == MOCK or name.startswith("hf:"):
             return None
-        here = Path.cwd() / name
+        here, there = Path.cwd() / name, beside(self.path, name)
         typed = self.settings[f"assets.{key}"].origin.startswith("command line")
-        return here if typed and here.exists() else beside(self.path, name)
+        return here if typed and (here.exists() or not there.exists()) else there
 
     @property
     def backend(self) -> str:

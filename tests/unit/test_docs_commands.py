@@ -1,0 +1,69 @@
+"""Every ``primus`` command of README and docs: each is accepted, and jobs are resolved and rendered (``--dry-run``)."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import _options, main, verbs
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+RENDERED = {"train", "launch", "compat"}
+# Absolute folders in the pages; here they are below a temporary one.
+FOLDERS = ("/data/tokenizer", "/models/llama-3.1-8b", "/weights")
+
+
+def commands(page: Path) -> list[tuple[str, dict[str, str]]]:
+    """Each ``primus`` command of the shell blocks, from the verb on, with the variables set before it."""
+    found = []
+    for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", "").splitlines():
+            words = shlex.split(line, comments=True)
+            if "primus" in words:
+                at = words.index("primus")
+                variables = dict(word.split("=", 1) for word in words[:at] if re.match(r"[A-Z_]+=", word))
+                found.append((shlex.join(words[at + 1 :]), variables))
+    return found
+
+
+COMMANDS = [
+    pytest.param(words, variables, id=f"{page.name}: {words}") for page in PAGES for words, variables in commands(page)
+]
+
+
+def test_commands_were_found() -> None:
+    assert len(COMMANDS) > 50
+
+
+@pytest.mark.parametrize(("command", "variables"), COMMANDS)
+def test_a_documented_command_is_accepted(
+    command: str, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb, *words = shlex.split(command)
+    parser = argparse.ArgumentParser()
+    _options(verbs()[verb][0]).add_arguments(parser)
+    parser.parse_args(words)
+    if verb not in RENDERED:
+        return
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / "recipes/assets/tokenizer", tmp_path / folder.removeprefix("/"))
+    for name in ("data/corpus.jsonl", "rows/rows.jsonl", "prose.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "To be, or not to be.", "content": "That is the question."}\n' * 100)
+    words = [re.sub(r"=(/(data|models|weights))", rf"={tmp_path}\1", word) for word in words]
+    words = ["real-rope,fused-adamw" if word == "NAME,NAME" else word for word in words]
+    if "--resume-from" in words:  # needs a checkpoint that a job wrote
+        at = words.index("--resume-from")
+        del words[at : at + 2]
+    if verb == "train" and not {"--gpu", "--proxy"} & set(words):
+        words += ["--gpu", "h200" if "flash-attention-4" in command else "mi300x"]
+    assert main([verb, *words, *(() if "--dry-run" in words else ("--dry-run",))]) == 0

@@ -20,6 +20,7 @@ from primus.recipes.resolve import resolve
 from primus.tuning import bench, store
 from primus.tuning.shapes import read_shapes
 
+REAL_BENCH = os.environ.get("PRIMUS_TEST_HIPBLASLT_BENCH", "")
 CALL = (
     "hipblaslt-bench --api_method c -m {m} -n 8192 -k 4096 --lda 4096 --ldb 4096 --ldc {m} --ldd {m} --stride_a 0 "
     "--stride_b 0 --stride_c 0 --stride_d 0 --alpha 1.000000 --beta 0.000000 --transA T --transB N --batch_count 1 "
@@ -241,3 +242,24 @@ def test_the_documented_stage_2_tunes_in_the_documented_folder(
     assert main(["compat", "run_pretrain.sh"]) == 0
     assert folder.tuned == tmp_path / "output/tune_hipblaslt/llama2-7b/gemm_tune/tune_hipblas_gemm_results.txt"
     assert len(folder.tuned.read_text().splitlines()) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL_BENCH, reason="PRIMUS_TEST_HIPBLASLT_BENCH names no hipblaslt-bench")
+def test_the_real_program_accepts_the_command_lines(tmp_path: Path) -> None:
+    """It reads its options before it looks for a GPU, and refuses one that it does not know by name."""
+    shapes, _ = read_shapes([dumped(tmp_path, range(128, 129)).dump("0")])
+    said = tmp_path / "said"
+    wrapper = tmp_path / "bench"
+    wrapper.write_text(f'#!/bin/sh\n"{REAL_BENCH}" "$@" >> {said} 2>&1 || echo "exit code $?" >> {said}\n')
+    wrapper.chmod(0o755)
+    bench.measure(shapes, tmp_path / "out", str(wrapper), ["0"])
+    # Twice: the solution that hipBLASLt chooses, and the search.
+    assert said.read_text().count("no ROCm-capable device") == 2, said.read_text()
+
+    refused = subprocess.run([REAL_BENCH, "--no-such-option"], capture_output=True, text=True, check=False)
+    assert "--no-such-option is not defined" in refused.stdout + refused.stderr
+    # It looks at the words after some options only when it has a GPU.
+    options = subprocess.run([REAL_BENCH, "--help"], capture_output=True, text=True, check=False).stdout
+    assert "Options: heuristic, all, index" in options
+    assert "Set to -1 to get all solutions" in options

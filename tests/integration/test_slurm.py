@@ -271,6 +271,7 @@ def test_two_nodes_train_and_each_rank_has_a_log(undisturbed: dict[str, Job]) ->
         assert (told["NumNodes"], told["Requeue"], told["ExitCode"]) == ("2", "1", "0:0")
 
 
+@pytest.mark.timeout(6 * 3600)  # with --slurm-events 20
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_ends_right_and_loses_nothing(
     event: str, slurm: Slurm, folder: Path, undisturbed: dict[str, Job], request: pytest.FixtureRequest

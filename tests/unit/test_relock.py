@@ -93,12 +93,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(("debs", name))
         return (_file("deb", "bash", "9", base=name),)
 
+    def build(request: Request, root: str, wheels: tuple[str, ...], **_: object) -> tuple[LockedFile, ...]:
+        seen.append((root, wheels))
+        return (_file("wheel", "ninja", base=root), *(_file("wheel", name, base=root) for name in wheels))
+
+    monkeypatch.setattr(relock, "resolve_build", build)
     monkeypatch.setattr(relock, "resolve_wheels", wheels)
     monkeypatch.setattr(relock, "resolve_debs", debs)
     return seen
 
 
-def test_a_fresh_lock_asks_nobody(calls: list[Any]) -> None:
+def test_a_fresh_lock_makes_no_request(calls: list[Any]) -> None:
     lock = _lock(_request())
     assert relock.resolve(_request(), previous=lock, progress=QuietProgress()) == lock
     assert calls == []
@@ -125,6 +130,17 @@ def test_refresh_holds_nothing(calls: list[Any]) -> None:
 def test_a_base_no_longer_asked_for_leaves_the_lock(calls: list[Any]) -> None:
     request = Request(target="cpu", channel="pypi", python="3.11", wheels={"torch": "2"})
     assert relock.resolve(request, previous=_lock(_request()), progress=QuietProgress()).of("deb") == ()
+
+
+def test_targets_share_a_build_root_unless_it_has_a_package_in_which_they_differ(calls: list[Any]) -> None:
+    known = relock.Known()
+    for torch, wheels in (("1", ("numpy",)), ("2", ("numpy",)), ("2", ("torch",)), ("3", ("torch",))):
+        request = _with_build(_request(torch=torch), *wheels)
+        lock = relock.resolve(request, previous=None, known=known, progress=QuietProgress())
+        assert {f.name for f in lock.of("wheel", "x build")} == {"ninja", *wheels}
+    assert [call for call in calls if call[0] == "x build"] == [
+        ("x build", ("numpy",)), ("x build", ("torch",)), ("x build", ("torch",)),
+    ]  # fmt: skip
 
 
 def test_compare_names_old_and_new() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -23,8 +23,32 @@ from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 __all__ = ["Known", "Stale", "resolve", "stale"]
 
 Stale = frozenset[str]
-# What was found for a base or a commit.
-Known = dict[BaseRequest | Commit, tuple[LockedFile, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Build:
+    """The wheels that were found for a build root, and what was asked: ``asked``, beside the image's versions."""
+
+    asked: tuple[object, ...]
+    image: Mapping[str, str]
+    files: tuple[LockedFile, ...]
+
+    def answers(self, asked: tuple[object, ...], image: Mapping[str, str]) -> bool:
+        """Whether the same files answer for another image: they contain no package in which the images differ.
+
+        Images of one channel differ in packages of their GPU architecture, on which no build tool depends.
+        """
+        different = {name for name, _ in set(self.image.items()) ^ set(image.items())}
+        return asked == self.asked and not different & {file.name for file in self.files}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What was found for bases, commits and build roots, so that targets locked together ask for each once."""
+
+    sources: dict[BaseRequest | Commit, tuple[LockedFile, ...]] = field(default_factory=dict)
+    builds: list[_Build] = field(default_factory=list)
+
 
 # Kind of a pin or file → the part of the lock that it belongs to; bases and builds are parts by name.
 _PARTS = {"wheel": "wheels", "deb": "wheels", "sdist": "sdists", "git": "gits"}
@@ -73,13 +97,13 @@ def resolve(
     """The lock that answers ``request``. With ``refresh`` nothing of ``previous`` is kept.
 
     ``gone`` are files of ``previous`` that no source offers any more: they and what hangs on them are taken anew.
-    ``known`` gathers bases and commits, so that targets locked one after the other ask for each once. ``patience`` is
-    how long a source is waited for; ``progress`` hears of a silent one within seconds.
+    ``known`` gathers what is found, for the targets that are locked after this one. ``patience`` is how long a source
+    is waited for; ``progress`` hears of a silent one within seconds.
 
     Raises InputError when the pins cannot be met and HostError when a source is out of reach.
     """
     with listening(progress.say):
-        return _resolve(request, previous, refresh, gone, {} if known is None else known, progress, patience)
+        return _resolve(request, previous, refresh, gone, Known() if known is None else known, progress, patience)
 
 
 def _resolve(
@@ -112,34 +136,57 @@ def _resolve(
         futures = [pool.submit(one) for one in work]
         found = [file for future in futures for file in future.result()]
     image = {f.name: f.version for f in (*kept, *found) if f.kind == "wheel"}
-    for name, wheels in request.builds.items():
+    for name in request.builds:
         before = previous.of("wheel", name) if previous is not None else ()
         if f"build {name}" in parts:
             held = {} if refresh else {f.name: f.version for f in before if f not in gone}
-            found += resolve_build(request, name, wheels, image=image, keep=held, progress=progress, patience=patience)
+            found += _build(request, name, image, held, known, progress, patience)
         else:
             kept += before
     answer = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
     return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
 
 
+def _build(
+    request: Request,
+    root: str,
+    image: Mapping[str, str],
+    keep: Mapping[str, str],
+    known: Known,
+    progress: Progress,
+    patience: Patience,
+) -> tuple[LockedFile, ...]:
+    """The wheels of the build root ``root``, as found for a target before this one if they answer for this one, too."""
+    wheels = request.builds[root]
+    asked = (
+        root, wheels, keep, request.python, request.architecture, request.bases, request.indexes, request.indexed,
+        request.provided,
+    )  # fmt: skip
+    found = next((one for one in known.builds if one.answers(asked, image)), None)
+    if found is None:
+        files = resolve_build(request, root, wheels, image=image, keep=keep, progress=progress, patience=patience)
+        found = _Build(asked=asked, image=image, files=files)
+        known.builds.append(found)
+    return found.files
+
+
 def _commits(commits: Mapping[str, Commit], known: Known, patience: Patience) -> list[LockedFile]:
     for name, one in commits.items():
-        if one not in known:
-            known[one] = (resolve_commit(name, one, patience),)
-    return [file for one in commits.values() for file in known[one]]
+        if one not in known.sources:
+            known.sources[one] = (resolve_commit(name, one, patience),)
+    return [file for one in commits.values() for file in known.sources[one]]
 
 
 def _bases(request: Request, parts: Stale, known: Known, progress: Progress, patience: Patience) -> list[LockedFile]:
     """The files of every base in ``parts``; bases that ask the same are asked for once."""
     wanted = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
-    lacking = {base: name for name, base in reversed(wanted.items()) if base not in known}
+    lacking = {base: name for name, base in reversed(wanted.items()) if base not in known.sources}
     with ThreadPoolExecutor(max(1, len(lacking))) as pool:
         found = pool.map(
             lambda item: _base(item[1], item[0], request.architecture, progress, patience), lacking.items()
         )
-        known |= dict(zip(lacking, found, strict=True))
-    return [replace(file, base=name) for name, base in wanted.items() for file in known[base]]
+        known.sources.update(zip(lacking, found, strict=True))
+    return [replace(file, base=name) for name, base in wanted.items() for file in known.sources[base]]
 
 
 def _base(

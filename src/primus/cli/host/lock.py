@@ -79,7 +79,10 @@ def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
 
 def _lock(targets: Sequence[ResolvedTarget], as_json: bool, *, refresh: bool, report: Report | None = None) -> int:
     outcome: list[dict[str, Any]] = []
-    known: Known = {}
+    # Seam "sources".
+    from primus.versions import relock
+
+    known = relock.Known()
     with choose_progress(as_json) as progress:
         for resolved in targets:
             name = resolved.lock_name

@@ -76,6 +76,15 @@ def test_a_failed_run_leaves_no_curve(tmp_path: Path) -> None:
     assert kept(tmp_path, {**evidence(), "passed": False})["curves"] == {}
 
 
+@pytest.mark.parametrize(("cpu", "names"), [("A", ["llama3.1-8b", "mixtral-8x7b"]), ("B", ["llama3.1-8b"])])
+def test_curves_of_one_recipe_join_those_of_the_same_cpu(tmp_path: Path, cpu: str, names: list[str]) -> None:
+    kept(tmp_path, evidence())
+    golden.record(tmp_path, "v26.11-cpu", [evidence(name="llama3.1-8b")], date="2026-11-23", cpu=cpu, keep=True)
+    found = golden.load(tmp_path, "v26.11-cpu")
+    assert found is not None
+    assert list(found["curves"]) == [f"{name}-megatron-pretrain" for name in names]
+
+
 def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:
     kept(tmp_path, evidence())
     (tmp_path / golden.FOLDER / "v26.11-cpu.json").write_text('{"curves": {"a": {"loss": [1]}}}')

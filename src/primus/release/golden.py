@@ -85,9 +85,17 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def record(root: Path, release: str, records: Sequence[Mapping[str, Any]], *, date: str, cpu: str) -> int:
-    """Write the curves of all ``records`` that passed to the file of ``release``. Returns their number."""
-    curves = {
+def record(
+    root: Path, release: str, records: Sequence[Mapping[str, Any]], *, date: str, cpu: str, keep: bool = False
+) -> int:
+    """Write the curves of all ``records`` that passed to the file of ``release``. Returns how many it then has.
+
+    With ``keep``, its other curves stay if they were recorded with the same versions on the same type of CPU.
+    """
+    versions = records[0]["versions"] if records else {}
+    old = load(root, release) if keep else None
+    kept = old["curves"] if old and old["versions"] == versions and old["cpu"] == cpu else {}
+    curves = dict(kept) | {
         name: {"recipe": one["recipe"]["sha256"], **_curve(one)}
         for one in records
         if one["passed"] and (name := name_of(one))
@@ -98,7 +106,7 @@ def record(root: Path, release: str, records: Sequence[Mapping[str, Any]], *, da
         "date": date,
         "cpu": cpu,
         "image": records[0]["image"]["content"] if records else "",
-        "versions": records[0]["versions"] if records else {},
+        "versions": versions,
         "curves": dict(sorted(curves.items())),
     }
     path = root / FOLDER / f"{release}.json"

@@ -27,8 +27,8 @@ __all__ = ["run"]
 
 def run(args: argparse.Namespace) -> int:
     """Build the image, train, check and record. Returns 0, or 1 if a job or a check failed."""
-    if args.record_golden and (not args.suite or args.recipe):
-        raise InputError("--record-golden records every recipe of a target", hint="use it with --suite quick")
+    if args.record_golden and not args.suite:
+        raise InputError("--record-golden records every backend and mode of a recipe", hint="add --suite quick")
     resolved, workspace = resolved_target(args)
     found = hardware.choose(args.gpus, resolved.gpu)
     if not args.json and (found.names or found.why):
@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
             records,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
             cpu=hardware.cpu_model(),
+            keep=args.recipe is not None,
         )
         print(f"{count} golden curves of {resolved.ref} recorded", file=sys.stderr)
     if args.json:

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record-golden",
         action="store_true",
-        help="write the FP32 curves of all recipes to benchmarks/golden, to compare later validations and releases "
-        "with; needs --suite, and implies --again",
+        help="write the FP32 curves of all recipes, or of --recipe, to benchmarks/golden, to compare later validations "
+        "and releases with; needs --suite, and implies --again",
     )
     parser.add_argument(
         "--output",

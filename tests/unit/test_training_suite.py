@@ -65,6 +65,26 @@ def judged(jobs: tuple[Job, ...], run: Any = leave) -> tuple[dict[str, outcome.O
     return outcomes, [verdict.name for verdict in suite.judge(jobs, outcomes) if not verdict.passed]
 
 
+@pytest.mark.parametrize(
+    ("other", "failed"), [(30.0, []), (0.5, ["base: reference gradient norm", "gradient norm steady"])]
+)
+def test_a_jump_of_the_norm_passes_where_the_reference_has_it_too(
+    tmp_path: Path, other: float, failed: list[str]
+) -> None:
+    def run(job: Job) -> JobResult:
+        values = losses(job) | {9: (5.5, 30.0)}
+        result = leave(job, values=values)
+        (job.output / "proof.json").write_text(json.dumps(evidence(values | {9: (5.5, other)})))
+        return result
+
+    jobs = suite.plan("llama3-proxy", tmp_path / "suite", level="quick")
+    outcomes = suite.run(jobs, run)
+    verdicts = {verdict.name: verdict for verdict in suite.judge(jobs, outcomes)}
+    names = [name for name, verdict in verdicts.items() if not verdict.passed]
+    assert [name for name in names if "norm" in name] == failed
+    assert ("the reference has the same norm" in verdicts["gradient norm steady"].reason) is (not failed)
+
+
 @pytest.fixture
 def jobs(tmp_path: Path) -> tuple[Job, ...]:
     return suite.plan("llama3-proxy", tmp_path / "suite")

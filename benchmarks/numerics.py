@@ -287,7 +287,7 @@ def first_step() -> dict[str, Any]:
     }
     for name, reference in (("reference", Model(recipe.architecture)),
                             ("rounded", Model(recipe.architecture, between=_Rounded.apply))):  # fmt: skip
-        losses, _ = reference.losses(weights, given, labels)
+        losses, _ = reference.losses(weights, {"inputs": given, "labels": labels})
         loss = losses.mean()
         found[name] = dict(zip(("loss", "grad_norm"), _norm_and_loss(loss, list(weights.values())), strict=True))
     exact = found["reference"]

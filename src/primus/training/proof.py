@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from primus.recipes.choose import CPU
-from primus.recipes.recipe import MOCK, Recipe
+from primus.recipes.recipe import Recipe
 from primus.recipes.size import size
 from primus.training.checks import Verdict, of_faults, relative_gap
 from primus.training.flops import of_recipe_unit
@@ -58,10 +58,6 @@ def unjudged(recipe: Recipe) -> str | None:
         name = recipe.get(f"assets.{key}", str)
         if name.startswith("hf:"):
             return f"assets.{key} is on the Hugging Face hub, the reference reads local files only"
-        if key == "corpus" and name != MOCK and not name.endswith((".jsonl", ".json")):
-            return "the reference reads JSON Lines only"
-    if recipe.find("data.column", "text") != "text":
-        return "the reference reads the column text only"
     if recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0) > 0:
         return "dropout is random"
     if 8 * recipe.steps * size(recipe.architecture).total > _MOST_BYTES:
@@ -78,7 +74,10 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
         return [parameters]
     if not steps or not series.steps:
         return [Verdict(name="reference", passed=False, reason="the reference found no step to repeat")]
-    update = [
+    return [
+        _data(steps),
+        _figure("loss", "reference loss", found, series, [step.loss for step in series.steps]),
+        _figure("grad_norm", "reference gradient norm", found, series, [step.grad_norm for step in series.steps]),
         _parameters(found["parameters"]),
         of_faults(
             "reference first weights",
@@ -90,15 +89,6 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
         _gradients(found, series),
         _rates(steps),
         _updates(found),
-    ]
-    if not found["whole"]:
-        # Of a diffusion transformer, the reference repeats the update from the run's own gradients alone.
-        return update
-    return [
-        _data(steps),
-        _figure("loss", "reference loss", found, series, [step.loss for step in series.steps]),
-        _figure("grad_norm", "reference gradient norm", found, series, [step.grad_norm for step in series.steps]),
-        *update,
     ]
 
 

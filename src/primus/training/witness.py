@@ -2,8 +2,8 @@
 
 The files of ``OUTPUT/witness`` are written from the tensors that the model, its loss and its optimizer really use:
 
-- ``batch-STEP-RANK.pt``: ``inputs`` and ``labels``, a tensor per micro-batch, and ``data_rank``, which share of the
-  data the rank takes;
+- ``batch-STEP-RANK.pt``: ``inputs`` and ``labels``, or what images are trained with, a tensor per micro-batch; and
+  ``data_rank``, which share of the data the rank takes;
 - ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped), ``rates``, the learning rate of each
   parameter or group, and ``stale``, the parameters that are not the rounded weights of the optimizer; absent when no
   optimizer ran;
@@ -59,8 +59,7 @@ class Witness:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._parts = parts
         self._trained = trained
-        self._inputs: list[torch.Tensor] = []
-        self._labels: list[torch.Tensor] = []
+        self._batch: dict[str, list[torch.Tensor]] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         self._rates: dict[str, float] = {}
         self._names = {id(p): name for part in parts for name, p in part.named_parameters()}
@@ -69,10 +68,10 @@ class Witness:
         self._seconds: dict[int, float] = {}
         self._random = torch.get_rng_state()
 
-    def batch(self, inputs: torch.Tensor, labels: torch.Tensor) -> None:
+    def batch(self, **parts: torch.Tensor) -> None:
         """Take a micro-batch of the step in progress."""
-        self._inputs.append(inputs.detach().cpu().clone())
-        self._labels.append(labels.detach().cpu().clone())
+        for name, tensor in parts.items():
+            self._batch.setdefault(name, []).append(tensor.detach().cpu().clone())
 
     def first_weights(self, step: int) -> None:
         """Take the weights before the first update; ``step`` is the last step that is done. All ranks."""
@@ -93,9 +92,8 @@ class Witness:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
 
     def _step(self, step: int) -> None:
-        batch = {"data_rank": self._data_rank, "inputs": self._inputs, "labels": self._labels}
-        torch.save(batch, self._folder / f"batch-{step}-{_rank()}.pt")
-        self._inputs, self._labels = [], []
+        torch.save({"data_rank": self._data_rank, **self._batch}, self._folder / f"batch-{step}-{_rank()}.pt")
+        self._batch = {}
         taken = self._trained.taken() if self._trained else None
         if taken is None and self._rates:
             taken = Taken(gradients=self._gradients, rates=self._rates)

@@ -18,6 +18,7 @@ from primus.training.flux.config import FluxConfig
 from primus.training.flux.latents import cached, packed
 from primus.training.loop.config import LoopConfig
 from primus.training.loop.data import Packed, mock
+from primus.training.reference.data import _documents as reference_documents
 
 
 def check_a_pass_sees_every_sample_once() -> None:
@@ -96,6 +97,14 @@ def check_chat_messages_and_parquet_are_read() -> None:
         assert read("chat.jsonl") == [said]
         assert read("chat.parquet") == [said, said]
         assert read("plain.parquet") == ["a", "b"]
+        (folder / "marks.txt").write_bytes("\ufeffone\r\ntwo\r\n \n\n three\n\nfour".encode())
+        (folder / "lines.jsonl").write_text('{"text": "a\u2028b"}\n\n{"text": " "}\n{"text": "c"}', "utf-8")
+        (folder / "many").mkdir()
+        for kept in ("b", "_hidden", "a"):
+            (folder / "many" / f"{kept}.json").write_text(json.dumps({"text": kept}))
+        for file in ("chat.jsonl", "chat.parquet", "plain.parquet", "marks.txt", "lines.jsonl", "many"):
+            job = {"assets": {"corpus": str(folder / file), "tokenizer": str(folder)}, "column": None}
+            assert reference_documents(job, 0) == read(file), file
         for file, column, words in (
             ("null.parquet", None, "row 1: expected the column 'text', found body"),
             ("null.parquet", "body", "row 2: expected text or chat messages"),

@@ -1,4 +1,7 @@
-"""The reference's models against transformers: the same weights give the same logits. Prints family and largest gap."""
+"""The reference's models against transformers and diffusers: the same weights give the same output.
+
+Prints the name of each and the largest gap.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from diffusers import FluxTransformer2DModel
 from transformers import AutoModelForCausalLM
 
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.training.finetune.models import config_of
+from primus.training.flux.entry import rotary_axes
+from primus.training.reference import diffusion
 from primus.training.reference.model import Model, shapes
 from primus.training.reference.names import to_canonical
 
@@ -36,6 +42,38 @@ def main() -> None:
             assert float((other.detach() - theirs).abs().max() / theirs.abs().max()) > 1e-4, (name, wrong)
 
 
+def flux() -> None:
+    """FLUX's transformer, in float64 on both sides."""
+    sizes = resolve("flux.1-dev", [], Asked(gpu="cpu", proxy=True)).architecture
+    dit = sizes.dit
+    model = FluxTransformer2DModel(
+        in_channels=dit.in_channels, num_layers=dit.double_layers, num_single_layers=dit.single_layers,
+        attention_head_dim=sizes.head_size, num_attention_heads=sizes.heads, joint_attention_dim=dit.text_dim,
+        pooled_projection_dim=dit.pooled_dim, guidance_embeds=dit.guidance, axes_dims_rope=rotary_axes(sizes.head_size),
+    ).double()  # fmt: skip
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    weights = dict(model.named_parameters())
+    assert {key: tuple(value.shape) for key, value in weights.items()} == diffusion.shapes(sizes)
+    image, text = torch.randn(2, 16, dit.in_channels), torch.randn(2, dit.text_tokens, dit.text_dim)
+    pooled, time = torch.randn(2, dit.pooled_dim).double(), torch.rand(2).double()
+    places = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
+    with torch.no_grad():
+        theirs = model(
+            hidden_states=image.double(), encoder_hidden_states=text.double(), pooled_projections=pooled, timestep=time,
+            img_ids=places, txt_ids=torch.zeros(dit.text_tokens, 3),
+            guidance=torch.full((2,), 3.5).double(), return_dict=False,
+        )[0]  # fmt: skip
+        for guidance, scale, agrees in ((3.5, 1.0, True), (3.0, 1.0, False), (3.5, 0.99, False)):
+            own = diffusion.Diffusion(sizes, guidance)
+            found = own.velocity(weights, image.double(), text.double(), pooled, scale * time)
+            gap = float((found - theirs).abs().max() / theirs.abs().max())
+            # diffusers computes the sinusoids of the time in float32.
+            assert (gap < 1e-4) is agrees, (guidance, scale, gap)
+            if agrees:
+                print("flux", f"{gap:.1e}", flush=True)
+
+
 def _wrong(sizes: object) -> Iterator[object]:
     """The same sizes with one thing changed: what tells nothing apart would agree with these, too."""
     yield replace(sizes, rope_theta=sizes.rope_theta * 0.9)  # type: ignore[type-var, attr-defined]
@@ -44,3 +82,4 @@ def _wrong(sizes: object) -> Iterator[object]:
 
 
 main()
+flux()

@@ -48,8 +48,7 @@ def run(given: Given, process: Process, session: Session, data: Data) -> None:
         batches = _batches(given, session, data, step)
         if witness:
             for batch in batches:
-                if "input_ids" in batch:
-                    witness.batch(batch["input_ids"], batch["labels"])
+                witness.batch(**{"inputs" if name == "input_ids" else name: part for name, part in batch.items()})
         if step == given.first_step:
             report.start()
             with facts.watching(session.model_parts, session.linear_types, compiled=config.compile) as seen:

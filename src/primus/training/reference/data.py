@@ -1,9 +1,10 @@
-"""The tokens that a run must train on, read and cut anew from the recipe's own files."""
+"""What a run must train on, read again from the recipe's own files."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,19 +13,40 @@ import torch
 from primus.recipes.recipe import MOCK
 from primus.training.mock import texts
 
-__all__ = ["Samples", "Stream", "numbered"]
+__all__ = ["Samples", "samples"]
 
 _MOCK_TEXTS = 2000
+
+
+Batch = dict[str, torch.Tensor]
 
 
 class Samples(Protocol):
     """The micro-batches of a step."""
 
-    def batch(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels [samples, length] of a data-parallel rank in ``step`` (from 1): all its micro-batches."""
+    def batch(self, step: int, rank: int) -> Batch:
+        """All micro-batches of a data-parallel rank in ``step`` (from 1): ``inputs`` and ``labels`` [samples, length],
+        or what an image is trained with [images, …].
+        """
+
+    def terms(self, batch: Batch) -> int:
+        """How many losses ``batch`` has: their sum is divided by the number of all ranks'."""
 
 
-class Stream:
+def samples(job: dict[str, Any]) -> Samples:
+    """The samples of ``job``, in the order of its backend."""
+    if job["backend"] == "torchtitan":
+        return _Stream(job)
+    return _Images(job) if job["backend"] == "flux" else _Numbered(job)
+
+
+class _Tokens:
+    def terms(self, batch: Batch) -> int:
+        """See :class:`Samples`."""
+        return int((batch["labels"] >= 0).sum())
+
+
+class _Stream(_Tokens):
     """torchtitan's order: a rank's share of the documents is one endless stream of tokens, cut at every length + 1.
 
     Each document stands between the tokenizer's begin and end marks. The token at a cut is the label of the sample
@@ -33,7 +55,7 @@ class Stream:
 
     def __init__(self, job: dict[str, Any]) -> None:
         config = job["config"]
-        documents = _documents(job["assets"]["corpus"], int(config.get("debug.seed") or 0))
+        documents = _documents(job, int(config.get("debug.seed") or 0))
         encode = _encoder(job["assets"]["tokenizer"])
         self._length = int(config["training.seq_len"])
         self._per_step = int(config["training.local_batch_size"]) * job["accumulation"]
@@ -45,7 +67,7 @@ class Stream:
             for document in documents[starts[rank] : starts[rank + 1]]:
                 self._tokens[rank] += encode(document)
 
-    def batch(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, step: int, rank: int) -> Batch:
         """See :class:`Samples`."""
         tokens, piece = self._tokens[rank], self._length + 1
         first = (step - 1) * self._per_step * piece
@@ -54,10 +76,10 @@ class Stream:
             for sample in range(self._per_step)
         ]
         whole = torch.tensor(rows)
-        return whole[:, :-1], whole[:, 1:]
+        return {"inputs": whole[:, :-1], "labels": whole[:, 1:]}
 
 
-class numbered:
+class _Numbered(_Tokens):
     """The order of our own loop: samples have numbers, step s takes those from (s − 1) · global batch on.
 
     The corpus is one stream of tokens in samples of ``length``; sample n starts at token n · length, and its last
@@ -75,15 +97,15 @@ class numbered:
         self._stream: torch.Tensor | None = None
         if job["assets"]["corpus"] != MOCK:
             encode = _encoder(job["assets"]["tokenizer"], special=False)
-            pieces = [encode(document) for document in _documents(job["assets"]["corpus"], self._seed)]
+            pieces = [encode(document) for document in _documents(job, self._seed)]
             self._stream = torch.tensor([token for piece in pieces for token in piece])
             self._count = (len(self._stream) - 1) // self._length
 
-    def batch(self, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, step: int, rank: int) -> Batch:
         """See :class:`Samples`."""
         first = (step - 1) * self._batch + rank * self._per_rank
         whole = torch.stack([self._sample(number) for number in range(first, first + self._per_rank)])
-        return whole[:, :-1], whole[:, 1:]
+        return {"inputs": whole[:, :-1], "labels": whole[:, 1:]}
 
     def _sample(self, number: int) -> torch.Tensor:
         if self._stream is None:
@@ -102,15 +124,134 @@ class numbered:
         return torch.cat([place, place + steps.cumsum(0)]) % symbols * (self._vocabulary // symbols)
 
 
+class _Images:
+    """Latents, text and pooled text of images in the order of our own loop, and the noise and time of each.
+
+    Image n is mixed with normal noise at a time. Both come from a generator seeded with (seed + 1) · 2,000,003 + n.
+    Times are uniform, or the logistic function of a normal number.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        config, dit = job["config"], job["model"]["dit"]
+        self._per_rank = int(config.get("training.micro_batch_size", 1)) * job["accumulation"]
+        self._batch = self._per_rank * job["data_parallel"]
+        self._seed = int(config.get("training.seed", 42))
+        self._uniform = config.get("times", "logit_normal") == "uniform"
+        self._cached: list[Batch] = []
+        if job["assets"]["corpus"] != MOCK:
+            self._cached = list(_cached(Path(job["assets"]["corpus"])))
+            return
+        # Mock images: 16 prompts, each with a picture around a common colour.
+        generator = _generator(self._seed, -1)
+        tokens = (dit["image_size"] // 16) ** 2
+        colour = torch.randn(dit["in_channels"], generator=generator)
+        self._pictures = colour + 0.3 * torch.randn(16, tokens, dit["in_channels"], generator=generator)
+        self._text = torch.randn(16, dit["text_tokens"], dit["text_dim"], generator=generator)
+        self._pooled = torch.randn(16, dit["pooled_dim"], generator=generator)
+
+    def terms(self, batch: Batch) -> int:
+        """See :class:`Samples`."""
+        return len(batch["latents"])
+
+    def batch(self, step: int, rank: int) -> Batch:
+        """See :class:`Samples`."""
+        start = (step - 1) * self._batch + rank * self._per_rank
+        rows = [self._row(number) for number in range(start, start + self._per_rank)]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _row(self, number: int) -> Batch:
+        image, generator = self._image(number), _generator(self._seed + 1, number)
+        noise = torch.randn(image["latents"].shape, generator=generator)
+        draw = torch.rand if self._uniform else torch.randn
+        time = draw((), generator=generator)
+        time = time if self._uniform else time.sigmoid()
+        return image | {"noise": noise, "time": time}
+
+    def _image(self, number: int) -> Batch:
+        if self._cached:
+            turn, place = divmod(number, len(self._cached))
+            return self._cached[int(torch.randperm(len(self._cached), generator=_generator(self._seed, turn))[place])]
+        generator = _generator(self._seed, number)
+        prompt = int(torch.randint(16, (), generator=generator))
+        picture = self._pictures[prompt]
+        varied = picture + 0.1 * torch.randn(picture.shape, generator=generator)
+        return {"latents": varied, "text": self._text[prompt], "pooled": self._pooled[prompt]}
+
+
+def _cached(folder: Path) -> Iterator[Batch]:
+    """The images of a cache, files by name. A token is 2 × 2 latents: channel by channel, then row by row."""
+    from safetensors.torch import load_file
+
+    for file in sorted(folder.glob("*.safetensors")):
+        held = load_file(file)
+        for latents, text, pooled in zip(held["latents"], held["text"], held["pooled"], strict=True):
+            patches = latents.float().unfold(1, 2, 2).unfold(2, 2, 2)
+            tokens = patches.permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1)
+            yield {"latents": tokens, "text": text.float(), "pooled": pooled.float()}
+
+
 def _generator(seed: int, number: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 2_000_003 + number)
 
 
-def _documents(corpus: str, seed: int) -> list[str]:
-    if corpus == MOCK:
+def _documents(job: dict[str, Any], seed: int) -> list[str]:
+    """The documents of the corpus in order, without the empty ones."""
+    if job["assets"]["corpus"] == MOCK:
         return list(texts(seed, _MOCK_TEXTS))
-    lines = Path(corpus).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines if line.strip()]
+    path, folder = Path(job["assets"]["corpus"]), Path(job["assets"]["tokenizer"])
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and file.name[0] not in "._")
+    found: list[str] = []
+    for file in files:
+        if file.suffix.lower() == ".txt":
+            grouped = groupby(_lines(file), key=lambda line: bool(line.strip()))
+            found += ["\n".join(lines).strip("\r\n") for filled, lines in grouped if filled]
+            continue
+        rows = _rows(file)
+        column = job.get("column")
+        if column is None:
+            column = "text" if not rows or "text" in rows[0] else "messages"
+        values = [row[column] for row in rows]
+        found += [value if isinstance(value, str) else _conversation(value, folder) for value in values]
+    return [document for document in found if document.strip()]
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    if file.read_bytes()[:4] == b"PAR1":
+        from pyarrow import parquet
+
+        rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
+        return rows
+    return [json.loads(line) for line in _lines(file) if line.strip()]
+
+
+def _lines(file: Path) -> list[str]:
+    return [line.removeprefix("\ufeff") for line in file.read_bytes().decode().split("\n")]
+
+
+def _conversation(messages: Any, folder: Path) -> str:
+    """Chat messages by the tokenizer's template, as transformers applies it; without the marks, which follow later."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    file, config = folder / "chat_template.jinja", _configuration(folder)
+    template = file.read_text(encoding="utf-8") if file.is_file() else config["chat_template"]
+    if isinstance(template, list):
+        template = next(one["template"] for one in template if one["name"] == "default")
+    marks = {name: _content(config.get(name)) or "" for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    rendered, _ = render_jinja_template([messages], chat_template=template, **marks)
+    return str(rendered[0]).removeprefix(marks["bos_token"]).removesuffix(marks["eos_token"])
+
+
+def _configuration(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config
+
+
+def _content(mark: Any) -> str | None:
+    """The text of a mark, which some files hold in a mapping."""
+    return mark.get("content") if isinstance(mark, dict) else mark
 
 
 def _encoder(folder: str, *, special: bool = True) -> Any:
@@ -118,12 +259,10 @@ def _encoder(folder: str, *, special: bool = True) -> Any:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    file = Path(folder) / "tokenizer_config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = _configuration(Path(folder))
 
     def mark(name: str) -> Iterator[int]:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
+        text = _content(config.get(name))
         if text is not None and (number := tokenizer.token_to_id(text)) is not None:
             yield number
 

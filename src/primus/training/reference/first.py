@@ -11,7 +11,7 @@ import torch
 
 from primus.recipes.architecture import Architecture
 
-__all__ = ["strange"]
+__all__ = ["constant", "strange"]
 
 # The mean and the standard deviation of random numbers stay within so many standard errors of theirs.
 _ERRORS = 6.0
@@ -31,9 +31,9 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
     found = []
     for name, tensor in weights.items():
         wide = tensor.double()
-        if (constant := _constant(job, name, tensor)) is not None:
-            if bool((wide != constant).any()):
-                found.append(f"{name} does not begin as {constant:g}")
+        if (value := constant(job, name, tensor)) is not None:
+            if bool((wide != value).any()):
+                found.append(f"{name} does not begin as {value:g}")
             continue
         std, count = _deviation(job, sizes, name, tensor), tensor.numel() / copies
         seen, mean = float(wide.std()), float(wide.mean())
@@ -44,8 +44,8 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
     return found
 
 
-def _constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float | None:
-    """The value of each element where it is not random."""
+def constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float | None:
+    """The first value of each element of a weight; None where they are random."""
     if ".lora_B." in name or name.endswith(("bias", _BIAS)):
         return 0.0
     if job["backend"] == "flux" and name.startswith("proj_out."):

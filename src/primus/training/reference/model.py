@@ -15,13 +15,14 @@ import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling
 
-__all__ = ["Dialect", "Model", "Weights", "adapter_shapes", "shapes"]
+__all__ = ["Dialect", "Model", "Rounding", "Weights", "adapter_shapes", "exact", "log_sum_exp", "shapes"]
 
 Weights = Mapping[str, torch.Tensor]
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _exact(tensor: torch.Tensor) -> torch.Tensor:
+def exact(tensor: torch.Tensor) -> torch.Tensor:
+    """No rounding."""
     return tensor
 
 
@@ -80,7 +81,7 @@ class Model:
 
     sizes: Architecture
     dialect: Dialect = field(default_factory=Dialect)
-    between: Rounding = _exact
+    between: Rounding = exact
     eight: bool = False
     # How close the scores of an expert that was chosen and of one that was not have come, relative to the former.
     closest: float = math.inf
@@ -108,12 +109,13 @@ class Model:
         head = weights["model.embed_tokens.weight" if sizes.tied_embeddings else "lm_head.weight"]
         return self.between(states @ head.T), balance
 
-    def losses(self, weights: Weights, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cross entropy of each label (0 for a label < 0), and the balancing loss per token."""
-        logits, balance = self.logits(weights, tokens)
+    def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cross entropy of each of ``labels`` (0 for a label < 0), and the balancing loss per token."""
+        labels = batch["labels"]
+        logits, balance = self.logits(weights, batch["inputs"])
         trained = labels >= 0
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return (_log_sum_exp(logits) - chosen) * trained, balance
+        return (log_sum_exp(logits) - chosen) * trained, balance
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         # Routed experts multiply in groups, which stay in the precision of the weights.
@@ -197,7 +199,7 @@ class Model:
         if 0 < self.sizes.window < length:
             hidden |= place[None, :] <= place[:, None] - self.sizes.window
         scores = scores.masked_fill(hidden, -torch.inf)
-        mixed = self.between(torch.exp(scores - _log_sum_exp(scores).unsqueeze(-1))) @ value
+        mixed = self.between(torch.exp(scores - log_sum_exp(scores).unsqueeze(-1))) @ value
         return self.between(mixed.transpose(1, 2).flatten(-2))
 
     def _experts(self, weights: Weights, name: str, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,7 +210,7 @@ class Model:
         # Routers compute in full precision in every backend.
         raw = flat @ weights[name + "gate.weight"].T
         if moe.score == "softmax":
-            scores = torch.exp(raw - _log_sum_exp(raw).unsqueeze(-1))
+            scores = torch.exp(raw - log_sum_exp(raw).unsqueeze(-1))
         else:
             scores = 1 / (1 + torch.exp(-raw))
         bias = weights.get(name + "gate.e_score_correction_bias")
@@ -268,7 +270,8 @@ class Model:
         return moe.auxiliary_loss * (total if kind == "batch" else total / samples)
 
 
-def _log_sum_exp(values: torch.Tensor) -> torch.Tensor:
+def log_sum_exp(values: torch.Tensor) -> torch.Tensor:
+    """The logarithm of the sum of exponentials along the last dimension."""
     top = values.detach().amax(-1, keepdim=True)
     return (torch.exp(values - top).sum(-1, keepdim=True).log() + top).squeeze(-1)
 

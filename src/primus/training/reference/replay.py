@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
-from primus.recipes.size import size
-from primus.training.reference import data, first, saved, update
-from primus.training.reference.model import Dialect, Model, adapter_shapes, shapes
+from primus.training.reference import data, diffusion, first, saved, update
+from primus.training.reference.model import Dialect, Model, adapter_shapes, exact, shapes
 from primus.training.reference.names import UnknownWeight, to_canonical
 
 __all__ = ["replay"]
@@ -45,8 +44,7 @@ def replay(output: Path) -> dict[str, Any]:
     sizes = rebuilt(job["model"])
     try:
         before = _weights(job, sizes, folder, began_at - 1)
-        found["whole"] = sizes.family != "flux"
-        found["parameters"] = _parameters(job, sizes, before) if found["whole"] else _count(sizes, before)
+        found["parameters"] = _parameters(job, sizes, before)
         found["first"] = first.strange(job, sizes, before)
         if found["parameters"]["missing"] or found["parameters"]["shapes"]:
             # Another model: there is nothing to repeat.
@@ -85,22 +83,17 @@ class _Replay:
         self._rounding = _ROUNDING[config.get(key, "float32")]
         first, last = job["first_step"], job["last_step"]
         self._noisy = {first + number * (last - first) // (_NOISY - 1) for number in range(_NOISY)}
-        self._whole = sizes.family != "flux"
-        if self._whole:
-            self._samples: data.Samples = data.Stream(job) if job["backend"] == "torchtitan" else data.numbered(job)
+        self._samples = data.samples(job)
         self._dialect = _dialect(job)
 
     def step(self, step: int, before: Tensors, after: Tensors) -> dict[str, Any]:
         """Figures of one step: what the run had and what the reference has."""
-        row: dict[str, Any] = {"step": step, "data": self._batches(step) if self._whole else []}
+        row: dict[str, Any] = {"step": step, "data": self._batches(step)}
         row["rate"] = rate = update.rate(self._given, step)
         seen = _load(self._folder / f"update-{step}.pt")
         used = _without_bias(to_canonical(self._job["backend"], self._sizes, seen["gradients"])) if seen else None
-        regular = step in self._noisy and self._whole
-        if self._whole:
-            figures, limited = self._figures(step, before, used, noisy=regular)
-        else:
-            figures, limited = {"closest": 1.0, "missing": sorted(set(before) - set(used or before)), "gaps": {}}, {}
+        regular = step in self._noisy
+        figures, limited = self._figures(step, before, used, noisy=regular)
         if regular:
             for kind, (gap, _) in figures["noise"]["gaps"].items():
                 self._usual[kind] = max(self._usual.get(kind, 0.0), gap)
@@ -112,7 +105,7 @@ class _Replay:
             row["rates"] = sorted(set(seen["rates"].values()))
         if used is not None:
             row["used_norm"], row["rounded"] = update.norm_of(used), self._least_rounded(step, used)
-        row["biases"] = self._biases(before, after, figures["closest"]) if self._whole else []
+        row["biases"] = self._biases(before, after, figures["closest"])
         expected = self._optimizer.update(_wide(_without_bias(before)), _wide(limited if used is None else used), rate)
         row["update"] = self._update_gap(before, expected, after)
         return row
@@ -168,8 +161,11 @@ class _Replay:
                 shares.append(float(near.double().mean()))
         return min(shares)
 
-    def _model(self) -> Model:
+    def _model(self) -> Model | diffusion.Diffusion:
         """The model in which the run is repeated. FP8's rounding is large and known, so it is repeated as well."""
+        if self._sizes.family == "flux":
+            guidance = float(self._job["config"].get("guidance", 1.0))
+            return diffusion.Diffusion(self._sizes, guidance, entering=exact if self._exact else _bfloat)
         return Model(self._sizes, self._dialect, eight=self._job["precision"] == "fp8")
 
     def _rounded(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
@@ -185,15 +181,14 @@ class _Replay:
         for file in sorted(self._folder.glob(f"batch-{step}-*.pt")):
             seen = torch.load(file, weights_only=True)
             rank = int(seen["data_rank"])
-            inputs, labels = self._samples.batch(step, rank)
-            for name, mine, theirs in (("inputs", inputs, seen["inputs"]), ("labels", labels, seen["labels"])):
-                whole = torch.cat(theirs) if theirs else torch.empty(0)
+            for name, mine in self._samples.batch(step, rank).items():
+                whole = torch.cat(seen[name]) if seen.get(name) else torch.empty(0)
                 if whole.shape != mine.shape:
                     shapes = f"{list(whole.shape)}, not {list(mine.shape)}"
                     different.append(f"step {step}, rank {rank}: {name} have the shape {shapes}")
                 elif not torch.equal(whole, mine):
                     share = float((whole != mine).float().mean())
-                    different.append(f"step {step}, rank {rank}: {share:.0%} of the {name} are other tokens")
+                    different.append(f"step {step}, rank {rank}: {share:.0%} of the {name} are others")
             shares.append(rank)
         ranks, parallel = self._job["world_size"], self._job["data_parallel"]
         if len(shares) != ranks:
@@ -204,7 +199,9 @@ class _Replay:
             )
         return different
 
-    def _gradients(self, step: int, weights: Tensors, model: Model) -> tuple[float, torch.Tensor, Tensors]:
+    def _gradients(
+        self, step: int, weights: Tensors, model: Model | diffusion.Diffusion
+    ) -> tuple[float, torch.Tensor, Tensors]:
         """The mean loss of ``step``, the loss of each label, and the gradients before clipping."""
         trained = {name for name in weights if _trained(self._job, name)}
         leaves = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()}
@@ -215,12 +212,12 @@ class _Replay:
             )
         ranks, found = self._job["data_parallel"], []
         batches = [self._samples.batch(step, rank) for rank in range(ranks)]
-        terms = sum(int((labels >= 0).sum()) for _, labels in batches)
+        terms = sum(self._samples.terms(batch) for batch in batches)
         calls = ranks * self._job["accumulation"]
-        for inputs, labels in batches:
-            pieces = self._job["accumulation"]
-            for one, wanted in zip(inputs.chunk(pieces), labels.chunk(pieces), strict=True):
-                losses, balance = model.losses(leaves, one, wanted)
+        pieces = self._job["accumulation"]
+        for batch in batches:
+            for parts in zip(*(tensor.chunk(pieces) for tensor in batch.values()), strict=True):
+                losses, balance = model.losses(leaves, dict(zip(batch, parts, strict=True)))
                 (losses.sum() / terms + balance / calls).backward()
                 found.append(losses.detach().to(torch.float64).flatten())
         # An expert that no token chose has a gradient of zeros; its moments still move it.
@@ -244,7 +241,9 @@ class _Replay:
         other, again, moved = self._gradients(step, self._rounded(before, torch.float32), model)
         # The mean's own error can be small by chance; that of the single labels says how large it may become.
         spread = float((again - losses).std()) / math.sqrt(len(losses))
-        clipped = update.clipped(moved, update.norm_of(moved), self._given.max_norm)
+        # Each gradient is a number of the run's precision before it is summed over ranks.
+        given = moved if self._exact else {name: _bfloat(gradient) for name, gradient in moved.items()}
+        clipped = update.clipped(given, update.norm_of(moved), self._given.max_norm)
         return {
             "loss": max(abs(other - loss), spread) / loss,
             # A norm errs by no more than its vector does.
@@ -319,7 +318,7 @@ def _trained(job: Mapping[str, Any], name: str) -> bool:
 
 def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> dict[str, Any]:
     """Which parameters the model must have and the run lacks, has besides, or has in another shape; first values."""
-    expected = shapes(sizes)
+    expected = diffusion.shapes(sizes) if sizes.family == "flux" else shapes(sizes)
     if job["mode"] == "lora":
         config = job["config"]
         expected |= adapter_shapes(sizes, int(config.get("lora.rank", 16)), config.get("lora.targets") or ())
@@ -334,7 +333,7 @@ def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -
         elif ".lora_B." in name:
             if job["first_step"] == 1 and bool(tensor.any()):
                 strange.append(f"{name} is not zero, so the adapted model is not the given one")
-        elif tensor.ndim > 1 and float(tensor.std()) == 0:
+        elif tensor.ndim > 1 and float(tensor.std()) == 0 and first.constant(job, name, tensor) is None:
             strange.append(f"{name} holds one value")
         elif tensor.ndim > 1 and ".lora_" not in name:
             same = [other for other, value in matrices.get(tuple(tensor.shape), []) if torch.equal(value, tensor)]
@@ -349,21 +348,6 @@ def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -
         "first_values": strange,
         "count": sum(math.prod(shape) for shape in expected.values()),
         "trained": sum(tensor.numel() for name, tensor in weights.items() if _trained(job, name)),
-    }
-
-
-def _count(sizes: Architecture, weights: Tensors) -> dict[str, Any]:
-    """As :func:`_parameters`, for a model of which only the number of parameters is known."""
-    count, present = size(sizes).total, sum(tensor.numel() for tensor in weights.values())
-    strange = [f"{name} is not finite" for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
-    different = [f"the model has {present:,} parameters, not {count:,}"] if present != count else []
-    return {
-        "missing": [],
-        "besides": different,
-        "shapes": [],
-        "first_values": strange,
-        "count": count,
-        "trained": present,
     }
 
 

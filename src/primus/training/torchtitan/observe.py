@@ -77,7 +77,7 @@ def observed_trainer(
                 # Told from the tokens themselves: the configuration only says what was asked.
                 self.facts["local_batch_size"], self.facts["seq_len"] = batch[0]["input"].shape
                 if self.witness:
-                    self.witness.batch(batch[0]["input"], batch[1])
+                    self.witness.batch(inputs=batch[0]["input"], labels=batch[1])
                 yield batch
 
         def train_step(self, data_iterator: Any) -> None:

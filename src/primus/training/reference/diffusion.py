@@ -1,0 +1,230 @@
+"""FLUX.1's transformer and the loss of its training, from their definitions; see :mod:`.model` for what may be used.
+
+Weights have diffusers' names. The model is that of Black Forest Labs' published code: blocks with two streams (MM-DiT,
+arXiv:2403.03206) and then with one, both modulated by the time (DiT, arXiv:2212.09748), trained by flow matching.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from primus.recipes.architecture import Architecture
+from primus.training.reference.model import Rounding, Weights, exact, log_sum_exp
+
+__all__ = ["Diffusion", "shapes"]
+
+_EPS = 1e-6
+# Elements of the sinusoids that stand for a time, and the longest of their periods in radians.
+_WAVES = 256
+_PERIOD = 10_000.0
+# The model sees times from 0 to this.
+_TIMES = 1000.0
+
+
+@dataclass
+class Diffusion:
+    """The transformer as a function of its weights. ``guidance`` is the scale that a model with guidance is told.
+
+    ``between`` is as in :class:`.model.Model`; ``entering`` rounds what the model is given, as the run rounds it.
+    """
+
+    sizes: Architecture
+    guidance: float = 1.0
+    between: Rounding = exact
+    entering: Rounding = exact
+    closest: float = math.inf
+    sent: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean squared error of each image's velocity, noise − latents; and 0, since nothing is balanced."""
+        like = weights["proj_out.weight"]
+        clean, noise, time = (batch[name].to(like.dtype) for name in ("latents", "noise", "time"))
+        level = time[:, None, None]
+        mixed = self.entering((1 - level) * clean + level * noise)
+        text, pooled = (self.entering(batch[name].to(like.dtype)) for name in ("text", "pooled"))
+        found = self.velocity(weights, mixed, text, pooled, time)
+        return (found - (noise - clean)).square().mean((1, 2)), like.new_zeros(())
+
+    def velocity(
+        self, weights: Weights, image: torch.Tensor, text: torch.Tensor, pooled: torch.Tensor, time: torch.Tensor
+    ) -> torch.Tensor:
+        """The prediction for ``image`` [images, tokens, channels] at ``time`` (0 to 1) of each."""
+        dit = self.sizes.dit
+        image = self._linear(weights, "x_embedder", image)
+        text = self._linear(weights, "context_embedder", text)
+        given = self._given(weights, pooled, time)
+        turn = self._angles(text.shape[1], image)
+        for number in range(dit.double_layers):
+            image, text = self._double(weights, f"transformer_blocks.{number}.", image, text, given, turn)
+        states = torch.cat((text, image), 1)
+        for number in range(dit.single_layers):
+            states = self._single(weights, f"single_transformer_blocks.{number}.", states, given, turn)
+        scale, shift = self._modulation(weights, "norm_out.linear", given, 2)
+        return self._linear(weights, "proj_out", self._normed(states[:, text.shape[1] :], shift, scale))
+
+    def _given(self, weights: Weights, pooled: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        """What modulates all blocks: the sum of embeddings of the time, the guidance and the pooled text."""
+        place = torch.arange(_WAVES // 2, dtype=torch.float64)
+        frequencies = torch.exp(-math.log(_PERIOD) * place / (_WAVES // 2))
+
+        def waves(value: torch.Tensor) -> torch.Tensor:
+            # Rounded twice: as it enters the model, and where the model multiplies it.
+            angles = self.entering(self.entering(value) * _TIMES).double()[:, None] * frequencies
+            return self.between(torch.cat((angles.cos(), angles.sin()), -1).to(value.dtype))
+
+        parts = [("timestep", waves(time)), ("text", pooled)]
+        if self.sizes.dit.guidance:
+            parts.insert(1, ("guidance", waves(torch.full_like(time, self.guidance))))
+        total = torch.zeros(())
+        for name, value in parts:
+            hidden = self._linear(weights, f"time_text_embed.{name}_embedder.linear_1", value)
+            embedded = self._linear(weights, f"time_text_embed.{name}_embedder.linear_2", self.between(_silu(hidden)))
+            total = self.between(total + embedded)
+        return total
+
+    def _double(
+        self, weights: Weights, block: str, image: torch.Tensor, text: torch.Tensor, given: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Two streams with weights of their own that attend to each other."""
+        streams = (("", "to_", "norm_", "to_out.0", image), ("_context", "add_", "norm_added_", "to_add_out", text))
+        modulations, heads = [], []
+        for which, to, norm, _, states in streams:
+            six = self._modulation(weights, f"{block}norm1{which}.linear", given, 6)
+            suffix = "_proj" if which else ""
+            names = [f"{block}attn.{to}{kind}{suffix}" for kind in "qkv"]
+            heads.append(self._heads(weights, names, f"{block}attn.{norm}", self._normed(states, six[0], six[1])))
+            modulations.append(six)
+        query, key, value = (torch.cat((heads[1][n], heads[0][n]), 2) for n in range(3))
+        mixed = self._mixed(query, key, value, turn)
+        parts = (mixed[:, text.shape[1] :], mixed[:, : text.shape[1]])
+        made = []
+        for (which, _, _, out, before), attended, six in zip(streams, parts, modulations, strict=True):
+            _, _, gate, shift, scale, gate_fed = six
+            moved = gate * self._linear(weights, f"{block}attn.{out}", attended)
+            states = self.between(before + self.between(moved))
+            hidden = self._linear(weights, f"{block}ff{which}.net.0.proj", self._normed(states, shift, scale))
+            fed = self._linear(weights, f"{block}ff{which}.net.2", self.between(_gelu(hidden)))
+            made.append(self.between(states + self.between(gate_fed * fed)))
+        return made[0], made[1]
+
+    def _single(
+        self, weights: Weights, block: str, states: torch.Tensor, given: torch.Tensor,
+        turn: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        """One stream; attention and feed-forward side by side."""
+        shift, scale, gate = self._modulation(weights, f"{block}norm.linear", given, 3)
+        normed = self._normed(states, shift, scale)
+        fed = self.between(_gelu(self._linear(weights, f"{block}proj_mlp", normed)))
+        query, key, value = self._heads(
+            weights, [f"{block}attn.to_{kind}" for kind in "qkv"], f"{block}attn.norm_", normed
+        )
+        both = torch.cat((self._mixed(query, key, value, turn), fed), -1)
+        return self.between(states + self.between(gate * self._linear(weights, f"{block}proj_out", both)))
+
+    def _heads(self, weights: Weights, names: list[str], norm: str, states: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values [images, heads, tokens, size]; the first two normalized."""
+        found = []
+        for name, kind in zip(names, "qkv", strict=True):
+            made = self._linear(weights, name, states).unflatten(-1, (self.sizes.heads, -1)).transpose(1, 2)
+            if kind != "v":
+                length = (made.square().mean(-1, keepdim=True) + _EPS).rsqrt()
+                made = self.between(made * length * weights[f"{norm}{kind}.weight"])
+            found.append(made)
+        return found
+
+    def _mixed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        query, key = (self.between(_turned(part, *turn)) for part in (query, key))
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        mixed = self.between(torch.exp(scores - log_sum_exp(scores).unsqueeze(-1))) @ value
+        return self.between(mixed.transpose(1, 2).flatten(-2))
+
+    def _modulation(self, weights: Weights, name: str, given: torch.Tensor, parts: int) -> list[torch.Tensor]:
+        return list(self._linear(weights, name, self.between(_silu(given))).unsqueeze(1).chunk(parts, -1))
+
+    def _normed(self, states: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        centred = states - states.mean(-1, keepdim=True)
+        even = self.between(centred * (centred.square().mean(-1, keepdim=True) + _EPS).rsqrt())
+        return self.between(self.between(even * (1 + scale)) + shift)
+
+    def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
+        return self.between(states @ weights[name + ".weight"].T + weights[name + ".bias"])
+
+    def _angles(self, before: int, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [tokens, size / 2] of the rotary angles: by index (always 0), row and column of a token.
+
+        Tokens of the text come first, all at 0.
+        """
+        side = math.isqrt(image.shape[1])
+        place = torch.arange(side, dtype=torch.float64)
+        rows, columns = place.repeat_interleave(side), place.repeat(side)
+        size = self.sizes.head_size
+        index = max(2, size // 8)
+        index += (size - index) % 4
+        along = (size - index) // 2
+        angles = [torch.zeros(len(rows), index // 2, dtype=torch.float64)]
+        for axis in (rows, columns):
+            frequencies = _PERIOD ** (-torch.arange(0, along, 2, dtype=torch.float64) / along)
+            angles.append(axis[:, None] * frequencies)
+        whole = torch.cat(angles, -1)
+        whole = torch.cat((torch.zeros(before, whole.shape[1], dtype=torch.float64), whole))
+        return self.between(whole.cos().to(image.dtype)), self.between(whole.sin().to(image.dtype))
+
+
+def _silu(states: torch.Tensor) -> torch.Tensor:
+    return states / (1 + torch.exp(-states))
+
+
+def _gelu(states: torch.Tensor) -> torch.Tensor:
+    """GELU's approximation (arXiv:1606.08415, section 2)."""
+    return states / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (states + 0.044715 * states**3)))
+
+
+def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Rotate each pair of neighbours by the angle of its position."""
+    left, right = states[..., 0::2], states[..., 1::2]
+    return torch.stack((left * cosine - right * sine, right * cosine + left * sine), -1).flatten(-2)
+
+
+def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every parameter that the model has, by diffusers' name, with its shape."""
+    width, dit, size = model.hidden_size, model.dit, model.head_size
+    found: dict[str, tuple[int, ...]] = {}
+
+    def linear(name: str, inputs: int, outputs: int) -> None:
+        found[name + ".weight"], found[name + ".bias"] = (outputs, inputs), (outputs,)
+
+    linear("x_embedder", dit.in_channels, width)
+    linear("context_embedder", dit.text_dim, width)
+    for name, inputs in (("timestep", _WAVES), ("guidance", _WAVES), ("text", dit.pooled_dim)):
+        if name != "guidance" or dit.guidance:
+            linear(f"time_text_embed.{name}_embedder.linear_1", inputs, width)
+            linear(f"time_text_embed.{name}_embedder.linear_2", width, width)
+    for number in range(dit.double_layers):
+        block = f"transformer_blocks.{number}."
+        for which, to, norm, suffix in (("", "to_", "norm_", ""), ("_context", "add_", "norm_added_", "_proj")):
+            linear(f"{block}norm1{which}.linear", width, 6 * width)
+            linear(f"{block}ff{which}.net.0.proj", width, 4 * width)
+            linear(f"{block}ff{which}.net.2", 4 * width, width)
+            for kind in "qkv":
+                linear(f"{block}attn.{to}{kind}{suffix}", width, width)
+            found |= {f"{block}attn.{norm}{kind}.weight": (size,) for kind in "qk"}
+        linear(f"{block}attn.to_out.0", width, width)
+        linear(f"{block}attn.to_add_out", width, width)
+    for number in range(dit.single_layers):
+        block = f"single_transformer_blocks.{number}."
+        linear(f"{block}norm.linear", width, 3 * width)
+        linear(f"{block}proj_mlp", width, 4 * width)
+        linear(f"{block}proj_out", 5 * width, width)
+        for kind in "qkv":
+            linear(f"{block}attn.to_{kind}", width, width)
+        found |= {f"{block}attn.norm_{kind}.weight": (size,) for kind in "qk"}
+    linear("norm_out.linear", width, 2 * width)
+    linear("proj_out", width, dit.in_channels)
+    return found

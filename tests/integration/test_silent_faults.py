@@ -70,20 +70,20 @@ def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(run: Run) -> Non
     assert _missed({name: jobs[name] for name in faulty}) == []
 
 
-def test_the_references_models_are_those_of_transformers(python: list[str]) -> None:
+def test_the_references_models_are_those_of_transformers_and_diffusers(python: list[str]) -> None:
     ended = subprocess.run(
         [*python, str(INSIDE / "reference_models.py")], capture_output=True, text=True, check=False, timeout=300
     )
     assert ended.returncode == 0, ended.stderr
     gaps = dict(line.split() for line in ended.stdout.splitlines())
-    assert len(gaps) == 5
-    assert all(float(gap) < 1e-5 for gap in gaps.values()), gaps
+    assert len(gaps) == 6
+    assert all(float(gap) < (1e-4 if name == "flux" else 1e-5) for name, gap in gaps.items()), gaps
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_every_silent_fault_is_named(run: Run, request: pytest.FixtureRequest) -> None:
-    assert len(SILENT) >= 175
+    assert len(SILENT) >= 220
     jobs = run({name: (case.backend, case.words, name) for name, case in SILENT.items()})
     assert _missed(jobs) == []
     if request.config.getoption("--record-faults"):

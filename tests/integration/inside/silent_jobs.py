@@ -14,6 +14,7 @@ from primus.training.job import Job, JobResult
 sys.path += [str(Path(__file__).parents[1] / "faults"), "/faults"]
 import silent_slow  # noqa: F401
 import silent_subtle  # noqa: F401
+import silent_unseen  # noqa: F401
 import silent_wide  # noqa: F401
 from silent import SILENT
 

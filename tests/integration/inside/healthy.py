@@ -9,7 +9,6 @@ a line as well. When the time is over, the runs in progress are ended and not wr
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
-from many import forked, train
+from many import forked, prepare, train
 from silent_jobs import write
 
 from primus.recipes.catalogue import entries
@@ -98,16 +97,7 @@ def main() -> None:
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
 
-    import torch
-
-    from primus.training.torchtitan import cpu
-
-    # torchtitan chooses its device when it is imported.
-    cpu.apply(1)
-    torch.set_num_threads(1)
-    for name in ("torchtitan.train", "primus.training.torchtitan.observe", "primus.training.loop.train",
-                 "primus.training.fsdp.entry", "transformers", "primus.training.reference.replay"):  # fmt: skip
-        importlib.import_module(name)
+    prepare()
     done = set()
     if options.out.exists():
         rows = map(json.loads, options.out.read_text(encoding="utf-8").splitlines())
@@ -116,14 +106,18 @@ def main() -> None:
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     left = [(cell, seed) for seed in seeds for cell in wanted if (*cell, seed) not in done]
     print(f"{len(wanted)} cells, {len(left)} runs", flush=True)
+    together([partial(one, cell, seed, options.steps, options.out) for cell, seed in left], options.together, until)
+
+
+def together(left: list[partial[None]], count: int, until: float) -> None:
+    """Call each of ``left`` with a port in a process of its own, ``count`` at a time; end those that ``until`` cuts."""
     running: dict[int, float] = {}
     number = 0
     while (left or running) and time.monotonic() < until:
-        while left and len(running) < options.together:
-            cell, seed = left.pop(0)
+        while left and len(running) < count:
             number += 1
             port = 20000 + (os.getpid() * 7 + number) % 20000
-            child = forked(partial(_alone, partial(one, cell, seed, options.steps, options.out, port)))
+            child = forked(partial(_alone, partial(left.pop(0), port)))
             running[child] = time.monotonic()
         ended, _ = os.waitpid(-1, os.WNOHANG)
         if ended:

@@ -93,7 +93,8 @@ def train(folder: Path, fault: str, port: int) -> None:
         (folder / "proof.json").write_text(json.dumps(replay(folder)))
 
 
-def main() -> None:
+def prepare() -> None:
+    """Import everything that the forked processes need."""
     import torch
 
     from primus.training.torchtitan import cpu
@@ -105,6 +106,10 @@ def main() -> None:
                  "primus.training.fsdp.entry", "primus.training.finetune.entry", "transformers", "peft",
                  "primus.training.reference.replay"):  # fmt: skip
         importlib.import_module(name)
+
+
+def main() -> None:
+    prepare()
     for number, row in enumerate(Path(sys.argv[1]).read_text().splitlines()):
         folder, fault, backend, *words = row.split()
         write(job_of(Path(folder), backend, tuple(words)))

@@ -19,6 +19,7 @@ from primus.training.flux.latents import cached, packed
 from primus.training.loop.config import LoopConfig
 from primus.training.loop.data import Packed, mock
 from primus.training.reference.data import _documents as reference_documents
+from primus.training.reference.data import samples as reference_samples
 
 
 def check_a_pass_sees_every_sample_once() -> None:
@@ -63,6 +64,14 @@ def check_cached_latents_are_read_with_their_own_noise() -> None:
         data = cached(given, FluxConfig(), Path(folder))
         batch = data.batch(0, 3)
         again = data.batch(3, 3)
+        job = {
+            "backend": "flux", "config": {"training.micro_batch_size": 3, "training.seed": 1}, "accumulation": 1,
+            "data_parallel": 1, "assets": {"corpus": folder}, "model": {"dit": {}},
+        }  # fmt: skip
+        for step, seen in ((1, batch), (2, again)):
+            judged = reference_samples(job).batch(step, 0)
+            assert judged.keys() == seen.keys()
+            assert all(torch.equal(judged[name], seen[name]) for name in seen), "the reference reads other images"
     found = {tuple(one.flatten().tolist()) for one in batch["latents"]}
     assert found == {tuple(packed(one).flatten().tolist()) for one in stored["latents"]}, "a pass misses an image"
     assert batch["latents"].shape == batch["noise"].shape == (3, 16, 16)

@@ -3,7 +3,8 @@
     python -m benchmarks.turbo OUT.json --ranks 2 --steps 14 VARIANT [VARIANT ...]
 
 A VARIANT is NAME@RECIPE:PRECISION, then any key=value words after further colons; ``bare`` among them runs
-torchtitan's own trainer without this project's code, ``profile`` writes the time of each GPU kernel in one step.
+torchtitan's own trainer without this project's code, ``profile`` writes the time of each GPU kernel in one step,
+``budget=N`` sets the compiler's activation memory budget, and ``NCCL_NAME=VALUE`` sets a variable of NCCL.
 RECIPE is a recipe's name, or RECIPE/BACKEND/MODE where that is not torchtitan's pre-training. The
 file is written after every variant, and a variant that fails does not stop the others. Variants are run in the order
 given: name one several times, with others in between, to repeat it.
@@ -97,7 +98,7 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
 
     name, _, rest = variant.partition("@")
     recipe_name, precision, *words = rest.split(":")
-    flags = {"bare", "profile"} & set(words)
+    flags = {word for word in words if word in ("bare", "profile") or word.startswith(("budget=", "NCCL_"))}
     recipe_name, backend, mode = (recipe_name.split("/") + ["torchtitan", "pretrain"][recipe_name.count("/") :])[:3]
     steps = next((int(w.partition("=")[2]) for w in words if w.startswith("training.steps=")), options.steps)
     ranks_asked = next((int(w.partition("=")[2]) for w in words if w.startswith("ranks=")), options.ranks)
@@ -119,6 +120,7 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + time.time_ns() // 1000 % 20000),
         "WORLD_SIZE": str(options.ranks), "LOCAL_WORLD_SIZE": str(options.ranks),
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(options.runs / "cute"),
+        **dict(flag.split("=", 1) for flag in flags if flag.startswith("NCCL_")),
     }  # fmt: skip
     if options.wait:
         _wait_for_memory()
@@ -266,7 +268,14 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
 
         # Its default was taken from sys.argv when torchtitan was imported.
         ConfigManager.parse_args.__defaults__ = (sys.argv[1:],)
+        for flag in flags:
+            if flag.startswith("budget="):
+                from torch._functorch import config as functorch
+
+                functorch.activation_memory_budget = float(flag.partition("=")[2])
         if config.name in ("fsdp", "finetune", "megatron", "flux"):
+            if "profile" in flags:
+                _profile_own_loop(output)
             _own_loop(config.name, output)
         elif "bare" in flags:
             from torchtitan.train import Trainer
@@ -318,12 +327,46 @@ def _profiled(trainer: type, output: Path) -> type:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 super().train_step(iterator)
                 torch.cuda.synchronize()
-            (output / "idle.json").write_text(json.dumps(_idle(profile)))
-            rows = [(e.self_device_time_total / 1e3, e.count, e.key) for e in profile.key_averages()]
-            rows = sorted(((round(ms, 2), n, key[:150]) for ms, n, key in rows if ms > 0.3), reverse=True)
-            (output / "profile.json").write_text(json.dumps(rows[:60]))
+            _write_profile(profile, output)
 
     return Profiled
+
+
+def _write_profile(profile: Any, output: Path) -> None:
+    (output / "idle.json").write_text(json.dumps(_idle(profile)))
+    rows = [(e.self_device_time_total / 1e3, e.count, e.key) for e in profile.key_averages()]
+    rows = sorted(((round(ms, 2), n, key[:150]) for ms, n, key in rows if ms > 0.3), reverse=True)
+    (output / "profile.json").write_text(json.dumps(rows[:60]))
+
+
+def _profile_own_loop(output: Path) -> None:
+    """The same for our own loop: from the forward pass of one step to the end of its update."""
+    import torch
+
+    from primus.training.loop.sharded import Sharded
+
+    forward_backward, step = Sharded.forward_backward, Sharded.step
+    running: list[Any] = []
+    count = 0
+
+    def profiled_forward_backward(self: Any, *words: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == _PROFILED and os.environ["RANK"] == "0":
+            running.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]))
+            running[0].start()
+        return forward_backward(self, *words)
+
+    def profiled_step(self: Any, *words: Any) -> Any:
+        made = step(self, *words)
+        if running:
+            torch.cuda.synchronize()
+            profile = running.pop()
+            profile.stop()
+            _write_profile(profile, output)
+        return made
+
+    Sharded.forward_backward, Sharded.step = profiled_forward_backward, profiled_step  # type: ignore[assignment,method-assign]
 
 
 def _idle(profile: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
-from primus.turbo import fp8_kernels, kernels  # noqa: E402
+from primus.turbo import experts, fp8_kernels, kernels  # noqa: E402
 from primus.turbo.loss import LossHead, linear_cross_entropy  # noqa: E402
 
 KERNELS = [
     name
-    for module in (kernels, fp8_kernels)
+    for module in (experts, fp8_kernels, kernels)
     for name, value in vars(module).items()
     if isinstance(value, triton.JITFunction) and value.__module__ == module.__name__
 ]
@@ -65,6 +65,22 @@ def test_every_kernel_compiles_for_every_gpu(name: str, arch: str) -> None:
             },
             {"LARGEST": 57344.0, **alone, **tile},
         ),
+        "_spread": (
+            {
+                "x": "*bf16",
+                "choices": "*i32",
+                "weights": "*fp32",
+                "experts": "*bf16",
+                "out": "*bf16",
+                "gradient": "*fp32",
+                "width": "i32",
+            },
+            {"PER_TOKEN": 6, "WEIGHTED": True, "BLOCK": 2048},
+        ),
+        "_add_up": (
+            {"experts": "*bf16", "rows": "*i32", "weights": "*fp32", "base": "*bf16", "out": "*bf16", "width": "i32"},
+            {"PER_TOKEN": 6, "WEIGHTED": True, "BASED": True, "BLOCK": 2048},
+        ),
         "_flip": ({"x": "*u8", "out": "*u8", **sizes}, tile),
         "_largest": ({"x": "*bf16", "found": "*fp32", "count": "i32"}, flat),
         "_swiglu_largest": ({**swiglu, "largest": "*fp32", "count": "i32"}, flat),
@@ -91,7 +107,7 @@ def test_every_kernel_compiles_for_every_gpu(name: str, arch: str) -> None:
         ),
     }
     signature, constants = calls[name]
-    kernel = getattr(kernels, name, None) or getattr(fp8_kernels, name)
+    kernel = next(getattr(module, name) for module in (experts, fp8_kernels, kernels) if hasattr(module, name))
     source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", 90, 32)
     warps = 16 if name == "_cross_entropy" else 8

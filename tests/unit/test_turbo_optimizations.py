@@ -17,6 +17,7 @@ COUNTING = (
     "turbo/kernels.py",
     "turbo/fp8_kernels.py",
     "turbo/attention.py",
+    "turbo/experts.py",
     "turbo/primus_turbo.py",
     "training/torchtitan/turbo.py",
 )

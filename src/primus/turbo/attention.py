@@ -7,16 +7,21 @@ from typing import Any
 
 import torch
 
+from primus.patch import replace
 from primus.turbo.optimizations import CALLS
 
 __all__ = [
     "FlashAttention4",
+    "attend_in_diffusers",
     "attend_in_transformers",
     "flash_attention_4",
     "seen_within",
     "window_mask",
     "windowed_attention",
 ]
+
+
+_EVERYTHING = -1
 
 
 @torch.library.custom_op("primus::fa4_forward", mutates_args=())
@@ -56,6 +61,8 @@ def _(q: Any, k: Any, v: Any, out: Any, grad: Any, lse: Any, scale: float, windo
 
 
 def _mask(window: int) -> dict[str, Any]:
+    if window == _EVERYTHING:
+        return {"causal": False}
     if window:
         return {"causal": True, "window_size_left": window - 1, "window_size_right": 0}
     return {"causal": True}
@@ -74,13 +81,15 @@ def _gradients(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-def flash_attention_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int = 0) -> torch.Tensor:
-    """Causal attention of ``q`` [batch, tokens, heads, size] over ``k`` and ``v``, which may have fewer heads.
+def flash_attention_4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int = 0, causal: bool = True
+) -> torch.Tensor:
+    """Attention of ``q`` [batch, tokens, heads, size] over ``k`` and ``v``, which may have fewer heads.
 
-    ``window``: how many tokens each one sees, itself included; 0 for all before it. BF16 or FP16, NVIDIA sm_90 and
-    later.
+    ``window``: how many tokens each token sees, itself included; 0 for all before it. Without ``causal`` each token
+    sees all tokens. BF16 or FP16, NVIDIA sm_90 and later.
     """
-    out: torch.Tensor = _forward(q, k, v, q.shape[-1] ** -0.5, window)[0]
+    out: torch.Tensor = _forward(q, k, v, q.shape[-1] ** -0.5, window if causal else _EVERYTHING)[0]
     return out
 
 
@@ -124,6 +133,20 @@ def windowed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
 
         found = flex_attention(*parts, block_mask=mask, enable_gqa=True)
     return found.transpose(1, 2)
+
+
+def attend_in_diffusers() -> None:
+    """Let the FLUX transformer of diffusers use Flash Attention 4. Its tensors are [batch, tokens, heads, size]."""
+    from diffusers.models.transformers import transformer_flux
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, **_: Any
+    ) -> torch.Tensor:
+        if attn_mask is not None:
+            raise RuntimeError("flash-attention-4 supports no attention mask in FLUX")
+        return flash_attention_4(query, key, value, causal=False)
+
+    replace(transformer_flux, "dispatch_attention_fn", attend)
 
 
 def attend_in_transformers() -> str:

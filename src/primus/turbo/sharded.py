@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from primus.patch import replace
 from primus.turbo.kernels import adamw_, copy_in
 
 __all__ = ["Step", "clip_by", "lay_out_gradients"]
@@ -17,13 +18,12 @@ def lay_out_gradients() -> None:
     """Let FSDP2 lay gradients out for the reduce-scatter by one kernel per gradient, in this process."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
-    original = collectives.foreach_reduce_scatter_copy_in
-
     def foreach_reduce_scatter_copy_in(grads: Any, out: torch.Tensor, ranks: int) -> None:
         if not copy_in(grads, out, ranks):
             original(grads, out, ranks)
 
-    collectives.foreach_reduce_scatter_copy_in = foreach_reduce_scatter_copy_in
+    takes = "unsharded_grads, reduce_scatter_input, world_size"
+    original = replace(collectives, "foreach_reduce_scatter_copy_in", foreach_reduce_scatter_copy_in, takes=takes)
 
 
 _clip: list[torch.Tensor] = []

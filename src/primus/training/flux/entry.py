@@ -13,6 +13,7 @@ from primus.recipes.architecture import Architecture
 from primus.training.flux import latents
 from primus.training.flux.config import FluxConfig
 from primus.training.loop import process, train, weights
+from primus.training.loop.faster import optimized
 from primus.training.loop.given import Given
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch
@@ -31,6 +32,8 @@ def main(given: Given, here: Process) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     data = latents.images(given, config)
     model = transformer(given.model)
+    if "flash-attention-4" in given.turbo:
+        optimized().attention.attend_in_diffusers()
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
     shard(model, blocks, given, here, wide=_wide)
     if config.weights == "random":

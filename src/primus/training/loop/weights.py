@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from primus.patch import replace
+
 __all__ = ["Files", "Rows", "constant", "draw_all", "draw_one", "empty", "fill", "materialize", "normal"]
 
 _STD = 0.02
@@ -29,14 +31,13 @@ Rows = Callable[[int, int], torch.Tensor]
 @contextmanager
 def empty() -> Iterator[None]:
     """Create the parameters of models without memory while the context is open. Buffers are created as usual."""
-    register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta
+    register = replace(nn.Module, "register_parameter", on_meta, takes="self, name, param")
     try:
         yield
     finally:

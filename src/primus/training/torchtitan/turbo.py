@@ -6,14 +6,18 @@ Nothing here is imported unless a job asks for an optimization.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from primus.patch import replace
 from primus.turbo import primus_turbo
+from primus.turbo.experts import combine, dispatch, routes
 from primus.turbo.kernels import cast_fp8
+from primus.turbo.loss import LossHead
 from primus.turbo.optimizations import CALLS
 from primus.turbo.sharded import Step, clip_by, lay_out_gradients
 
@@ -39,6 +43,8 @@ def patch(names: Sequence[str]) -> None:
         lay_out_gradients()
     if "fused-adamw" in names:
         _clip_later()
+    if "expert-routing" in names:
+        _route_directly()
     if any(name.startswith("turbo-") for name in names):
         primus_turbo.check()
     if "turbo-fp8-linear" in names:
@@ -74,15 +80,52 @@ def _group_experts() -> None:
     # to be traced (torchtitan.models.llama4.infra.parallelize.apply_compile).
     _run_experts_grouped_mm_dynamic.__qualname__ = "_run_experts_grouped_mm_dynamic"
     # The loop over experts is what torchtitan takes where it finds no grouped product of PyTorch's.
-    moe._run_experts_grouped_mm = moe._run_experts_for_loop = _run_experts_grouped_mm_dynamic
+    for name in ("_run_experts_grouped_mm", "_run_experts_for_loop"):
+        replace(moe, name, _run_experts_grouped_mm_dynamic, takes="w1, w2, w3, x, num_tokens_per_expert")
+
+
+def _route_directly() -> None:
+    """Copy each token once to the padded rows of its experts. The gradient of that copy is a sum of rows."""
+    from torchtitan.models.moe import moe
+
+    def experts_forward(self: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        weights = (getattr(one, "_local_tensor", one) for one in (self.w1, self.w2, self.w3))
+        # Looked up now: torchtitan compiles the function after this change.
+        run = moe._run_experts_grouped_mm if self.use_grouped_mm else moe._run_experts_for_loop
+        return run(*weights, x, num_tokens_per_expert)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.score_before_experts:
+            raise RuntimeError("expert-routing supports only models that weight the experts' results")
+        tokens = x.view(-1, x.shape[-1])
+        scores, selected, counts = self.router(tokens, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        ways = routes(selected, counts)
+        found = self.experts(dispatch(tokens, ways), ways.counts)
+        shared = None if self.shared_experts is None else self.shared_experts(tokens)
+        return combine(found, scores.float(), ways, shared).view(x.shape)
+
+    replace(moe.GroupedExperts, "forward", experts_forward, takes="self, x, num_tokens_per_expert")
+    replace(moe.MoE, "forward", forward, takes="self, x")
 
 
 def _rotate_in_real_numbers() -> None:
-    """Rotary positions without complex numbers, which the compiler leaves to one kernel per operation."""
+    """Rotate without complex numbers, for which the compiler makes one kernel per operation."""
+    from torchtitan.models.deepseek_v3.model import model as deepseek
     from torchtitan.models.llama3.model import model
 
-    model.apply_rotary_emb = _rotated
+    replace(model, "apply_rotary_emb", _rotated, takes="xq, xk, freqs_cis, positions")
+    replace(deepseek, "apply_rotary_emb", _rotated_alone, takes="x, freqs_cis, positions")
     CALLS["rotated"] += 1
+
+
+def _rotated_alone(x: torch.Tensor, freqs_cis: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """``apply_rotary_emb`` of torchtitan's DeepSeek, which rotates queries and keys in separate calls."""
+    from torchtitan.models.deepseek_v3.model.model import reshape_for_broadcast
+
+    pairs = x.float().unflatten(-1, (-1, 2))
+    return _turned(x, torch.view_as_real(reshape_for_broadcast(freqs_cis, pairs[..., 0], positions)))
 
 
 def _rotated(
@@ -106,15 +149,13 @@ def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 def _cast_weights() -> None:
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
-    original = Weight.fsdp_pre_all_gather
-
     def fsdp_pre_all_gather(self: Any, mesh: Any) -> Any:
         scale = self._precomputed_scale
         if scale is None:  # before the first optimizer step nothing has computed it
             return original(self, mesh)
         return (cast_fp8(self._tensor, scale, self._dtype),), (scale,)
 
-    Weight.fsdp_pre_all_gather = fsdp_pre_all_gather
+    original = replace(Weight, "fsdp_pre_all_gather", fsdp_pre_all_gather, takes="self, mesh")
 
 
 def _replace_linears() -> None:
@@ -127,15 +168,13 @@ def _replace_linears() -> None:
         made = linear(input, self.weight, self.config)
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
-    Float8Linear.forward = forward
+    replace(Float8Linear, "forward", forward, takes="self, input")
 
 
 def _replace_projections() -> None:
     from torchtitan.models.llama3.model import model
 
     from primus.turbo.fp8 import projections
-
-    original = model.Attention.forward
 
     def forward(self: Any, x: torch.Tensor, freqs_cis: Any, attention_masks: Any, positions: Any = None) -> Any:
         layers = (self.wq, self.wk, self.wv)
@@ -148,7 +187,7 @@ def _replace_projections() -> None:
         mixed = self.inner_attention(q, k, v, enable_gqa=self.enable_gqa).transpose(1, 2).contiguous()
         return self.wo(mixed.view(*x.shape[:2], -1))
 
-    model.Attention.forward = forward
+    original = replace(model.Attention, "forward", forward, takes="self, x, freqs_cis, attention_masks, positions")
 
 
 def _replace_feed_forward() -> None:
@@ -159,14 +198,12 @@ def _replace_feed_forward() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return feed_forward(x, self.w1.weight, self.w3.weight, self.w2.weight, self.w1.config)
 
-    FeedForward.forward = forward
+    replace(FeedForward, "forward", forward, takes="self, x")
 
 
 def _clip_later() -> None:
     """The gradient norm is computed as before; scaling by it is left to the optimizer, which reads gradients anyway."""
     from torchtitan.distributed import utils
-
-    original = utils.clip_grad_norm_
 
     def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
         scale = torch.nn.utils.clip_grads_with_norm_
@@ -178,7 +215,8 @@ def _clip_later() -> None:
         clip_by(norm, max_norm)
         return norm
 
-    utils.clip_grad_norm_ = clip_grad_norm_
+    takes = "parameters, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled"
+    original = replace(utils, "clip_grad_norm_", clip_grad_norm_, takes=takes)
     with contextlib.suppress(ImportError):
         import torchao.float8
 
@@ -188,20 +226,19 @@ def _clip_later() -> None:
 
 def changed_spec(spec: Any, names: Sequence[str]) -> Any:
     """A torchtitan train spec whose model has the asked-for layers."""
-    from dataclasses import replace
 
     def parallelize(model: Any, *args: Any, **kwargs: Any) -> Any:
         _change_layers(model, names)
         return spec.parallelize_fn(model, *args, **kwargs)
 
-    changed = replace(spec, parallelize_fn=parallelize)
-    return replace(changed, build_loss_fn=_loss(spec.build_loss_fn)) if "linear-cross-entropy" in names else changed
+    changed = dataclasses.replace(spec, parallelize_fn=parallelize)
+    if "linear-cross-entropy" in names:
+        changed = dataclasses.replace(changed, build_loss_fn=_loss(spec.build_loss_fn))
+    return changed
 
 
 def _change_layers(model: Any, names: Sequence[str]) -> None:
     if "linear-cross-entropy" in names:
-        from primus.turbo.loss import LossHead
-
         model.output.__class__ = LossHead
     if "flash-attention-4" in names:
         from primus.turbo.attention import FlashAttention4

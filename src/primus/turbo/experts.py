@@ -1,0 +1,197 @@
+"""Send tokens to the experts that the router chose and add up the results, without atomic additions.
+
+torchtitan copies each row four times on its way to the experts, and PyTorch's gradient of such a copy sorts the indices
+again. Here one kernel gathers rows and another adds them up. Each kernel computes the gradient of the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from primus.turbo.optimizations import CALLS
+
+__all__ = ["ALIGNMENT", "Routes", "combine", "dispatch", "routes"]
+
+ALIGNMENT = 8
+"""The rows of each expert start at a multiple of this, because PyTorch's grouped products need 16-byte alignment."""
+
+
+class Routes(NamedTuple):
+    """Which row of the experts' input holds each choice of a token.
+
+    ``rows`` [tokens, choices] int32: the row of each choice. ``choices`` [all rows] int32: the choice in each row, as
+    token × choices per token + index of the choice; -1 in padding. ``counts`` [experts] int32: the rows of each expert,
+    padding included, a multiple of :data:`ALIGNMENT` and never 0.
+    """
+
+    rows: torch.Tensor
+    choices: torch.Tensor
+    counts: torch.Tensor
+
+
+@torch.no_grad()
+def routes(selected: torch.Tensor, counts: torch.Tensor) -> Routes:
+    """Return the routes for ``selected`` [tokens, choices], the index of each chosen expert.
+
+    ``counts`` [experts]: how many choices each expert has.
+    """
+    flat = selected.reshape(-1).to(torch.int32)
+    counts = counts.to(torch.int64)
+    padded = (counts.clamp(min=1) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    shift = (padded.cumsum(0) - padded) - (counts.cumsum(0) - counts)
+    experts, order = torch.sort(flat, stable=True)
+    places = torch.arange(len(flat), device=flat.device) + shift[experts]
+    rows = torch.empty_like(flat)
+    rows[order] = places.to(torch.int32)
+    choices = torch.full((len(flat) + len(counts) * ALIGNMENT,), -1, dtype=torch.int32, device=flat.device)
+    choices[places] = order.to(torch.int32)
+    return Routes(rows.view_as(selected), choices, padded.to(torch.int32))
+
+
+@triton.jit
+def _spread(
+    x, choices, weights, experts, out, gradient, width,
+    PER_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    choice = tl.load(choices + row).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    used = (offsets < width) & (choice >= 0)
+    token = tl.maximum(choice, 0) // PER_TOKEN
+    values = tl.load(x + token * width + offsets, mask=used, other=0.0)
+    if WEIGHTED:
+        wide = values.to(tl.float32)
+        found = tl.load(experts + row * width + offsets, mask=used, other=0.0).to(tl.float32)
+        weight = tl.load(weights + tl.maximum(choice, 0))
+        if choice >= 0:
+            tl.store(gradient + choice, tl.sum(wide * found, axis=0))
+        values = (wide * weight).to(out.dtype.element_ty)
+    tl.store(out + row * width + offsets, values, mask=offsets < width)
+
+
+@triton.jit
+def _add_up(
+    experts, rows, weights, base, out, width,
+    PER_TOKEN: tl.constexpr, WEIGHTED: tl.constexpr, BASED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for which in tl.static_range(PER_TOKEN):
+        row = tl.load(rows + token * PER_TOKEN + which).to(tl.int64)
+        values = tl.load(experts + row * width + offsets, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            values *= tl.load(weights + token * PER_TOKEN + which)
+        total += values
+    if BASED:
+        total += tl.load(base + token * width + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + offsets, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _gathered(x: torch.Tensor, ways: Routes) -> torch.Tensor:
+    width, per_token = x.shape[1], ways.rows.shape[1]
+    if _plain(x):
+        padded = torch.cat((x, x.new_zeros(1, width)))
+        return padded[torch.where(ways.choices >= 0, ways.choices // per_token, len(x)).long()]
+    out = x.new_empty(len(ways.choices), width)
+    block = triton.next_power_of_2(width)
+    _spread[(len(out),)](
+        x, ways.choices, x, x, out, x, width, PER_TOKEN=per_token, WEIGHTED=False, BLOCK=block, num_warps=_warps(block)
+    )
+    return out
+
+
+def _summed(
+    experts: torch.Tensor, ways: Routes, weights: torch.Tensor | None, base: torch.Tensor | None
+) -> torch.Tensor:
+    (tokens, per_token), width = ways.rows.shape, experts.shape[1]
+    if _plain(experts):
+        values = experts[ways.rows.long()].float()
+        total = (values if weights is None else values * weights[:, :, None]).sum(1)
+        return (total if base is None else total + base.float()).to(experts.dtype)
+    out = experts.new_empty(tokens, width)
+    block = triton.next_power_of_2(width)
+    _add_up[(tokens,)](
+        experts, ways.rows, experts if weights is None else weights, experts if base is None else base, out, width,
+        PER_TOKEN=per_token, WEIGHTED=weights is not None, BASED=base is not None, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return out
+
+
+def _weighted_back(
+    gradient: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, ways: Routes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    per_token, width = ways.rows.shape[1], experts.shape[1]
+    if _plain(experts):
+        spread = _gathered(gradient, ways).float()
+        factors = torch.cat((weights.reshape(-1), weights.new_zeros(1)))[ways.choices.long()]
+        dots = (spread * experts.float()).sum(1)[ways.rows.long()]
+        return (spread * factors[:, None]).to(experts.dtype), dots.to(weights.dtype)
+    out, dots = torch.empty_like(experts), torch.empty_like(weights)
+    block = triton.next_power_of_2(width)
+    _spread[(len(out),)](
+        gradient, ways.choices, weights, experts, out, dots, width,
+        PER_TOKEN=per_token, WEIGHTED=True, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return out, dots
+
+
+def _plain(x: torch.Tensor) -> bool:
+    """Whether to compute with PyTorch, because ``x`` is not on a GPU."""
+    return not x.is_cuda
+
+
+def _warps(block: int) -> int:
+    return max(1, min(16, block // 512))
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *ways: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*ways)
+        return _gathered(x.contiguous(), Routes(*ways))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _summed(grads[0].contiguous(), Routes(*ctx.saved_tensors), None, None), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, experts: torch.Tensor, weights: torch.Tensor, base: torch.Tensor | None, *ways: torch.Tensor
+    ) -> torch.Tensor:
+        experts, weights = experts.contiguous(), weights.contiguous()
+        ctx.save_for_backward(experts, weights, *ways)
+        ctx.based = base is not None
+        return _summed(experts, Routes(*ways), weights, None if base is None else base.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        experts, weights, *ways = ctx.saved_tensors
+        given = grads[0].contiguous()
+        made, dots = _weighted_back(given, experts, weights, Routes(*ways))
+        return made, dots, given if ctx.based else None, None, None, None
+
+
+def dispatch(x: torch.Tensor, ways: Routes) -> torch.Tensor:
+    """Return the experts' input: the token of ``x`` [tokens, width] for each row of ``ways``. Padding is zero."""
+    CALLS["moe_dispatch"] += 1
+    made: torch.Tensor = _Dispatch.apply(x, *ways)
+    return made
+
+
+def combine(experts: torch.Tensor, weights: torch.Tensor, ways: Routes, base: torch.Tensor | None) -> torch.Tensor:
+    """Return ``base`` [tokens, width] plus the weighted sum of each token's rows of ``experts``.
+
+    ``weights`` [tokens, choices] are float32. The sum is computed in float32, in the order of the choices, and rounded
+    once.
+    """
+    CALLS["moe_combine"] += 1
+    made: torch.Tensor = _Combine.apply(experts, weights, base, *ways)
+    return made

@@ -205,6 +205,29 @@ def test_an_unknown_driver_is_not_judged(tmp_path: Path) -> None:
     assert ("driver", "skipped", "the table has no row for amdgpu 9.9.9", "") in machine.findings()
 
 
+@pytest.mark.parametrize(
+    ("driver", "rocm", "level"),
+    [
+        ("6.10.5", "6.3.1", "ok"),
+        ("6.10.5", "7.1.0", "failed"),
+        ("6.14.14", "7.2.0", "ok"),
+        ("6.14.14", "7.14.0", "failed"),
+        ("6.16.13", "10.0.0", "ok"),
+        # AMD names this release for the driver, four before its own.
+        ("6.16.13", "6.3.4", "ok"),
+        ("6.16.13", "6.2.0", "failed"),
+        ("6.19.14", "10.0.0", "ok"),
+    ],
+)
+def test_every_driver_of_the_table_is_judged(driver: str, rocm: str, level: str, tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.write("sys/module/amdgpu/version", driver)
+    machine.write("opt/rocm/.info/version", rocm)
+    (found,) = [one for one in machine.findings() if one[0] == "driver"]
+    assert found[1] == level, found
+    assert rocm in found[2]
+
+
 def test_a_container_that_sees_some_of_the_gpus_is_sound(tmp_path: Path) -> None:
     machine = Machine(tmp_path, gpus=8)
     machine.write(".dockerenv", "")

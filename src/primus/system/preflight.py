@@ -161,7 +161,9 @@ def driver(host: Host) -> Iterator[Finding]:
     if row is None or release not in order:
         what = f"amdgpu {version or 'of the kernel'}" if row is None else f"ROCm {rocm or 'of unknown version'}"
         yield skipped("driver", f"the table has no row for {what}")
-    elif abs(order.index(release) - order.index(row["rocm"])) > table["apart"]:
+    elif release not in row.get("supports", ()) and (
+        abs(order.index(release) - order.index(row["rocm"])) > table["apart"]
+    ):
         yield failed(
             "driver", f"amdgpu {version} is of ROCm {row['rocm']} ({row['source']}); it does not support ROCm {rocm} "
             f"({table['source']})", "install the driver of a nearer release, or use another image",

@@ -151,7 +151,9 @@ class Case:
 
     def same(self, job: Job, first: int) -> None:
         """The last attempt of ``job`` begins at step ``first``, reaches the end, and has the undisturbed losses."""
-        losses, others = job.losses(len(job.attempts) - 1), self.undisturbed.losses(0)
+        # An attempt that is preempted at once leaves no folder.
+        last = int(job.attempts[-1].name.removeprefix("attempt-"))
+        losses, others = job.losses(last), self.undisturbed.losses(0)
         self.row |= {"continued from step": first - 1, "steps with equal loss": len(losses)}
         if not losses or (min(losses), max(losses)) != (first, STEPS):
             self.wrong.append(f"steps {sorted(losses)[:1]}–{sorted(losses)[-1:]}, not {first}–{STEPS}")

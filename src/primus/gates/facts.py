@@ -225,7 +225,7 @@ def _loaded(known: dict[str, Any]) -> LayerFacts:
             for row in known["code"]
         ),
         libraries=tuple(Library(**{**row, "needed": tuple(row["needed"])}) for row in known["libraries"]),
-        stated=tuple(Stated(**row) for row in known["stated"]),
+        stated=tuple(Stated(**{**row, "requires": tuple(row["requires"])}) for row in known["stated"]),
         traces=tuple(Trace(**row) for row in known["traces"]),
         unreadable=known["unreadable"],
     )

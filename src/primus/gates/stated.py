@@ -44,13 +44,14 @@ _NAMED = re.compile(r"lib(hipblaslt|MIOpen)\.so\.([0-9]+\.[0-9]+(?:\.[0-9]{1,3})
 @dataclass(frozen=True, kw_only=True)
 class Stated:
     """A version that a file of the image states. ``name`` is normalised for wheels, the component for headers and
-    libraries.
+    libraries. ``requires`` are the requirements of a wheel as its metadata states them (PEP 508).
     """
 
     kind: Kind
     name: str
     version: str
     path: str
+    requires: tuple[str, ...] = ()
 
 
 def states_versions(path: str) -> bool:
@@ -74,10 +75,14 @@ def stated_in(path: str, text: str) -> list[Stated]:
             .endswith(" installed")
         ]
     if _METADATA.fullmatch(path):
-        head = dict(re.findall(r"^(Name|Version): (.+?)\s*$", text.partition("\n\n")[0], re.M))
-        if len(head) == 2:
-            return [Stated(kind="wheel", name=normalised(head["Name"]), version=head["Version"], path=path)]
-        return []
+        fields = re.findall(r"^(Name|Version|Requires-Dist): (.+?)\s*$", text.partition("\n\n")[0], re.M)
+        head = dict(fields)
+        if not {"Name", "Version"} <= set(head):
+            return []
+        requires = tuple(value for name, value in fields if name == "Requires-Dist")
+        return [
+            Stated(kind="wheel", name=normalised(head["Name"]), version=head["Version"], path=path, requires=requires)
+        ]
     if names := _HEADERS.get(path.rpartition("/")[2]):
         numbers = [re.search(rf"^\s*#\s*define\s+{macro}\s+(\d+)", text, re.M) for macro in names[1:]]
         if all(numbers):

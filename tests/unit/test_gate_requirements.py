@@ -1,0 +1,64 @@
+"""The gate ``requirements``: what packages require of each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from primus.gates.rules.requirements import unmet
+from primus.gates.stated import Stated, stated_in
+
+METADATA = """\
+Metadata-Version: 2.1
+Name: Amd-AITER
+Version: 0.1.14.post1
+Requires-Dist: flydsl==0.1.7
+Requires-Dist: einops
+Requires-Dist: pytest; extra == "test"
+
+Requires-Dist: what the description says
+"""
+
+
+def wheel(name: str, version: str, *requires: str) -> tuple[str, Stated]:
+    return "layer", Stated(kind="wheel", name=name, version=version, path=f"{name}/METADATA", requires=requires)
+
+
+def test_requirements_come_from_the_metadata() -> None:
+    (one,) = stated_in("opt/venv/lib/python3.12/site-packages/amd_aiter-0.1.14.post1.dist-info/METADATA", METADATA)
+    assert one.requires == ("flydsl==0.1.7", "einops", 'pytest; extra == "test"')
+    report = unmet([("aiter", one), wheel("flydsl", "0.2.4")], others={}, python="3.12.3")
+    assert [finding.message for finding in report.findings] == [
+        "amd-aiter 0.1.14.post1 requires flydsl==0.1.7, the image has flydsl 0.2.4",
+        "amd-aiter 0.1.14.post1 requires einops, which the image lacks",
+    ]
+    assert {finding.layer for finding in report.findings} == {"aiter"}
+    assert not report.passed
+
+
+@pytest.mark.parametrize(
+    ("requirement", "met"),
+    [
+        ("torch", True),
+        ("torch==2.11.0", True),  # a local version, such as +rocm10.0.0, does not count
+        ("torch<2.11", False),
+        ("Typing_Extensions>=4", True),
+        ("triton>=3.7", True),  # a development version of 3.7.1
+        ("triton>=3.8", False),
+        ("pyyaml>=6", True),  # of Debian
+        ("pyyaml>=7", False),
+        ("odd>=3", True),  # no version that can be compared
+        ("tomli; python_version < '3.11'", True),
+        ("tomli; python_full_version >= '3.12.3'", False),
+        ("winpdb; sys_platform == 'win32'", True),
+        ("winpdb; platform_machine == 'x86_64'", False),
+        ("winpdb[all]; extra == 'gui'", True),
+        ("winpdb @ https://localhost/winpdb.whl", False),
+        ("not a requirement!", True),
+    ],
+)
+def test_what_counts_as_met(requirement: str, met: bool) -> None:
+    wheels = [
+        wheel("torch", "2.11.0+rocm10.0.0"), wheel("triton", "3.7.1.dev3"), wheel("typing-extensions", "4.15.0"),
+        wheel("package", "1", requirement),
+    ]  # fmt: skip
+    assert unmet(wheels, others={"pyyaml": "6.0.2+dfsg", "odd": "1~really2"}, python="3.12.3").passed == met

@@ -44,6 +44,9 @@ OTHERS = {
     "einops": "0.8.2",
     "ninja": "1.11.1.3",
     "setuptools-scm": "10.3.4",
+    "pandas": "3.0.3",
+    "psutil": "7.2.2",
+    "scipy": "1.17.0",
 }
 LOCAL = ("src/primus", "recipes", "images/workspace")
 LIBRARIES = "_rocm_sdk_libraries"
@@ -85,6 +88,8 @@ def make_channel_wheels(amd: Path, pypi: Path, pins: Mapping[str, Pin], arch: st
         make_wheel(folder, pin.wheel, pin.version or "", needs=needs, files=files, tag=tag, padding=padding)
     for name, version in OTHERS.items():
         make_wheel(pypi, name, version)
+    # The one that AITER is built with; the image has another.
+    make_wheel(pypi, "flydsl", "0.1.7")
     make_wheel(amd, "rocm-sdk-devel", rocm or "")
     _selector(amd, rocm or "")
     for name in ("flash-attn", "megatron-core"):
@@ -166,15 +171,23 @@ def kit_pins(kit: Kit, target: str) -> dict[str, Pin]:
 def make_repository(root: Path, name: str, package: str) -> str:
     """A repository whose setup.py makes ``package`` with code for the GPU it is told; returns its commit.
 
-    One file of it lies in a submodule, as parts of the real ones do.
+    One file of it lies in a submodule, as parts of the real ones do. As in AITER's, metadata can be asked for only once
+    the pin has prepared the source.
     """
     part, main = root / f"{name}-part", root / name
     _commit(part, {"arch.txt": "of the submodule\n"})
     module = package.replace("-", "_")
     setup = f"""\
-import os, pathlib, subprocess
+import os, pathlib, subprocess, sys
 from setuptools import setup
 import rocm_sdk, torch
+PREBUILD_KERNELS = int(os.environ.get("PREBUILD_KERNELS", 0))
+def _is_metadata_only():
+    return sys.argv[1] in ("dist_info", "egg_info")
+if not _is_metadata_only():
+    core = pathlib
+if PREBUILD_KERNELS != 0:
+    core.Path("kernels")
 arch = os.environ["GPU_ARCHS"]
 assert rocm_sdk.FAMILY == arch
 assert pathlib.Path("3rdparty/part/arch.txt").read_text() == "of the submodule\\n"

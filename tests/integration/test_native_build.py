@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from primus.files import read_sealed
-from project_kit import Kit
+from project_kit import Kit, lend_files
 
 pytestmark = pytest.mark.integration
-
-REPOSITORY = Path(__file__).parents[2]
 
 VERSIONS = """\
 release: v26.11
@@ -54,19 +52,6 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     lend_files(kit)
     kit.build("native")
     yield kit
-
-
-def lend_files(kit: Kit) -> None:
-    """Files that the repository's own builds fetched already need not be fetched twice."""
-    own = REPOSITORY / ".primus/files/sha256"
-    here = kit.root / ".primus/files/sha256"
-    here.mkdir(parents=True)
-    for path in own.glob("*") if own.is_dir() else ():
-        if not path.name.endswith(".part"):
-            try:
-                os.link(path, here / path.name)
-            except OSError:
-                return
 
 
 def test_extension_works_in_the_image(native: Kit) -> None:

@@ -1,0 +1,118 @@
+"""AITER's real source through the pin of versions.yaml. Only the compilers for GPU code are replaced.
+
+``PRIMUS_TEST_SOURCES`` is a folder that holds ``aiter.git``, a bare clone with the pinned commit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import upstream
+from host_tools import needs
+from project_kit import Kit, lend_files
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("git", "mmdebstrap")]
+
+PROJECT = Path(__file__).parents[2]
+# setup.py imports torch, its own modules and FlyDSL as on an Instinct host; what would compile kernels says so instead.
+WITHOUT_COMPILERS = """
+sed -i 's/^            core\\.build_module($/            (lambda **module: print("compile", module["md_name"]))(/' setup.py
+sed -i 's/^            pool, futures = start_aot(.*/            print("compile for FlyDSL", start_aot.__name__)/' setup.py
+sed -i '/^            wait_aot(pool, futures)/d' setup.py
+grep -q 'compile for FlyDSL' setup.py && grep -q '"compile", module' setup.py
+"""
+
+
+def aiter() -> dict[str, Any]:
+    (pin,) = yaml.safe_load((PROJECT / "versions.yaml").read_text())["components"]["aiter"]["pins"]
+    assert isinstance(pin, dict)
+    return pin
+
+
+def make_kit(folder: Path, pin: dict[str, Any], prepare: str) -> Kit:
+    """A project with AITER alone: on Debian, with PyTorch for CPU in the place of ROCm's."""
+    clone = upstream.repository("aiter")
+    if not upstream.has_commit(clone, pin["commit"]):
+        pytest.skip(f"aiter.git has no commit {pin['commit']}")
+    kit = Kit(folder)
+    source = kit.root / "source"
+    upstream.take(clone, pin["commit"], [], source)
+    (source / ".gitmodules").unlink()
+    # The submodule's files are only copied here.
+    kit.write("source/3rdparty/composable_kernel/LICENSE", "MIT\n")
+    kept = [word for word in pin["build"]["wheels"] if not word.startswith("rocm-") and word != "torch"]
+    versions = {
+        "release": "v26.11",
+        "created": "2026-11-20",
+        "bases": {
+            "bookworm": {
+                "suite": "bookworm",
+                "python": "3.11.2",
+                "packages": ["libpython3.11-stdlib", "libstdc++6", "python3.11-minimal"],
+            }
+        },
+        "components": {
+            "aiter": {
+                "name": "AITER",
+                "pins": [
+                    {
+                        "git": f"file://{source}",
+                        "commit": upstream.work_tree(source),
+                        "package": pin["package"],
+                        "version": pin["version"],
+                        "channel": "pypi",
+                        "build": {
+                            "debs": ["g++", "libpython3.11-dev", "make"],
+                            "wheels": [
+                                *("pip==26.3" if w == "pip" else w for w in kept if w != "packaging"),
+                                "packaging==26.3",
+                                "torch==2.13.0+cpu",
+                            ],
+                            "environment": {
+                                **pin["build"]["environment"],
+                                "GPU_ARCHS": "gfx950",
+                                "BUILD_TARGET": "rocm",
+                            },
+                            "prepare": prepare,
+                        },
+                    }
+                ],
+            }
+        },
+    }
+    kit.write("versions.yaml", yaml.safe_dump(versions, sort_keys=False))
+    kit.write(
+        "images/demo.yaml",
+        "description: AITER\nbase: bookworm\nchannels: [pypi]\ncomponents: [aiter]\ncommand: [sh]\n",
+    )
+    lend_files(kit)
+    return kit
+
+
+def test_the_pin_builds_the_real_source(tmp_path: Path) -> None:
+    pin = aiter()
+    prepare = pin["build"]["prepare"].replace("rocm-sdk init\n", "")
+    kit = make_kit(tmp_path / "aiter", pin, prepare + WITHOUT_COMPILERS)
+    kit.build("demo")
+    log = next((kit.root / ".primus/logs").glob("build-amd-aiter-*.log")).read_text()
+    for module in ("module_fmha_v3_fwd", "module_fmha_v3_bwd", "module_fmha_v3_varlen_fwd"):
+        assert f"compile {module}" in log
+    assert "compile for FlyDSL" in log
+    assert "Installing triton" not in log
+    code = (
+        "import importlib.metadata as m; d = m.distribution('amd-aiter');"
+        "print(d.version, sum(str(f).startswith('aiter_meta/hsa/gfx950/') for f in d.files) > 100)"
+    )
+    assert kit.primus("run", "demo", "--", "python3", "-c", code).out.split() == [pin["version"], "True"]
+
+
+def test_without_the_pins_change_metadata_fails(tmp_path: Path) -> None:
+    """What the pin's ``prepare`` is for. When a newer AITER builds without it, this test says so."""
+    kit = make_kit(tmp_path / "aiter", aiter(), "true\n" + WITHOUT_COMPILERS)
+    result = kit.primus("build", "demo", timeout=1500)
+    assert result.code == 1
+    assert "No module named 'jit'" in result.err

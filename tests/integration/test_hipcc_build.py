@@ -1,0 +1,138 @@
+"""The build action with hipcc: kernels of Primus Turbo from its real source, for both Instinct architectures.
+
+``PRIMUS_TEST_SOURCES`` is a folder that holds ``Primus-Turbo.git``, a bare clone. Debian's hipcc needs no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import upstream
+from host_tools import needs
+from project_kit import Kit, lend_files
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, needs("git", "mmdebstrap")]
+
+ARCHS = {"mi300x": "gfx942", "mi355x": "gfx950"}
+# common.h of Primus Turbo names the status of hipBLASLt, which takes 870 MB; RMSNorm calls nothing of it.
+STATUS = """\
+#pragma once
+enum hipblasStatus_t {
+    HIPBLAS_STATUS_SUCCESS, HIPBLAS_STATUS_NOT_INITIALIZED, HIPBLAS_STATUS_ALLOC_FAILED, HIPBLAS_STATUS_INVALID_VALUE,
+    HIPBLAS_STATUS_MAPPING_ERROR, HIPBLAS_STATUS_EXECUTION_FAILED, HIPBLAS_STATUS_INTERNAL_ERROR,
+    HIPBLAS_STATUS_NOT_SUPPORTED, HIPBLAS_STATUS_ARCH_MISMATCH, HIPBLAS_STATUS_INVALID_ENUM, HIPBLAS_STATUS_UNKNOWN,
+    HIPBLAS_STATUS_HANDLE_IS_NULLPTR
+};
+"""
+SETUP = """\
+import glob, os, subprocess
+from setuptools import setup
+from setuptools.command.build_py import build_py
+from setuptools.dist import Distribution
+
+class Kernels(build_py):
+    def run(self):
+        super().run()
+        folder = os.path.join(self.build_lib, "turbo_norm")
+        subprocess.run(
+            ["hipcc", "-shared", "-fPIC", "-O3", "-std=c++20", f"--offload-arch={os.environ['GPU_ARCHS']}",
+             "-Icsrc/include", "-Istatus", *sorted(glob.glob("csrc/kernels/normalization/*.hip")),
+             "-o", os.path.join(folder, "libturbo_norm.so")],
+            check=True,
+        )
+
+class Binary(Distribution):
+    def has_ext_modules(self):
+        return True
+
+setup(name="turbo-norm", version="1.0", packages=["turbo_norm"], cmdclass={"build_py": Kernels}, distclass=Binary)
+"""
+VERSIONS = """\
+release: v26.11
+created: 2026-11-20
+bases:
+  sid:
+    suite: sid
+    python: 3.14.10
+    packages: [libpython3-stdlib, python3-minimal]
+components:
+  turbo-norm:
+    name: Kernels of Primus Turbo
+    pins:
+      - git: file://REPOSITORY
+        commit: COMMIT
+        package: turbo-norm
+        version: "1.0"
+        channel: pypi
+        build:
+          debs:
+            - hipcc/experimental
+            - libamd-comgr-dev/experimental
+            - libamd-comgr3/experimental
+            - libamdhip64-dev/experimental
+            - libhsa-runtime-dev/experimental
+            - libhsa-runtime64-1/experimental
+          wheels: [pip==26.3, setuptools==81.0.0]
+          environment: {GPU_ARCHS: "{arch}"}
+"""
+TARGET = """\
+description: Kernels built with hipcc
+base: sid
+channels: [pypi]
+gpu: NAME
+components: [turbo-norm]
+command: [sh]
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
+    kit = Kit(tmp_path_factory.mktemp("hipcc"))
+    source = kit.root / "source"
+    # The pinned commit where the clone has it, else the newest.
+    clone = upstream.repository("Primus-Turbo")
+    pinned = "6d5ff979eb019fbbcd91790ac812024cca05a882"
+    commit = pinned if upstream.has_commit(clone, pinned) else "HEAD"
+    upstream.take(clone, commit, ["csrc/include", "csrc/kernels/normalization"], source)
+    for path in (source / "csrc/kernels/normalization").glob("*.cu"):
+        # hipcc takes the language from the suffix.
+        path.rename(path.with_suffix(".hip"))
+    kit.write("source/status/hipblaslt/hipblaslt.h", STATUS)
+    kit.write("source/setup.py", SETUP)
+    kit.write("source/turbo_norm/__init__.py", "")
+    text = VERSIONS.replace("COMMIT", upstream.work_tree(source)).replace("REPOSITORY", str(source))
+    kit.write("versions.yaml", text)
+    for name in ARCHS:
+        kit.write(f"images/{name}.yaml", TARGET.replace("NAME", name))
+    lend_files(kit)
+    kit.build(*ARCHS)
+    yield kit
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_the_gate_finds_code_for_the_targets_gpu(compiled: Kit, name: str) -> None:
+    said = compiled.primus("check", name, "--json", timeout=600)
+    (image,) = json.loads(said.out)["images"]
+    summaries = {gate["gate"]: gate["summary"] for gate in image["gates"]}
+    assert summaries["coverage"] == f"1 of 1 GPU libraries cover {ARCHS[name]}", said.out
+
+
+def test_the_gate_refuses_code_for_the_other_gpu(compiled: Kit) -> None:
+    """The image of one GPU with the environment of the other: the compiler makes code that cannot run there."""
+    compiled.edit("versions.yaml", 'GPU_ARCHS: "{arch}"', "GPU_ARCHS: gfx942")
+    try:
+        compiled.build("mi355x")
+        said = compiled.primus("check", "mi355x", timeout=600)
+        assert said.code == 1
+        assert "gfx942" in said.out
+    finally:
+        compiled.edit("versions.yaml", "GPU_ARCHS: gfx942", 'GPU_ARCHS: "{arch}"')
+
+
+def test_the_compiler_is_not_in_the_image(compiled: Kit) -> None:
+    code = "import shutil; print(shutil.which('hipcc'), shutil.which('clang-22'))"
+    assert compiled.primus("run", "mi300x", "--", "python3", "-c", code).out.split() == ["None", "None"]

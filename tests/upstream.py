@@ -1,0 +1,58 @@
+"""Source trees of real projects, from bare git directories that the user has: ``$PRIMUS_TEST_SOURCES/NAME.git``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+__all__ = ["commit_of", "has_commit", "repository", "take", "work_tree"]
+
+
+def repository(name: str) -> Path:
+    """The bare git directory of a project. Skips the test, with the reason, where it is missing."""
+    folder = os.environ.get("PRIMUS_TEST_SOURCES")
+    if not folder:
+        pytest.skip("PRIMUS_TEST_SOURCES names no folder of bare git directories (aiter.git, Primus-Turbo.git)")
+    path = Path(folder) / f"{name}.git"
+    if not path.is_dir():
+        pytest.skip(f"PRIMUS_TEST_SOURCES has no {name}.git")
+    return path
+
+
+def has_commit(path: Path, commit: str) -> bool:
+    """Whether the repository holds ``commit``."""
+    words = ["git", "--git-dir", str(path), "cat-file", "-e", f"{commit}^{{commit}}"]
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+def take(path: Path, commit: str, folders: Sequence[str], to: Path) -> None:
+    """Write ``folders`` of a commit (everything when empty) under ``to``."""
+    to.mkdir(parents=True, exist_ok=True)
+    words = ["git", "--git-dir", str(path), "archive", "--format=tar", commit, *folders]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as archive:
+        assert archive.stdout is not None
+        with tarfile.open(fileobj=archive.stdout, mode="r|") as tar:
+            tar.extractall(to, filter="data")
+    assert archive.returncode == 0
+
+
+def work_tree(folder: Path) -> str:
+    """Make ``folder`` a repository of one commit. Returns the commit."""
+    _git(folder, "init", "-q")
+    _git(folder, "add", "-A", "-f")
+    _git(folder, "-c", "user.name=t", "-c", "user.email=t@example.invalid", "commit", "-q", "-m", "one")
+    return commit_of(folder)
+
+
+def commit_of(folder: Path) -> str:
+    """The commit at HEAD."""
+    return _git(folder, "rev-parse", "HEAD").strip()
+
+
+def _git(folder: Path, *words: str) -> str:
+    return subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True, text=True).stdout

@@ -34,6 +34,11 @@ REPOSITORY = Path(__file__).parents[1]
 TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
 MACHS = {"gfx942": 0x4C, "gfx950": 0x4F}
 REPOSITORIES = {"aiter": "amd-aiter", "Primus-Turbo": "primus-turbo"}
+# What the real ones require, Primus Turbo at the public commit that is nearest to the pinned one.
+NEEDS = {
+    "amd-aiter": ["pybind11>=3.0.1", "ninja", "pandas", "einops", "psutil", "packaging"],
+    "primus-turbo": ["scipy", "triton>=3.7.0", "flydsl==0.2.4"],
+}
 # Real ones: these build.
 BUILD_TOOLS = ("pip", "setuptools", "wheel", "packaging")
 # What the loopback index of PyPI has beside the pins, so that torch, Flash Attention and builds find what they need.
@@ -198,8 +203,10 @@ code = code[:48] + flags.to_bytes(4, "little") + code[52:]
 pathlib.Path("{module}/lib").mkdir(parents=True, exist_ok=True)
 pathlib.Path("{module}/lib/kernels.hsaco").write_bytes(code)
 pathlib.Path("{module}/__init__.py").write_text(f"ARCH = {{arch!r}}\\n")
+FLYDSL_VERSION = "flydsl==0.1.7"
+needs = {NEEDS[package]!r} + [FLYDSL_VERSION] * ("{package}" == "amd-aiter")
 setup(name="{package}", version=os.environ["SETUPTOOLS_SCM_PRETEND_VERSION"], packages=["{module}"],
-      package_data={{"{module}": ["lib/*"]}})
+      package_data={{"{module}": ["lib/*"]}}, install_requires=needs)
 """
     submodule = f'[submodule "part"]\n\tpath = 3rdparty/part\n\turl = ../{name}-part\n'
     # What the pin of Primus Turbo prepares lies in this folder.

@@ -75,11 +75,11 @@ def stated_in(path: str, text: str) -> list[Stated]:
             .endswith(" installed")
         ]
     if _METADATA.fullmatch(path):
-        fields = re.findall(r"^(Name|Version|Requires-Dist): (.+?)\s*$", text.partition("\n\n")[0], re.M)
-        head = dict(fields)
+        rows = re.findall(r"^(Name|Version|Requires-Dist): (.+?)\s*$", text.partition("\n\n")[0], re.M)
+        head = dict(rows)
         if not {"Name", "Version"} <= set(head):
             return []
-        requires = tuple(value for name, value in fields if name == "Requires-Dist")
+        requires = tuple(value for name, value in rows if name == "Requires-Dist")
         return [
             Stated(kind="wheel", name=normalised(head["Name"]), version=head["Version"], path=path, requires=requires)
         ]

@@ -31,7 +31,7 @@ def judge(examined: Examined) -> GateReport:
     resolved = examined.image.plan.resolved
     request, base = resolved.request, resolved.choice.base
     debs = resolved.lock.of("deb", base) if resolved.lock and base else ()
-    python = request.bases[base].python if base in request.bases else request.python
+    python = request.bases[base].python if base is not None and base in request.bases else request.python
     return unmet(
         [(layer, one) for layer, facts in examined.facts.items() for one in facts.stated if one.kind == "wheel"],
         others={

@@ -112,3 +112,18 @@ def test_a_lock_of_a_better_channel_takes_over_from_a_no_op(kit: Kit) -> None:
     kit.write("images/locks/amd/demo.json", lock("amd"))
     said = kit.build("demo").err
     assert said.splitlines()[0] == "demo: channel amd, the best channel with a lock"
+
+
+@pytest.mark.parametrize(
+    ("channels", "command"),
+    [("[amd, debian]", "primus lock demo --channel amd"), ("[amd]", "primus lock demo")],
+)
+def test_a_missing_lock_is_made_for_the_channel_that_was_asked_for(kit: Kit, channels: str, command: str) -> None:
+    kit.edit("versions.yaml", "channel: local}", "channel: local}\n  wheel:\n    name: W\n    pins:\n      - "
+             "{wheel: einops, version: 0.8.2, channel: amd}")  # fmt: skip
+    kit.edit("images/demo.yaml", "[part]", "[part, wheel]")
+    kit.edit("images/demo.yaml", "channels: [amd, debian]\npreviews: {debian: it lacks a GPU build}",
+             f"channels: {channels}")  # fmt: skip
+    result = kit.primus("build", "demo", "--channel", "amd", "--locked")
+    assert result.code == 2
+    assert f"→ {command}, and commit the result" in result.err

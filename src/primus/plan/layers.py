@@ -122,7 +122,7 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
 
 def _need(resolved: ResolvedTarget) -> Lock:
     if resolved.lock is None:
-        raise InputError(f"{resolved.name} has no lock yet", hint=f"primus lock {resolved.name}")
+        raise InputError(f"{resolved.name} has no lock yet", hint=resolved.lock_command)
     return resolved.lock
 
 
@@ -148,7 +148,7 @@ def _root(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> tup
         for layer in _need(resolved).of("layer", root or base)
     )
     if about.image and not layers:
-        raise InputError(f"the lock of {name} has no layers for {root or base}", hint=f"primus lock {name}")
+        raise InputError(f"the lock of {name} has no layers for {root or base}", hint=resolved.lock_command)
     if about.image and not (about.packages or root):
         return layers
     return (*layers, _base(resolved, base, tool, root))
@@ -159,7 +159,7 @@ def _base(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> Act
     debs = _need(resolved).of("deb", root or base)
     if not debs:
         name = resolved.name
-        raise InputError(f"the lock of {name} has no packages for {root or base}", hint=f"primus lock {name}")
+        raise InputError(f"the lock of {name} has no packages for {root or base}", hint=resolved.lock_command)
     where, about = resolved.base_place(base), resolved.versions.bases[base]
     kernels = {"kernels": _patterns(about)} if about.kernels else {}
     over = {"over": about.image} if about.image else {}
@@ -227,7 +227,7 @@ def _components(
             if wheel is None or wheel.version != pin.version:
                 locked = f"has {wheel.version}" if wheel else "has none"
                 raise InputError(
-                    f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=f"primus lock {name}"
+                    f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=resolved.lock_command
                 )
             made[component] = _wheels(stats, component, (wheel,), where, root, prefix, tool, without=pin.without)
         else:
@@ -350,7 +350,7 @@ def _build(
     source = next((f for f in lock.of("git" if pin.git else "sdist") if f.name == package), None)
     if source is None or source.version != pin.version or (pin.commit or "") not in source.file:
         raise InputError(
-            f"{pin.text} is pinned, the lock of {name} has no entry for it", where=where, hint="primus lock"
+            f"{pin.text} is pinned, the lock of {name} has no entry for it", where=where, hint=resolved.lock_command
         )
     root, wheels = build_root(package), lock.of("wheel", build_root(package))
     own = _root(resolved, resolved.choice.base or "", tool, root) if build.debs else base

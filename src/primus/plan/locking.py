@@ -73,7 +73,7 @@ def _answered(resolved: ResolvedTarget, *, locked: bool, offline: bool, quiet: b
     name = resolved.name
     sentence = f"the lock of {name} is stale: {what}" if resolved.lock else f"{name} has no lock yet"
     if locked or offline:
-        raise InputError(sentence, where=_place(resolved), hint=f"primus lock {name}, and commit the result")
+        raise InputError(sentence, where=_place(resolved), hint=f"{resolved.lock_command}, and commit the result")
     print(f"! {sentence}; locking it again", file=sys.stderr)
     with choose_progress(quiet) as progress:
         return lock_target(resolved, progress)

@@ -72,6 +72,12 @@ class ResolvedTarget:
         return self.lock_path.relative_to(self.root).as_posix()
 
     @property
+    def lock_command(self) -> str:
+        """The command that resolves its pins anew, for the channel that was chosen."""
+        several = len(self.target.channels) > 1
+        return f"primus lock {self.name}" + (f" --channel {self.choice.channel}" if several else "")
+
+    @property
     def stale(self) -> tuple[Drift, ...]:
         """The pins that the lock does not answer; none when there is no lock."""
         return drift(self.lock, self.request) if self.lock else ()

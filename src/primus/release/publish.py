@@ -122,7 +122,7 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str
     local = {component: taken for component, pin in resolved.pins.items() if pin.path}
     lock, name = resolved.lock, resolved.name
     if lock is None:
-        raise InputError(f"{name} has no lock, so its contents are unknown", hint=f"primus lock {name}")
+        raise InputError(f"{name} has no lock, so its contents are unknown", hint=resolved.lock_command)
     created = str(image.plan.config["created"])
     base = resolved.choice.base
     return sbom.spdx(lock, ref=resolved.ref, digest=image.digest, base=base, local=local, created=created)

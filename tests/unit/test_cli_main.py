@@ -104,6 +104,25 @@ def test_interrupt(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -
     assert "interrupted" in capsys.readouterr().err
 
 
+def test_an_interrupt_while_a_class_is_made_is_one(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    verb.run = lambda _: type("Code", (), {"field": Interrupted()})  # type: ignore[attr-defined]
+    assert main(["fake"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_other_errors_of_the_program_are_not_hidden(verb: types.ModuleType) -> None:
+    def run(_: argparse.Namespace) -> int:
+        raise RuntimeError("a fault")
+
+    verb.run = run  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="a fault"):
+        main(["fake"])
+
+
 def test_a_wrong_option_is_bad_input(verb: types.ModuleType) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["fake", "--numbre", "1"])

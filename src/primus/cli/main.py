@@ -178,9 +178,18 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
         print(f"primus {verb}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"primus {verb}: interrupted; finished work is kept, run the command again to continue", file=sys.stderr)
-        return 130
+        return _interrupted(verb)
+    except RuntimeError as error:
+        # Python 3.11 wraps an interrupt that arrives while a class is made.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return _interrupted(verb)
+        raise
     return code
+
+
+def _interrupted(verb: str) -> int:
+    print(f"primus {verb}: interrupted; finished work is kept, run the command again to continue", file=sys.stderr)
+    return 130
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,12 @@ def test_a_clean_image_passes_and_says_what_was_looked_at(kit: Kit) -> None:
     result = kit.primus("check", "demo")
     assert result.code == 0, result.err
     assert result.out.splitlines()[0] == f"v26.11-demo {digest}"
-    for line in (
-        "✓ coherence  no package of the ROCm train",
-        "✓ coverage   no GPU architecture to cover",
-        "✓ litter     secrets, apt settings, caches, build paths",
-    ):
-        assert line in result.out
+    for gate, summary in {
+        "coherence": "no package of the ROCm train",
+        "coverage": "no GPU architecture to cover",
+        "litter": "secrets, apt settings, caches, build paths",
+    }.items():
+        assert re.search(rf"✓ {gate} +{summary}", result.out)
     assert kit.primus("check", "--all").code == 2, "other is not built"
 
 

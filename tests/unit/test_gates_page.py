@@ -10,6 +10,7 @@ import pytest
 
 from gpu_files import bundle, elf
 from primus.errors import InputError
+from primus.gates.rules import gates
 from primus.release.docs import generated
 from primus.release.gate_record import load_gate_records
 from primus.release.gates_page import gates_page
@@ -38,6 +39,11 @@ def kit(tmp_path: Path) -> Kit:
     kit.write("README.md", "<!-- targets -->\n<!-- end -->\n")
     kit.build("demo", "other")
     return kit
+
+
+def marks(**others: str) -> str:
+    """The cells of a row: passed, except for ``others``."""
+    return " | ".join(others.get(name, "✓") for name in gates())
 
 
 def test_the_page_says_what_the_records_say(kit: Kit) -> None:

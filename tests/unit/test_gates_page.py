@@ -55,8 +55,8 @@ def test_the_page_says_what_the_records_say(kit: Kit) -> None:
     assert set(layers) == {"alpha", "beta", "recipes"}
     page = gates_page(records, BENCH)
     for line in (
-        "| `demo` | local, preview | ✓ | ✓ | **✗** | ✓ | ✓ | ✓ | ✓ | – | ✓ |",
-        "| `other` | local | ✓ | ✓ | ✓ | ✓ | ✓ | ✓ | ✓ | – | ✓ |",
+        f"| `demo` | local, preview | {marks(coverage='**✗**', turbo='–')} |",
+        f"| `other` | local | {marks(turbo='–')} |",
         "  - ✗ `opt/alpha/lib/librocblas.so`: no code for gfx950: it has gfx942 (fat binary)",
         "| `opt/alpha/lib/librocblas.so` | fat binary | **no** | gfx942 |",
         f"| `demo` | {sum(layers.values())} B | {sum(layers.values())} B | 0 B |",

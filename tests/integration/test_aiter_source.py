@@ -91,7 +91,8 @@ def make_kit(folder: Path, pin: dict[str, Any], prepare: str) -> Kit:
     kit.write("versions.yaml", yaml.safe_dump(versions, sort_keys=False))
     kit.write(
         "images/demo.yaml",
-        "description: AITER\nbase: bookworm\nchannels: [pypi]\ncomponents: [aiter]\ncommand: [sh]\n",
+        "description: AITER\nbase: bookworm\nchannels: [pypi]\npreviews: {pypi: it lacks what AITER runs with}\n"
+        "components: [aiter]\ncommand: [sh]\n",
     )
     lend_files(kit)
     return kit

@@ -7,6 +7,7 @@ import io
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,12 +16,12 @@ from primus.errors import HostError
 from primus.gates import facts as facts_module
 from primus.gates.contents import walk
 from primus.gates.facts import LayerFacts, facts_of, observe
-from primus.gates.rules.litter import litter
+from primus.gates.rules.litter import judge, litter
 from primus.gates.rules.overlap import shared_names
 from primus.gates.rules.versions import versions_inside
 from primus.gates.size import size_text, size_tree
 from primus.gates.stated import Stated, stated_in, stated_in_library
-from primus.gates.traces import Scanner, secrets_in
+from primus.gates.traces import Scanner, Trace, secrets_in
 from primus.gates.watch import Watch
 from primus.oci.layer import write_layer
 from primus.oci.store import Store
@@ -459,3 +460,30 @@ def test_a_watcher_that_fails_does_not_hold_the_builder_up(tmp_path: Path, monke
     _, blob, seen = written(tmp_path, many, Watch())
     assert blob.exists()
     assert isinstance(seen.exception(), RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("layer", "seen", "severity"),
+    [
+        ("aiter", "/home/maker/dk/kernel", "note"),  # compiled in the source that was built
+        ("aiter", "/home/me/project/parts/x.cpp", "error"),  # of this machine
+        ("aiter", "/root/x.cpp", "error"),  # of the build
+        ("primus", "/home/maker/dk/kernel", "error"),
+        ("torch", "/home/maker/dk/kernel", "note"),
+    ],
+)
+def test_a_source_may_bring_compiled_files_of_its_maker(layer: str, seen: str, severity: str) -> None:
+    def action(name: str, kind: str, *needs: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, kind=kind, needs=needs)
+
+    actions = [action("torch", "wheels"), action("aiter", "wheels", "build aiter"), action("primus", "files")]
+    workspace = SimpleNamespace(
+        folder=Path("/home/me/project/.primus"), store=SimpleNamespace(root=Path("/home/me/project/.primus/store"))
+    )
+    examined = SimpleNamespace(
+        image=SimpleNamespace(plan=SimpleNamespace(layers=actions), config=b"{}"),
+        facts={layer: LayerFacts(traces=(Trace(rule="build path", path="x.co", seen=seen),))},
+        workspace=workspace,
+    )
+    (finding,) = judge(examined).findings  # type: ignore[arg-type]
+    assert finding.severity == severity

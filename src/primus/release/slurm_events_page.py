@@ -63,6 +63,7 @@ def slurm_events_page(result: Mapping[str, Any]) -> str:
             *table(head, lines),
             "",
             *(["What was wrong:", "", *wrong, ""] if wrong else []),
+            *(line for note in result.get("notes", ()) for line in (note, "")),
         ]
     )
 

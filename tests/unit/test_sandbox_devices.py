@@ -260,7 +260,7 @@ def test_what_is_no_device(item):
 
 def config(command: Command, **options: Any) -> dict[str, Any]:
     root = RootFs(layers=(), config={"config": {"Env": ["A=1"]}}, blob=Path, cache=Path("c"), name="x")
-    settings = {"terminal": False, "user_namespace": False, **options}
+    settings = {"terminal": None, "user_namespace": False, **options}
     return spec.configuration(root, command, **settings)
 
 
@@ -271,6 +271,13 @@ def test_the_configuration_is_plain_data():
     assert [entry["type"] for entry in found["linux"]["namespaces"]] == ["mount", "ipc", "uts", "cgroup", "network"]
     kinds = [entry["type"] for entry in config(Command(argv=("x",), network=True))["linux"]["namespaces"]]
     assert "network" not in kinds
+
+
+def test_the_terminal_has_its_size_before_the_command_starts():
+    assert "consoleSize" not in config(Command(argv=("true",)))["process"]
+    process = config(Command(argv=("true",)), terminal=(33, 99))["process"]
+    assert process["terminal"]
+    assert process["consoleSize"] == {"height": 33, "width": 99}
 
 
 def test_devices_in_the_configuration():

@@ -93,7 +93,8 @@ class EmbeddedEngine:
         runtime = self._runtime()
         lower = [str(path) for path in self.prepare(root)]
         with scratch(unpacked_below(root.cache.parent / "runs").absolute(), _remove) as own:
-            job = _job(root, command, relay.wanted(command, stdin, stdout), own)
+            wanted = relay.wanted(command, stdin, stdout)
+            job = _job(root, command, relay.window_size(stdin.fileno() if stdin else 0) if wanted else None, own)
             job.update(lower=lower, runtime=_words(runtime, own.path, job["limits"]))
             return _start(job, stdin, stdout, stderr)
 
@@ -119,7 +120,7 @@ def _remove(path: Path) -> bool:
     return True
 
 
-def _job(root: RootFs, command: Command, terminal: bool, own: Scratch) -> dict[str, Any]:
+def _job(root: RootFs, command: Command, terminal: tuple[int, int] | None, own: Scratch) -> dict[str, Any]:
     check_mounts(command)
     settings = root.config.get("config") or {}
     limits = {"memory": command.limits.memory_bytes, "cpu": command.limits.cpus}
@@ -129,7 +130,7 @@ def _job(root: RootFs, command: Command, terminal: bool, own: Scratch) -> dict[s
         "scratch": str(own.path),
         "user": command.user or settings.get("User") or None,
         "groups": merged(command.devices).groups,
-        "tty": terminal,
+        "tty": terminal is not None,
         "term": os.environ.get("TERM", "xterm"),
         "network": command.network,
         "limits": " or ".join(name for name, value in limits.items() if value is not None),

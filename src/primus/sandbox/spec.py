@@ -43,9 +43,13 @@ _PERIOD_US = 100_000
 _SECCOMP_FILE = Path(__file__).with_name("seccomp.yaml")
 
 
-def configuration(root: RootFs, command: Command, *, terminal: bool, user_namespace: bool) -> dict[str, Any]:
+def configuration(
+    root: RootFs, command: Command, *, terminal: tuple[int, int] | None, user_namespace: bool
+) -> dict[str, Any]:
     """The configuration, but for the user's ids, which only the image's own files tell.
 
+    ``terminal`` is the rows and columns of the command's terminal, None where it gets none. Without them the runtime
+    copies the size of its own terminal, which may happen after the command has asked for it.
     ``user_namespace`` says that the runtime will be root of one: it then cannot make device nodes, so the host's are
     mounted. No control group is named: runc then names it like the container, and does without where it may make none.
     """
@@ -66,7 +70,8 @@ def configuration(root: RootFs, command: Command, *, terminal: bool, user_namesp
     return {
         "ociVersion": "1.0.2",
         "process": {
-            "terminal": terminal,
+            "terminal": terminal is not None,
+            **({"consoleSize": {"height": terminal[0], "width": terminal[1]}} if terminal else {}),
             "user": {"uid": 0, "gid": 0},
             "args": final_argv(root, command),
             "env": [f"{key}={value}" for key, value in image_env(root, command).items()],

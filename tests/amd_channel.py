@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import gits
 from gpu_files import bundle, code_object, elf, kernel_pack, pack_host, pages
 from loopback import make_wheel, serve
 from primus.versions.components import Pin
@@ -180,7 +181,7 @@ def make_repository(root: Path, name: str, package: str) -> str:
     the pin has prepared the source.
     """
     part, main = root / f"{name}-part", root / name
-    _commit(part, {"arch.txt": "of the submodule\n"})
+    gits.commit(part, {"arch.txt": "of the submodule\n"})
     module = package.replace("-", "_")
     setup = f"""\
 import os, pathlib, subprocess, sys
@@ -210,33 +211,12 @@ setup(name="{package}", version=os.environ["SETUPTOOLS_SCM_PRETEND_VERSION"], pa
 """
     submodule = f'[submodule "part"]\n\tpath = 3rdparty/part\n\turl = ../{name}-part\n'
     # What the pin of Primus Turbo prepares lies in this folder.
-    files = {"setup.py": setup, ".gitmodules": submodule, "run.sh": "#!/bin/sh\n", "primus_turbo/keep": ""}
-    return _commit(main, files, submodule=("3rdparty/part", _head(part)))
-
-
-def _commit(folder: Path, files: Mapping[str, str], submodule: tuple[str, str] | None = None) -> str:
-    _git(folder, "init", "-q")
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755 if name.endswith(".sh") else 0o644)
-    if submodule:
-        (folder / "link").symlink_to("run.sh")
-    _git(folder, "add", "-A")
-    if submodule:
-        _git(folder, "update-index", "--add", "--cacheinfo", f"160000,{submodule[1]},{submodule[0]}")
-    _git(folder, "-c", "user.name=t", "-c", "user.email=t@example.invalid", "commit", "-q", "-m", "one")
-    return _head(folder)
-
-
-def _head(folder: Path) -> str:
-    return _git(folder, "rev-parse", "HEAD").strip()
-
-
-def _git(folder: Path, *words: str) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    return subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True, text=True).stdout
+    main.mkdir(parents=True)
+    (main / "run.sh").write_text("#!/bin/sh\n")
+    (main / "run.sh").chmod(0o755)
+    (main / "link").symlink_to("run.sh")
+    files = {"setup.py": setup, ".gitmodules": submodule, "primus_turbo/keep": ""}
+    return gits.commit(main, files, part=("3rdparty/part", gits.head(part)))
 
 
 # The registry

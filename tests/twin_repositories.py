@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-from pathlib import Path
 from urllib.parse import urlsplit
 
+from gits import commit, git
 from source_twins import Answer, Behaviour, Twins
 from twin_indexes import hangs, status
 
@@ -60,30 +60,13 @@ def git_429(one: Answer, rest: str) -> None:
 def make_repositories(here: Twins) -> None:
     """``main`` with a submodule and a pointer of Git LFS; its second-last commit is on no branch's tip."""
 
-    def git(folder: Path, *words: str) -> str:
-        folder.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, "GIT_CONFIG_GLOBAL": "/dev/null"}
-        command = ["git", "-C", str(folder), "-c", "user.name=t", "-c", "user.email=t@example.invalid", *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.strip()
-
-    def commit(folder: Path, files: dict[str, str], *more: str) -> str:
-        git(folder, "init", "-q", "-b", "main")
-        for name, text in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
-        git(folder, "add", "-A")
-        if more:
-            git(folder, "update-index", "--add", "--cacheinfo", f"160000,{more[0]},3rdparty/part")
-        git(folder, "commit", "-q", "-m", "one")
-        return git(folder, "rev-parse", "HEAD")
-
     work, served = here.folder / "work", here.folder / "git"
-    part = commit(work / "part", {"inside.txt": "of the submodule\n"})
+    module = "3rdparty/part", commit(work / "part", {"inside.txt": "of the submodule\n"})
     modules = '[submodule "part"]\n\tpath = 3rdparty/part\n\turl = ../part.git\n'
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 12345\n"
-    here.commits["with-submodule"] = commit(work / "main", {"setup.py": "pass\n", ".gitmodules": modules}, part)
-    here.commits["with-pointer"] = commit(work / "main", {"weights.bin": pointer, ".gitmodules": modules}, part)
-    commit(work / "main", {"later.txt": "later\n"}, part)
+    here.commits["with-submodule"] = commit(work / "main", {"setup.py": "pass\n", ".gitmodules": modules}, module)
+    here.commits["with-pointer"] = commit(work / "main", {"weights.bin": pointer, ".gitmodules": modules}, module)
+    commit(work / "main", {"later.txt": "later\n"}, module)
     for name in ("part", "main"):
         served.mkdir(exist_ok=True)
         git(here.folder, "clone", "-q", "--bare", str(work / name), str(served / f"{name}.git"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["commit_of", "has_commit", "repository", "take", "work_tree"]
+__all__ = ["has_commit", "repository", "take"]
 
 
 def repository(name: str) -> Path:
@@ -39,20 +39,3 @@ def take(path: Path, commit: str, folders: Sequence[str], to: Path) -> None:
         with tarfile.open(fileobj=archive.stdout, mode="r|") as tar:
             tar.extractall(to, filter="data")
     assert archive.returncode == 0
-
-
-def work_tree(folder: Path) -> str:
-    """Make ``folder`` a repository of one commit. Returns the commit."""
-    _git(folder, "init", "-q")
-    _git(folder, "add", "-A", "-f")
-    _git(folder, "-c", "user.name=t", "-c", "user.email=t@example.invalid", "commit", "-q", "-m", "one")
-    return commit_of(folder)
-
-
-def commit_of(folder: Path) -> str:
-    """The commit at HEAD."""
-    return _git(folder, "rev-parse", "HEAD").strip()
-
-
-def _git(folder: Path, *words: str) -> str:
-    return subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True, text=True).stdout

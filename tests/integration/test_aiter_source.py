@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+import gits
 import upstream
 from host_tools import needs
 from project_kit import Kit, lend_files
@@ -67,7 +68,7 @@ def make_kit(folder: Path, pin: dict[str, Any], prepare: str) -> Kit:
                 "pins": [
                     {
                         "git": f"file://{source}",
-                        "commit": upstream.work_tree(source),
+                        "commit": gits.commit(source, {}),
                         "package": pin["package"],
                         "version": pin["version"],
                         "channel": "pypi",

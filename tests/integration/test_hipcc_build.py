@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import gits
 import upstream
 from host_tools import needs
 from project_kit import Kit, lend_files
@@ -103,7 +104,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kit]:
     kit.write("source/status/hipblaslt/hipblaslt.h", STATUS)
     kit.write("source/setup.py", SETUP)
     kit.write("source/turbo_norm/__init__.py", "")
-    text = VERSIONS.replace("COMMIT", upstream.work_tree(source)).replace("REPOSITORY", str(source))
+    text = VERSIONS.replace("COMMIT", gits.commit(source, {})).replace("REPOSITORY", str(source))
     kit.write("versions.yaml", text)
     for name in ARCHS:
         kit.write(f"images/{name}.yaml", TARGET.replace("NAME", name))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from primus.gpus.detect import Found, detect
 
-__all__ = ["Finding", "Host", "Level", "failed", "ok", "skipped", "slow"]
+__all__ = ["Finding", "Host", "Level", "failed", "name_here", "ok", "skipped", "slow"]
 
 Level = Literal["ok", "failed", "slow", "skipped"]
 
@@ -48,6 +48,11 @@ def slow(check: str, said: str, remedy: str) -> Finding:
 def skipped(check: str, why: str) -> Finding:
     """The check does not apply, or nothing tells."""
     return Finding(check=check, level="skipped", said=why)
+
+
+def name_here() -> str:
+    """The name by which the scheduler knows this machine: Slurm's or Kubernetes', else the host name."""
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or os.uname().nodename
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,18 +14,12 @@ from typing import Any
 from primus.errors import InputError
 from primus.report.html import document as html_document
 from primus.system.finding import Finding, Level, failed, slow
-from primus.system.speed import Measurement
+from primus.system.speed import APART, Measurement
 
-__all__ = ["MARKS", "Node", "compare", "name_here", "page", "read", "rows"]
+__all__ = ["MARKS", "Node", "compare", "page", "read", "rows"]
 
 MARKS: Mapping[Level, str] = {"ok": "✓", "failed": "✗", "slow": "!", "skipped": "–"}
 _WORST: tuple[Level, ...] = ("failed", "slow", "ok", "skipped")
-_APART = 0.10
-
-
-def name_here() -> str:
-    """The name by which the scheduler knows this machine: Slurm's or Kubernetes', else the host name."""
-    return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or platform.node()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +112,7 @@ def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
     for what, found in figures.items():
         typical = statistics.median(found.values())
         for name, figure in found.items():
-            if figure < typical * (1 - _APART):
+            if figure < typical * (1 - APART):
                 said = f"{figure:,.4g}, {1 - figure / typical:.0%} less than the median of the nodes, {typical:,.4g}"
                 yield name, slow(what, said, "it holds all other nodes up: leave it out, or find the cause")
 

@@ -19,13 +19,24 @@ from primus.gpus.table import fp8_dtype, generation, load_table, peak
 from primus.system.finding import Finding, Host, failed, ok, skipped, slow
 from primus.yamlfile import read_values
 
-__all__ = ["UNITS", "Expected", "Measurement", "benchmark", "expected", "judge", "measure", "measurements", "peak_of"]
+__all__ = [
+    "APART",
+    "UNITS",
+    "Expected",
+    "Measurement",
+    "benchmark",
+    "expected",
+    "judge",
+    "measure",
+    "measurements",
+    "peak_of",
+]
 
 UNITS = {"gemm bf16": "TFLOP/s", "gemm fp8": "TFLOP/s", "memory": "TB/s", "all-reduce": "GB/s", "all-to-all": "GB/s"}
 _CHECK = "benchmark"
 _COLLECTIVES = ("all-reduce", "all-to-all")
 # A GPU that is this much slower than the node's median holds all others up: they wait for it in every step.
-_APART = 0.10
+APART = 0.10
 # More than the peak is an error of measuring.
 _ABOVE_PEAK = 1.05
 _TIMEOUT = 300
@@ -150,7 +161,7 @@ def judge(one: Measurement) -> Iterator[Finding]:
             finding = failed(one.what, said, "do not train on this GPU before the cause is known")
         elif one.least is not None and figure < one.least:
             finding = slow(one.what, f"{shown}, and at least {one.least:,.4g} are expected ({one.source})", remedy)
-        elif figure < typical * (1 - _APART):
+        elif figure < typical * (1 - APART):
             said = f"{shown}, {1 - figure / typical:.0%} less than the median of this machine's GPUs"
             finding = slow(one.what, said, f"it holds all other GPUs up; {remedy}")
         else:

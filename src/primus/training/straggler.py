@@ -18,6 +18,8 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
+from primus.patch import replace
+
 __all__ = ["Pace", "Straggler", "Work", "find", "read"]
 
 _FOLDER = "pace"
@@ -178,8 +180,8 @@ def _waits() -> _Waits:
     from torch.distributed import _functional_collectives as functional
 
     found = _Waits()
-    for owner, name in ((dist.Work, "wait"), (functional, "wait_tensor")):
-        setattr(owner, name, found.around(getattr(owner, name)))
+    replace(dist.Work, "wait", found.around(dist.Work.wait))
+    replace(functional, "wait_tensor", found.around(functional.wait_tensor), takes="tensor")
     return found
 
 

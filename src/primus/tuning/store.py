@@ -1,4 +1,4 @@
-"""The tuned file of a recipe: where it lies, what it is of, and whether a run may use it."""
+"""The tuned file of a recipe: where it lies, what it is valid for, and whether a run may use it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from primus.errors import CheckFailed, InputError
 from primus.files import write_file
 from primus.recipes.recipe import Recipe
 from primus.tuning.bench import Measured, times
 
-__all__ = ["Folder", "Key", "check", "merge", "slower", "speedups"]
+__all__ = ["Folder", "Key", "Place", "check", "merge", "slower", "speedups"]
 
 # Settings that change how long a run takes, or where it writes, but none of its GEMMs.
 _WITHOUT_GEMMS = ("steps", "seed", "deterministic", "checkpoint", "lr")
@@ -53,8 +53,14 @@ class Key:
         """What key.json holds."""
         return {self.library: self.version, "arch": self.arch, "recipe": self.recipe}
 
+    def write(self, file: Path) -> None:
+        """Write key.json."""
+        write_file(file, json.dumps(self.document(), indent=2) + "\n")
+
     def require(self, tuned: Path, file: Path) -> None:
-        """InputError unless ``file`` says that ``tuned`` is of this key."""
+        """InputError unless ``tuned`` exists and ``file`` says that it is of this key."""
+        if not tuned.is_file():
+            raise InputError(f"there is no {tuned}", hint="the stage tune makes it")
         try:
             found: Any = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -71,15 +77,15 @@ class Key:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folder:
-    """The documented folders below ``output/tune_hipblaslt/RECIPE``."""
+class Place:
+    """The folders of one recipe, for either engine."""
 
     root: Path
 
-    @staticmethod
-    def of(recipe: str, below: Path = Path("output/tune_hipblaslt")) -> Folder:
-        """The folder of a recipe."""
-        return Folder(root=below.absolute() / recipe.rpartition("/")[2].removesuffix(".yaml"))
+    @classmethod
+    def of(cls, recipe: str, below: Path) -> Self:
+        """The folders of a recipe, in ``below``."""
+        return cls(root=below.absolute() / recipe.rpartition("/")[2].removesuffix(".yaml"))
 
     @property
     def shapes(self) -> Path:
@@ -87,23 +93,32 @@ class Folder:
         return self.root / "gemm_shape"
 
     @property
+    def results(self) -> Path:
+        """Where the stage tune writes what runs use."""
+        return self.root / "gemm_tune"
+
+    @property
+    def key(self) -> Path:
+        """What the results are valid for."""
+        return self.results / "key.json"
+
+    def work(self, key: Key) -> Path:
+        """Results of single shapes, valid for one key."""
+        return self.results / "work" / key.digest
+
+
+class Folder(Place):
+    """The documented folders of hipBLASLt's tuning, below ``output/tune_hipblaslt/RECIPE``."""
+
+    @property
     def tuned(self) -> Path:
         """The file that runs use."""
-        return self.root / "gemm_tune" / "tune_hipblas_gemm_results.txt"
+        return self.results / "tune_hipblas_gemm_results.txt"
 
     @property
     def times(self) -> Path:
         """Times of every shape."""
-        return self.root / "gemm_tune" / "times.json"
-
-    @property
-    def key(self) -> Path:
-        """What the tuned file is of."""
-        return self.root / "gemm_tune" / "key.json"
-
-    def work(self, key: Key) -> Path:
-        """Results of single shapes: of one key alone."""
-        return self.root / "gemm_tune" / "work" / key.digest
+        return self.results / "times.json"
 
     def dump(self, node: str) -> Path:
         """The log of one node."""
@@ -121,15 +136,13 @@ def merge(folder: Folder, key: Key, measured: Sequence[Measured]) -> None:
     rows = list(dict.fromkeys(row for one in measured for row in one.tuned[1:]))
     # The key goes first: a file without the right one is not used.
     folder.tuned.unlink(missing_ok=True)
-    write_file(folder.key, json.dumps(key.document(), indent=2) + "\n")
+    key.write(folder.key)
     write_file(folder.times, times(measured))
     write_file(folder.tuned, "\n".join([*heads, *rows]) + "\n")
 
 
 def check(folder: Folder, key: Key) -> Path:
     """The tuned file, for a run with ``key``. InputError where there is none, or it is of another key."""
-    if not folder.tuned.is_file():
-        raise InputError(f"there is no {folder.tuned}", hint="the stage tune makes it")
     key.require(folder.tuned, folder.key)
     return folder.tuned
 

@@ -7,7 +7,6 @@ On ROCm it tries rocBLAS and hipBLASLt; on CUDA it knows cuBLAS alone, so nothin
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from primus.errors import CheckFailed, InputError
 from primus.files import write_file
+from primus.tuning import store
 from primus.tuning.store import Key
 
 __all__ = ["Place", "Result", "check", "dumping", "measure", "merge", "read_shapes", "using"]
@@ -30,21 +30,8 @@ _DEVICES = 16
 _WORKER = "import sys; import torch.cuda.tunable as tunable; tunable.tune_gemm_in_file(sys.argv[1])"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The folders of one recipe, beside those of hipBLASLt's own tuning."""
-
-    root: Path
-
-    @staticmethod
-    def of(recipe: str, below: Path) -> Place:
-        """The folder of a recipe."""
-        return Place(root=below.absolute() / recipe.rpartition("/")[2].removesuffix(".yaml"))
-
-    @property
-    def shapes(self) -> Path:
-        """Where the stage dump writes a file per node and device."""
-        return self.root / "gemm_shape"
+class Place(store.Place):
+    """The folders of one recipe: a file of shapes per node and device, and a result per device."""
 
     def dump(self, node: str) -> Path:
         """The name that PyTorch is given for the shapes of one node; it adds the device's number."""
@@ -53,16 +40,7 @@ class Place:
     @property
     def tuned(self) -> Path:
         """The name of the result, with %d for the device's number."""
-        return self.root / "gemm_tune" / "tunableop_results%d.csv"
-
-    @property
-    def key(self) -> Path:
-        """What the result is of."""
-        return self.root / "gemm_tune" / "key.json"
-
-    def work(self, key: Key) -> Path:
-        """Results of parts: of one key alone."""
-        return self.root / "gemm_tune" / "work" / key.digest
+        return self.results / "tunableop_results%d.csv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,18 +170,16 @@ def _read(files: Sequence[Path], count: int) -> Result:
 
 def merge(place: Place, key: Key, result: Result) -> None:
     """Write the result for every device, and its key. A result without the right key is not used."""
-    place.tuned.parent.mkdir(parents=True, exist_ok=True)
+    place.results.mkdir(parents=True, exist_ok=True)
     text = "\n".join([*result.validators, *result.rows]) + "\n"
     place.key.unlink(missing_ok=True)
     for device in range(_DEVICES):
         write_file(Path(str(place.tuned).replace("%d", str(device))), text)
-    write_file(place.key, json.dumps(key.document(), indent=2) + "\n")
+    key.write(place.key)
 
 
 def check(place: Place, key: Key) -> Mapping[str, str]:
     """The environment of a run with ``key`` that uses the result. InputError where it is of another key."""
     first = Path(str(place.tuned).replace("%d", "0"))
-    if not first.is_file():
-        raise InputError(f"there is no {first}", hint="the stage tune makes it")
     key.require(first, place.key)
     return using(place)

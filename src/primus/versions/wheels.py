@@ -30,6 +30,7 @@ from primus.versions.indexes import Indexes, pip_failure_hides_network, redact
 from primus.versions.lock import LockedFile, Request
 from primus.versions.pages import Link
 from primus.versions.piprun import explain, no_such, run_pip
+from primus.versions.suites import MACHINES
 
 __all__ = [
     "Found",
@@ -43,7 +44,6 @@ __all__ = [
 
 # glibc of the suites a base may use: a wheel built for a newer glibc does not start there.
 GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
-_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 _LEGACY = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
 
@@ -64,10 +64,10 @@ class Found:
 
 def platforms(suite: str, architecture: str) -> tuple[str, ...]:
     """Wheel platform tags the suite can run, newest first. Raises InputError for a suite nobody measured."""
-    if suite not in GLIBC or architecture not in _MACHINES:
+    if suite not in GLIBC or architecture not in MACHINES:
         known = ", ".join(GLIBC)
         raise InputError(f"no glibc version is known for suite {suite!r} on {architecture}", hint=f"known: {known}")
-    machine = _MACHINES[architecture]
+    machine = MACHINES[architecture]
     tags: list[str] = []
     for minor in range(GLIBC[suite], 4, -1):
         tags.append(f"manylinux_2_{minor}_{machine}")
@@ -283,7 +283,7 @@ def _report(
         # These would change what is resolved or clash with --target; indexes, CA and proxies stay the host's.
         off = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "PIP_QUIET": "0", "PIP_PRE": "0"}
         shim = [sys.executable, "-P", str(Path(__file__).with_name("pipfor.py"))]
-        done = run_pip([*shim, base.python, _MACHINES[request.architecture]], args, os.environ | off)
+        done = run_pip([*shim, base.python, MACHINES[request.architecture]], args, os.environ | off)
         if done.returncode != 0 or not out.is_file():
             if constraints and not pip_failure_hides_network(done.stderr):
                 return None

@@ -141,7 +141,7 @@ def _tuning(request: Request, own: argparse.Namespace, *, use: bool) -> int | No
     For stage 3 (``use``), only check the result and return None. Raises InputError if the result does not fit.
     """
     recipe = resolve(request.recipe, request.words, request.asked)
-    folder = store.Folder.of(request.recipe)
+    folder = store.Folder.of(request.recipe, Path("output/tune_hipblaslt"))
     if not use:
         return tune.tune(recipe, folder, as_json=own.json)
     if folder.key.is_file():

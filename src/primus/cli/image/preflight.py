@@ -15,7 +15,7 @@ from pathlib import Path
 from primus.errors import InputError
 from primus.files import write_file
 from primus.system import nodes, speed
-from primus.system.finding import Finding, Host
+from primus.system.finding import Finding, Host, name_here
 from primus.system.preflight import disk_speed, preflight
 from primus.terminal import Screen, counted
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         more, measurements = speed.benchmark(host)
         findings += more
     node = nodes.Node(
-        name=nodes.name_here(), gpus=host.gpus.names, driver=host.gpus.driver, findings=tuple(findings),
+        name=name_here(), gpus=host.gpus.names, driver=host.gpus.driver, findings=tuple(findings),
         measurements=tuple(measurements),
     )  # fmt: skip
     if options.html:

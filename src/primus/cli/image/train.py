@@ -122,10 +122,10 @@ def _preflight(job: Job) -> None:
     if job.recipe.gpu == CPU or not detect().names:
         return
     # Seam "preflight": a run on the CPU has nothing to look for.
-    from primus.system import finding, nodes, preflight
+    from primus.system import finding, preflight
 
     alone = job.recipe.get("nodes", int) == 1
-    where = "" if alone else f"node {nodes.name_here()}: "
+    where = "" if alone else f"node {finding.name_here()}: "
     findings = [
         one
         for one in preflight.preflight(finding.Host(output=job.output))

@@ -14,7 +14,7 @@ from packaging.version import InvalidVersion, Version
 
 from primus.gates.finding import Finding, GateReport
 from primus.versions.components import normalised
-from primus.versions.suites import upstream
+from primus.versions.suites import MACHINES, upstream
 
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["judge", "unmet"]
 
 _GATE = "requirements"
-_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 def judge(examined: Examined) -> GateReport:
@@ -40,7 +39,7 @@ def judge(examined: Examined) -> GateReport:
             if f.name.startswith("python3-")
         },
         python=python,
-        machine=_MACHINES.get(request.architecture, request.architecture),
+        machine=MACHINES.get(request.architecture, request.architecture),
     )
 
 

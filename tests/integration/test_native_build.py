@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,19 +99,15 @@ def test_bytecode_is_used_and_still_checked(native: Kit) -> None:
 
 
 def test_a_failed_build_shows_its_log(native: Kit, tmp_path: Path) -> None:
-    """Without the compiler's headers the build fails; the log's end and its path are in the error."""
+    """The end of the log and its path are in the error."""
     kit = Kit(tmp_path / "broken")
-    kit.write("versions.yaml", VERSIONS.replace(", libpython3.11-dev", ""))
-    kit.write("images/native.yaml", TARGET)
-    lend_files(kit)
-    for path in (native.root / ".primus/files/sha256").iterdir():
-        target = kit.root / ".primus/files/sha256" / path.name
-        if not target.exists():
-            os.link(path, target)
+    shutil.copytree(native.root, kit.root, dirs_exist_ok=True, copy_function=os.link, symlinks=True)
+    (kit.root / "versions.yaml").unlink()
+    kit.write("versions.yaml", VERSIONS.replace("LDFLAGS:", "CFLAGS: -include no-such-header.h, LDFLAGS:"))
     result = kit.primus("build", "native", timeout=900)
     assert result.code == 1
     assert "build psutil ended with exit code 1" in result.err
-    assert "Python.h" in result.err
+    assert "no-such-header.h: No such file or directory" in result.err
     assert "full log: " in result.err
 
 
@@ -124,7 +121,7 @@ def test_damaged_fetched_file_is_named_and_fetched_again(native: Kit) -> None:
     path.unlink()
     path.write_bytes(data)
     for record in (native.root / ".primus/store/actions").iterdir():
-        if "psutil" in read_sealed(record)["name"]:
+        if read_sealed(record)["name"] in ("build psutil", "psutil"):
             record.unlink()
     (native.root / ".primus/store/targets/native.json").unlink()
     result = native.primus("build", "native")

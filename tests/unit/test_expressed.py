@@ -29,7 +29,6 @@ MODELS = [
 def rendered(recipe: Recipe) -> object:
     if recipe.backend == "torchtitan":
         return torchtitan.model_arguments(recipe.architecture)
-    megatron.check(recipe)
     loop = LoopConfig()
     return megatron.transformer(recipe.architecture, loop), megatron.gpt(recipe.architecture, recipe.seq_len)
 

@@ -11,7 +11,7 @@ from primus.recipes.architecture import Architecture, LatentAttention, MixtureOf
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
-from primus.training import ranks, start
+from primus.training import start
 from primus.training.job import Job
 from primus.training.loop.config import LoopConfig
 from primus.training.megatron import render
@@ -104,8 +104,8 @@ def proxy(*words: str, name: str = "llama3.1-8b", precision: str | None = None) 
 
 @pytest.mark.parametrize("name", ["llama3.1-8b", "deepseek-v2-lite", "mixtral-8x7b"])
 def test_the_recipes_are_computable(name: str) -> None:
-    render.check(proxy(name=name))
-    render.check(resolve(name, (), Asked(backend="megatron", gpu="mi300x", precision="bf16")))
+    for recipe in (proxy(name=name), resolve(name, (), Asked(backend="megatron", gpu="mi300x", precision="bf16"))):
+        assert list(render.faults(recipe)) == []
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_the_recipes_are_computable(name: str) -> None:
         ([*FSDP2, "tp=2"], "tensor_model_parallel_size: torch_fsdp2 shares out the whole model"),
     ],
 )
-def test_what_megatron_does_not_compute_is_refused_before_it_starts(words: list[str], said: str, tmp_path: Any) -> None:
+def test_what_megatron_does_not_compute_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        ranks.files(Job(name="train", recipe=proxy(*words), output=tmp_path))
+        proxy(*words)
 
 
 def test_the_recipe_s_own_size_is_meant_where_megatron_has_a_key_of_that_name() -> None:
@@ -133,7 +133,6 @@ def test_the_recipe_s_own_size_is_meant_where_megatron_has_a_key_of_that_name() 
 
 def test_fsdp2_keeps_gradients_in_float32_and_has_no_distributed_optimizer() -> None:
     recipe = proxy(*FSDP2)
-    render.check(recipe)
     assert render.ddp({"torch_fsdp2": True}) == {"grad_reduce_in_fp32": True, "use_distributed_optimizer": False}
     assert render.ddp({})["use_distributed_optimizer"] is True
     assert render.own(recipe.section("megatron"))["torch_fsdp2"] is True

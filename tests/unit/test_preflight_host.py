@@ -263,7 +263,7 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
     monkeypatch.setattr("primus.cli.image.train.detect", lambda: detect(machine.root))
     monkeypatch.setattr("primus.cli.image.train.machine.check", lambda recipe, **_: None)
     monkeypatch.setattr("primus.cli.image.train.start.check_backend", lambda job: None)
-    monkeypatch.setattr("primus.cli.image.train.start.check_data", lambda job: None)
+    monkeypatch.setattr("primus.training.backend.Rules.check_data", lambda rules, recipe: None)
     plain = finding.Host
 
     def elsewhere(**options: Any) -> Host:

@@ -9,7 +9,7 @@ from primus.errors import InputError
 from primus.recipes import load, resolve, schema
 from primus.recipes.backends import backends
 from primus.recipes.bounds import parse
-from primus.recipes.precision import derived_precision
+from primus.recipes.rules import rules_of
 from primus.recipes.setting import Asked
 from primus.release.backend_keys import dataclass_keys
 
@@ -211,7 +211,7 @@ def test_what_every_backend_has_is_one_word() -> None:
 
 def test_choices_are_options_or_words_and_cases_follow_them() -> None:
     recipe = resolve.resolve("llama3-proxy", ["precision=bf16"])
-    assert derived_precision(recipe) == recipe.precision == "bf16"
+    assert rules_of(recipe).precision(recipe) == recipe.precision == "bf16"
     assert recipe.settings["precision"].origin == "--precision bf16"
     assert resolve.resolve("llama3-proxy", (), Asked(precision="bf16")).digest == recipe.digest
     with pytest.raises(InputError, match="precision 'fp9' is not supported by this recipe with backend torchtitan"):

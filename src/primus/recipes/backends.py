@@ -43,6 +43,9 @@ class Backend:
     degrees: Mapping[str, str]
     owned: Mapping[str, str]
     models: tuple[Model, ...]
+    memory_error: float
+    judged: tuple[str, ...]
+    shard: str = ""
     warmup: str = "training.warmup_steps"
     resharding: bool = False
     sharded_precision: bool = False

@@ -34,8 +34,8 @@ def _ranks(recipe: Recipe) -> Iterator[Fault]:
         ways += [f"--nodes {least}"] if least > nodes else []
         divisor = f"EP = {expert}" + (f" × PP = {stages}" if stages > 1 else "")
         yield "ranks", f"{world} ranks are not divisible by {divisor}", " or ".join(ways)
-    key = "torchtitan.parallelism.data_parallel_shard_degree"
-    shard = recipe.find(key, -1) if recipe.backend == "torchtitan" else -1
+    key = f"{recipe.backend}.{recipe.knows.shard}"
+    shard = recipe.find(key, -1) if recipe.knows.shard else -1
     if shard not in (-1, world // product):
         why = f"{shard} × TP·PP·CP·replicas = {shard * product} is not the number of ranks, {world}"
         yield key, why, f"{key.partition('.')[2]}={world // product}, or -1 for all ranks that are left"

@@ -156,6 +156,12 @@ class Recipe:
         return self.world_size // math.prod(self.degree(kind) for kind in ("tp", "pp", "cp"))
 
     @property
+    def unsharded(self) -> bool:
+        """Whether ranks share layers (TP, PP) and none is left to shard weights over by data or context parallelism."""
+        shards = self.data_parallel // self.degree("replicas") * self.degree("cp")
+        return shards == 1 and self.degree("tp") * self.degree("pp") > 1
+
+    @property
     def weights(self) -> Path | None:
         """The folder of the weights to start from; None if they are random or come from the hub."""
         name = self.find(f"{self.backend}.weights", "random")

@@ -11,8 +11,8 @@ from primus.errors import InputError, nearest
 from primus.recipes import expressed, load, mesh, schema, vocabulary
 from primus.recipes.backends import Backend, backend, backends
 from primus.recipes.choose import choose, supported
-from primus.recipes.precision import derived_precision, unsharded
 from primus.recipes.recipe import Recipe
+from primus.recipes.rules import rules_of
 from primus.recipes.setting import CHOICES, Asked, Setting, Value
 from primus.yamlfile import value as typed_value
 
@@ -236,13 +236,15 @@ def _check_sense(recipe: Recipe) -> None:
     if tokenizer is not None and (size := vocabulary.tokens(tokenizer) or 0) > recipe.architecture.vocab_size > 0:
         why = f"{recipe.architecture.vocab_size} is less than the {size} tokens of {tokenizer}"
         refuse("model.vocab_size", why, f"model.vocab_size={size} or more, or another assets.tokenizer")
-    given = derived_precision(recipe)
+    for fault in rules_of(recipe).faults(recipe):
+        refuse(*fault)
+    given = rules_of(recipe).precision(recipe)
     if given != recipe.precision:
         raise InputError(
             f"precision: {recipe.precision} is requested, but the {knows.name} settings give {given}",
             where=recipe.settings["precision"].origin,
             hint="it computes below float32 where FSDP shards the weights: leave ranks to data or context parallelism"
-            if knows.sharded_precision and unsharded(recipe)
+            if knows.sharded_precision and recipe.unsharded
             else f"the recipe has no case that makes {knows.name} compute {recipe.precision}",
         )
 

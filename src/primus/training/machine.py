@@ -11,8 +11,9 @@ from primus.errors import HostError
 from primus.gpus.detect import Found, detect
 from primus.gpus.table import generation, load_table
 from primus.recipes.choose import CPU
-from primus.recipes.memory import ERROR_BAND, gpu_bytes, largest_batch, predict
+from primus.recipes.memory import gpu_bytes, largest_batch, predict
 from primus.recipes.recipe import Recipe
+from primus.recipes.rules import rules_of
 from primus.recipes.size import readable, size
 
 __all__ = ["check", "host_bytes", "least_bytes"]
@@ -21,7 +22,6 @@ _SHOW = "--dry-run shows the job"
 _SMALL = f"--proxy trains a small model instead, {_SHOW}"
 # FP8 is emulated on a CPU, by other settings than those for a GPU.
 _ON_CPU = ("fp32", "bf16")
-_FLOAT32, _BFLOAT16 = 4, 2
 
 
 def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False) -> None:
@@ -87,7 +87,7 @@ def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
 def _check_activations(recipe: Recipe) -> None:
     """HostError when the predicted memory exceeds the GPU's by more than the prediction may err."""
     there, needed = gpu_bytes(recipe.gpu) or math.inf, predict(recipe).least
-    if needed * (1 - ERROR_BAND[recipe.backend]) <= there:
+    if needed * (1 - recipe.knows.memory_error) <= there:
         return
     fits = largest_batch(recipe, there)
     batch = recipe.knows.keys["local_batch"]
@@ -100,46 +100,12 @@ def _check_activations(recipe: Recipe) -> None:
 
 
 def least_bytes(recipe: Recipe, *, offload: bool = False) -> float:
-    """Bytes that one rank holds at the least: weights, gradients and optimizer states. No activation is counted.
+    """Return the bytes that one rank needs at least: weights, gradients and optimizer states, without activations.
 
-    Where a setting may make them smaller in a way that is not counted here, they are left out: never more than what is
-    needed. ``offload``: states that a setting moves to the host do not count.
+    States whose size a setting may reduce in a way that is not modelled are left out, so the result is never too
+    large. ``offload``: states that a setting moves to the host do not count.
     """
-    total = size(recipe.architecture).total
-    if recipe.backend == "torchtitan":
-        return _torchtitan(recipe, total, offload=offload)
-    if recipe.backend == "megatron":
-        return _megatron(recipe, total)
-    width = _width(recipe.find(f"{recipe.backend}.training.master_dtype", "float32"))
-    # Adapters train alone: the weights beside them have neither gradients nor states.
-    values = 1 if recipe.mode == "lora" else 4
-    return total * width * values * recipe.degree("replicas") / recipe.world_size
-
-
-def _torchtitan(recipe: Recipe, total: int, *, offload: bool) -> float:
-    if offload and recipe.find("torchtitan.training.enable_cpu_offload", False):
-        return 0.0
-    width = _width(recipe.find("torchtitan.training.dtype", "float32"))
-    gradients = 0 if recipe.find("torchtitan.optimizer.early_step_in_backward", False) else 1
-    return total * width * (3 + gradients) * recipe.degree("replicas") / recipe.world_size
-
-
-def _megatron(recipe: Recipe, total: int) -> float:
-    """Its weights and gradients are whole on each data-parallel rank, unless FSDP2 shares them out."""
-    width = _width(recipe.find("megatron.training.dtype", "bfloat16"))
-    if any(value for key, value in recipe.section("megatron.optimizer").items() if "offload" in key or "aware" in key):
-        states = 0
-    else:
-        states = 2 * _FLOAT32 + (_FLOAT32 if width == _BFLOAT16 else 0)
-    parts = recipe.degree("tp") * recipe.degree("pp") * recipe.degree("ep")
-    if recipe.find("megatron.torch_fsdp2", False):
-        return total * (2 * width + states) / recipe.world_size
-    sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
-    return total * (2 * width / parts + states / (recipe.world_size if sharded else parts))
-
-
-def _width(dtype: str) -> int:
-    return _FLOAT32 if dtype in ("float32", "fp32") else _BFLOAT16
+    return rules_of(recipe).least_bytes(recipe, offload=offload)
 
 
 def host_bytes(root: Path = Path("/")) -> float:

@@ -50,8 +50,8 @@ def unjudged(recipe: Recipe) -> str | None:
     """Why the reference cannot repeat a run of ``recipe``, in a sentence; None when it can."""
     if recipe.precision == "mxfp8":
         return "the reference does not round to MX formats"
-    if recipe.precision == "fp8" and recipe.backend not in {"torchtitan", "fsdp"}:
-        return f"the reference does not round to FP8 as {recipe.backend} does"
+    if recipe.precision not in recipe.knows.judged:
+        return f"the reference does not round to {recipe.precision.upper()} as {recipe.backend} does"
     if recipe.gpu != CPU:
         return "the reference repeats small models on a CPU only"
     for key in recipe.section("assets"):

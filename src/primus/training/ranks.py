@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
+from primus.recipes.rules import rules_of
 from primus.system import network
 from primus.training import identity
 from primus.training.job import Job
-from primus.training.megatron.render import check
-from primus.training.torchtitan import render
 from primus.turbo.optimizations import chosen
 
 __all__ = ["argv", "checkpoints", "environment", "expected_facts", "files", "folder_of_node", "job_file", "node_rank"]
@@ -58,19 +57,12 @@ def job_file(job: Job) -> str:
 
 
 def files(job: Job) -> dict[str, str]:
-    """Name → text of every file that the ranks read from the job's folder. InputError: its backend cannot train it."""
-    made = {"job.json": job_file(job)}
-    if job.recipe.backend == "torchtitan":
-        made["torchtitan.toml"] = render.toml(job)
-    if job.recipe.backend == "megatron":
-        check(job.recipe)
-    return made
+    """Return name → text of every file that the ranks read from the job's folder."""
+    return {"job.json": job_file(job), **rules_of(job.recipe).files(job)}
 
 
 def argv(job: Job, python: str, given: Mapping[str, str]) -> list[str]:
     """The command that starts all ranks of ``job`` on this machine, in the environment ``given``."""
-    backend = job.recipe.backend
-    words = ["--job.config_file", str(job.output / "torchtitan.toml")] if backend == "torchtitan" else [str(job.output)]
     # With several nodes each rank also writes files of its own: the log of a node mixes the lines of its ranks.
     tee = ["--tee", "3"] if job.recipe.get("nodes", int) > 1 else []
     return [
@@ -78,7 +70,7 @@ def argv(job: Job, python: str, given: Mapping[str, str]) -> list[str]:
         "--nproc-per-node", str(job.recipe.get("ranks", int)),
         *_meeting(job, given),
         *tee, "--log-dir", str(folder_of_node(job, given) / "cache" / "torchrun"),
-        "-m", f"primus.training.{backend}.entry", *words,
+        "-m", f"primus.training.{job.recipe.backend}.entry", *rules_of(job.recipe).arguments(job),
     ]  # fmt: skip
 
 

@@ -15,10 +15,8 @@ from pathlib import Path
 import primus
 from primus.errors import HostError, InputError
 from primus.files import write_file
-from primus.recipes.recipe import MOCK
 from primus.training import (
     checks,
-    corpus,
     energy,
     failure,
     hang,
@@ -31,14 +29,12 @@ from primus.training import (
 )
 from primus.training.checks import Verdict
 from primus.training.clock import Clock
-from primus.training.finetune import hub
-from primus.training.flux import cache as latents
 from primus.training.job import Job, JobResult
 from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
 from primus.turbo.optimizations import chosen, missing_packages
 
-__all__ = ["check_backend", "check_data", "check_resume", "check_weights", "prepare", "run_directly", "start"]
+__all__ = ["check_backend", "check_resume", "prepare", "run_directly", "start"]
 
 # A node whose ranks all wait for another node's rank gives that node time to name it.
 _OTHERS_NAME_IT = 5.0
@@ -63,43 +59,6 @@ def check_resume(job: Job, accepted: Sequence[str] = ()) -> None:
     """InputError when the checkpoint that ``job`` resumes from is damaged, or differs in a field not ``accepted``."""
     if job.resume_from is not None:
         identity.check(job.resume_from, job.recipe, accepted)
-
-
-def check_data(job: Job) -> None:
-    """Read a sample of the job's corpus. InputError for one that its ranks could not read, with file and line."""
-    recipe = job.recipe
-    path, tokenizer = recipe.asset("corpus"), recipe.asset("tokenizer")
-    if recipe.architecture.family == "flux":
-        if path is not None:
-            latents.check(path, recipe.architecture.dit)
-        return
-    if recipe.get("assets.tokenizer", str) == MOCK and recipe.get("assets.corpus", str) != MOCK:
-        raise InputError(
-            "assets.tokenizer is mock, but the corpus is text",
-            where=recipe.settings["assets.tokenizer"].origin,
-            hint="assets.tokenizer=FOLDER names a tokenizer, assets.corpus=mock makes tokens up",
-        )
-    if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
-        raise InputError(
-            f"{tokenizer} has no tokenizer.json",
-            where=recipe.settings["assets.tokenizer"].origin,
-            hint="assets.tokenizer=FOLDER names a folder with tokenizer.json",
-        )
-    if path is not None:
-        column = recipe.find("data.column", "") or None
-        corpus.check(corpus.Corpus(path=path, column=column, tokenizer=tokenizer))
-
-
-def check_weights(job: Job) -> None:
-    """InputError when the weights that ``job`` starts from are not there, damaged, or of another model."""
-    recipe, folder = job.recipe, job.recipe.weights
-    if folder is None:
-        return
-    where = recipe.settings[f"{recipe.backend}.weights"].origin
-    if recipe.backend == "flux":
-        latents.check_weights(folder, recipe.architecture, where)
-    else:
-        hub.check(folder, recipe.architecture, recipe.seq_len, where)
 
 
 def _importable(name: str) -> bool:

@@ -88,11 +88,7 @@ def resolved(options: argparse.Namespace) -> Recipe:
     single = ("ranks", "steps", "seed", "turbo")
     words = [f"{what}={value}" for what in single if (value := getattr(options, what)) is not None]
     recipe = resolve(options.recipe, [*options.overrides, *words], asked)
-    # Seam "rules of few recipes": most recipes use neither Megatron nor an optimization.
-    if recipe.backend == "megatron":
-        from primus.training.megatron import render
-
-        render.check(recipe)
+    # Seam "optimizations": most recipes use none.
     if "turbo" in recipe.settings:
         from primus.turbo.optimizations import chosen
 

@@ -16,7 +16,7 @@ from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.recipes.choose import CPU
-from primus.recipes.memory import ERROR_BAND, USABLE, Memory, gpu_bytes, largest_batch, predict
+from primus.recipes.memory import USABLE, Memory, gpu_bytes, largest_batch, predict
 from primus.recipes.recipe import Recipe
 from primus.recipes.size import readable, size
 from primus.terminal import Screen
@@ -74,12 +74,12 @@ def _document(recipe: Recipe, memory: Memory, available: float, largest: int) ->
         "peak_bytes": round(memory.peak),
         "least_bytes": round(memory.least),
         "available_bytes": round(available),
-        "error_band": ERROR_BAND[recipe.backend],
+        "error_band": recipe.knows.memory_error,
     }
 
 
 def _lines(recipe: Recipe, memory: Memory, available: float, largest: int, screen: Screen) -> Iterator[str]:
-    gpu, band = generation(recipe.gpu), ERROR_BAND[recipe.backend]
+    gpu, band = generation(recipe.gpu), recipe.knows.memory_error
     yield (
         f"{recipe.name}: {readable(size(recipe.architecture).total)} parameters, {recipe.backend} {recipe.mode} "
         f"{recipe.precision}, {recipe.world_size} × {gpu.title}, micro batch {recipe.local_batch}"

@@ -21,6 +21,7 @@ from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, 
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
+from primus.recipes.rules import rules_of
 from primus.system import mounts
 from primus.terminal import Screen
 from primus.training import logs, machine, metrics, proof, ranks, start
@@ -84,8 +85,8 @@ def run(options: argparse.Namespace) -> int:
         _show_plan(job, as_json=options.json)
         return 0
     start.check_resume(job, [field for word in options.accept_change for field in word.split(",")])
-    start.check_weights(job)
-    start.check_data(job)
+    rules_of(recipe).check_weights(recipe)
+    rules_of(recipe).check_data(recipe)
     machine.check(recipe, force=options.force)
     start.check_backend(job)
     if not options.no_preflight:

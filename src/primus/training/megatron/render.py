@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from primus.errors import InputError
 from primus.recipes.architecture import Architecture
+from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
 from primus.training.loop.config import LoopConfig
 
-__all__ = ["check", "ddp", "gpt", "optimizer", "own", "section", "transformer"]
+__all__ = ["ddp", "faults", "gpt", "optimizer", "own", "section", "transformer"]
 
 
 def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -140,13 +140,8 @@ def ddp(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**usual, **section(config, "ddp")}
 
 
-def check(recipe: Recipe) -> None:
-    """InputError for what the model, or the shared section, asks and this backend does not compute."""
-    for key, why, hint in _refused(recipe):
-        raise InputError(f"{key}: {why}", where=recipe.settings[key].origin, hint=hint)
-
-
-def _refused(recipe: Recipe) -> Iterator[tuple[str, str, str | None]]:
+def faults(recipe: Recipe) -> Iterator[Fault]:
+    """Yield what the recipe asks for and Megatron does not compute."""
     model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
     if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
         yield (

@@ -1,0 +1,22 @@
+"""The rules of FLUX: its data are latents, and its weights those of diffusers' transformer."""
+
+from __future__ import annotations
+
+from primus.recipes.recipe import Recipe
+from primus.training.backend import Rules
+from primus.training.flux import cache
+
+__all__ = ["RULES"]
+
+
+class _Flux(Rules):
+    def check_data(self, recipe: Recipe) -> None:
+        if (folder := recipe.asset("corpus")) is not None:
+            cache.check(folder, recipe.architecture.dit)
+
+    def check_weights(self, recipe: Recipe) -> None:
+        if recipe.weights is not None:
+            cache.check_weights(recipe.weights, recipe.architecture, recipe.settings["flux.weights"].origin)
+
+
+RULES = _Flux()

@@ -1,0 +1,7 @@
+"""The rules of plain FSDP: those of our own loop."""
+
+from primus.training.backend import Rules
+
+__all__ = ["RULES"]
+
+RULES = Rules()

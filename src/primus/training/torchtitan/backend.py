@@ -1,0 +1,49 @@
+"""The rules of torchtitan 0.2.2. Its ranks read a TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from primus.recipes.memory import Memory
+from primus.recipes.recipe import Recipe
+from primus.training.backend import DTYPES, Rules
+from primus.training.job import Job
+from primus.training.torchtitan import memory, render
+
+__all__ = ["RULES"]
+
+_FILE = "torchtitan.toml"
+
+
+class _Torchtitan(Rules):
+    def precision(self, recipe: Recipe) -> str:
+        """Converters replace linear layers, and determine their precision.
+
+        Without a converter, it is ``mixed_precision_param`` (default bfloat16). FSDP2 gathers weights in this dtype,
+        and autocast uses it if nothing is sharded. If all ranks share layers and none is left for FSDP, torchtitan
+        computes in ``training.dtype`` and logs a warning (``maybe_enable_amp``).
+        """
+        converters = recipe.section("torchtitan").get("model.converters")
+        names = [str(name) for name in converters] if isinstance(converters, list) else []
+        if any(name.endswith("linear.mx") for name in names):
+            return recipe.find("torchtitan.quantize.linear.mx.recipe_name", "mxfp8").partition("_")[0]
+        if any(name.endswith("linear.float8") for name in names):
+            return "fp8"
+        key, default = ("dtype", "float32") if recipe.unsharded else ("mixed_precision_param", "bfloat16")
+        dtype = recipe.find(f"torchtitan.training.{key}", default)
+        return DTYPES.get(dtype, dtype)
+
+    def memory(self, recipe: Recipe, batch: int) -> Memory:
+        return memory.predict(recipe, batch)
+
+    def least_bytes(self, recipe: Recipe, *, offload: bool) -> float:
+        return memory.least(recipe, offload=offload)
+
+    def files(self, job: Job) -> Mapping[str, str]:
+        return {_FILE: render.toml(job)}
+
+    def arguments(self, job: Job) -> list[str]:
+        return ["--job.config_file", str(job.output / _FILE)]
+
+
+RULES = _Torchtitan()

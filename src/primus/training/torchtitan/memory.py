@@ -1,0 +1,104 @@
+"""Memory of one rank of torchtitan."""
+
+from __future__ import annotations
+
+from primus.recipes.architecture import Architecture
+from primus.recipes.memory import (
+    EAGER,
+    EAGER_LOSS,
+    RECOMPUTED,
+    Memory,
+    chunked_loss,
+    copies_in_eight,
+    ffn_width,
+    fused_loss,
+    gathered_experts,
+    layer_elements,
+    unsharded,
+    width_of,
+)
+from primus.recipes.recipe import Recipe
+from primus.recipes.size import size
+
+__all__ = ["least", "predict"]
+
+# Bytes per logit if the loss is compiled: the logits in BF16 alone.
+_COMPILED_LOSS = 2
+
+
+def predict(recipe: Recipe, batch: int) -> Memory:
+    """Predict the peak of one rank with local batches of ``batch``."""
+    model = recipe.architecture
+    tokens, total = batch * recipe.seq_len / recipe.degree("cp"), float(size(model).total)
+    width = width_of(recipe.find("torchtitan.training.dtype", "float32"))
+    compute = width_of(recipe.find("torchtitan.training.mixed_precision_param", "bfloat16"))
+    tensor, stages, replicas = recipe.degree("tp"), recipe.degree("pp"), recipe.degree("replicas")
+    shard = total * replicas / recipe.world_size
+    components = recipe.section("torchtitan.compile").get("components", ["model", "loss"])
+    enabled = recipe.find("torchtitan.compile.enable", False) and isinstance(components, list)
+    compiled, fused = (enabled and isinstance(components, list) and part in components for part in ("model", "loss"))
+    mode = recipe.find("torchtitan.activation_checkpoint.mode", "none")
+    offloaded = recipe.find("torchtitan.training.enable_cpu_offload", False)
+    early = recipe.find("torchtitan.optimizer.early_step_in_backward", False)
+    eight = recipe.precision in ("fp8", "mxfp8")
+    layer = layer_elements(model, eight=eight) * (1 if compiled else EAGER)
+    if mode == "full":
+        kept, once = float(model.hidden_size), layer * RECOMPUTED
+    elif mode == "selective":
+        kept, once = _selective(recipe, model, layer, compiled=compiled), 0.0
+    else:
+        kept, once = layer, 0.0
+    copies = copies_in_eight(model) / tensor / stages if eight and mode == "none" else 0.0
+    if stages > 1:
+        # A pipeline splits the local batch into micro batches of its own.
+        part = recipe.find("torchtitan.parallelism.pipeline_parallel_microbatch_size", 1)
+        in_flight = min(stages, max(1, batch // part))
+        tokens *= min(1.0, part / batch)
+    else:
+        in_flight = 1
+    activations = (model.layers / stages * kept * in_flight + once) * tokens * compute / tensor + copies
+    # In FP8, weights are gathered, and stay, with one byte each.
+    narrow = eight and recipe.find("torchtitan.quantize.linear.float8.enable_fsdp_float8_all_gather", False)
+    gathered = 1 if narrow else compute
+    never = recipe.find("torchtitan.parallelism.fsdp_reshard_after_forward", "default") == "never"
+    return Memory(
+        weights=0 if offloaded else width * shard,
+        gradients=0 if offloaded or early else width * shard,
+        optimizer=0 if offloaded else 2 * width * shard,
+        unsharded=unsharded(
+            model,
+            compute,
+            tensor,
+            alone=recipe.world_size == 1,
+            world=recipe.world_size // recipe.degree("replicas"),
+            cast=width != compute,
+            experts=gathered_experts(recipe, model),
+        )
+        + (gathered * total / tensor / stages if never else 0),
+        activations=activations,
+        loss=fused_loss(model, tokens)
+        if chunked_loss(recipe)
+        else tokens * model.vocab_size * (_COMPILED_LOSS if fused else EAGER_LOSS) / tensor,
+    )
+
+
+def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: bool) -> float:
+    """Return what a layer keeps with selective checkpointing: of every n-th layer, or every second product."""
+    option = recipe.find("torchtitan.activation_checkpoint.selective_ac_option", "2")
+    if option != "op":
+        every = int(option) if option.isdigit() and int(option) else 1
+        return layer - (layer - model.hidden_size) / every
+    queries, values = model.heads * model.head_size, model.kv_heads * model.head_size
+    # The layer's input, the products wq, wv, w1 and (where no compiler drops it) w2, and the output of attention.
+    # Experts' grouped products are computed again.
+    kept = 2.0 * model.hidden_size + queries + values + ffn_width(model, routed=False)
+    return kept * 1.05 if compiled else kept + model.hidden_size
+
+
+def least(recipe: Recipe, *, offload: bool) -> float:
+    """Return the bytes of weights, gradients and optimizer states; 0 if ``offload`` and all are on the host."""
+    if offload and recipe.find("torchtitan.training.enable_cpu_offload", False):
+        return 0.0
+    width = width_of(recipe.find("torchtitan.training.dtype", "float32"))
+    gradients = 0 if recipe.find("torchtitan.optimizer.early_step_in_backward", False) else 1
+    return size(recipe.architecture).total * width * (3 + gradients) * recipe.degree("replicas") / recipe.world_size

@@ -1,0 +1,42 @@
+"""A backend is a row of backends.yaml and a folder: no other module of the two rooms asks for its name."""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from primus.recipes.backends import backends
+from primus.training.backend import Rules
+
+SOURCE = Path(__file__).parents[2] / "src" / "primus"
+# The reference is written apart from what it judges; facts lists packages, one of which has a backend's name.
+APART = ("training/reference/", "training/facts.py")
+
+
+@pytest.mark.parametrize("name", backends())
+def test_a_backend_has_its_rules_and_its_entry(name: str) -> None:
+    assert isinstance(import_module(f"primus.training.{name}.backend").RULES, Rules)
+    assert (SOURCE / "training" / name / "entry.py").is_file()
+
+
+@pytest.mark.parametrize("room", ["recipes", "training", "cli/image"])
+def test_backends_are_not_told_apart_by_their_names(room: str) -> None:
+    found = []
+    for path in sorted((SOURCE / room).rglob("*.py")):
+        short = path.relative_to(SOURCE).as_posix()
+        if short.startswith(APART) or path.parent.name in backends():
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                parts = [node.left, *node.comparators]
+                found += [
+                    f"{short}:{one.lineno}: {one.value}"
+                    for part in parts
+                    for one in ast.walk(part)
+                    if isinstance(one, ast.Constant) and one.value in backends()
+                ]
+    # The model family of images is called like its backend.
+    assert [one for one in found if not one.endswith(": flux")] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,12 @@ APART = ("training/reference/", "training/facts.py")
 
 @pytest.mark.parametrize("name", backends())
 def test_a_backend_has_its_rules_and_its_entry(name: str) -> None:
-    assert isinstance(import_module(f"primus.training.{name}.backend").RULES, Rules)
+    rules = import_module(f"primus.training.{name}.backend").RULES
+    assert isinstance(rules, Rules)
+    memory = import_module(rules.memory)
+    assert [list(signature(part).parameters) for part in (memory.predict, memory.least)] == [
+        ["recipe", "batch"], ["recipe", "offload"],
+    ]  # fmt: skip
     assert (SOURCE / "training" / name / "entry.py").is_file()
 
 

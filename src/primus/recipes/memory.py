@@ -14,7 +14,7 @@ from primus.gpus.table import generation
 from primus.recipes.architecture import Architecture
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import rules_of
+from primus.recipes.rules import memory_of
 from primus.recipes.size import size
 
 __all__ = [
@@ -92,7 +92,7 @@ def predict(recipe: Recipe, micro_batch: int | None = None) -> Memory:
     With pipeline stages, this is the first stage. It holds the activations of as many micro-batches as there are
     stages.
     """
-    return rules_of(recipe).memory(recipe, recipe.local_batch if micro_batch is None else micro_batch)
+    return memory_of(recipe).predict(recipe, recipe.local_batch if micro_batch is None else micro_batch)
 
 
 def largest_batch(recipe: Recipe, available: float) -> int:

@@ -7,14 +7,14 @@ The folder of each backend has a module ``backend`` that defines ``RULES``. Fact
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from primus.errors import InputError
-from primus.recipes.memory import Memory
 from primus.recipes.mesh import Fault
 from primus.recipes.recipe import MOCK, Recipe
-from primus.training import corpus
-from primus.training.job import Job
-from primus.training.loop import memory
+
+if TYPE_CHECKING:
+    from primus.training.job import Job
 
 __all__ = ["DTYPES", "Rules"]
 
@@ -23,7 +23,12 @@ DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 class Rules:
-    """The rules of a backend that trains text with our own loop. Other backends override what differs."""
+    """The rules of a backend that trains text with our own loop. Other backends override what differs.
+
+    ``memory`` names the module that predicts memory, a :class:`primus.recipes.rules.MemoryModel`.
+    """
+
+    memory = "primus.training.loop.memory"
 
     def precision(self, recipe: Recipe) -> str:
         """Return the precision of the linear layers' matrix products, derived from the backend's own settings."""
@@ -35,14 +40,6 @@ class Rules:
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
         """Return what the recipe asks for and the backend does not compute: key, reason and remedy."""
         return ()
-
-    def memory(self, recipe: Recipe, batch: int) -> Memory:
-        """Predict the memory of one rank with micro-batches of ``batch``."""
-        return memory.predict(recipe, batch)
-
-    def least_bytes(self, recipe: Recipe, *, offload: bool) -> float:
-        """Return the bytes that one rank needs at least; see :func:`primus.training.machine.least_bytes`."""
-        return memory.least(recipe)
 
     def files(self, job: Job) -> Mapping[str, str]:
         """Return name → text of the files that the ranks read besides ``job.json``."""
@@ -67,6 +64,9 @@ class Rules:
                 hint="set assets.tokenizer to a folder that contains tokenizer.json",
             )  # fmt: skip
         if path is not None:
+            # Seam "data": only a job reads its corpus.
+            from primus.training import corpus
+
             column = recipe.find("data.column", "") or None
             corpus.check(corpus.Corpus(path=path, column=column, tokenizer=tokenizer))
 

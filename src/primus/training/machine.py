@@ -13,7 +13,7 @@ from primus.gpus.table import generation, load_table
 from primus.recipes.choose import CPU
 from primus.recipes.memory import gpu_bytes, largest_batch, predict
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import rules_of
+from primus.recipes.rules import memory_of
 from primus.recipes.size import readable, size
 
 __all__ = ["check", "host_bytes", "least_bytes"]
@@ -105,7 +105,7 @@ def least_bytes(recipe: Recipe, *, offload: bool = False) -> float:
     States whose size a setting may reduce in a way that is not modelled are left out, so the result is never too
     large. ``offload``: states that a setting moves to the host do not count.
     """
-    return rules_of(recipe).least_bytes(recipe, offload=offload)
+    return memory_of(recipe).least(recipe, offload=offload)
 
 
 def host_bytes(root: Path = Path("/")) -> float:

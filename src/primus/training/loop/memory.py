@@ -64,7 +64,7 @@ def predict(recipe: Recipe, batch: int) -> Memory:
     )
 
 
-def least(recipe: Recipe) -> float:
+def least(recipe: Recipe, *, offload: bool) -> float:  # noqa: ARG001
     """Return the bytes of weights, gradients and optimizer states. With LoRA, only the frozen weights count."""
     width = width_of(recipe.find(f"{recipe.backend}.training.master_dtype", "float32"))
     values = 1 if recipe.mode == "lora" else 4

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from primus.recipes.memory import Memory
 from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
 from primus.training.backend import Rules
-from primus.training.megatron import memory, render
+from primus.training.megatron import render
 
 __all__ = ["RULES"]
 
 
 class _Megatron(Rules):
+    memory = "primus.training.megatron.memory"
+
     def precision(self, recipe: Recipe) -> str:
         """``model.fp8`` enables FP8 (Transformer Engine), and ``model.fp8_recipe`` its MX form."""
         if recipe.section("megatron").get("model.fp8"):
@@ -22,12 +23,6 @@ class _Megatron(Rules):
 
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
         return render.faults(recipe)
-
-    def memory(self, recipe: Recipe, batch: int) -> Memory:
-        return memory.predict(recipe, batch)
-
-    def least_bytes(self, recipe: Recipe, *, offload: bool) -> float:
-        return memory.least(recipe)
 
 
 RULES = _Megatron()

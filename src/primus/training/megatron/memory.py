@@ -55,7 +55,7 @@ def _recomputed(recipe: Recipe, layers: float) -> tuple[float, int]:
     return (min(layers, named), 1) if block else (layers, max(1, named))
 
 
-def least(recipe: Recipe) -> float:
+def least(recipe: Recipe, *, offload: bool) -> float:  # noqa: ARG001
     """Return the bytes of weights, gradients and optimizer states. Only FSDP2 shards weights and gradients."""
     total = size(recipe.architecture).total
     width = width_of(recipe.find("megatron.training.dtype", "bfloat16"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
 from primus.training.backend import DTYPES, Rules
-from primus.training.job import Job
-from primus.training.torchtitan import memory, render
+from primus.training.torchtitan import render
+
+if TYPE_CHECKING:
+    from primus.training.job import Job
 
 __all__ = ["RULES"]
 
@@ -16,6 +18,8 @@ _FILE = "torchtitan.toml"
 
 
 class _Torchtitan(Rules):
+    memory = "primus.training.torchtitan.memory"
+
     def precision(self, recipe: Recipe) -> str:
         """Converters replace linear layers, and determine their precision.
 
@@ -32,12 +36,6 @@ class _Torchtitan(Rules):
         key, default = ("dtype", "float32") if recipe.unsharded else ("mixed_precision_param", "bfloat16")
         dtype = recipe.find(f"torchtitan.training.{key}", default)
         return DTYPES.get(dtype, dtype)
-
-    def memory(self, recipe: Recipe, batch: int) -> Memory:
-        return memory.predict(recipe, batch)
-
-    def least_bytes(self, recipe: Recipe, *, offload: bool) -> float:
-        return memory.least(recipe, offload=offload)
 
     def files(self, job: Job) -> Mapping[str, str]:
         return {_FILE: render.toml(job)}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError
 from primus.recipes.architecture import Architecture
 from primus.recipes.setting import Value
-from primus.training.job import Job
+
+if TYPE_CHECKING:
+    from primus.training.job import Job
 
 __all__ = ["model_arguments", "model_name", "toml"]
 

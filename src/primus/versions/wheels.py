@@ -293,7 +293,7 @@ def _report(
         report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     if report.get("environment", {}).get("python_version") != request.python:
         raise HostError(
-            f"this pip cannot resolve for Python {request.python}", hint="use pip 24.2 or newer: pip install -U pip"
+            f"this pip cannot resolve for Python {request.python}", hint="use pip 25.3 or newer: pip install -U pip"
         )
     return report
 

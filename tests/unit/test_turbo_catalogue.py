@@ -8,11 +8,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from primus.aot.bake import _elsewhere
 from primus.aot.catalogue import CATALOGUE_FILE, load_catalogue
+from primus.aot.gpu import Gpu
 from primus.errors import CheckFailed, InputError
 from primus.gates.rules.turbo import turbo
 from primus.plan import aot as plan
@@ -125,3 +127,24 @@ def test_what_happens_in_the_other_process_is_told_in_this_one() -> None:
     assert caught.value.name == "no_such_library"
     with pytest.raises(CheckFailed, match="the process that requests the kernels ended with exit code 7"):
         _elsewhere(lambda: os._exit(7))
+
+
+@pytest.mark.parametrize(
+    ("arch", "capability", "width"),
+    [
+        ("gfx942", (9, 4), 64),
+        ("gfx90a", (9, 0), 64),
+        ("gfx1250", (12, 5), 32),
+        ("sm_90", (9, 0), 32),
+        ("sm_100", (10, 0), 32),
+    ],
+)
+def test_a_gpu_is_described_as_its_own_libraries_do(
+    arch: str, capability: tuple[int, int], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = SimpleNamespace(GPUTarget=lambda *words: words)
+    for name in ("triton", "triton.backends", "triton.backends.compiler"):
+        monkeypatch.setitem(sys.modules, name, compiler)
+    gpu = Gpu(arch=arch, units=1)
+    assert gpu.capability == capability
+    assert gpu.target[2] == width  # type: ignore[index]

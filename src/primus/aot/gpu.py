@@ -34,14 +34,16 @@ class Gpu:
         from triton.backends.compiler import GPUTarget
 
         if self.amd:
-            return GPUTarget("hip", self.arch, 64)
+            # CDNA 1 to 4 (gfx9) run wavefronts of 64 threads; later architectures run 32.
+            return GPUTarget("hip", self.arch, 64 if self.capability[0] == 9 else 32)
         return GPUTarget("cuda", int(self.arch.removeprefix("sm_")), 32)
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The result of ``torch.cuda.get_device_capability``. On ROCm, PyTorch uses the architecture's digits."""
-        digits = self.arch.removeprefix("gfx") if self.amd else self.arch.removeprefix("sm_")
-        return int(digits[0]), int(digits[1])
+        """The result of ``torch.cuda.get_device_capability``: ``gfx942`` → (9, 4), ``gfx1250`` → (12, 5)."""
+        # The last digit of an AMD name is a stepping, and has no counterpart in NVIDIA's names.
+        digits = self.arch.removeprefix("gfx")[:-1] if self.amd else self.arch.removeprefix("sm_")
+        return int(digits[:-1]), int(digits[-1])
 
     @property
     def gcnArchName(self) -> str:

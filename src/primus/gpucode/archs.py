@@ -60,7 +60,10 @@ MACH = {
     0x2A: "gfx803",
 }
 # A generic processor's code runs on each of these. Source: "AMDGPU generic processors" in LLVM's AMDGPUUsage.
-_GENERIC = {"gfx9-4-generic": ("gfx940", "gfx941", "gfx942", "gfx950")}
+_GENERIC = {
+    "gfx9-4-generic": ("gfx940", "gfx941", "gfx942", "gfx950"),
+    "gfx12-5-generic": ("gfx1250", "gfx1251"),
+}
 
 # Longest first: in MIOpen's names digits of the compute unit count follow the arch directly (gfx942130, gfx90a6e).
 _NAME = re.compile("|".join(sorted(set(MACH.values()), key=lambda n: (-len(n), n))))

@@ -59,8 +59,11 @@ class Target:
     )
     workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
     compression: Literal["zstd", "gzip"] = described("How layers are compressed.", default="zstd")
-    arch: Literal["gfx942", "gfx950", "sm_90"] | None = described(
-        "GPU architecture that every GPU library in it must have code for, where no `gpu` tells it.", default=None
+    arch: str | None = described(
+        "GPU architecture that every GPU library in it must have code for, if no `gpu` is set.",
+        pattern=r"gfx[0-9a-f]+|sm_[0-9]+",
+        shape="like gfx942 or sm_90",
+        default=None,
     )
     budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)
     budgets_gb: Mapping[str, float] = described("Budget per channel, where it is not that.", default_factory=dict)

@@ -339,3 +339,10 @@ def test_a_recipe_may_need_several_nodes_and_its_proxy_one(edited: Path) -> None
     assert whole.get("nodes", int) == 4
     assert whole.global_batch == 32
     assert resolve.resolve(str(edited), ["proxy=false", "gpu=h200", "nodes=2"]).global_batch == 16
+
+
+def test_a_model_that_no_field_describes_is_refused_with_the_fields_there_are() -> None:
+    with pytest.raises(InputError, match=r"there is no key 'model.softcap'\n") as error:
+        resolve.resolve("llama3.1-8b", ["model.softcap=50"], Asked(gpu="mi355x"))
+    assert "tied_embeddings" in str(error.value.hint)
+    assert "rope_scaling.*, moe.*" in str(error.value.hint)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from primus.yamlfile import Document, read
 __all__ = ["Project"]
 
 _CACHE_FORMAT = 2
+_ALL_RECIPES = "all"
 
 
 class Project:
@@ -82,8 +84,17 @@ class Project:
                 hint = did_you_mean(name, names) or "targets: " + ", ".join(names)
                 raise InputError(f"no target is called {name!r}", hint=hint)
             document = self._document(path)
-            self._targets[name] = (build(Target, document), document)
+            target = build(Target, document)
+            self._targets[name] = (replace(target, recipes=tuple(self._recipes(target.recipes))), document)
         return self._targets[name]
+
+    def _recipes(self, named: Sequence[str]) -> Iterator[str]:
+        """Yield the recipes of a target, with ``all`` replaced by the project's other recipes."""
+        for name in named:
+            if name == _ALL_RECIPES:
+                yield from sorted({path.stem for path in (self.root / "recipes").glob("*.yaml")} - set(named))
+            else:
+                yield name
 
     def target_document(self, name: str) -> Document:
         """The text of the target's file with its places."""

@@ -51,7 +51,9 @@ class Target:
     )
     entrypoint: tuple[str, ...] = described("Command that every command line is given to.", default=())
     command: tuple[str, ...] = described("Command line when none is given.", default=())
-    recipes: tuple[str, ...] = described("Recipes that validate it, the default first.", default=())
+    recipes: tuple[str, ...] = described(
+        "Recipes that validate it, the default first. `all` stands for the other recipes of the project.", default=()
+    )
     trained_in: tuple[Literal["fp32", "bf16", "fp8", "mxfp8"], ...] = described(
         "Precisions in which `validate` trains every recipe once, besides the first recipe's own suite; a recipe is "
         "left out where it, its backend or the machine has no such precision. None: the first recipe alone.",

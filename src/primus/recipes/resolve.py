@@ -192,9 +192,16 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
         return InputError(
             f"{own} is not a key of the backend {knows.name}", where=setting.origin, hint=f"--backend {other} has it"
         )
-    near = nearest(key, rules)
-    hint = None if near else f"the keys of {knows.name} are those of its own configuration at the pinned version"
-    return InputError(f"there is no key {key!r}{near}", where=setting.origin, hint=hint)
+    if key.startswith("model."):
+        fields = [name.removeprefix("model.") for name in rules if name.startswith("model.")]
+        # Compared without the prefix, which makes any two keys of a model similar.
+        near = nearest(key, map("model.{}".format, fields)) if nearest(key.removeprefix("model."), fields) else ""
+        groups = dict.fromkeys(f"{head}.*" if rest else head for head, _, rest in (f.partition(".") for f in fields))
+        hint = f"a model is described by {', '.join(groups)}"
+    else:
+        near = nearest(key, rules)
+        hint = f"the keys of {knows.name} are those of its own configuration at the pinned version"
+    return InputError(f"there is no key {key!r}{near}", where=setting.origin, hint=None if near else hint)
 
 
 _NEEDED = ("steps", "seq_len", "local_batch")

@@ -62,6 +62,12 @@ class Kit:
         assert "Traceback" not in done.stderr, done.stderr
         return Result(done.returncode, done.stdout, done.stderr)
 
+    def locked(self, target: str, package: str, channel: str = "pypi") -> str:
+        """The version of a wheel in the lock of ``target``."""
+        lock = json.loads((self.root / f"images/locks/{channel}/{target}.json").read_text())
+        (version,) = {one["version"] for one in lock["files"] if (one["kind"], one["name"]) == ("wheel", package)}
+        return str(version)
+
     def build(self, *words: str) -> Result:
         result = self.primus("build", *(words or ("demo",)))
         assert result.code == 0, result.err

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import ast
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,3 +226,16 @@ def test_accumulation() -> None:
     assert not checks.accumulation(base, series(7.0, norms=(1.3496,)), 1e-4).passed
     assert not checks.accumulation(base, Series(), 1e-4).passed
     assert not checks.accumulation(base, series(NAN), 1e-4).passed
+
+
+def test_every_check_has_a_row_in_the_documentation() -> None:
+    root, named = Path(__file__).parents[2], set()
+    for path in (*(root / "src/primus/training").glob("*.py"), *(root / "src/primus/release").glob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("Verdict", "of_faults"):
+                words = [*call.args[:1], *(given.value for given in call.keywords if given.arg == "name")]
+                named |= {word.value for word in words if isinstance(word, ast.Constant)}
+    rows = (root / "docs/validation.md").read_text(encoding="utf-8").splitlines()
+    listed = {row.split("|")[1].strip() for row in rows if row.startswith("| ")}
+    assert {"loss falls", "clock", "reference data"} <= named
+    assert sorted(named - listed - {"reference"}) == [], "add rows to the tables in docs/validation.md"

@@ -1,0 +1,67 @@
+"""Figures in README and the guides are those of committed results, and the output that they show is real."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.recipes.backends import backends
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+CONSOLE = [
+    pytest.param(command, shown, id=command)
+    for page in PAGES
+    for command, shown in re.findall(r"^```console\n\$ primus (.*)\n((?:.*\n)*?)```", page.read_text(), re.MULTILINE)
+]
+# A speed-up, with the paragraph that it is in.
+RATIO = re.compile(r"\b\d+\.\d+(?= times)")
+
+
+@pytest.mark.parametrize(("command", "shown"), CONSOLE)
+def test_shown_output_is_what_the_command_prints(
+    command: str, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_the_verdict_in_the_readme_is_that_of_the_recorded_curve() -> None:
+    (curves,) = (ROOT / "benchmarks/golden").glob("*-cpu.json")
+    recorded = json.loads(curves.read_text())["curves"]["llama3-proxy-torchtitan-pretrain"]["loss"]
+    fifth = len(recorded) // 5
+    first, last = sum(recorded[:fifth]) / fifth, sum(recorded[-fifth:]) / fifth
+    text = (ROOT / "README.md").read_text()
+    assert f"mean of the first fifth {first:.4f}, of the last {last:.4f}" in text
+    assert f"loss {recorded[0]:.4f} → {recorded[-1]:.4f} over {len(recorded)} steps" in text
+
+
+def ratios() -> list[tuple[str, str]]:
+    """Each speed-up of the guides and of the change log, with its paragraph, or its item."""
+    found = []
+    for page in [*PAGES, ROOT / "CHANGELOG.md"]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for part in re.split(r"\n(?:\n|- )", text):
+            found += [(ratio, part) for ratio in RATIO.findall(part)]
+    return found
+
+
+@pytest.mark.parametrize(("ratio", "paragraph"), [pytest.param(*one, id=one[0]) for one in ratios()])
+def test_a_speed_up_stands_in_the_result_that_is_linked(ratio: str, paragraph: str) -> None:
+    linked = re.findall(r"benchmarks/([\w-]+)\.md", paragraph)
+    pages = [ROOT / f"docs/benchmarks/{name}.md" for name in linked] or sorted(ROOT.glob("docs/benchmarks/*-turbo.md"))
+    stated = [float(word) for page in pages for word in re.findall(r"\b\d+\.\d{3}\b", page.read_text())]
+    places = len(ratio.partition(".")[2])
+    assert any(abs(word - float(ratio)) <= 0.5001 * 10**-places for word in stated), paragraph
+
+
+def test_every_short_name_of_a_setting_is_listed() -> None:
+    rows = [row for row in (ROOT / "docs/training.md").read_text().splitlines() if row.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert {name for one in backends().values() for name in (*one.keys, *one.degrees)} <= listed

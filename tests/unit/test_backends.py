@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from primus.cli.image.common import offered
 from primus.recipes.backends import backends
 from primus.training.backend import Rules
 
@@ -26,6 +27,13 @@ def test_a_backend_has_its_rules_and_its_entry(name: str) -> None:
         ["recipe", "batch"], ["recipe", "offload"],
     ]  # fmt: skip
     assert (SOURCE / "training" / name / "entry.py").is_file()
+
+
+def test_help_names_every_backend_and_mode() -> None:
+    text = (SOURCE / "cli/image/common.py").read_text(encoding="utf-8")
+    for choice in ("backend", "mode"):
+        (line,) = [line for line in text.splitlines() if f'add_named(parser, "{choice}"' in line]
+        assert all(word in line for word in offered(choice)), line
 
 
 @pytest.mark.parametrize("room", ["recipes", "training", "cli/image"])

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     name.completer = complete_recipe  # type: ignore[attr-defined]
     for choice in _CHOICES:
-        add_named(parser, choice, f"only with this {choice}")
+        add_named(parser, choice, f"only with this {'GPU' if choice == 'gpu' else choice}")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 

@@ -1,7 +1,7 @@
 """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network.
 
 Each problem is printed with its remedy. --quick reads only the kernel's files. Without it, the write speed of the
-output folder is measured, too. --benchmark also measures the GPUs: matrix products, memory, all-reduce, all-to-all.
+output folder is also measured. --benchmark also measures the GPUs: matrix products, memory, all-reduce, all-to-all.
 --nodes compares the documents that several nodes wrote with --json.
 Exit code 0: no problem was found; 1: a job would fail, or run slower than it could; 2: invalid input.
 """
@@ -27,7 +27,7 @@ EXAMPLE = "primus preflight --quick"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--quick", action="store_true", help="read the kernel's files only")
-    parser.add_argument("--benchmark", action="store_true", help="measure the GPUs, too (about 30 s)")
+    parser.add_argument("--benchmark", action="store_true", help="also measure the GPUs (about 30 s)")
     parser.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="folder of the machine's files")
     parser.add_argument(
         "--output", type=Path, default=Path("runs"), metavar="DIR", help="where jobs write (default: runs)"

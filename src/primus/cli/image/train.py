@@ -2,8 +2,8 @@
 
 RECIPE is the name of a recipe or the path of its file. key=value arguments override settings. The name of the backend
 can be omitted from its keys, and settings that all backends share have short names, as in steps=5 or tp=2.
-Exit code 0: trained, and every check passed; 1: the job or a check failed; 2: invalid input; 3: torch or torchtitan
-is missing.
+Exit code 0: trained, and every check passed; 1: the job or a check failed; 2: invalid input; 3: the machine lacks
+something that the job needs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Debian packages no server of Kubernetes, but the source of one (1.20.2, in bookworm). It is built once, in about five
 minutes on two cores, below ``~/.cache/primus-tests``. This version ignores fields of later ones, such as a Job's
-``completionMode``; the schemas of current versions are tested in tests/unit/test_launch_kubernetes.py.
+``completionMode``; the schemas of current versions are tested in tests/unit/launch/test_launch_kubernetes.py.
 """
 
 from __future__ import annotations

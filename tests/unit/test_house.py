@@ -35,6 +35,12 @@ def test_the_committed_result_holds_the_bars() -> None:
         assert rows[name]["value"] <= bar
 
 
+def test_unit_tests_lie_in_folders_of_the_packages() -> None:
+    packages = {path.parent.name for path in (ROOT / "src/primus").glob("*/__init__.py")}
+    folders = {path.parent.name for path in (ROOT / "tests/unit").glob("*/test_*.py")}
+    assert folders == packages
+
+
 def test_imports_inside_functions_are_counted_once() -> None:
     tree = ast.parse(
         "import a\ndef f():\n    import b\n    def g():\n        from primus.x import y\n    if f:\n        import c\n"

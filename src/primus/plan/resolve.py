@@ -117,6 +117,10 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
             gpu = generation(target.gpu, project.gpus)
         except InputError as error:
             raise InputError(error.message, where=error.where or document.where(("gpu",)), hint=error.hint) from None
+    if target.arch and target.arch not in (archs := [one.arch for one in project.gpus.archs]):
+        raise InputError(
+            f"arch must be one of {', '.join(archs)}, not {target.arch!r}", where=document.where(("arch",))
+        )
     where = {c: document.where(("components", i)) for i, c in enumerate(target.components)}
     more = target.more.get(choice.channel, ())
     where |= {c: document.where(("more", choice.channel, i)) for i, c in enumerate(more)}

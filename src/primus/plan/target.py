@@ -62,9 +62,7 @@ class Target:
     workdir: str = described("Working folder.", pattern=r"/.*", shape="an absolute path", default="/")
     compression: Literal["zstd", "gzip"] = described("How layers are compressed.", default="zstd")
     arch: str | None = described(
-        "GPU architecture that every GPU library in it must have code for, if no `gpu` is set.",
-        pattern=r"gfx[0-9a-f]+|sm_[0-9]+",
-        shape="like gfx942 or sm_90",
+        "GPU architecture that every GPU library in it must have code for, if no `gpu` is set; one of the GPU table.",
         default=None,
     )
     budget_gb: float | None = described("Most compressed GB the image may weigh.", default=None)

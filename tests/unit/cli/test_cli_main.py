@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import types
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from primus import __version__
+from primus.cli.host import VERBS
+from primus.cli.main import main, verbs
+from primus.errors import CheckFailed, HostError, InputError, PrimusError
+
+ROOT = Path(__file__).parents[3]
+HERE = [verb for verb, (name, _) in verbs().items() if find_spec(f"primus.cli.{name}")]
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A verb called ``fake`` whose ``run`` a test decides."""
+    fake = types.ModuleType("primus.cli.host.fake", "Do nothing.")
+    fake.EXAMPLE = "primus fake"  # type: ignore[attr-defined]
+    fake.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=0)  # type: ignore[attr-defined]
+    fake.run = lambda args: args.number  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "primus.cli.host.fake", fake)
+    monkeypatch.setitem(sys.modules, "primus.cli.options.fake", fake)
+    monkeypatch.setitem(VERBS, "fake", ("host.fake", "do nothing"))
+    return fake
+
+
+def raiser(error: BaseException) -> object:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"]])
+def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {verb} " in out for verb in verbs())
+
+
+def test_no_verb_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: primus VERB" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["buidl"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no verb 'buidl'; did you mean 'build'?" in captured.err
+    assert main(["zzzzzz"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_inside_the_image_host_verbs_do_not_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "primus.cli.host", None)
+    assert main(["build"]) == 2
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "  train " in out
+    assert "  build " not in out
+
+
+def test_a_verbs_own_exit_code(verb: types.ModuleType) -> None:
+    assert main(["fake"]) == 0
+    assert main(["fake", "--number", "1"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(PrimusError("e"), 1), (CheckFailed("e"), 1), (InputError("e"), 2), (HostError("e"), 3)],
+)
+def test_errors_are_exit_codes(error: PrimusError, code: int, verb: types.ModuleType) -> None:
+    verb.run = raiser(error)  # type: ignore[attr-defined]
+    assert main(["fake"]) == code
+
+
+def test_an_error_is_a_sentence_and_no_traceback(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    verb.run = raiser(InputError("it is wrong", where="f:1:2", hint="do this"))  # type: ignore[attr-defined]
+    assert main(["fake"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "primus fake: f:1:2: it is wrong\n  → do this\n"
+    assert captured.out == ""
+
+
+def test_interrupt(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    verb.run = raiser(KeyboardInterrupt())  # type: ignore[attr-defined]
+    assert main(["fake"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_a_class_is_made_is_one(verb: types.ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    class Interrupted:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    verb.run = lambda _: type("Code", (), {"field": Interrupted()})  # type: ignore[attr-defined]
+    assert main(["fake"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_other_errors_of_the_program_are_not_hidden(verb: types.ModuleType) -> None:
+    def run(_: argparse.Namespace) -> int:
+        raise RuntimeError("a fault")
+
+    verb.run = run  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="a fault"):
+        main(["fake"])
+
+
+def test_a_wrong_option_is_bad_input(verb: types.ModuleType) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["fake", "--numbre", "1"])
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_every_verb_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert f"usage: primus {name}" in out
+    assert f"example: primus {name}" in out
+    # What `run` prints is its command's own business.
+    assert name == "run" or "--json" in out
+
+
+def test_usage_imports_nothing_heavy() -> None:
+    code = "import sys; from primus.cli.main import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert not loaded & {"yaml", "docker", "requests", "rich", "jsonschema", "zstandard", "torch", "nox"}
+    assert not {name for name in done.stderr.split() if name.startswith("primus.")} - {
+        "primus.cli",
+        "primus.cli.host",
+        "primus.cli.main",
+        "primus.errors",
+    }
+
+
+def completions(line: str, folder: Path) -> list[str]:
+    """What a shell would offer for the line, through argcomplete's own protocol."""
+    answer = folder / "answer"
+    env = {
+        **os.environ,
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+        "_ARGCOMPLETE_IFS": "\n",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+    }
+    subprocess.run([sys.executable, "-m", "primus.cli.main"], env=env, cwd=ROOT, check=False, capture_output=True)
+    return [word.split(":")[0].strip() for word in answer.read_text().split("\n") if word.strip()]
+
+
+def test_verbs_and_targets_complete(tmp_path: Path) -> None:
+    assert completions("primus pl", tmp_path) == ["plan"]
+    assert completions("primus build c", tmp_path) == ["cpu"]
+    assert completions("primus validate cpu --eng", tmp_path) == ["--engine"]

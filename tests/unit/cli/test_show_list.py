@@ -1,0 +1,159 @@
+"""``primus list`` and ``primus show``: golden text, JSON, refusals, completion, and what they import."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import primus
+from primus.cli.image.common import add_named, complete_recipe, offered
+from primus.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests/golden"
+TINY = """\
+name: tiny
+description: A model that nobody published
+supports:
+  torchtitan: {pretrain: [bf16, mxfp8]}
+  megatron: {pretrain: [bf16]}
+default: {backend: torchtitan, nodes: 2}
+model:
+  {family: llama2, layers: 2, hidden_size: 64, heads: 4, kv_heads: 2, ffn_size: 128, vocab_size: 1000}
+ranks: 8
+assets: {tokenizer: mock, corpus: mock}
+torchtitan.training: {steps: 7, seq_len: 512, local_batch_size: 2, global_batch_size: 32}
+cases:
+  - when: {gpu: [mi350x, mi355x], proxy: false}
+    because: >-
+      4: the page. 3: the file of the year before, which ran out of memory on one machine of the ten that were tried.
+      The page's is taken.
+    torchtitan.training: {local_batch_size: 4, global_batch_size: 64}
+  - when: {precision: mxfp8}
+    torchtitan.model.converters: [quantize.linear.mx]
+"""
+
+
+@pytest.fixture(autouse=True)
+def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of recipes that holds one."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.setenv("PRIMUS_RECIPES", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("golden", "words"),
+    [("list.txt", ["list"]), ("show.txt", ["show", "tiny", "--gpu", "mi355x", "--precision", "mxfp8", "steps=9"])],
+)
+def test_golden(
+    golden: str, words: list[str], capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    assert main([word.replace("steps=", "training.steps=") for word in words]) == 0
+    text = capsys.readouterr().out
+    if request.config.getoption("--regenerate-golden"):
+        (GOLDEN / golden).write_text(text, encoding="utf-8")
+    assert text == (GOLDEN / golden).read_text(encoding="utf-8"), "run pytest --regenerate-golden if it should say this"
+
+
+def test_what_show_must_say(capsys: pytest.CaptureFixture[str]) -> None:
+    """The golden file may be written anew; this stays."""
+    main(["show", "tiny", "--gpu", "mi355x", "training.steps=9"])
+    text = capsys.readouterr().out
+    assert "2 nodes × 8 ranks, 9 steps" in text
+    assert "128 sequences of 512 = 65,536 tokens per step" in text, "64 for one node, twice that for two"
+    assert "primus train tiny --gpu=mi355x training.steps=9" in text
+    assert "ran out of memory" in text
+    lines = {line.split()[0]: line.split()[-1] for line in text.splitlines() if ".yaml:" in line}
+    assert lines["training.local_batch_size"].startswith("tiny.yaml:17:")
+
+
+def test_json_of_show(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", "tiny", "--gpu", "mi300x", "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["settings"]["torchtitan.training.local_batch_size"]["value"] == 2
+    assert "because" not in shown["settings"]["torchtitan.training.local_batch_size"]
+    assert (shown["backend"], shown["nodes"], shown["proxy"]) == ("torchtitan", 2, False)
+    assert shown["tokens_per_step"] == 64 * 512
+    # By hand: embedding and head, final norm, and twice (attention, gate, up and down, two norms).
+    layer = 2 * 64 * (64 + 32) + 3 * 64 * 128 + 2 * 64
+    assert shown["parameters"]["total"] == 2 * 1000 * 64 + 64 + 2 * layer
+
+
+@pytest.mark.parametrize(
+    ("words", "pairs"),
+    [
+        ([], [("torchtitan", "bf16"), ("torchtitan", "mxfp8"), ("megatron", "bf16")]),
+        (["--gpu", "h200"], [("torchtitan", "bf16"), ("megatron", "bf16")]),
+        (["--precision", "mxfp8"], [("torchtitan", "mxfp8")]),
+        (["--backend", "megatron", "tin"], [("megatron", "bf16")]),
+    ],
+)
+def test_filters_of_list(words: list[str], pairs: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json", *words]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(e["backend"], precision) for e in shown for precision in e["precisions"]] == pairs
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu", "mi355"], "did you mean 'mi355x'"),
+        (["--mode", "lora"], "no recipe matches"),
+        (["nothing"], "no recipe matches"),
+    ],
+)
+def test_what_is_not_there_is_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_show_of_an_unknown_recipe_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "tinny", "--gpu", "h200"]) == 2
+    assert "did you mean 'tiny'" in capsys.readouterr().err
+
+
+def test_names_complete() -> None:
+    assert complete_recipe("ti") == ["tiny"]
+    assert complete_recipe("x") == []
+    assert offered("mode") == ["pretrain", "full", "lora"]
+    assert "mi355x" in offered("gpu")
+    parser = argparse.ArgumentParser()
+    add_named(parser, "backend", "")
+    assert "megatron" in parser._actions[-1].completer()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("words", ["list", "show tiny --gpu h200"])
+def test_nothing_heavy_is_imported(words: str) -> None:
+    code = (
+        f"import sys; from primus.cli.main import main; main({words.split()!r}); print(*sys.modules, file=sys.stderr)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"torch", "requests", "rich", "docker", "numpy", "jsonschema", "hashlib"}
+    assert not heavy & set(run.stderr.split())
+
+
+@pytest.mark.parametrize("below", ["", "docs"])
+def test_an_installed_copy_finds_the_project_it_stands_in(tmp_path: Path, below: str) -> None:
+    shutil.copytree(Path(primus.__file__).parent, tmp_path / "lib/primus", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "primus.cli.main", "list", "--json"]
+    env = {k: v for k, v in os.environ.items() if k != "PRIMUS_RECIPES"} | {"PYTHONPATH": str(tmp_path / "lib")}
+    listed = subprocess.run(command, cwd=ROOT / below, env=env, capture_output=True, text=True, check=True)
+    assert {entry["recipe"] for entry in json.loads(listed.stdout)} == {
+        path.stem for path in ROOT.glob("recipes/*.yaml")
+    }
+    lost = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert (lost.returncode, lost.stderr.splitlines()) == (
+        2,
+        [
+            "primus list: /opt/primus/recipes has no recipes",
+            "  → change to a project folder, or set PRIMUS_RECIPES to a folder of recipes",
+        ],
+    )

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primus.cli.image.compat import requested
+from primus.cli.main import main
+from primus.compat import tables
+from primus.errors import PrimusError
+from primus.gpus.detect import Found
+from primus.oci.overlap import overlaps
+from primus.plan.prefix import Prefix
+from primus.plan.skeleton import environment, inline_entries, working_folders
+from primus.recipes.load import names
+from primus.recipes.recipe import Recipe
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
+
+ROOT = Path(__file__).resolve().parents[3]
+WORKSPACE = ROOT / "images" / "workspace"
+COMMANDS: list[dict[str, Any]] = yaml.safe_load((ROOT / "tests" / "fixtures" / "old_commands.yaml").read_text())
+
+
+def named(entry: dict[str, Any]) -> str:
+    return f"{entry['document'].partition('.')[0]}:{entry['line']}"
+
+
+def spoken(entry: dict[str, Any]) -> tuple[str, list[str], dict[str, str]]:
+    """Script, its words, and the environment that the line sets: what a shell makes of it."""
+    text = re.sub(r"\\\n\s*", " ", entry.get("spelt", entry["command"])).split("|&")[0]
+    words = shlex.split(text)
+    given = dict(entry.get("given", {}))
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        given[name] = value
+    if words[0] == "torchrun":
+        start = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        given["WORLD_SIZE"] = next(word.partition("=")[2] for word in words if word.startswith("--nproc"))
+        words = words[start:]
+    elif words[0] in ("bash", "python"):
+        words = words[1:]
+    return words[0], words[1:], given
+
+
+def trained(entry: dict[str, Any], gpu: str) -> Recipe:
+    script, words, given = spoken(entry)
+    request = requested(script, words, given)
+    asked = Asked(**{**vars(request.asked), "gpu": gpu})
+    return resolve(request.recipe, request.words, asked)
+
+
+TRAINING = [(entry, gpu) for entry in COMMANDS if "resolves" in entry for gpu in entry["gpus"]]
+
+
+@pytest.mark.parametrize(("entry", "gpu"), TRAINING, ids=[f"{named(e)}-{g}-{i}" for i, (e, g) in enumerate(TRAINING)])
+def test_every_training_command_resolves_to_what_the_document_says(entry: dict[str, Any], gpu: str) -> None:
+    recipe = trained(entry, gpu)
+    found = {
+        "recipe": recipe.name, "backend": recipe.backend, "mode": recipe.mode, "precision": recipe.precision,
+        "nodes": recipe.get("nodes", int), "local": recipe.local_batch, "global": recipe.global_batch,
+        "steps": recipe.steps, "seq_len": recipe.seq_len, "ranks": recipe.get("ranks", int),
+        "layers": recipe.architecture.layers,
+    }  # fmt: skip
+    assert {name: found[name] for name in entry["resolves"]} == entry["resolves"]
+
+
+@pytest.mark.parametrize("entry", [e for e in COMMANDS if "resolves" in e or "refused" in e], ids=named)
+def test_the_script_of_every_command_is_in_the_image(entry: dict[str, Any]) -> None:
+    script = spoken(entry)[0].rpartition("/")[2]
+    assert script == "madengine" or list(WORKSPACE.rglob(script)), script
+
+
+@pytest.mark.parametrize("entry", [e for e in COMMANDS if "refused" in e], ids=named)
+def test_commands_that_train_nothing_are_refused_with_a_sentence(entry: dict[str, Any]) -> None:
+    script, words, given = spoken(entry)
+    with pytest.raises(PrimusError, match=entry["refused"]):
+        requested(script, words, given)
+
+
+@pytest.mark.parametrize("entry", [e for e in COMMANDS if "folder" in e], ids=named)
+def test_every_folder_a_document_changes_to_is_in_the_image(entry: dict[str, Any]) -> None:
+    assert (WORKSPACE / entry["folder"]).is_dir()
+
+
+def test_every_command_is_resolved_refused_or_served() -> None:
+    assert len({entry["document"] for entry in COMMANDS}) == 5
+    for entry in COMMANDS:
+        assert len({"resolves", "refused", "served"} & entry.keys()) == 1, entry
+
+
+def test_nothing_is_installed_by_a_requirements_file() -> None:
+    files = list(WORKSPACE.rglob("requirements.txt"))
+    assert len(files) == 4
+    for file in files:
+        assert all(line.startswith("#") for line in file.read_text().splitlines())
+
+
+def test_every_script_is_a_link_to_one_that_calls_primus(tmp_path: Path) -> None:
+    """A shell runs it by each of its names, and primus is told that name and the words, unchanged."""
+    told = tmp_path / "primus"
+    told.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    told.chmod(0o755)
+    scripts = sorted(WORKSPACE.rglob("*.sh"))
+    assert len(scripts) == 7
+    for script in scripts:
+        done = subprocess.run(
+            ["sh", script, "--a", "b c"], env={**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout.splitlines() == ["compat", script.name, "--a", "b c"]
+
+
+def test_every_recipe_that_a_table_names_is_there() -> None:
+    table = tables.commands()
+    named_ones = {what.recipe for what in tables.documented_paths()}
+    named_ones |= {what["recipe"] for part in ("programs", "configs", "tags") for what in table[part].values()}
+    named_ones |= {what["recipe"] for what in table["report"]["models"].values()}
+    assert named_ones <= set(names())
+
+
+def test_the_table_of_scripts_is_what_is_in_the_image() -> None:
+    scripts = tables.commands()["scripts"]
+    for name, what in scripts.items():
+        assert not what["folder"] or (WORKSPACE / what["folder"] / name).is_file(), name
+    with pytest.raises(PrimusError) as caught:
+        requested("nothing.sh", [], {})
+    known = set(str(caught.value.hint).removeprefix("commands: ").split(", "))
+    assert known == set(scripts) - {"pytorch_benchmark_setup.sh"}
+
+
+def test_the_working_folder_stays_open_to_every_user_id() -> None:
+    folders = working_folders("workspace", ["Primus/examples/run_pretrain.sh"])
+    assert set(folders) == {"workspace", "workspace/Primus", "workspace/Primus/examples"}
+    assert working_folders("opt/primus/recipes", ["a/b.yaml"]) == {}
+
+    def paths(entries: Any) -> dict[str, str]:
+        return {e.path: f"{e.kind} {e.mode:o} {e.uid}:{e.gid}" for e in inline_entries(entries)}
+
+    layers = [("environment", paths(environment(Prefix(python="3.11")))), ("old-commands", paths(folders))]
+    assert overlaps(layers) == []
+
+
+def test_an_fp8_claim_is_never_silently_bf16(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "examples/torchtitan/configs/MI355X/llama3.1_8B-BF16-pretrain.yaml"
+    bf16 = requested("run_pretrain.sh", [], {"EXP": path})
+    assert bf16.asked.precision == "bf16"
+    assert any("trains in BF16" in sentence and "llama3.1_8B-FP8" in sentence for sentence in bf16.says)
+    fp8 = requested("run_pretrain.sh", [], {"EXP": path}, precision="fp8")
+    assert fp8.asked.precision == "fp8"
+    assert not any("trains in BF16" in sentence for sentence in fp8.says)
+    beside = requested("run_pretrain.sh", [], {"EXP": path.replace("BF16", "FP8")})
+    assert beside.asked.precision == "fp8"
+
+
+def test_a_machine_without_a_gpu_refuses_and_says_how_to_run_the_proxy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EXP", "examples/torchtitan/configs/MI300X/llama3.1_8B-BF16-pretrain.yaml")
+    monkeypatch.setattr("primus.gpus.detect.detect", Found)
+    assert main(["compat", "run_pretrain.sh", "--training.local_batch_size", "4"]) == 2
+    assert "--proxy" in capsys.readouterr().err
+    monkeypatch.setenv("PRIMUS_PROXY", "1")
+    assert main(["compat", "run_pretrain.sh", "--training.local_batch_size", "4", "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert "llama3.1-8b: torchtitan, pretrain, bf16, cpu, 2 ranks" in out
+    assert "the proxy keeps its own sizes: torchtitan.training.local_batch_size=4 left out" in err
+
+
+def test_only_one_rank_of_torchrun_starts_primus(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["compat", "train_fsdp.py", "nothing is read"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_tuning_stages_set_what_the_ranks_read() -> None:
+    given = {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml", "NODE_RANK": "3"}
+    dump = requested("run_pretrain.sh", [], {**given, "PRIMUS_HIPBLASLT_TUNING_STAGE": "1"}).environment
+    assert dump["HIPBLASLT_LOG_MASK"] == "32"
+    assert dump["HIPBLASLT_LOG_FILE"].endswith("/llama2-7b/gemm_shape/dump_hipblaslt_gemm_shape_3.txt")
+    use = requested("run_pretrain.sh", [], {**given, "PRIMUS_HIPBLASLT_TUNING_STAGE": "3"}).environment
+    assert use["HIPBLASLT_TUNING_OVERRIDE_FILE"].endswith("/llama2-7b/gemm_tune/tune_hipblas_gemm_results.txt")
+    assert requested("run_pretrain.sh", [], given).environment == {}
+
+
+def test_variables_that_change_nothing_are_named_and_the_deterministic_one_is_kept() -> None:
+    given = {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml"}
+    told = requested("run_pretrain.sh", [], {**given, "TRAIN_LOG": "a.txt", "PRIMUS_DETERMINISTIC": "1"})
+    assert any("TRAIN_LOG is left out" in sentence for sentence in told.says)
+    assert told.words == ("megatron.training.deterministic=true",)
+    assert requested("run_pretrain.sh", [], given).words == ()
+
+
+def test_what_only_the_host_can_start_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EXP", "examples/megatron/configs/llama2_7B-pretrain.yaml")
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    monkeypatch.setattr("primus.cli.image.compat.find_spec", lambda name: None)  # as in the image
+    assert main(["compat", "run_slurm_pretrain.sh"]) == 3
+    assert "a Slurm job cannot be started inside the image" in capsys.readouterr().err
+    monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "2")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PRIMUS_GPU", "mi300x")
+    assert main(["compat", "run_pretrain.sh"]) == 2
+    assert "the stage dump makes the log" in capsys.readouterr().err
+    assert main(["compat", "madengine", "run", "--tags", "pyt_train_flux"]) == 3
+
+
+def test_the_slurm_wrapper_renders_a_job_outside_of_the_image(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    monkeypatch.setenv("EXP", "examples/megatron/configs/MI300X/llama3.1_8B-BF16-pretrain.yaml")
+    monkeypatch.setenv("NNODES", "8")
+    monkeypatch.setenv("DOCKER_IMAGE", "rocm/primus:v26.11-mi300x")
+    assert main(["compat", "run_slurm_pretrain.sh", "--dry-run", "--train_iters", "5"]) == 0
+    script = capfd.readouterr().out
+    assert "#SBATCH --nodes=8" in script
+    assert "rocm/primus:v26.11-mi300x" in script or "container" not in script
+    assert "--nodes=8" in script
+    assert "megatron.training.steps=5" in script
+
+
+def test_setting_up_installs_nothing_and_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("primus.compat.setup.version", lambda name: "1.2.3")
+    assert main(["compat", "pytorch_benchmark_setup.sh"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^datasets +1\.2\.3$", out, re.MULTILINE)
+    assert re.search(r"^tomli +not needed: ", out, re.MULTILINE)
+
+    def lacking(name: str) -> str:
+        if name == "peft":
+            raise PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr("primus.compat.setup.version", lacking)
+    assert main(["compat", "pytorch_benchmark_setup.sh"]) == 3
+    assert "peft cannot be imported here" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""Plan and explain: their text, word for word, and what they name."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from project_kit import Kit, make_project
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    return make_project(tmp_path / "project")
+
+
+def check(name: str, text: str, regenerate: bool) -> None:
+    path = GOLDEN / name
+    if regenerate:
+        path.write_text(text)
+    assert text == path.read_text(), f"run pytest --regenerate-golden if {name} should say this now"
+
+
+@pytest.fixture
+def regenerate(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--regenerate-golden"))
+
+
+def test_plan_text(kit: Kit, regenerate: bool) -> None:
+    first = kit.primus("plan", "demo").out
+    kit.build()
+    kit.write("parts/beta/blob", b"new")
+    check("plan.txt", first + "\n" + kit.primus("plan", "demo", "other").out, regenerate)
+
+
+def test_explain_text(kit: Kit, regenerate: bool) -> None:
+    never = kit.primus("explain", "demo")
+    kit.build()
+    same = kit.primus("explain", "demo")
+    kit.edit("versions.yaml", "/opt/alpha", "/opt/first")
+    kit.edit("versions.yaml", "2026-11-20", "2026-11-21")
+    kit.edit("images/demo.yaml", "red", "blue")
+    kit.write("parts/beta/blob", b"new")
+    kit.write("recipes/two.yaml", "b: 2\n")
+    (kit.root / "recipes/one.yaml").unlink()
+    changed = kit.primus("explain", "demo")
+    kit.edit("images/demo.yaml", "[alpha, beta, recipes]", "[alpha, recipes]")
+    dropped = kit.primus("explain", "demo")
+    assert [never.code, same.code, changed.code, dropped.code] == [1, 0, 1, 1]
+    parts = {"never built": never, "nothing changed": same, "inputs changed": changed, "component left out": dropped}
+    check("explain.txt", "".join(f"# {name}\n{r.out}\n" for name, r in parts.items()), regenerate)
+
+
+def test_explain_has_the_line_of_the_pin(kit: Kit) -> None:
+    kit.build()
+    kit.edit("versions.yaml", "/opt/beta", "/opt/second")
+    line = next(i for i, t in enumerate((kit.root / "versions.yaml").read_text().splitlines(), 1) if "second" in t)
+    assert f"beta: to: /opt/beta → /opt/second  (versions.yaml:{line}:" in kit.primus("explain", "demo").out
+
+
+def test_explain_json(kit: Kit) -> None:
+    kit.build()
+    kit.write("parts/beta/blob", b"new")
+    (change,) = json.loads(kit.primus("explain", "demo", "--json").out)["demo"]
+    assert change["action"] == "beta"
+    assert change["input"] == "parts/beta/blob"
+    assert re.fullmatch(r"file [0-9a-f]{64}", change["old"])
+
+
+def test_plan_json_tells_bytes_and_reuse(kit: Kit) -> None:
+    kit.build()
+    kit.write("parts/beta/blob", b"new")
+    (image,) = json.loads(kit.primus("plan", "demo", "--json").out)
+    assert {row["name"]: row["do"] for row in image["layers"]} == {
+        "alpha": "reuse",
+        "beta": "build",
+        "recipes": "reuse",
+    }
+    assert all(row["bytes"] > 0 for row in image["layers"] if row["do"] == "reuse")

@@ -1,0 +1,56 @@
+"""A backend is a row of backends.yaml and a folder: no other module of the two rooms asks for its name."""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+from primus.cli.image.common import offered
+from primus.recipes.backends import backends
+from primus.training.backend import Rules
+
+SOURCE = Path(__file__).parents[3] / "src" / "primus"
+# The reference is written apart from what it judges; facts lists packages, one of which has a backend's name.
+APART = ("training/reference/", "training/facts.py")
+
+
+@pytest.mark.parametrize("name", backends())
+def test_a_backend_has_its_rules_and_its_entry(name: str) -> None:
+    rules = import_module(f"primus.training.{name}.backend").RULES
+    assert isinstance(rules, Rules)
+    memory = import_module(rules.memory)
+    assert [list(signature(part).parameters) for part in (memory.predict, memory.least)] == [
+        ["recipe", "batch"], ["recipe", "offload"],
+    ]  # fmt: skip
+    assert (SOURCE / "training" / name / "entry.py").is_file()
+
+
+def test_help_names_every_backend_and_mode() -> None:
+    text = (SOURCE / "cli/image/common.py").read_text(encoding="utf-8")
+    for choice in ("backend", "mode"):
+        (line,) = [line for line in text.splitlines() if f'add_named(parser, "{choice}"' in line]
+        assert all(word in line for word in offered(choice)), line
+
+
+@pytest.mark.parametrize("room", ["recipes", "training", "cli/image"])
+def test_backends_are_not_told_apart_by_their_names(room: str) -> None:
+    found = []
+    for path in sorted((SOURCE / room).rglob("*.py")):
+        short = path.relative_to(SOURCE).as_posix()
+        if short.startswith(APART) or path.parent.name in backends():
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                parts = [node.left, *node.comparators]
+                found += [
+                    f"{short}:{one.lineno}: {one.value}"
+                    for part in parts
+                    for one in ast.walk(part)
+                    if isinstance(one, ast.Constant) and one.value in backends()
+                ]
+    # The model family of images is called like its backend.
+    assert [one for one in found if not one.endswith(": flux")] == []

@@ -1,0 +1,120 @@
+"""No field of a model's description is dropped in silence: each one changes what a backend is told, or is refused."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from primus.errors import InputError
+from primus.recipes import resolve
+from primus.recipes.backends import backends
+from primus.recipes.recipe import Recipe
+from primus.recipes.schema import Rule, model_rules
+from primus.recipes.setting import Asked
+from primus.training.loop.config import LoopConfig
+from primus.training.megatron import render as megatron
+from primus.training.torchtitan import render as torchtitan
+
+SOURCE = Path(__file__).resolve().parents[3] / "src" / "primus" / "training"
+# Which weights are downloaded, and what bounds the sequence: no argument of a model.
+NO_ARGUMENT = ("family", "hf_repo", "max_seq_len")
+MODELS = [
+    *(("torchtitan", name) for name in ("llama3-proxy", "llama3.1-8b", "deepseek-16b")),
+    *(("megatron", name) for name in ("llama3.1-8b", "mixtral-8x7b", "qwen2.5-7b", "deepseek-v3")),
+]
+
+
+def rendered(recipe: Recipe) -> object:
+    if recipe.backend == "torchtitan":
+        return torchtitan.model_arguments(recipe.architecture)
+    loop = LoopConfig()
+    return megatron.transformer(recipe.architecture, loop), megatron.gpt(recipe.architecture, recipe.seq_len)
+
+
+def others(rule: Rule, value: object) -> list[object]:
+    """Values that differ from ``value``, some of which a model can have."""
+    if rule.choices:
+        return [choice for choice in rule.choices if choice != value]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, float):
+        return [found for found in (value * 2, value / 2, value + 1.5) if found != value]
+    assert isinstance(value, int)
+    return [found for found in (value * 2, value // 2, value + 1, 8, 16) if found not in (value, 0)]
+
+
+@pytest.mark.parametrize("key", [key for key in model_rules() if key not in NO_ARGUMENT])
+@pytest.mark.parametrize(("backend", "name"), MODELS)
+def test_a_field_is_rendered_or_refused_by_name(backend: str, name: str, key: str) -> None:
+    asked = Asked(backend=backend, gpu="mi300x", proxy=True)
+    base = resolve.resolve(name, [], asked)
+    rule = model_rules()[key]
+    value = base.settings[f"model.{key}"].value if f"model.{key}" in base.settings else rule.default
+    for other in others(rule, value):
+        if key == "head_dim" and other == base.architecture.head_size:
+            continue
+        word = f"{str(other).lower()}" if isinstance(other, bool) else other
+        try:
+            changed = rendered(resolve.resolve(name, [f"model.{key}={word}"], asked))
+        except InputError as error:
+            assert key in str(error)
+        else:
+            assert changed != rendered(base), f"model.{key}={other} is dropped"
+
+
+@pytest.mark.parametrize(
+    ("backend", "file"), [("fsdp", "fsdp/llama.py"), ("finetune", "finetune/models.py"), ("flux", "flux/entry.py")]
+)
+def test_a_field_that_a_backend_is_said_to_express_is_read_there(backend: str, file: str) -> None:
+    tree = ast.parse((SOURCE / file).read_text(encoding="utf-8"))
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    read |= {"head_dim"} if "head_size" in read else set()
+    # A value that must be the only one is the library's own.
+    fields = {
+        field
+        for row in backends()[backend].models
+        for field in row.fields
+        if "*" not in field and len(row.values.get(field, ())) != 1
+    }
+    # diffusers derives its width from the heads; a recipe whose width is another one is refused.
+    derived = {"hidden_size"} if backend == "flux" else set()
+    assert {field.rpartition(".")[2] for field in fields} - read - derived <= set(NO_ARGUMENT)
+
+
+@pytest.mark.parametrize("backend", list(backends()))
+def test_rows_name_fields_that_are_there(backend: str) -> None:
+    for row in backends()[backend].models:
+        named = {field for field in row.fields if "*" not in field}
+        assert named | set(row.values) | set(row.equal) | set(row.equal.values()) | set(row.whole) <= set(model_rules())
+        assert set(row.families) <= set(model_rules()["family"].choices)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model.window=64"], "torchtitan's model of the family llama3 cannot express 64"),
+        (["model.qkv_bias=true"], "cannot express true"),
+        (["model.head_dim=32"], "cannot express 32"),
+        (["model.tied_embeddings=true"], "cannot express true"),
+        (["model.rope_scaling.kind=yarn"], "computes the family llama3 with none or llama3 only, not yarn"),
+        (["model.rope_scaling.factor=4"], "has no effect while model.rope_scaling.kind is none"),
+        (["model.moe.route_scale=2"], "has no effect while model.moe.experts is 0"),
+        (["model.moe.experts=8", "model.moe.top_k=2", "model.moe.ffn_size=64"], "cannot express 8"),
+        (["model.mla.v_head_dim=16"], "has no effect while model.mla.kv_lora_rank is 0"),
+        (["model.dit.guidance=true"], "has no effect on the family llama3"),
+        (["model.family=qwen2"], "torchtitan has no model of the family qwen2"),
+    ],
+)
+def test_what_torchtitan_cannot_express_is_refused(words: list[str], says: str) -> None:
+    with pytest.raises(InputError) as caught:
+        resolve.resolve("llama3-proxy", words, Asked(gpu="cpu"))
+    assert says in caught.value.message
+    assert caught.value.where == f"command line: {words[0]}"
+    assert caught.value.hint
+
+
+def test_a_part_that_is_switched_off_by_name_keeps_the_file_s_values() -> None:
+    recipe = resolve.resolve("llama3.1-8b", ["model.rope_scaling.kind=none"], Asked(gpu="mi300x"))
+    assert recipe.architecture.rope_scaling.factor == 8.0

@@ -1,0 +1,95 @@
+"""Predicted memory: against what was measured on GPUs, and in its parts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.recipes.memory import USABLE, gpu_bytes, largest_batch, predict
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
+
+RESULT = json.loads((Path(__file__).parents[3] / "benchmarks/results/h200-memory.json").read_text())
+GIB = 2**30
+
+
+def llama(*words, gpu="h200", **asked):
+    return resolve("llama3.1-8b", [*words], Asked(gpu=gpu, **{"backend": "torchtitan", "precision": "bf16", **asked}))
+
+
+@pytest.mark.parametrize(
+    "row", RESULT["rows"], ids=lambda row: f"{row['recipe']}-{row['backend']}-{row['source'][:40]}"
+)
+def test_prediction_is_within_the_stated_band_of_every_measurement(row):
+    asked = Asked(backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200")
+    recipe = resolve(row["recipe"], row["words"], asked)
+    predicted = predict(recipe).peak / GIB
+    assert predicted == pytest.approx(row["measured_gib"], rel=recipe.knows.memory_error)
+
+
+def test_most_published_batches_are_met_within_one():
+    cells = RESULT["published"]["cells"]
+    near = 0
+    for cell in cells:
+        recipe = resolve(cell["recipe"], [], Asked(backend="torchtitan", precision=cell["precision"], gpu=cell["gpu"]))
+        near += abs(largest_batch(recipe, USABLE * gpu_bytes(cell["gpu"])) - cell["micro_batch"]) <= 1
+    assert near >= 0.8 * len(cells)
+
+
+def test_states_of_70b_on_eight_h200_are_what_fsdp_memory_tracking_found():
+    """146.9 GiB at the end of the backward pass: weights, gradients and AdamW's states in float32 on 8 ranks."""
+    recipe = resolve("llama3.1-70b", [], Asked(backend="torchtitan", precision="bf16", gpu="h200"))
+    assert predict(recipe).least / GIB == pytest.approx(146.9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("less", "more"),
+    [
+        (("ranks=8",), ("ranks=4",)),
+        (("activation_checkpoint.mode=full",), ("activation_checkpoint.mode=selective",)),
+        (("activation_checkpoint.mode=selective",), ()),
+        ((), ("compile.enable=false",)),
+        ((), ("parallelism.fsdp_reshard_after_forward=never",)),
+        (("training.seq_len=4096",), ()),
+        (("tp=2",), ()),
+        (("turbo=linear-cross-entropy",), ()),
+        (("training.dtype=bfloat16",), ()),
+    ],
+)
+def test_a_setting_moves_the_prediction_as_it_moves_memory(less, more):
+    assert predict(llama(*less)).peak < predict(llama(*more)).peak
+
+
+def test_megatron_recomputes_by_the_shared_key_and_by_its_own():
+    def activations(*words):
+        asked = Asked(backend="megatron", precision="bf16", gpu="mi300x")
+        return predict(resolve("llama3.1-8b", words, asked)).activations
+
+    own = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+    assert activations("training.recompute=full") == activations(*(f"model.{word}" for word in own))
+    assert activations("training.recompute=full") < activations() / 4
+
+
+def test_largest_batch_fits_and_one_more_does_not():
+    recipe, there = llama(gpu="mi300x"), USABLE * gpu_bytes("mi300x")
+    batch = largest_batch(recipe, there)
+    assert predict(recipe, batch).peak <= there < predict(recipe, batch + 1).peak
+    assert largest_batch(recipe, 1.0) == 0
+
+
+def test_json_has_bytes_by_term_and_the_largest_batch(capsys):
+    assert main(["fit", "llama3.1-8b", "--gpu", "mi325x", "--backend", "torchtitan", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["max_micro_batch"] == 6
+    assert sum(document["bytes"].values()) == pytest.approx(document["peak_bytes"], abs=6)
+
+
+def test_what_does_not_fit_is_exit_1(capsys):
+    assert main(["fit", "llama3.1-70b", "--gpu", "h200", "--backend", "torchtitan"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_cpu_is_refused(capsys):
+    assert main(["fit", "llama3.1-8b", "--proxy", "--gpu", "cpu"]) == 2
+    assert "GPUs only" in capsys.readouterr().err

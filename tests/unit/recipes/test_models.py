@@ -1,0 +1,195 @@
+"""The recipes of all models: what the documents publish, every GPU, proxies, sizes, and that none repeats another."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from primus.cli.image.common import add_choices, add_recipe, resolved
+from primus.errors import InputError
+from primus.recipes import load
+from primus.recipes.architecture import architecture
+from primus.recipes.catalogue import Entry, entries, gpus
+from primus.recipes.recipe import Recipe
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
+from primus.recipes.size import readable, size
+from primus.release.models_page import models_page
+from primus.release.published import Cell, load_published, outcomes
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+ENTRIES = list(entries())
+WHOLE = [entry for entry in ENTRIES if not entry.only_proxy]
+# Parameters of the models' own published weights.
+TOTALS = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200,
+    "flux.1-dev": 11_901_408_320,
+}
+
+
+def way(entry: Entry) -> str:
+    return f"{entry.recipe} {entry.backend} {entry.mode}"
+
+
+def cell_name(cell: Cell) -> str:
+    return f"{cell.recipe} {cell.backend} {cell.precision} {cell.gpus[0]} {cell.nodes} {cell.source} {cell.seq_len}"
+
+
+@pytest.mark.parametrize("cell", load_published().cells, ids=cell_name)
+def test_what_is_published_resolves_to_the_same_or_says_why_not(cell: Cell) -> None:
+    found = list(outcomes((cell,)))
+    assert [outcome.gpu for outcome in found] == list(cell.gpus)
+    for outcome in found:
+        assert outcome.recipe.precision == cell.precision
+        assert outcome.recipe.world_size == 8 * cell.nodes
+        assert outcome.explained, f"published {outcome.differing}, and the reason is: {outcome.because!r}"
+
+
+def test_a_difference_without_a_reason_is_noticed() -> None:
+    one = next(cell for cell in load_published().cells if cell.recipe == "llama3.1-8b" and cell.backend == "torchtitan")
+    assert all(outcome.explained for outcome in outcomes((one,)))
+    assert not any(outcome.explained for outcome in outcomes((replace(one, batch=77),)))
+
+
+def test_few_differ() -> None:
+    """Most are as published: a recipe that differs everywhere with one long reason would pass the test above."""
+    found = list(outcomes())
+    assert len(found) >= 141
+    assert sum(bool(outcome.differing) for outcome in found) <= 8
+
+
+@pytest.mark.parametrize("entry", WHOLE, ids=way)
+def test_every_way_to_train_resolves_on_every_gpu(entry: Entry) -> None:
+    assert entry.gpus == gpus()
+    for precision, some in entry.precisions.items():
+        for gpu in some:
+            asked = Asked(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu)
+            recipe = resolve(entry.recipe, (), asked)
+            assert (recipe.backend, recipe.mode, recipe.precision) == (entry.backend, entry.mode, precision)
+            assert recipe.name == entry.recipe == entry.path.stem
+            assert recipe.accumulation >= 1
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=way)
+def test_every_model_has_a_small_proxy_of_its_own_kind(entry: Entry) -> None:
+    asked = Asked(backend=entry.backend, mode=entry.mode, gpu="cpu", proxy=True)
+    proxy = resolve(entry.recipe, (), asked)
+    small = proxy.architecture
+    assert (proxy.precision, proxy.world_size) == ("fp32", 2)
+    assert size(small).total < 3_000_000, "add a case `when: {proxy: true}` with the sizes of a small model"
+    assert proxy.seq_len <= 128
+    body = load.read(entry.path).settings
+    whole = architecture({k.removeprefix("model."): s.value for k, s in body.items() if k.startswith("model.")})
+    assert small.family == whole.family
+    if small.family == "flux":
+        return
+    assert small.vocab_size == 1024, "the tokenizer that recipes carry along has so many words"
+    if not entry.only_proxy and not whole.mla.kv_lora_rank:
+        assert small.heads * whole.kv_heads == small.kv_heads * whole.heads, "the same share of grouped queries"
+    assert small.qkv_bias == whole.qkv_bias
+    assert bool(small.mla.q_lora_rank) == bool(whole.mla.q_lora_rank)
+    assert bool(small.mla.kv_lora_rank) == bool(whole.mla.kv_lora_rank)
+    assert small.rope_scaling.kind == whole.rope_scaling.kind
+    for name in ("experts", "shared_experts", "dense_layers"):
+        assert bool(getattr(small.moe, name)) == bool(getattr(whole.moe, name)), name
+    assert (small.moe.groups > 1) == (whole.moe.groups > 1)
+    assert (small.moe.score, small.moe.normalize_top_k) == (whole.moe.score, whole.moe.normalize_top_k)
+    if whole.moe.experts:
+        assert small.moe.top_k < small.moe.experts
+        assert proxy.degree("ep") == 2, "experts are shared out, as on GPUs"
+
+
+def test_the_window_of_a_proxy_is_shorter_than_its_sequences() -> None:
+    proxy = resolve("mistral-7b", (), Asked(gpu="cpu", proxy=True))
+    assert 0 < proxy.architecture.window < proxy.seq_len
+
+
+@pytest.mark.parametrize(("name", "total"), TOTALS.items())
+def test_sizes_give_the_published_number_of_parameters(name: str, total: int) -> None:
+    assert {entry.size.total for entry in ENTRIES if entry.recipe == name} == {total}
+
+
+def test_active_parameters() -> None:
+    active = {entry.recipe: readable(entry.size.active) for entry in ENTRIES}
+    assert active["mixtral-8x7b"] == "12.9 B"
+    # Published as 21 and 37 billion.
+    assert active["deepseek-v2"] == "21.4 B"
+    assert active["deepseek-v3"] == "37.6 B"
+
+
+def runs_of_six(path: Path) -> Iterator[tuple[str, ...]]:
+    lines = [re.sub(r"\s+", " ", line.split(" #")[0]).strip() for line in path.read_text().splitlines()]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    for start in range(len(lines) - 5):
+        yield tuple(lines[start : start + 6])
+
+
+def test_no_two_recipe_files_share_six_lines() -> None:
+    files = sorted(RECIPES.rglob("*.yaml"))
+    assert len(files) > 20
+    places: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for path in files:
+        for run in runs_of_six(path):
+            places[run].add(path.name)
+    assert not [(run, names) for run, names in places.items() if len(names) > 1]
+
+
+def test_experts_of_several_stages_do_not_fit_one_node() -> None:
+    asked = Asked(gpu="mi300x")
+    assert resolve("deepseek-v2", (), asked).get("nodes", int) == 4
+    with pytest.raises(InputError, match="EP = 8 × PP = 4") as caught:
+        resolve("deepseek-v2", (), replace(asked, nodes=1))
+    assert caught.value.hint == "ep=2 or --nodes 4"
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return models_page()
+
+
+def test_every_command_of_the_page_resolves_to_its_row(page: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_recipe(parser)
+    add_choices(parser)
+
+    def shown(words: str) -> Recipe:
+        return resolved(parser.parse_args(words.split()))
+
+    count = 0
+    for recipe, backend, mode, table in re.findall(r"^### (\S+) with (\w+), (\w+)\n\n((?:\|.*\n)+)", page, re.M):
+        rows = re.findall(r"^\| (\w+) \| (\w+) \| (\d+) \| \S+ \| (\d+) \| (\d+) \| `primus train (.+?)`", table, re.M)
+        assert len(rows) == table.count("\n") - 2
+        for gpu, precision, nodes, batch, global_batch, words in rows:
+            found = shown(words)
+            assert (found.name, found.backend, found.mode) == (recipe, backend, mode)
+            assert (found.gpu, found.precision) == (gpu, precision)
+            figures = (found.get("nodes", int), found.local_batch, found.global_batch)
+            assert figures == (int(nodes), int(batch), int(global_batch))
+        count += 1
+    assert count == len(WHOLE)
+
+
+def test_the_page_names_every_document_and_every_reason(page: str) -> None:
+    for source in load_published().sources:
+        assert f"`{source.id}`: {source.title}" in page
+    assert "Primus#349" in page
+    assert "the v25.10 page, whose FP8 command trains in BF16" in page

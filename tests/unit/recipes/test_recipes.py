@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from primus.errors import InputError
+from primus.recipes import load, resolve, schema
+from primus.recipes.backends import backends
+from primus.recipes.bounds import parse
+from primus.recipes.rules import rules_of
+from primus.recipes.setting import Asked
+from primus.release.backend_keys import dataclass_keys
+
+ROOT = Path(__file__).resolve().parents[3]
+PROXY = """\
+name: whole
+description: everything in one file
+supports: {torchtitan: {pretrain: [fp32, bf16]}}
+default:
+  proxy: true
+  precision: fp32
+model: {family: llama3, layers: 3, hidden_size: 96, heads: 4, kv_heads: 2, ffn_size: 256, vocab_size: 1024}
+ranks: 2
+assets:
+  tokenizer: assets/tokenizer
+  corpus: assets/corpus.jsonl
+torchtitan:
+  training:
+    seq_len: 128
+    local_batch_size: 4
+    global_batch_size: 8
+    steps: 20
+  parallelism:
+    data_parallel_shard_degree: -1
+  activation_checkpoint:
+    mode: none
+validation:
+  resume_at: 10
+  accumulation: 2
+cases:
+  - when: {precision: fp32}
+    torchtitan.training.mixed_precision_param: float32
+"""
+
+# The shape of torchtitan's own job_config.py, so that its keys are judged without torchtitan installed.
+JOB_CONFIG = """
+@dataclass
+class DataLoader:
+    num_workers: int = 0
+
+@dataclass
+class Training:
+    steps: int = 10000
+    max_norm: float | int = 1.0
+    dataset_path: str | None = None
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+    def __post_init__(self):
+        pass
+
+@dataclass
+class Model:
+    hook: Callable | None = None
+    _private: int = 0
+    converters: list[str] = field(default_factory=list)
+
+@dataclass
+class JobConfig:
+    training: Training = field(default_factory=Training)
+    model: Model = field(default_factory=Model)
+"""
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Path:
+    """A copy of the proxy recipe beside its assets, to be broken."""
+    (tmp_path / "assets").symlink_to(ROOT / "recipes" / "assets")
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(PROXY)
+    return copy
+
+
+def change(recipe: Path, old: str, new: str) -> None:
+    text = recipe.read_text()
+    assert old in text
+    recipe.write_text(text.replace(old, new, 1))
+
+
+def place(recipe: Path, word: str) -> str:
+    """file:line:col of the first ``word`` in the recipe."""
+    before = recipe.read_text().partition(word)[0]
+    return f"{recipe}:{before.count(chr(10)) + 1}:{len(before) - before.rfind(chr(10))}"
+
+
+def test_a_recipe_resolves_and_every_value_has_an_origin(edited: Path) -> None:
+    recipe = resolve.resolve(str(edited), ["training.steps=7"])
+    assert recipe.steps == 7
+    assert recipe.settings["torchtitan.training.steps"].origin == "command line: training.steps=7"
+    assert recipe.settings["ranks"].origin == place(edited, "2\nassets")
+    corpus = recipe.asset("corpus")
+    assert corpus is not None
+    assert corpus.is_file()
+    assert (recipe.world_size, recipe.data_parallel, recipe.global_batch, recipe.accumulation) == (2, 2, 8, 1)
+
+
+def test_the_digest_follows_values_and_assets_not_names(edited: Path) -> None:
+    whole = resolve.resolve(str(edited)).digest
+    other = edited.with_name("other.yaml")
+    other.write_text(PROXY)
+    assert resolve.resolve(str(other)).digest == whole
+    assert resolve.resolve(str(edited), ["training.steps=20"]).digest == whole
+    assert resolve.resolve(str(edited), ["training.steps=21"]).digest != whole
+    (edited.parent / "assets").unlink()
+    (edited.parent / "assets" / "tokenizer").mkdir(parents=True)
+    (edited.parent / "assets" / "corpus.jsonl").write_text("{}")
+    assert resolve.resolve(str(edited)).digest != whole
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="did you mean 'llama3-proxy'") as caught:
+        resolve.resolve("lama3-proxy")
+    assert caught.value.exit_code == 2
+    with pytest.raises(InputError, match="no recipe file"):
+        resolve.resolve("./nowhere.yaml")
+
+
+def test_an_unknown_key_is_refused_with_its_place_and_the_nearest_name(edited: Path) -> None:
+    change(edited, "  resume_at: 10", "  resume_att: 10\n  resume_at: 10")
+    with pytest.raises(InputError, match=r"no key 'validation.resume_att'; did you mean 'validation.resume_at'"):
+        resolve.resolve(str(edited))
+    with pytest.raises(InputError) as caught:
+        resolve.resolve(str(edited))
+    assert caught.value.where == place(edited, "10\n  resume_at: 10")
+
+
+def test_a_wrong_type_is_refused_with_its_place(edited: Path) -> None:
+    change(edited, "ranks: 2", "ranks: two")
+    with pytest.raises(InputError, match="ranks must be a whole number, not 'two'") as caught:
+        resolve.resolve(str(edited))
+    assert caught.value.where == place(edited, "two\nassets")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("ranks: 2", "ranks: true", "must be a whole number"),
+        ("[fp32, bf16]", "[fp32, bf17]", "no precision 'bf17' here; did you mean 'bf16'"),
+        ("mixed_precision_param: float32", "mixed_precision_param: bfloat16", "settings give bf16"),
+        ("name: whole", "nam: whole", "name is missing"),
+        ("ranks: 2", "ranks: 0", "at least 1"),
+        ("accumulation: 2", "accumulation: 0", "at least 1"),
+        ("data_parallel_shard_degree: -1", "tensor_parallel_degree: 0", "at least 1"),
+        (
+            "data_parallel_shard_degree: -1",
+            "tensor_parallel_degree: 4",
+            "2 ranks are not divisible by TP·PP·CP·replicas = 4",
+        ),
+        ("    steps: 20\n", "", "torchtitan.training.steps: is missing"),
+        ("ranks: 2", "ranks: 3", "not a multiple of local batch × data parallel size = 12"),
+        ("accumulation: 2", "accumulation: 3", "must divide the local batch of 4"),
+        ("corpus: assets/corpus.jsonl", "corpus: assets/gone.jsonl", "there is no"),
+        ("ranks: 2", "ranks: 2\nranks: 4", "duplicate key 'ranks'"),
+        ("ranks: 2", "ranks: [2", "this is not YAML"),
+        ("ranks: 2", "ranks: 2026-11-20", "a whole number, not '2026-11-20'"),
+        ("when: {precision", "when: {precison", "no choice 'precison'; did you mean 'precision'"),
+        ("  - when: {precision: fp32}\n    torch", "  - torch", "a case needs 'when'"),
+        ("steps: 20", "steps: 0", "at least 1"),
+        ("    mode: none", "    mode: none\n  job:\n    dump_folder: x", "is set by primus"),
+    ],
+)
+def test_nonsense_is_refused(edited: Path, old: str, new: str, message: str) -> None:
+    change(edited, old, new)
+    with pytest.raises(InputError, match=message) as caught:
+        resolve.resolve(str(edited))
+    assert caught.value.where is not None
+    assert caught.value.where.startswith((str(edited), "the first that the recipe supports"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- a\n- b\n", "just text", "a: {? [1]: 2}", "a: [[1]]", "a: !!python/name:os.system x"]
+)
+def test_what_is_no_recipe_is_refused(text: str) -> None:
+    with pytest.raises(InputError):
+        load.parse(text, "x.yaml")
+
+
+def test_overrides_reach_the_backend_without_its_name() -> None:
+    recipe = resolve.resolve("llama3-proxy", ["optimizer.lr=0.005", "model.hidden_size=64", "checkpoint.interval=5"])
+    assert recipe.get("torchtitan.optimizer.lr", float) == 0.005
+    assert recipe.get("model.hidden_size", int) == 64
+    assert recipe.get("torchtitan.checkpoint.interval", int) == 5
+    with pytest.raises(InputError, match="is not key=value"):
+        resolve.resolve("llama3-proxy", ["steps"])
+
+
+def test_what_every_backend_has_is_one_word() -> None:
+    for backend, steps, tp in (
+        ("torchtitan", "training.steps", "parallelism.tensor_parallel_degree"),
+        ("megatron", "training.steps", "model.tensor_model_parallel_size"),
+    ):
+        asked = Asked(backend=backend, proxy=True)
+        recipe = resolve.resolve("llama3-8b", ["steps=7", "tp=2", "ranks=2"], asked)
+        assert recipe.overrides == (f"{backend}.{steps}=7", f"{backend}.{tp}=2", "ranks=2")
+        assert (recipe.steps, recipe.degree("tp")) == (7, 2)
+    with pytest.raises(InputError, match=r"there is no key 'finetune\.tp'"):
+        resolve.resolve("llama3-8b", ["tp=2"], Asked(backend="finetune", mode="lora", proxy=True))
+
+
+def test_choices_are_options_or_words_and_cases_follow_them() -> None:
+    recipe = resolve.resolve("llama3-proxy", ["precision=bf16"])
+    assert rules_of(recipe).precision(recipe) == recipe.precision == "bf16"
+    assert recipe.settings["precision"].origin == "--precision bf16"
+    assert resolve.resolve("llama3-proxy", (), Asked(precision="bf16")).digest == recipe.digest
+    with pytest.raises(InputError, match="precision 'fp9' is not supported by this recipe with backend torchtitan"):
+        resolve.resolve("llama3-proxy", ["precision=fp9"])
+
+
+def test_what_a_gpu_cannot_compute_is_refused() -> None:
+    def refused(asked: Asked) -> str:
+        with pytest.raises(InputError) as caught:
+            resolve.resolve("llama3.1-8b", (), asked)
+        return str(caught.value)
+
+    assert "mi300x (gfx942) does not compute MX formats" in refused(Asked(gpu="mi300x", precision="mxfp8"))
+    assert "did you mean 'mi355x'" in refused(Asked(gpu="mi355"))
+    assert "not trained on a CPU" in refused(Asked(gpu="cpu"))
+    assert "does not compute mxfp8 on a CPU" in refused(Asked(gpu="cpu", proxy=True, precision="mxfp8"))
+    assert "nodes must be at least 1" in refused(Asked(gpu="h200", nodes=0))
+
+
+def test_a_global_batch_is_of_one_node(edited: Path) -> None:
+    two = resolve.resolve(str(edited), (), Asked(nodes=2))
+    assert (two.world_size, two.global_batch, two.accumulation) == (4, 16, 1)
+    assert "× 2 nodes" in two.settings["torchtitan.training.global_batch_size"].origin
+    change(edited, "cases:", "cases:\n  - when: {nodes: multi}\n    torchtitan.training.global_batch_size: 32")
+    assert resolve.resolve(str(edited), (), Asked(nodes=2)).global_batch == 32
+    assert resolve.resolve(str(edited)).global_batch == 8
+
+
+def test_a_recipe_uses_files_before_its_own_text(edited: Path) -> None:
+    edited.with_name("more.yaml").write_text("ranks: 4\ntorchtitan.training.max_norm: 2.0\n")
+    change(edited, "name: whole", "uses: [more.yaml]\nname: whole")
+    recipe = resolve.resolve(str(edited))
+    assert recipe.get("ranks", int) == 2
+    assert recipe.get("torchtitan.training.max_norm", float) == 2.0
+    change(edited, "more.yaml", "less.yaml")
+    with pytest.raises(InputError, match=r"no file 'less\.yaml' to use"):
+        resolve.resolve(str(edited))
+
+
+def test_backend_keys_are_read_from_a_source() -> None:
+    keys = dataclass_keys(JOB_CONFIG, "JobConfig")
+    assert keys == {
+        "training.steps": {"types": ["int"], "default": 10000},
+        "training.max_norm": {"types": ["float", "int"], "default": 1.0},
+        "training.dataset_path": {"types": ["str", "None"], "default": None},
+        "training.dtype": {"types": ["str"], "choices": ["bfloat16", "float32"], "default": "float32"},
+        "training.dataloader.num_workers": {"types": ["int"], "default": 0},
+        "model.converters": {"types": ["list"], "items": ["str"], "default": []},
+        "model.hook": {"types": []},
+    }
+
+
+def test_a_rule_judges_type_choice_items_and_size() -> None:
+    rules = schema.backend_rules("torchtitan")
+    assert rules["training.steps"].objection("x") == "must be a whole number, not 'x'"
+    assert rules["training.steps"].objection(True) is not None
+    assert rules["training.steps"].objection(2**63) is not None
+    assert rules["training.max_norm"].objection(1) is None
+    assert rules["training.max_norm"].objection(float("nan")) == "must be finite, not nan"
+    assert rules["training.dataset_path"].objection(None) is None
+    assert rules["training.mixed_precision_param"].objection("fp8") == "must be one of bfloat16, float32, not 'fp8'"
+    assert rules["model.converters"].objection(["float8"]) is None
+    assert rules["model.converters"].objection([3]) == "contains 3: each item must be text"
+    assert "a recipe cannot express" in str(schema.backend_rules("megatron")["model.init_method"].objection("xavier"))
+
+
+@pytest.mark.parametrize("name", list(backends()))
+def test_bounds_name_keys_that_are_there_and_hold_the_defaults(name: str) -> None:
+    rules, knows = schema.backend_rules(name), backends()[name]
+    assert set(knows.bounds) | set(knows.choices) <= set(rules)
+    for key, rule in rules.items():
+        if rule.bounds is None:
+            continue
+        bounds = parse(rule.bounds)
+        assert {end for end in (bounds.low, bounds.high) if isinstance(end, str)} <= set(rules)
+        if isinstance(rule.default, int | float):
+            assert bounds.objection(rule.default, lambda _: None) is None, key
+    for rule in schema.model_rules().values():
+        if rule.bounds is not None:
+            bounds = parse(rule.bounds)
+            assert {end for end in (bounds.low, bounds.high) if isinstance(end, str)} <= set(schema.model_rules())
+
+
+def test_the_verdict_does_not_depend_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word in ("optimiser.lr=3", "foo=3", "training.stepz=5"):
+        with pytest.raises(InputError, match="there is no key"):
+            resolve.resolve("llama3.1-8b", [word], Asked(gpu="mi300x"))
+
+
+def test_a_run_shorter_than_its_warm_up_says_so() -> None:
+    recipe = resolve.resolve("llama3.1-8b", ["steps=3"], Asked(gpu="mi300x"))
+    warmup = recipe.settings["torchtitan.lr_scheduler.warmup_steps"]
+    assert warmup.value == 3
+    assert re.search(r"torchtitan\.yaml:\d+:\d+, at most the 3 steps$", warmup.origin)
+    with pytest.raises(InputError, match=r"warmup_steps must be at most torchtitan\.training\.steps = 3, not 5"):
+        resolve.resolve("llama3.1-8b", ["steps=3", "lr_scheduler.warmup_steps=5"], Asked(gpu="mi300x"))
+
+
+@pytest.mark.parametrize("backend", ["torchtitan", "megatron", "fsdp", "finetune"])
+def test_ranks_come_from_a_file_of_no_backend(backend: str) -> None:
+    mode = "lora" if backend == "finetune" else None
+    recipe = resolve.resolve("llama3.1-8b", [], Asked(gpu="mi300x", backend=backend, mode=mode))
+    assert "shared/data.yaml" in recipe.settings["ranks"].origin
+
+
+def test_the_recipes_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PRIMUS_RECIPES", str(tmp_path))
+    assert load.names() == []
+    with pytest.raises(InputError, match=f"{tmp_path} has no recipes"):
+        load.find("llama3-proxy")
+
+
+def test_experts_need_ranks_of_their_own_in_each_stage(edited: Path) -> None:
+    change(edited, "ranks: 2", "ranks: 8")
+    change(edited, "data_parallel_shard_degree: -1", "pipeline_parallel_degree: 2\n    expert_parallel_degree: 8")
+    with pytest.raises(InputError, match="8 ranks are not divisible by EP = 8 × PP = 2") as caught:
+        resolve.resolve(str(edited))
+    assert caught.value.hint == "ep=4 or --nodes 2"
+
+
+def test_a_recipe_may_need_several_nodes_and_its_proxy_one(edited: Path) -> None:
+    change(edited, "default:", "default:\n  nodes: 4")
+    assert resolve.resolve(str(edited)).get("nodes", int) == 1
+    whole = resolve.resolve(str(edited), ["proxy=false", "gpu=h200"])
+    assert whole.get("nodes", int) == 4
+    assert whole.global_batch == 32
+    assert resolve.resolve(str(edited), ["proxy=false", "gpu=h200", "nodes=2"]).global_batch == 16
+
+
+def test_a_model_that_no_field_describes_is_refused_with_the_fields_there_are() -> None:
+    with pytest.raises(InputError, match=r"there is no key 'model.softcap'\n") as error:
+        resolve.resolve("llama3.1-8b", ["model.softcap=50"], Asked(gpu="mi355x"))
+    assert "tied_embeddings" in str(error.value.hint)
+    assert "rope_scaling.*, moe.*" in str(error.value.hint)

@@ -1,0 +1,121 @@
+"""Golden curves: where a run leaves one, what is missing, and what changed between two releases."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primus.errors import InputError
+from primus.release import golden
+from primus.training.checks import Verdict
+
+ROOT = Path(__file__).parents[3]
+LOSSES = [6.0, 5.5, 5.0, 4.5]
+NAME = "mixtral-8x7b-megatron-pretrain"
+
+
+def evidence(losses: list[float] | None = None, **recipe: str) -> dict[str, Any]:
+    series = [{"loss": loss, "grad_norm": 1.0} for loss in losses or LOSSES]
+    described = {"name": "mixtral-8x7b", "backend": "megatron", "mode": "pretrain", "precision": "fp32", "gpu": "cpu"}
+    return {
+        "passed": True, "gpu": "none", "recipe": {**described, "sha256": "abc", **recipe}, "versions": {},
+        "image": {"content": "sha256:1"}, "jobs": [{"series": series}],
+    }  # fmt: skip
+
+
+def kept(root: Path, *records: dict[str, Any], release: str = "v26.11-cpu", cpu: str = "A") -> dict[str, Any]:
+    golden.record(root, release, records, date="2026-11-22", cpu=cpu)
+    found = golden.load(root, release)
+    assert found is not None
+    return found
+
+
+def verdict(curves: dict[str, Any] | None, seen: dict[str, Any]) -> Verdict:
+    found = golden.compared(curves, seen)
+    assert isinstance(found, Verdict)
+    return found
+
+
+def test_the_same_run_agrees_to_the_last_bit(tmp_path: Path) -> None:
+    found = verdict(kept(tmp_path, evidence()), evidence())
+    assert found.passed
+    assert found.reason == "4 steps are equal to the last bit"
+
+
+def test_another_cpu_may_differ_by_rounding(tmp_path: Path) -> None:
+    found = verdict(kept(tmp_path, evidence()), evidence([6.0, 5.5, 5.0001, 4.5]))
+    assert found.passed
+    assert "last bit" not in found.reason
+
+
+@pytest.mark.parametrize("losses", [[6.0, 5.5, 5.1, 4.5], [6.0, 5.5], [6.0, 5.5, float("nan"), 4.0]])
+def test_the_step_at_which_a_run_leaves_the_curve_is_named(tmp_path: Path, losses: list[float]) -> None:
+    found = verdict(kept(tmp_path, evidence()), evidence(losses))
+    assert not found.passed
+    assert found.reason.startswith("the loss leaves the curve at step 3")
+
+
+def test_a_missing_curve_is_no_verdict(tmp_path: Path) -> None:
+    curves = kept(tmp_path, evidence())
+    assert golden.compared(None, evidence()) == f"the golden curve: none is recorded for {NAME}"
+    assert "another version" in str(golden.compared(curves, evidence(sha256="def")))
+
+
+@pytest.mark.parametrize("other", [{"precision": "bf16"}, {"gpu": "mi355x"}])
+def test_only_fp32_on_a_cpu_has_a_curve(other: dict[str, str]) -> None:
+    assert golden.name_of(evidence(**other)) is None
+
+
+def test_a_failed_run_leaves_no_curve(tmp_path: Path) -> None:
+    assert kept(tmp_path, {**evidence(), "passed": False})["curves"] == {}
+
+
+@pytest.mark.parametrize(("cpu", "names"), [("A", ["llama3.1-8b", "mixtral-8x7b"]), ("B", ["llama3.1-8b"])])
+def test_curves_of_one_recipe_join_those_of_the_same_cpu(tmp_path: Path, cpu: str, names: list[str]) -> None:
+    kept(tmp_path, evidence())
+    golden.record(tmp_path, "v26.11-cpu", [evidence(name="llama3.1-8b")], date="2026-11-23", cpu=cpu, keep=True)
+    found = golden.load(tmp_path, "v26.11-cpu")
+    assert found is not None
+    assert list(found["curves"]) == [f"{name}-megatron-pretrain" for name in names]
+
+
+def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:
+    kept(tmp_path, evidence())
+    (tmp_path / golden.FOLDER / "v26.11-cpu.json").write_text('{"curves": {"a": {"loss": [1]}}}')
+    with pytest.raises(InputError, match="not a file of golden curves"):
+        golden.load(tmp_path, "v26.11-cpu")
+
+
+def test_what_changed_between_two_releases(tmp_path: Path) -> None:
+    old = kept(tmp_path, evidence(), evidence(name="llama3.1-8b"))
+    new = kept(tmp_path, evidence([6.0, 5.5, 5.1, 4.5]), release="v26.12-cpu")
+    assert golden.changes(old, old) == ()
+    assert golden.changes(old, new) == (
+        "llama3.1-8b-megatron-pretrain has a curve in v26.11-cpu only",
+        f"the loss of {NAME} changed at step 3, by 2.0e-02",
+    )
+
+
+def test_diff_names_the_change_of_a_curve(tmp_path: Path) -> None:
+    for name in ("versions.yaml", "images", "recipes"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile)(ROOT / name, tmp_path / name)
+    kept(tmp_path, evidence(), release="v0.1-cpu")
+    kept(tmp_path, evidence([6.0, 5.5, 5.1, 4.5]), release="v0.2-cpu")
+
+    def said(*words: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-m", "primus.cli.main", "diff", *words, "--project", str(tmp_path)], check=True,
+            capture_output=True, text=True,
+        ).stdout  # fmt: skip
+
+    sentence = f"the loss of {NAME} changed at step 3, by 2.0e-02"
+    assert json.loads(said("v0.1-cpu", "v0.2-cpu", "--json"))["curves"] == [sentence]
+    assert sentence in " ".join(said("v0.1-cpu", "v0.2-cpu").split())
+    assert sentence in said("v0.1-cpu", "v0.2-cpu", "--markdown")
+    assert "v25.10 has no golden curves" in " ".join(said("v25.10", "v0.2-cpu").split())

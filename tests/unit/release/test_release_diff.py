@@ -1,0 +1,314 @@
+"""Comparing releases: golden text, laws of the comparison, names that mean several, and the present pins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primus.cli.main import main
+from primus.plan.project import Project
+from primus.plan.resolve import resolve_all
+from primus.release import show
+from primus.release.compare import Change, Contradiction, Diff, component_order, contradictions, diff, one_of, step
+from primus.release.history import Alternate, Release, load_history, select
+from primus.release.present import present, present_names
+from primus.schema import build
+from primus.yamlfile import parse
+from project_kit import Kit, make_project
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+HISTORY = load_history()
+INVERSE = {"added": "removed", "removed": "added", "changed": "changed"}
+BACK = {"forward": "back", "back": "forward", None: None}
+
+
+def one(word: str) -> Release:
+    return one_of(select(HISTORY, word), word)
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def regenerate(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--regenerate-golden"))
+
+
+@pytest.mark.parametrize(("name", "words"), [("diff.txt", []), ("diff.md", ["--markdown"])])
+def test_golden(
+    name: str, words: list[str], regenerate: bool, nowhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", "v25.10", "v26.8", *words]) == 0
+    text = capsys.readouterr().out
+    if regenerate:
+        (GOLDEN / name).write_text(text, encoding="utf-8")
+    assert text == (GOLDEN / name).read_text(encoding="utf-8"), "run pytest --regenerate-golden if it should say this"
+
+
+def test_what_golden_must_say() -> None:
+    """The golden file may be written anew; this stays."""
+    found = diff(one("v25.10"), one("v26.8"))
+    changes = {c.what: c for c in (*found.facts, *found.components)}
+    assert changes["rocm"] == Change(what="rocm", kind="changed", old="7.1.0", new="10.1.0", step="forward")
+    assert changes["aiter"] == Change(what="aiter", kind="added", old=None, new="0.1.22.post1", step=None)
+    assert changes["size"].new == "56.4 GB"
+    assert changes["digest"].kind == "removed"
+    assert found.same_facts["GPUs"] == "mi300x, mi325x, mi350x, mi355x"
+    assert found.size_gb_change is None
+
+
+def test_gpus_and_sizes() -> None:
+    found = diff(one("primus:v25.9_gfx942"), one("v25.10"))
+    assert (found.gpus_added, found.gpus_removed) == (("mi350x", "mi355x"), ())
+    assert "→ mi300x, mi325x, mi350x, mi355x  (+mi350x, +mi355x)" in show.diff_text(found)
+    found = diff(one("v26.4"), one("v26.5"))
+    assert found.size_gb_change == -21.2
+    assert {c.step for c in found.facts} == {None}
+    assert "75.9 GB → 54.7 GB  (-21.2 GB)" in show.diff_text(found)
+
+
+def test_a_step_back_is_said() -> None:
+    text = show.diff_text(diff(one("v26.5"), one("v26.6")))
+    (line,) = [line for line in text.splitlines() if "flash_attention" in line]
+    assert line.endswith("2.8.3 → 2.8.1  (goes back)")
+    assert "goes back" not in "".join(line for line in text.splitlines() if " primus " in line)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "way"),
+    [
+        ("2.9.0", "2.10.0", "forward"),
+        ("2.10.0.dev20251112+rocm7.1", "2.9.0", "back"),
+        ("7.15.0", "10.0.0", "forward"),
+        ("v0.1.0", "0.1.1", "forward"),
+        ("0.3.0 (e16b27b)", "0.2.0", "back"),
+        ("1.2.0-09ab7153e2", "1.4.1-39d8d603", "forward"),
+        ("2026.9.9", "2026.10.8", "forward"),
+        # No way to tell: other precision, the same number, commits that begin like numbers, words.
+        ("3.10", "3.10.12", None),
+        ("2.10.0a0+git449b176", "2.10.0+git94c6e04", None),
+        ("236cfa9d", "2631e68d", None),
+        ("927a717", "0.3.0", None),
+        ("latest", "1.0", None),
+    ],
+)
+def test_step(old: str, new: str, way: str | None) -> None:
+    assert step(old, new) == way
+
+
+def test_component_order() -> None:
+    assert component_order(["zlib", "lib10", "lib9", "aiter", "rocm", "zlib"]) == [
+        "rocm",
+        "aiter",
+        "lib9",
+        "lib10",
+        "zlib",
+    ]
+
+
+def test_unknown_on_both_sides_is_no_change() -> None:
+    found = diff(one("v25.11"), one("v26.1"))
+    assert found.unknown == ("primus", "primus_turbo", "aiter")
+    assert "on neither side\n  - primus, primus_turbo, aiter" in show.diff_text(found)
+
+
+def test_contradictions_of_both_sides_are_shown() -> None:
+    text = show.diff_text(diff(one("v26.3"), one("v26.4")))
+    assert "rocm/primus:v26.3, Megatron-LM history page: rocm 7.2.0 (best known: 7.2.1)" in text
+    assert "rocm/primus:v26.4, Megatron-LM history page: digest da50bfe9 (best known: c3d9033c)" in text
+
+
+def test_an_alternate_that_agrees_is_no_contradiction() -> None:
+    release = Release(
+        image="rocm/a",
+        tag="v1.0",
+        digest="sha256:" + "ab" * 32,
+        components={"rocm": "1.0", "python": None},
+        alternates=(
+            Alternate(source="s", digest_prefix="abababab", components={"rocm": "1.0", "python": "3.12"}),
+            Alternate(source="t", components={"rocm": "1.1"}),
+        ),
+    )
+    assert contradictions(release) == (
+        Contradiction(tag="rocm/a:v1.0", source="s", what="python", table=None, other="3.12"),
+        Contradiction(tag="rocm/a:v1.0", source="t", what="rocm", table="1.0", other="1.1"),
+    )
+
+
+def test_json_reads_back_as_the_same_diff(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for old, new in (("v25.10", "v26.8"), ("v26.4", "v26.7"), ("v26.8", "v26.8")):
+        assert main(["diff", old, new, "--json"]) == 0
+        text = capsys.readouterr().out
+        assert json.loads(text)["old"] == f"rocm/primus:{old}"
+        assert build(Diff, parse(text, "json")) == diff(one(old), one(new))
+
+
+def test_an_equal_table_is_not_ambiguous() -> None:
+    assert len(select(HISTORY, "v25.10")) == 2
+    assert one("v25.10").reference == "rocm/primus:v25.10"
+    assert one("v25.9_gfx950").reference == "rocm/primus:v25.9_gfx950"
+
+
+def test_an_ambiguous_name_names_the_choices(nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "v25.8", "v26.8"]) == 2
+    assert capsys.readouterr().err == (
+        "primus diff: v25.8 stands for 2 images: rocm/megatron-lm:v25.8_py310, rocm/pytorch-training:v25.8\n"
+        "  → name one, for example rocm/pytorch-training:v25.8\n"
+    )
+    assert main(["diff", "pytorch-training:v25.8", "v26.8"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["v26.81", "v26.8"], "no release is called 'v26.81'\n  → did you mean 'v26.8'"),
+        (["v26.8", "rocm/primus:v26.5.1"], "rocm/primus:v26.5.1 is named by Dockerfile.primus-v26.5.1"),
+        (["v26.8", "versions.yaml"], "no release is called 'versions.yaml'"),
+    ],
+)
+def test_unknown_names(words: list[str], message: str, nowhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
+    kit = make_project(tmp_path / "project")
+    kit.write(
+        "versions.yaml",
+        """\
+release: v26.11
+created: 2026-11-20
+bases:
+  bookworm: {suite: bookworm, python: 3.11.2, packages: [python3.11-minimal]}
+components:
+  alpha: {name: Alpha, pins: [{path: parts/alpha, to: /opt/alpha, channel: local}]}
+  beta: {name: Beta, pins: [{path: parts/beta, to: /opt/beta, channel: local}]}
+  recipes: {name: Recipes, pins: [{path: recipes, to: /opt/primus/recipes, channel: local}]}
+  flash-attention: {name: Flash Attention, pins: [{wheel: flash-attn, version: 2.8.1, channel: pypi}]}
+  pytorch:
+    name: PyTorch
+    pins:
+      - {wheel: torch, version: 2.13.0+cpu, channel: pypi, targets: [cpu]}
+      - {wheel: torch, version: 2.14.0, channel: pypi}
+""",
+    )
+    for name in ("demo", "other"):
+        (kit.root / f"images/{name}.yaml").unlink()
+    for name in ("cpu", "mi300x"):
+        kit.write(
+            f"images/{name}.yaml",
+            "description: D\nbase: bookworm\nchannels: [pypi]\ncomponents: [alpha, pytorch, flash-attention]\n",
+        )
+    monkeypatch.chdir(kit.root)
+    return kit
+
+
+def test_the_present_pins_as_a_release(kit: Kit) -> None:
+    project = Project.find(kit.root)
+    targets = {one.name: one for one in resolve_all(project, project.target_names())}
+    assert present_names(project.versions, targets) == ("v26.11", "versions.yaml", "v26.11-cpu", "v26.11-mi300x")
+    whole = present(project.versions, targets, "v26.11", HISTORY.gpu_arch)
+    assert whole == present(project.versions, targets, "versions.yaml", HISTORY.gpu_arch)
+    assert whole.components["pytorch"] == "2.13.0+cpu (cpu), 2.14.0 (every other target)"
+    assert whole.components["flash_attention"] == "2.8.1"
+    assert whole.components["alpha"] == "parts/alpha of this repository"
+    assert whole.components["python"] == "3.11.2"
+    assert (whole.gpus, whole.gfx, whole.date) == (("mi300x",), ("gfx942",), "2026-11-20")
+    cpu = present(project.versions, targets, "v26.11-cpu", HISTORY.gpu_arch)
+    assert (cpu.gpus, cpu.components["pytorch"]) == ((), "2.13.0+cpu")
+    assert "beta" not in cpu.components
+    assert present(project.versions, targets, "v26.11-mi300x", HISTORY.gpu_arch).components["pytorch"] == "2.14.0"
+
+
+@pytest.mark.parametrize("name", ["v26.11-cpu", "rocm/primus:v26.11-cpu"])
+def test_history_against_the_present_file(name: str, kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "v26.8", name]) == 0
+    text = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "rocm/primus:v26.8 → rocm/primus:v26.11-cpu (pins of versions.yaml)"
+    for line in (
+        "- rocm 10.1.0 → not pinned",
+        "~ flash_attention 2.8.4 → 2.8.1 (goes back)",
+        "+ alpha not published → parts/alpha of this repository",
+        "- size 56.4 GB → not known before it is built",
+        "~ GPUs mi300x, mi325x, mi350x, mi355x → none (-mi300x, -mi325x, -mi350x, -mi355x)",
+    ):
+        assert line in lines, line
+
+
+def test_a_broken_file_of_pins_does_not_hide_the_history(kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:
+    kit.write("versions.yaml", "releas: v26.11\n")
+    assert main(["diff", "v26.7", "v26.8"]) == 0
+    capsys.readouterr()
+    assert main(["diff", "v26.7", "v26.11"]) == 2
+    assert "versions.yaml:1:1" in capsys.readouterr().err
+
+
+def test_a_typo_in_a_projects_own_name(kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", "v26.8", "v26.11-cpi"]) == 2
+    assert "'v26.11-cpu'" in capsys.readouterr().err
+
+
+words = st.sampled_from(["rocm", "aiter", "python", "lib9", "lib10"])
+versions = st.one_of(st.none(), st.sampled_from(["1.0", "1.1", "1.10", "2.0a1", "3c0ffee", "v1.0.1"]))
+gpus = st.one_of(st.none(), st.lists(st.sampled_from(["mi300x", "mi355x", "h200"]), unique=True).map(tuple))
+releases = st.builds(
+    Release,
+    image=st.just("rocm/a"),
+    tag=st.sampled_from(["v1.0", "v1.1_x"]),
+    gpus=gpus,
+    size_gb=st.one_of(st.none(), st.integers(1, 900).map(lambda n: n / 10)),
+    image_id=st.one_of(st.none(), st.sampled_from(["0" * 12, "1" * 12])),
+    components=st.dictionaries(words, versions),
+    pinned=st.booleans(),
+)
+
+
+@given(releases)
+def test_nothing_differs_from_itself(release: Release) -> None:
+    found = diff(release, release)
+    assert found.components == found.facts == found.gpus_added == found.gpus_removed == ()
+    assert not found.size_gb_change
+    assert dict(found.same_components) == {n: v for n, v in release.components.items() if v is not None}
+
+
+@given(releases, releases)
+def test_the_other_way_round_is_the_inverse(old: Release, new: Release) -> None:
+    def turned(changes: tuple[Change, ...]) -> tuple[tuple[object, ...], ...]:
+        return tuple((c.what, INVERSE[c.kind], c.new, c.old, BACK[c.step]) for c in changes)
+
+    def plain(changes: tuple[Change, ...]) -> tuple[tuple[object, ...], ...]:
+        return tuple((c.what, c.kind, c.old, c.new, c.step) for c in changes)
+
+    there, back = diff(old, new), diff(new, old)
+    assert turned(there.components) == plain(back.components)
+    assert turned(there.facts) == plain(back.facts)
+    assert (there.gpus_added, there.gpus_removed) == (back.gpus_removed, back.gpus_added)
+    assert (there.same_components, there.unknown) == (back.same_components, back.unknown)
+    assert there.size_gb_change is None or there.size_gb_change == -(back.size_gb_change or 0)
+
+
+@given(releases, releases)
+def test_every_component_is_accounted_for_once(old: Release, new: Release) -> None:
+    found = diff(old, new)
+    told = [*(c.what for c in found.components), *found.same_components, *found.unknown]
+    assert sorted(told) == sorted({*old.components, *new.components})
+    for change in found.components:
+        assert (old.components.get(change.what), new.components.get(change.what)) == (change.old, change.new)
+        assert (change.kind == "added") == (change.old is None)
+        assert (change.kind == "removed") == (change.new is None)
+    assert build(Diff, parse(json.dumps(_as_json(found)), "json")) == found
+
+
+def _as_json(found: Diff) -> object:
+    from dataclasses import asdict
+
+    return asdict(found)

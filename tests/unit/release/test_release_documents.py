@@ -1,0 +1,127 @@
+"""The documents beside a published image: bill of materials, provenance, artifact manifests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
+from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
+
+from primus.oci.canonical import digest_of
+from primus.release.attach import Document, artifact, listed
+from primus.release.distribution import plain_http
+from primus.release.provenance import statement
+from primus.release.purl import purl
+from primus.release.sbom import listing, spdx
+from primus.versions.lock import Lock, LockedFile, load
+
+ROOT = Path(__file__).parents[3]
+LOCKS = sorted((ROOT / "images/locks").glob("*/*.json"))
+DIGEST = "sha256:" + "a" * 64
+BASES = {"pypi": "bookworm", "debian": "rocm-preview"}
+
+
+def read(path: Path) -> Lock:
+    lock = load(path, path.name)
+    assert lock
+    return lock
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
+def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
+    lock = read(path)
+    bill = spdx(
+        lock,
+        ref="v26.11-x",
+        digest=DIGEST,
+        base=BASES[lock.channel],
+        local={"recipes": "c" * 40},
+        created="2026-11-20T00:00:00Z",
+    )
+    document = JsonLikeDictParser().parse(json.loads(json.dumps(bill)))
+    assert [m.validation_message for m in validate_full_spdx_document(document)] == []
+    assert len(bill["packages"]) == len(lock.files) + 2
+    assert len({package["SPDXID"] for package in bill["packages"]}) == len(bill["packages"])
+
+
+def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
+    lock = read(ROOT / "images/locks/pypi/h200.json")
+    bill = spdx(lock, ref="v26.11-h200", digest=DIGEST, base="bookworm", local={}, created="2026-11-20T00:00:00Z")
+    names = {package["SPDXID"]: package for package in bill["packages"]}
+    kinds: dict[str, set[str]] = {}
+    for relation in bill["relationships"]:
+        tool = relation["relationshipType"] == "BUILD_TOOL_OF"
+        package = names[relation["spdxElementId" if tool else "relatedSpdxElement"]]
+        kinds.setdefault(relation["relationshipType"], set()).add(package["packageFileName"])
+    assert kinds["CONTAINS"] == {
+        f.file for f in lock.files if f.base == "bookworm" or (f.kind == "wheel" and f.base is None)
+    }
+    assert kinds["GENERATED_FROM"] == {"transformer_engine_torch-2.20.2.tar.gz"}
+    assert any(name.startswith("g++") for name in kinds["BUILD_TOOL_OF"])
+    lines = listing(bill).splitlines()
+    assert len(lines) == len(lock.files)
+    assert [line.split()[1:] for line in lines if line.startswith("transformer-engine-torch ")] == [
+        ["2.20.2", "built", "from"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "version", "file", "url"),
+    [
+        ("wheel", "torch", "2.13.0+cpu", "t.whl", "pkg:pypi/torch@2.13.0%2Bcpu?file_name=t.whl"),
+        ("deb", "g++", "4:12-1", "g++_12-1_amd64.deb", "pkg:deb/debian/g%2B%2B@4%3A12-1?arch=amd64"),
+        ("deb", "tzdata", "2026a", "tzdata_2026a_all.deb", "pkg:deb/debian/tzdata@2026a?arch=all"),
+        ("layer", "ubuntu-01", "sha256:x", "f.tar.gz", "pkg:oci/ubuntu-01@sha256%3Af0"),
+        ("git", "aiter", "0.1", "aiter.tar", "pkg:generic/aiter@0.1?checksum=sha256%3Af0"),
+    ],
+)
+def test_package_urls(kind: str, name: str, version: str, file: str, url: str) -> None:
+    locked = LockedFile(kind=kind, name=name, version=version, file=file, size=1, sha256="f0")  # type: ignore[arg-type]
+    assert purl(locked) == url
+
+
+def test_provenance_names_the_commit_every_file_and_every_key() -> None:
+    lock = read(ROOT / "images/locks/pypi/cpu.json")
+    made = statement(
+        lock,
+        ref="v26.11-cpu",
+        digest=DIGEST,
+        release="v26.11",
+        target="cpu",
+        channel="pypi",
+        commit="c" * 40,
+        layers={"python": "k1"},
+    )
+    assert made["subject"] == [{"name": "v26.11-cpu", "digest": {"sha256": "a" * 64}}]
+    definition = made["predicate"]["buildDefinition"]
+    assert definition["internalParameters"] == {"layers": {"python": "k1"}}
+    source, *files = definition["resolvedDependencies"]
+    assert source["digest"] == {"gitCommit": "c" * 40}
+    assert [one["digest"]["sha256"] for one in files] == [file.sha256 for file in lock.files]
+
+
+def test_an_artifact_names_its_subject_and_the_list_names_it_once() -> None:
+    subject = {"mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": DIGEST, "size": 3, "more": "x"}
+    one, two = (
+        artifact(Document(media_type="application/json", name=name, data=name.encode()), subject) for name in "ab"
+    )
+    assert json.loads(one)["subject"] == {key: subject[key] for key in ("mediaType", "digest", "size")}
+    index = listed(listed(listed(None, one), two), one)
+    assert [m["digest"] for m in index["manifests"]] == [digest_of(two), digest_of(one)]
+    assert {m["artifactType"] for m in index["manifests"]} == {"application/json"}
+
+
+@pytest.mark.parametrize(
+    ("repository", "plain"),
+    [
+        ("localhost:5000/a", True),
+        ("127.0.0.1:5/a", True),
+        ("localhost.example.com/a", False),
+        ("127.example.com/a", False),
+        ("docker.io/a/b", False),
+    ],
+)
+def test_only_registries_of_this_machine_are_asked_without_tls(repository: str, plain: bool) -> None:
+    assert plain_http(repository) is plain

@@ -1,0 +1,172 @@
+"""Charts: their data in the page, and the page in a real browser, where one is installed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from browser import CHROMIUM, Browser
+from primus.release.vendor import VENDORED, hashes
+from primus.report.html import document
+from primus.report.plot import CONTROLS, Line, chart
+
+ROOT = Path(__file__).parents[3]
+STEPS = range(1, 101)
+
+
+def data_of(html: str) -> dict[str, object]:
+    text = html.partition('<script type="application/json">')[2].partition("</script>")[0]
+    return dict(json.loads(text))
+
+
+def test_missing_values_are_null_and_no_label_ends_the_script() -> None:
+    points = [(1, 1.0), (2, None), (3, math.nan), (4, 2.0)]
+    html = chart("<b>", "x", "y", [Line(label="</script><b>", colour=0, points=points)])
+    assert "<b>" not in html
+    (line,) = data_of(html)["lines"]  # type: ignore[misc]
+    assert line["label"] == "</script><b>"
+    assert line["points"] == [[1, 1.0], [2, None], [3, None], [4, 2.0]]
+
+
+def test_a_chart_without_any_value_is_a_sentence() -> None:
+    assert "nothing to draw" in chart("Loss", "step", "y", [Line(label="a", colour=0, points=[(1, None)])])
+
+
+def test_lines_that_hide_each_other_differ_in_width_and_are_named() -> None:
+    def line(label: str, by: float, first: int = 0) -> Line:
+        return Line(label=label, colour=0, points=[(x, 10 / (x + 1) + by) for x in range(first, 50)])
+
+    html = chart("Loss", "step", "y", [line("a", 0), line("again", 0, 20), line("near", 1e-6), line("other", 3)])
+    widths = [one["width"] for one in data_of(html)["lines"]]  # type: ignore[attr-defined]
+    assert widths == [7.0, 4.5, 2.0, 2.0]
+    assert html.count('class="same"') == 1
+    assert "again: the same values as a at every common step." in html
+
+
+def test_vendored_files_are_those_of_the_pinned_package() -> None:
+    for path, sha256 in hashes(ROOT / VENDORED).items():
+        assert hashlib.sha256(path.read_bytes()).hexdigest() == sha256, f"{path}: nox -s docs -- --vendored"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs with the same loss but for one missing step, and with different throughput."""
+    loss: list[tuple[float, float | None]] = [(x, None if x == 50 else 1 + 1000 / x**2) for x in STEPS]
+    speed = [(x, 1000.0 + (200 if x % 2 else 0)) for x in STEPS]
+    charts = chart(
+        "Loss", "step", "nats", [Line(label=n, colour=c, points=loss) for c, n in enumerate(("first", "second"))]
+    ) + chart("Throughput", "step", "tokens/s", [Line(label="first", colour=0, points=speed)])
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(document("Test", f'{CONTROLS}<div class="charts">{charts}</div>'), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(params=[1280, 390], ids=["desktop", "phone"])
+def browser(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed (Debian and Ubuntu call the package chromium)")
+    with Browser(page, tmp_path / "profile", width=request.param, phone=request.param < 1000) as browser:
+        yield browser
+        faults = [e for e in browser.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
+        assert not faults
+        # The page itself, and nothing from anywhere.
+        asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
+        assert [url for url in asked if not url.startswith(("file:///", "about:"))] == []
+        assert len([url for url in asked if url.startswith("file:///")]) == 1
+
+
+def ranges(browser: Browser) -> list[list[float]]:
+    found: list[list[float]] = browser.js("primusCharts.map(c => [c.scales.x.min, c.scales.x.max])")
+    return found
+
+
+def place(browser: Browser) -> tuple[float, float, float]:
+    """Left edge, width and middle height of the first chart's plotting area, as the browser's mouse knows them."""
+    browser.js("primusCharts[0].over.scrollIntoView({block: 'center'})")
+    box = browser.js("(b => [b.x, b.width, b.y + b.height / 2])(primusCharts[0].over.getBoundingClientRect())")
+    return box[0], box[1], box[2]
+
+
+def test_text_is_readable_and_nothing_overflows(browser: Browser) -> None:
+    assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+    small = browser.js(
+        "[...document.querySelectorAll('body *')].filter(e => e.innerText && parseFloat(getComputedStyle(e).fontSize)"
+        " < 13).map(e => e.outerHTML)"
+    )
+    assert small == []
+    # On the canvas the font is in the device's pixels.
+    pixels = "parseFloat(primusCharts[0].axes[0].font[0].match(/([0-9.]+)px/)[1]) / devicePixelRatio"
+    assert browser.js(pixels) >= 13
+
+
+def test_dragging_zooms_every_chart_and_a_double_click_ends_it(browser: Browser) -> None:
+    assert ranges(browser) == [[1, 100]] * 2
+    left, width, y = place(browser)
+    if browser.js("navigator.maxTouchPoints") > 0:
+        middle = left + width / 2
+        browser.touch("touchStart", (middle - 20, y), (middle + 20, y))
+        browser.touch("touchMove", (middle - 60, y), (middle + 60, y))
+        browser.touch("touchEnd")
+    else:
+        browser.mouse("mousePressed", left + width * 0.25, y)
+        browser.mouse("mouseMoved", left + width * 0.75, y)
+        browser.mouse("mouseReleased", left + width * 0.75, y)
+    one, other = ranges(browser)
+    assert one == other
+    assert 15 < one[0] < 40
+    assert 60 < one[1] < 85
+    browser.js("document.querySelector('#reset').click()")
+    assert ranges(browser) == [[1, 100]] * 2
+    browser.js("document.querySelector('#in').click()")
+    (low, high), _ = ranges(browser)
+    assert (low, high) == pytest.approx((25.75, 75.25))
+    browser.js("primusCharts[1].over.dispatchEvent(new MouseEvent('dblclick', {bubbles: true}))")
+    assert ranges(browser) == [[1, 100]] * 2
+
+
+def test_smoothing_evens_out_and_keeps_gaps(browser: Browser) -> None:
+    def spread() -> float:
+        values = browser.js("primusCharts[1].data.at(-1).slice(50)")
+        return float(max(values) - min(values))
+
+    assert spread() == 200
+    browser.js("(s => {s.value = 0.9; s.dispatchEvent(new Event('input'))})(document.querySelector('#smoothing'))")
+    assert spread() < 30
+    assert browser.js("primusCharts[0].data.at(-1)[49]") is None
+    assert browser.js("document.querySelector('output').innerText") == "0.9"
+    # The values themselves stay behind the smooth line, without a second name in the legend.
+    shown = browser.js("[...primusCharts[1].root.querySelectorAll('.u-series')].filter(e => e.offsetWidth).length")
+    assert shown == 2
+
+
+def test_a_log_axis_is_logarithmic(browser: Browser) -> None:
+    def apart() -> list[float]:
+        return [
+            browser.js(f"primusCharts[0].valToPos({a}, 'y') - primusCharts[0].valToPos({b}, 'y')")
+            for a, b in ((1, 10), (10, 100))
+        ]
+
+    linear = apart()
+    assert linear[1] > 5 * linear[0]
+    browser.js("document.querySelector('#log').click()")
+    assert apart()[0] == pytest.approx(apart()[1], rel=0.01)
+
+
+def test_equal_lines_are_both_seen_and_a_name_hides_its_line(browser: Browser) -> None:
+    # Along one column of pixels, the colours of both lines.
+    script = """(() => {
+      const c = primusCharts[0], d = devicePixelRatio, x = Math.round(c.valToPos(80.5, 'x', true));
+      const ctx = c.root.querySelector('canvas').getContext('2d'), rows = c.root.querySelector('canvas').height;
+      const seen = new Set(), raw = ctx.getImageData(x, 0, 1, rows).data;
+      for (let i = 0; i < rows; i++) seen.add([...raw.slice(4 * i, 4 * i + 3)].join());
+      const want = ['--s0', '--s1'].map(n => getComputedStyle(document.documentElement).getPropertyValue(n));
+      return want.map(h => [1, 3, 5].map(i => parseInt(h.trim().slice(i, i + 2), 16)).join()).map(v => seen.has(v));
+    })()"""
+    assert browser.js(script) == [True, True]
+    browser.js("primusCharts[0].root.querySelectorAll('.u-series th')[2].click()")
+    assert browser.js("new Promise(done => setTimeout(done, 50)).then(() => " + script + ")") == [True, False]

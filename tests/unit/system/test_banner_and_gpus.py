@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primus.gpus import detect
+from primus.plan.skeleton import shell_setup
+from primus.schema import build
+from primus.system import banner
+from primus.versions.components import Versions
+from primus.yamlfile import read
+
+SRC = Path(__file__).resolve().parents[3] / "src"
+
+
+def kfd(root: Path, *versions: int, node: bool = True) -> None:
+    for number, version in enumerate((0, *versions)):
+        folder = root / f"sys/class/kfd/kfd/topology/nodes/{number}"
+        folder.mkdir(parents=True)
+        simds = 0 if number == 0 else 1216
+        (folder / "properties").write_text(f"cpu_cores_count 0\nsimd_count {simds}\ngfx_target_version {version}\n")
+    if node:
+        (root / "dev").mkdir()
+        (root / "dev/kfd").touch()
+
+
+def test_no_gpu(tmp_path: Path) -> None:
+    assert detect.detect(tmp_path) == detect.Found()
+    assert "none found" in detect.detect(tmp_path).sentence()
+
+
+def test_amd_gpus_are_named_by_their_arch(tmp_path: Path) -> None:
+    kfd(tmp_path, *[90402] * 8)
+    found = detect.detect(tmp_path)
+    assert (found.vendor, len(found.names), found.usable) == ("amd", 8, True)
+    assert found.sentence() == "8 × AMD Instinct MI300X or MI325X (gfx942)"
+
+
+def test_an_unknown_gpu_is_said_to_be_unknown(tmp_path: Path) -> None:
+    kfd(tmp_path, 120501)
+    assert detect.detect(tmp_path).sentence() == "1 × unknown AMD GPU (gfx1251)"
+
+
+def test_a_gpu_without_its_device_node_is_not_usable(tmp_path: Path) -> None:
+    kfd(tmp_path, 90500, node=False)
+    found = detect.detect(tmp_path)
+    assert not found.usable
+    assert "--device /dev/kfd" in found.sentence()
+
+
+def test_nvidia_gpus(tmp_path: Path) -> None:
+    folder = tmp_path / "proc/driver/nvidia/gpus/0000:19:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
+    assert "--gpus all" in detect.detect(tmp_path).sentence()
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    (tmp_path / "dev/nvidia-uvm").touch()
+    assert detect.detect(tmp_path).sentence() == "1 × NVIDIA H200"
+
+
+def test_nvidia_nodes_alone_are_an_unknown_gpu(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    assert detect.detect(tmp_path).names == ("unknown NVIDIA GPU",)
+
+
+@pytest.mark.parametrize("text", ["", "simd_count\n", "simd_count many\n", "\x00\xff"])
+def test_broken_driver_files_never_raise(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "sys/class/kfd/kfd/topology/nodes/0"
+    folder.mkdir(parents=True)
+    (folder / "properties").write_text(text)
+    assert detect.detect(tmp_path) == detect.Found()
+
+
+@pytest.mark.parametrize(
+    ("version", "arch"), [(90402, "gfx942"), (90500, "gfx950"), (90010, "gfx90a"), (100300, "gfx1030")]
+)
+def test_arch_of_a_target_version(version: int, arch: str) -> None:
+    assert f"({arch})" in detect.name_of_gfx(version)
+
+
+def test_when_to_greet() -> None:
+    assert banner.wanted(["bash"], {}, terminal=False)
+    assert banner.wanted(["/bin/sh"], {"PRIMUS_NO_BANNER": "0"}, terminal=False)
+    assert banner.wanted(["python3", "x.py"], {}, terminal=True)
+    assert not banner.wanted(["python3", "x.py"], {}, terminal=False)
+    assert not banner.wanted(["bash", "-c", "true"], {}, terminal=False)
+    assert not banner.wanted(["bash"], {"PRIMUS_NO_BANNER": "1"}, terminal=True)
+
+
+def test_the_greeting() -> None:
+    image = {
+        "release": "v26.11",
+        "target": "cpu",
+        "channel": "pypi",
+        "components": {"PyTorch": "2.13.0", "Triton": "3.6.0"},
+    }
+    assert banner.compose(image, "none found").splitlines() == [
+        "Primus v26.11 cpu (pypi channel)",
+        "  PyTorch  2.13.0",
+        "  Triton   3.6.0",
+        "  GPU: none found",
+        "  start: primus train llama3-proxy    help: primus --help",
+    ]
+    assert banner.compose({}, "x").startswith("Primus unnamed build\n")
+
+
+def greet(*command: str, image: str | None = None, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run the banner as the image does, with another image file."""
+    file = tmp_path / "image.json"
+    if image is not None:
+        file.write_text(image)
+    code = (
+        "import sys; from pathlib import Path; from primus.system import banner; "
+        f"banner.IMAGE_FILE = Path({str(file)!r}); sys.exit(banner.main(sys.argv[1:]))"
+    )
+    environment = {"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"], "HOME": "/nonexistent"}
+    return subprocess.run(
+        [sys.executable, "-c", code, *command],
+        env=environment,
+        input="",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_command_replaces_the_banner(tmp_path: Path) -> None:
+    ended = greet("sh", "-c", "echo out; exit 9", tmp_path=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (9, "out\n", "")
+
+
+def test_a_shell_is_greeted_on_standard_error_only(tmp_path: Path) -> None:
+    ended = greet("sh", image=json.dumps({"release": "v26.11", "target": "cpu"}), tmp_path=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    assert ended.stderr.startswith("Primus v26.11 cpu\n")
+
+
+@pytest.mark.parametrize("image", [None, "", "{broken", "[]", '{"components": 5}', '{"components": {"a": null}}'])
+def test_a_broken_image_file_never_stops_the_command(image: str | None, tmp_path: Path) -> None:
+    assert greet("sh", image=image, tmp_path=tmp_path).returncode == 0
+
+
+def test_a_missing_command_is_127_as_in_a_shell(tmp_path: Path) -> None:
+    ended = greet("no-such-command", tmp_path=tmp_path)
+    assert ended.returncode == 127
+    assert "no command 'no-such-command'" in ended.stderr
+    assert greet(str(tmp_path), tmp_path=tmp_path).returncode == 126
+
+
+def test_the_inside_never_loads_the_outside() -> None:
+    code = (
+        "import sys, primus.cli.image.train, primus.system.banner, primus.report.html; "
+        "import primus.training.record; "
+        "outside = ('versions', 'plan', 'build', 'oci', 'gates', 'sandbox', 'release', 'cli.host'); "
+        "print([m for m in sys.modules if m.removeprefix('primus.').startswith(outside) or m == 'torch'])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout == "[]\n"
+
+
+def test_what_ships_imports_only_what_ships() -> None:
+    """Imports inside functions count, too: they fail when a user gets there."""
+    root = Path(__file__).parents[3]
+    (pin,) = build(Versions, read(root / "versions.yaml")).components["primus"].pins
+    shipped = {file for word in pin.include for file in [SRC / "primus" / word, *(SRC / "primus" / word).rglob("*.py")]}
+    wanted = {}
+    for file in (file for file in shipped if file.suffix == ".py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            wanted |= {name: file.name for name in names if name.startswith("primus.")}
+    missing = {
+        name: file
+        for name, file in wanted.items()
+        if not shipped & {SRC / f"{name.replace('.', '/')}.py", SRC / name.replace(".", "/") / "__init__.py"}
+    }
+    # main.py asks for these where the host's verbs are there.
+    assert missing == {"primus.cli.host": "main.py", "primus.build.unchanged": "main.py"}
+
+
+def test_a_preview_says_what_it_lacks() -> None:
+    text = banner.compose(
+        {"release": "v26.11", "target": "mi355x", "preview": "PyTorch has no GPU support in it"}, "none"
+    )
+    assert "PREVIEW, no release: PyTorch has no GPU support in it" in text
+    assert "PREVIEW" not in banner.compose({"release": "v26.11", "preview": None}, "none")
+
+
+@pytest.mark.parametrize(
+    ("command", "added"),
+    [
+        (["bash"], True),
+        (["/bin/bash", "-ic", "true"], True),
+        (["bash", "--rcfile", "mine"], False),
+        (["bash", "--norc"], False),
+        (["sh"], False),
+        (["primus", "train", "bash"], False),
+    ],
+)
+def test_bash_gets_the_images_start_up_file(
+    command: list[str], added: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(banner, "BASHRC", tmp_path / "bashrc")
+    assert banner.with_bashrc(command) == command, "an image without the file"
+    (tmp_path / "bashrc").touch()
+    wanted = [command[0], "--rcfile", str(tmp_path / "bashrc"), *command[1:]] if added else command
+    assert banner.with_bashrc(command) == wanted
+
+
+def test_a_login_shell_finds_primus_and_loads_its_completion_at_the_first_tab(tmp_path: Path) -> None:
+    profile = shell_setup("opt/venv/lib/python3.11/site-packages/primus")["etc/profile.d/primus.sh"]["text"]
+    (tmp_path / "primus.sh").write_text(str(profile))
+    tool = tmp_path / "register-python-argcomplete"
+    tool.write_text('#!/bin/sh\necho "complete -W words $1"\n')
+    tool.chmod(0o755)
+    script = '. ./primus.sh; . ./primus.sh; echo "$PATH"; _primus_first_tab; echo "$?"; complete -p primus'
+    ended = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eu", "-c", script.replace("_tab;", "_tab || echo again;")],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.split("\n")[:2] == [f"/opt/venv/bin:{tmp_path}:/usr/bin:/bin", "again"]
+    assert "complete -W 'words' primus" in ended.stdout
+    # Other shells read the file, too.
+    subprocess.run(["dash", "-eu", str(tmp_path / "primus.sh")], env={"PATH": "/bin"}, check=True)

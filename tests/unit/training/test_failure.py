@@ -1,0 +1,160 @@
+"""The first cause of a failed job, from what its ranks noted and what its log says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from primus.errors import InputError
+from primus.training.failure import cause, known, note, share, text_of
+
+SRC = Path(__file__).resolve().parents[3] / "src"
+PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
+REPORT = """\
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+primus.training.fsdp.entry FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-22_15:00:00
+  host      : node
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 6)
+  traceback : Signal 15 (SIGTERM) received by PID 6
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-22_15:00:00
+  host      : node
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {code} (pid: 7)
+  error_file: <N/A>
+  traceback : {said}
+============================================================
+"""
+PLAIN = REPORT.format(rank=0, code=1, said="To enable traceback see: https://pytorch.org/docs/stable/elastic")
+KILLED = REPORT.format(rank=1, code=-9, said="Signal 9 (SIGKILL) received by PID 7")
+
+
+def left(folder: Path, log: str, *notes: tuple[float, int, str]) -> Path:
+    (folder / "cache" / "failures").mkdir(parents=True)
+    (folder / "log.txt").write_text(log)
+    for when, rank, text in notes:
+        note = {"time": when, "rank": rank, "text": text}
+        (folder / "cache" / "failures" / f"{rank}.json").write_text(json.dumps(note))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("log", "notes", "code", "wanted"),
+    [
+        (PLAIN, [(2.0, 0, "KeyError: 'b'"), (1.0, 1, "KeyError: 'a'")], 1, "rank 1: KeyError: 'a'"),
+        (PLAIN, [(1.0, 0, PEER), (2.0, 1, "ValueError: no")], 1, "rank 1: ValueError: no"),
+        (PEER + "\n" + KILLED, [(1.0, 0, PEER)], 1, "rank 1: ended by signal 9 (SIGKILL) (the kernel does this"),
+        (PLAIN, [(1.0, 0, PEER)], 1, "rank 0: RuntimeError: [../gloo"),
+        (
+            "Traceback (most recent call last):\n  File \"x\"\n[rank0]: ModuleNotFoundError: No module named 'x'\n"
+            + PLAIN, [], 1, "ModuleNotFoundError: No module named 'x'",
+        ),
+        ("Segmentation\n", [], -11, "ended by signal 11 (SIGSEGV)"),
+        ("", [], 137, "ended by signal 9 (SIGKILL) (the kernel"),
+        ("  step: 1\nlast words\n\n", [], 7, "exit code 7; the log ends with: last words"),
+        ("", [], 7, "exit code 7"),
+        (
+            PLAIN, [(1.0, 0, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")], 1,
+            "2.00 GiB. (a smaller batch per rank",
+        ),
+        (
+            "[rank0]: RuntimeError: unexpected pos 704\n[rank0]: OSError: [Errno 28] No space left on device\n",
+            [(1.0, 0, "CheckpointException: ranks [0, 1]")], 1, "No space left on device (the disk with the results",
+        ),
+    ],
+)  # fmt: skip
+def test_the_first_cause(tmp_path: Path, log: str, notes: list[tuple[float, int, str]], code: int, wanted: str) -> None:
+    assert wanted in str(cause(left(tmp_path, log, *notes), code))
+
+
+def test_a_job_that_passed_has_no_cause_and_broken_notes_are_none(tmp_path: Path) -> None:
+    folder = left(tmp_path, "ValueError: caught and logged\n")
+    assert cause(folder, 0) is None
+    (folder / "cache" / "failures" / "0.json").write_text("{")
+    assert str(cause(folder, 1)) == "ValueError: caught and logged"
+    assert str(cause(tmp_path / "absent", 1)) == "exit code 1"
+
+
+def test_a_rank_that_a_signal_ends_on_another_node_is_the_cause_on_every_node(tmp_path: Path) -> None:
+    """Node 0 only sees that its peer is gone; node 1's report names the signal, in a log of its own."""
+    left(tmp_path, PLAIN, (1.0, 0, PEER))
+    other = tmp_path / "node-1"
+    other.mkdir()
+    (other / "log.txt").write_text(KILLED)
+    assert PEER in str(cause(tmp_path, 1))
+    later = threading.Timer(0.5, share, (tmp_path, other / "log.txt", 0.0))
+    later.start()
+    started = time.monotonic()
+    share(tmp_path, tmp_path / "log.txt", 30.0)
+    later.join()
+    assert time.monotonic() - started < 10
+    for folder in (tmp_path, other):
+        assert str(cause(folder, 1, tmp_path)).startswith("rank 1: ended by signal 9 (SIGKILL) (the kernel does this")
+
+
+def test_a_node_does_not_wait_long_for_a_reason_that_never_comes(tmp_path: Path) -> None:
+    left(tmp_path, PLAIN, (1.0, 0, PEER))
+    started = time.monotonic()
+    share(tmp_path, tmp_path / "log.txt", 0.5)
+    assert 0.4 < time.monotonic() - started < 5
+    assert PEER in str(cause(tmp_path, 1, tmp_path))
+
+
+def test_a_note_of_any_rank_is_known(tmp_path: Path) -> None:
+    assert not known(tmp_path)
+    note(tmp_path, 3, "ValueError: no")
+    assert known(tmp_path)
+
+
+def test_what_an_error_says_is_its_own_last_line() -> None:
+    worker = RuntimeError(
+        "Caught KeyError in worker 0.\nOriginal Traceback (most recent call last):\n  x\nKeyError: 'text'"
+    )
+    assert text_of(worker) == "KeyError: 'text'"
+    assert text_of(SystemExit("the weights lack x")) == "the weights lack x"
+    assert text_of(InputError("no", where="a:1", hint="do")) == "a:1: no → do"
+    assert text_of(RuntimeError("Error(s) in loading state_dict:\n\tMissing key(s): a\n")) == (
+        "RuntimeError: Error(s) in loading state_dict: Missing key(s): a"
+    )
+    try:
+        try:
+            raise KeyError("text")
+        except KeyError as error:
+            raise RuntimeError("while reading") from error
+    except RuntimeError as error:
+        assert text_of(error) == "RuntimeError: while reading; raised from KeyError: 'text'"
+
+
+@pytest.mark.parametrize(
+    ("statement", "wanted"),
+    [
+        ("raise ValueError('no')", "rank 3: ValueError: no"),
+        ("sys.exit('told')", "rank 3: told"),
+        ("sys.exit(0)", None),
+        ("pass", None),
+    ],
+)
+def test_a_rank_notes_why_it_ends(tmp_path: Path, statement: str, wanted: str | None) -> None:
+    start = "import sys, pathlib\nfrom primus.training.failure import noting\n"
+    code = f"{start}with noting(pathlib.Path(sys.argv[1])):\n    {statement}"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=os.environ | {"PYTHONPATH": str(SRC), "RANK": "3"},
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert bool(ended.returncode) is (wanted is not None)
+    found = cause(tmp_path, ended.returncode)
+    assert (str(found) if found else None) == wanted

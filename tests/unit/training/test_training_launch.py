@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from primus.cli.main import main
+from primus.training import launch
+
+SRC = Path(__file__).resolve().parents[3] / "src"
+
+
+def run(code: str, tmp_path: Path, lines: list[str] | None = None) -> launch.Ended:
+    seen: list[str] = [] if lines is None else lines
+    return launch.run(
+        [sys.executable, "-c", code], log=tmp_path / "log.txt", environment=os.environ, on_line=seen.append
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_exit_code_is_the_processes_own_and_the_log_holds_both_streams(tmp_path: Path) -> None:
+    lines: list[str] = []
+    ended = run("import sys; print('out'); print('err', file=sys.stderr); sys.exit(7)", tmp_path, lines)
+    assert ended.exit_code == 7
+    assert sorted((tmp_path / "log.txt").read_text().split()) == ["err", "out"]
+    assert sorted(lines) == ["err\n", "out\n"]
+
+
+def test_a_signal_is_a_negative_exit_code(tmp_path: Path) -> None:
+    assert run("import os; os.kill(os.getpid(), 9)", tmp_path).exit_code == -9
+
+
+def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 2.0)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", tmp_path], check=False, capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted: {mounted.stderr.strip()}")
+    try:
+        code = """
+            import time
+            try:
+                open("DIR/data", "wb", buffering=0).write(bytes(8 << 20))
+                open("DIR/data", "ab", buffering=0).write(bytes(8 << 20))
+            except OSError as error:
+                for number in range(3000):
+                    print(number, flush=True)
+                print(error, flush=True)
+                time.sleep(600)
+        """
+        lines: list[str] = []
+        ended = run(textwrap.dedent(code).replace("DIR", str(tmp_path)), tmp_path, lines)
+        assert ended.exit_code == -signal.SIGTERM
+        assert len(lines) == 3001
+        text = (tmp_path / "log.txt").read_text()
+        assert "the disk was full; " in text
+        assert text.endswith("\n2999\n[Errno 28] No space left on device\n")
+        assert not (tmp_path / ".reserve").exists()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_the_environment_is_the_one_given(tmp_path: Path) -> None:
+    ended = launch.run(
+        [sys.executable, "-c", "import os; raise SystemExit(int(os.environ['CODE']))"],
+        log=tmp_path / "log.txt",
+        environment={"CODE": "5"},
+    )
+    assert ended.exit_code == 5
+
+
+def test_no_child_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    code = (
+        "import subprocess, os, time\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert run(code, tmp_path).exit_code == -9
+    assert not alive(int(pid_file.read_text()))
+
+
+def test_ranks_that_wait_for_a_failed_node_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(launch, "_LOOK_SECONDS", 0.2)
+    started = time.monotonic()
+    ended = launch.run(
+        [sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log.txt", environment=os.environ,
+        others_failed=lambda: time.monotonic() - started > 1,
+    )  # fmt: skip
+    assert ended.exit_code == -signal.SIGTERM
+    assert 2 < time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_ranks_and_then_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    pid_file = tmp_path / "pid"
+    inner = (
+        "import os, subprocess, time, signal\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"open({str(pid_file)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    outer = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from primus.training import launch\n"
+        "try:\n"
+        f"    launch.run([sys.executable, '-c', {inner!r}], log=Path({str(tmp_path / 'log.txt')!r}),"
+        " environment=os.environ)\n"
+        "except KeyboardInterrupt:\n"
+        "    sys.exit(130)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", outer], env=os.environ | {"PYTHONPATH": str(SRC)})
+    deadline = time.monotonic() + 20
+    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 130
+    assert not alive(int(pid_file.read_text()))
+
+
+def test_train_dry_run_shows_values_with_their_origins(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [
+        "train",
+        "llama3-proxy",
+        "--steps",
+        "9",
+        "--dry-run",
+        "--output",
+        str(tmp_path / "x"),
+        "optimizer.lr=0.5",
+    ]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "command line: optimizer.lr=0.5" in shown
+    assert "llama3-proxy.yaml:" in shown
+    assert "steps 1–9" in shown
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lama3-proxy"], "did you mean 'llama3-proxy'"),
+        (["llama3-proxy", "--ranks", "0"], "at least 1"),
+        (["llama3-proxy", "--ranks", "3"], "not a multiple"),
+        (["llama3-proxy", "--resume-from", "/nowhere"], "no checkpoint folder /nowhere"),
+        (["llama3-proxy", "--resume-from", "/tmp"], "contains no checkpoint"),
+        (["llama3-proxy", "training.steps=many"], "must be a whole number"),
+    ],
+)
+def test_bad_input_is_a_sentence_and_2(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["train", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_finished_checkpoint_cannot_be_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    kept = tmp_path / "run" / "checkpoint" / "step-20"
+    kept.mkdir(parents=True)
+    (kept / ".metadata").touch()
+    assert main(["train", "llama3-proxy", "--resume-from", str(tmp_path / "run"), "--dry-run"]) == 2
+    assert "already at step 20 of 20" in capsys.readouterr().err
+    assert main(["train", "llama3-proxy", "--resume-from", str(kept), "--steps", "30", "--dry-run"]) == 0
+    assert "steps 21–30" in capsys.readouterr().out
+
+
+def test_without_torch_it_is_3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from primus.training import start
+
+    monkeypatch.setattr(start, "find_spec", lambda name: None)
+    assert main(["train", "llama3-proxy"]) == 3
+    assert "torch and torchtitan cannot be imported" in capsys.readouterr().err

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primus.errors import InputError
+from primus.schema import build
+from primus.versions.components import Versions
+from primus.yamlfile import parse, read
+
+ROOT = Path(__file__).parents[3]
+
+HEAD = """\
+release: v26.11
+created: 2026-11-20
+bases:
+  bookworm: {suite: bookworm, python: 3.11.2, packages: [python3-minimal]}
+"""
+ONE = HEAD + "components:\n  torch:\n    name: PyTorch\n    pins:\n      - {PIN}\n"
+
+
+def versions(text: str) -> Versions:
+    return build(Versions, parse(text, "versions.yaml"))
+
+
+def refused(text: str) -> InputError:
+    with pytest.raises(InputError) as caught:
+        versions(text)
+    return caught.value
+
+
+def pin(text: str) -> str:
+    return ONE.replace("PIN", text)
+
+
+def test_our_own_file_is_good() -> None:
+    assert build(Versions, read(ROOT / "versions.yaml")).components
+
+
+@pytest.mark.parametrize(
+    "version",
+    ["2.13.0", "2.13.0+cpu", "2.13.0+rocm7.15", "1.0rc1", "1.0.post2", "1.0.dev20261120", "2.0a1.dev3+git0123abc"],
+)
+def test_exact_versions_are_taken(version: str) -> None:
+    made = versions(pin(f"wheel: torch, version: {version}, channel: pypi"))
+    assert made.components["torch"].pins[0].version == version
+
+
+@pytest.mark.parametrize(
+    "moving", ["main", "latest", ">=2.13", "2.*", "~=2.13", "==2.13.0", "0a1b2c3", "v2.13.0", "2.13.0 ", "nightly"]
+)
+def test_moving_references_are_refused_with_the_reason(moving: str) -> None:
+    error = refused(pin(f"wheel: torch, version: {moving!r}, channel: pypi"))
+    assert error.where == "versions.yaml:9:24"
+    assert "one exact version" in error.message
+    assert "can mean other bytes tomorrow" in error.message
+
+
+@pytest.mark.parametrize("suite", ["stable", "oldstable", "testing", "unstable", "latest"])
+def test_a_moving_suite_is_refused_with_the_reason(suite: str) -> None:
+    error = refused(pin("wheel: torch, version: 1.0, channel: pypi").replace("suite: bookworm", f"suite: {suite}"))
+    assert (error.where or "").startswith("versions.yaml:4:")
+    assert "moves" in error.message
+    assert "codename" in error.message
+
+
+def _base(text: str) -> str:
+    head = HEAD.replace("suite: bookworm, python: 3.11.2, packages: [python3-minimal]", text)
+    return head + "components: {}\n"
+
+
+def test_a_package_may_come_from_another_suite() -> None:
+    made = versions(_base("suite: sid, python: 3.14.10, packages: [rocminfo, hipcc/experimental]"))
+    assert made.bases["bookworm"].suites == ("sid", "experimental")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("suite: sid, python: 3.14.10, packages: [hipcc/unstable]", "'unstable' moves"),
+        ("suite: sid, python: 3.14.10, packages: [hipcc/]", "name/suite"),
+        ("suite: sid, python: 3.14.10, packages: [hipcc, hipcc/experimental]", "hipcc is named twice"),
+        ("suite: experimental, python: 3.14.10, packages: [hipcc]", "write `suite: sid`"),
+    ],
+)
+def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: str) -> None:
+    error = refused(_base(text))
+    assert (error.where or "").startswith("versions.yaml:4:")
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("version: 1.0, channel: pypi", "exactly one of wheel, sdist, git, deb, path"),
+        ("wheel: a, sdist: b, version: 1.0, channel: pypi", "exactly one of wheel, sdist, git, deb, path"),
+        ("wheel: a, channel: pypi", "needs an exact version"),
+        ("wheel: a, version: 1.0, channel: local", "channel other than local"),
+        ("path: src, channel: local", "has `to`"),
+        ("path: src, to: /opt, version: 1.0, channel: local", "its content is its version"),
+        ("path: src, to: opt, channel: local", "absolute path"),
+        ("sdist: a, version: 1.0, channel: pypi", "says how it becomes a wheel"),
+        ("wheel: a, version: 1.0, channel: pypi, build: {debs: [gcc]}", "says how it becomes a wheel"),
+        ("sdist: a, version: 1.0, channel: pypi, build: {wheels: [torch>=2]}", "a package name, or NAME==VERSION"),
+        ("sdist: a, version: 1.0, channel: pypi, build: {wheels: [torch==2.*]}", "a package name, or NAME==VERSION"),
+        ("sdist: a, version: 1.0, channel: pypi, build: {deps: [gcc]}", "did you mean 'debs'?"),
+        ("wheel: a, version: 1.0, channel: pypi, requires: [torch]", "`requires` goes with `sdist` or `git` only"),
+        ("deb: python3-a, channel: debian", "needs an exact version"),
+        ("deb: python3-a, version: 1.0, channel: pypi", "channel debian is for deb pins"),
+        ("wheel: a, version: 1.0, channel: debian", "channel debian is for deb pins"),
+        (
+            "sdist: a, version: 1.0, channel: pypi, build: {debs: [gcc]}, pure: true",
+            "`pure` and `without` go with `wheel` only",
+        ),
+        ("path: src, to: '{here}/a', channel: local", "{site}/NAME"),
+        ("wheel: a, version: 1.0, channel: debain", "did you mean 'debian'?"),
+        ("wheel: a, verison: 1.0, channel: pypi", "did you mean 'version'?"),
+        ("wheel: a, version: 1.0", "'channel' is missing"),
+        ("wheel: a, version: 1.0, channel: pypi, line: 3", "unknown key 'line'"),
+    ],
+)
+def test_a_pin_says_one_thing(text: str, words: str) -> None:
+    error = refused(pin(text))
+    assert words in str(error)
+    assert (error.where or "").startswith("versions.yaml:")
+
+
+def test_one_pin_per_channel_and_target() -> None:
+    line = "- {wheel: torch, version: 1.0, channel: pypi, targets: [cpu]}"
+    text = pin("wheel: torch, version: 2.0, channel: pypi, targets: [cpu, h200]") + f"      {line}\n"
+    assert "two pins for channel pypi, target cpu" in refused(text).message
+
+
+def test_the_same_component_twice() -> None:
+    text = pin("wheel: torch, version: 2.0, channel: pypi")
+    error = refused(text + "  torch:\n    name: again\n    pins: []\n")
+    assert error.where == "versions.yaml:10:3"
+    assert "duplicate key" in error.message
+
+
+@pytest.mark.parametrize("line", ["release: 26.11", "release: latest", "created: today", "created: 2026-1-2"])
+def test_the_head_is_exact(line: str) -> None:
+    key = line.partition(":")[0]
+    text = "\n".join(
+        line if row.startswith(key) else row for row in pin("wheel: a, version: 1.0, channel: pypi").split("\n")
+    )
+    assert f"{key} must be" in refused(text).message
+
+
+def test_names_are_plain() -> None:
+    text = pin("wheel: a, version: 1.0, channel: pypi").replace("  torch:", "  Torch_x:")
+    assert "'Torch_x' is no name" in refused(text).message
+
+
+def test_pin_in_words() -> None:
+    made = versions(pin("path: src, to: /opt, channel: local"))
+    assert made.components["torch"].pins[0].text == "src → /opt"
+
+
+GIT = "git: https://127.0.0.1/a, package: a, version: 1.0, channel: amd, build: {}"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{GIT}, commit: main", "a full commit of 40 digits"),
+        (f"{GIT}, commit: 0123456", "a full commit of 40 digits"),
+        (GIT, "has `commit` and `package`"),
+        (f"wheel: a, version: 1.0, channel: amd, commit: {'0' * 40}, package: a", "and only it, has `commit`"),
+        ("wheel: a, version: 1.0, channel: amd, build: {}", "says how it becomes a wheel"),
+        (f"{GIT.replace('{}', '{built: [gone]}')}, commit: {'0' * 40}", "no component is called 'gone'"),
+        ("git: main, package: a, version: 1.0, channel: amd", "a URL that git fetches from"),
+    ],
+)
+def test_a_repository_is_pinned_by_its_full_commit(text: str, words: str) -> None:
+    assert words in str(refused(pin(text)))
+
+
+def test_an_image_is_pinned_by_digest() -> None:
+    text = pin("wheel: a, version: 1.0, channel: pypi")
+    digest = "0" * 64
+    for image, good in (("ubuntu:24.04", False), ("ubuntu", False), (f"ubuntu@sha256:{digest}", True)):
+        changed = text.replace("suite: bookworm", f"image: {image}, suite: bookworm")
+        if good:
+            assert versions(changed).bases["bookworm"].image == image
+        else:
+            assert "a tag can mean other bytes tomorrow" in str(refused(changed))
+
+
+def test_a_device_pin_is_of_the_targets_architecture() -> None:
+    made = versions(pin('wheel: "torch-device-{arch}", version: 1.0, channel: amd')).components["torch"].pins[0]
+    assert made.resolved(3, "gfx942").wheel == "torch-device-gfx942"
+    assert made.resolved(3, "gfx942").place == 3
+    with pytest.raises(ValueError, match="the target has none"):
+        made.resolved(0, None)

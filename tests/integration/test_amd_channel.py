@@ -96,6 +96,16 @@ def test_the_lock_names_files_and_their_index(channel: Channel) -> None:
     assert "127.0.0.1" not in json.dumps(lock["files"])
 
 
+def test_rdma_user_space_is_locked_and_built_over_the_image(
+    channel: Channel, images: dict[str, dict[str, Any]]
+) -> None:
+    lock = json.loads((channel.kit.root / "images/locks/amd/mi355x.json").read_text())
+    extra = {row["name"] for row in lock["files"] if row.get("base") == "ubuntu-24.04 rdma"}
+    assert {"libibverbs1", "ibverbs-providers", "ibverbs-utils"} <= extra
+    assert not extra & {row["name"] for row in lock["files"] if row.get("base") == "ubuntu-24.04"}
+    assert layers(images["mi355x"])["extra rdma"] == layers(images["mi300x"])["extra rdma"]
+
+
 def test_base_layers_go_in_as_they_are(channel: Channel, images: dict[str, dict[str, Any]]) -> None:
     lock = json.loads((channel.kit.root / "images/locks/amd/mi300x.json").read_text())
     given = [f["sha256"] for f in lock["files"] if f["kind"] == "layer" and f["base"] == "ubuntu-24.04"]

@@ -143,6 +143,22 @@ def test_packages_of_another_suite_leave_the_rest_alone(later: Server, tmp_path:
     assert all(cache.verify(f.sha256) for f in files)
 
 
+def test_an_extra_has_what_its_base_lacks_and_not_what_only_maintainer_scripts_call(archive: Server) -> None:
+    for name, needs in {
+        "adduser": "passwd",
+        "passwd": "",
+        "libverbs": "adduser, libthing",
+        "verbs": "libverbs",
+    }.items():
+        make_deb(archive.root / "pool", name, "1", needs=needs)
+    index_debs(archive.root, "bookworm")
+    over = BaseRequest(suite="bookworm", python="3.11.2", packages=("python3.11-minimal", "verbs"), over="b")
+    request = Request(target="t", channel="debian", python="3.11", bases={"b": _base(), "b rdma": over})
+    lock = resolve(request, previous=None, progress=QuietProgress())
+    assert {f.name for f in lock.of("deb", "b rdma")} == {"libverbs", "verbs"}
+    assert {"core", "libthing"} <= {f.name for f in lock.of("deb", "b")}
+
+
 def test_what_must_come_from_the_other_suite_too_is_said(later: Server) -> None:
     with pytest.raises(InputError, match=r"do not fit together: tool : Depends: libtool \(>= 2\)") as caught:
         _resolve(_base("tool/sid"))

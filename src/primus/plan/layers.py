@@ -24,7 +24,7 @@ from primus.plan.skeleton import (
     working_folders,
 )
 from primus.plan.source import BYTECODE, ORDER, WHEEL_SCRIPT
-from primus.plan.target import build_root
+from primus.plan.target import build_root, extra_root
 from primus.plan.trim import TRIM, VARIANT
 from primus.versions.components import Base, Build, Pin, normalised
 from primus.versions.lock import Lock, LockedFile
@@ -66,6 +66,7 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
         inside = [a for a in layers if not a.tree]
         local = [a for a in layers if a.tree]
         layers = [*inside, turbo_action(resolved, stats, inside, prefix, tool), *local]
+    layers += [_extra(resolved, choice.base, extra, tool) for extra in resolved.extras if choice.base]
     facts = {
         "release": versions.release,
         "target": resolved.name,
@@ -74,6 +75,7 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
         "components": {
             versions.components[c].name: p.version for c, p in (*pins.items(), *resolved.inside.items()) if p.version
         },
+        **({"extras": list(resolved.extras)} if resolved.extras else {}),
     }
     held = constraints(resolved)
     if prefix:
@@ -90,6 +92,8 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
     labels = {f"io.primus.pins.{c}": p.version or "local" for c, p in every.items()}
     if choice.preview:
         labels["io.primus.preview"] = choice.preview
+    if resolved.extras:
+        labels["io.primus.extras"] = " ".join(resolved.extras)
     created = f"{versions.created}T00:00:00Z"
     return ImagePlan(
         resolved=resolved,
@@ -174,6 +178,27 @@ def _base(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> Act
             *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
         ),
         spec={"suite": about.suite, "trim": list(TRIM), **kernels, **over},
+        files=debs,
+    )
+
+
+def _extra(resolved: ResolvedTarget, base: str, extra: str, tool: str) -> Action:
+    """The packages of an extra, unpacked over the base."""
+    debs, where = _need(resolved).of("deb", extra_root(base, extra)), resolved.base_place(base, "extras", extra)
+    if not debs:
+        raise InputError(
+            f"extra {extra} adds nothing to {resolved.name}: base {base} already has its packages",
+            where=resolved.place("extras", resolved.choice.channel),
+            hint="leave it out",
+        )
+    return Action(
+        name=f"extra {extra}",
+        kind="debs",
+        inputs=(
+            Input(name="assembler", value=tool),
+            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
+        ),
+        spec={"suite": resolved.versions.bases[base].suite, "trim": list(TRIM), "over": base},
         files=debs,
     )
 

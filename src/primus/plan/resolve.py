@@ -11,9 +11,9 @@ from primus.gpus.generation import Generation
 from primus.gpus.table import generation
 from primus.plan.channel import Choice
 from primus.plan.project import Project
-from primus.plan.target import Target, environment_of, inside_of, pins_of, request_of
+from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
 from primus.versions.components import Pin, Versions
-from primus.versions.lock import Drift, Lock, Request, drift
+from primus.versions.lock import Drift, Lock, LockedFile, Request, drift
 from primus.versions.suites import name_of
 from primus.yamlfile import Document
 
@@ -27,7 +27,7 @@ class ResolvedTarget:
     ``pins`` are by component, in the target's order; ``inside`` are those of components that come inside the files of
     others. ``lock`` is the committed lock, None when there is none; it may
     be stale (see :attr:`stale`). ``lock_path`` is where it is committed. ``environment`` is that of every container.
-    ``root`` is the folder that paths of local components start from.
+    ``extras`` are the optional layers. ``root`` is the folder that paths of local components start from.
     """
 
     name: str
@@ -37,6 +37,7 @@ class ResolvedTarget:
     choice: Choice
     pins: Mapping[str, Pin]
     inside: Mapping[str, Pin]
+    extras: tuple[str, ...] = ()
     gpu: Generation | None
     environment: Mapping[str, str]
     request: Request
@@ -76,6 +77,17 @@ class ResolvedTarget:
         """The command that resolves its pins anew, for the channel that was chosen."""
         several = len(self.target.channels) > 1
         return f"primus lock {self.name}" + (f" --channel {self.choice.channel}" if several else "")
+
+    @property
+    def roots(self) -> tuple[str, ...]:
+        """What the lock calls the base and its extras, whose packages are in the image."""
+        base = self.choice.base
+        return (base, *(extra_root(base, extra) for extra in self.extras)) if base else ()
+
+    @property
+    def debs(self) -> tuple[LockedFile, ...]:
+        """The Debian packages of the image; none without a lock."""
+        return tuple(file for root in self.roots for file in self.lock.of("deb", root)) if self.lock else ()
 
     @property
     def stale(self) -> tuple[Drift, ...]:
@@ -127,6 +139,7 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
     pins = pins_of(versions, name, choice.sources, gpu.arch if gpu else target.arch, where)
     base = versions.bases.get(choice.base or "")
     packages = {name_of(p) for p in base.packages} if base else set()
+    extras = extras_of(versions, target, choice.channel, choice.base, lambda *key: document.where(key))
     return ResolvedTarget(
         name=name,
         root=project.root,
@@ -135,9 +148,10 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
         choice=choice,
         pins=pins,
         inside=inside_of(versions, name, choice.sources, pins, packages),
+        extras=extras,
         gpu=gpu,
         environment=environment_of(target, project.gpus if gpu else None, lambda *key: document.where(key)),
-        request=request_of(versions, name, choice.channel, choice.base, pins),
+        request=request_of(versions, name, choice.channel, choice.base, pins, extras),
         lock=project.lock(name),
         lock_path=project.lock_path(name),
         versions_document=project.versions_document,

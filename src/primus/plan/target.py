@@ -13,7 +13,17 @@ from primus.schema import described
 from primus.versions.components import Pin, Versions, normalised
 from primus.versions.lock import BaseRequest, Commit, Request
 
-__all__ = ["Target", "Variable", "build_root", "environment_of", "inside_of", "pins_of", "request_of"]
+__all__ = [
+    "Target",
+    "Variable",
+    "build_root",
+    "environment_of",
+    "extra_root",
+    "extras_of",
+    "inside_of",
+    "pins_of",
+    "request_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +48,10 @@ class Target:
         "Components per channel that enter it beside `components`.", default_factory=dict
     )
     base: str | None = described("Base of versions.yaml below the layers; none for an empty one.", default=None)
+    extras: Mapping[str, tuple[str, ...]] = described(
+        "Optional layers per channel, by their names under `extras` of the base in versions.yaml.",
+        default_factory=dict,
+    )
     gpu: str | None = described(
         "Generation of the GPU table; its environment is baked in, under that of this file.", default=None
     )
@@ -157,7 +171,32 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
     return result
 
 
-def request_of(versions: Versions, name: str, channel: str, base: str | None, pins: Mapping[str, Pin]) -> Request:
+def extras_of(
+    versions: Versions, target: Target, channel: str, base: str | None, where: Callable[..., str]
+) -> tuple[str, ...]:
+    """The target's extras on ``channel``. ``where`` gives the place of a key in the target file.
+
+    Raises InputError for a channel that the target does not have, and for an extra that ``base`` does not have or that
+    is listed twice.
+    """
+    if unknown := next((name for name in target.extras if name not in target.channels), None):
+        hint = "its channels: " + ", ".join(target.channels)
+        raise InputError(f"extras: there is no channel {unknown!r} here", where=where("extras", unknown), hint=hint)
+    known = versions.bases[base].extras if base and base in versions.bases else {}
+    chosen = target.extras.get(channel, ())
+    for index, extra in enumerate(chosen):
+        place = where("extras", channel, index)
+        if extra not in known:
+            hint = did_you_mean(extra, known) or f"define it under bases.{base}.extras in versions.yaml"
+            raise InputError(f"base {base} has no extra {extra!r}", where=place, hint=hint)
+        if extra in chosen[:index]:
+            raise InputError(f"{extra} is listed twice", where=place, hint="keep one of the two")
+    return chosen
+
+
+def request_of(
+    versions: Versions, name: str, channel: str, base: str | None, pins: Mapping[str, Pin], extras: Sequence[str] = ()
+) -> Request:
     """What the target asks of the sources: the input of its lock. Raises InputError for a base that is not there."""
     if base and base not in versions.bases:
         raise InputError(f"{name}: no base is called {base!r}", hint="bases are defined in versions.yaml")
@@ -167,12 +206,21 @@ def request_of(versions: Versions, name: str, channel: str, base: str | None, pi
     debs: dict[str, tuple[str, ...]] = {base: ()} if base else {}
     debs |= {root: build.debs for root, build in builds.items() if base and build.debs}
     own = versions.bases[base] if base else None
+    if own and base:
+        debs |= {extra_root(base, extra): own.extras[extra] for extra in extras}
+    over = {extra_root(base, extra): base for extra in extras} if base else {}
     return Request(
         target=name,
         channel=channel,
         python=".".join(python.split(".")[:2]),
         bases={
-            root: BaseRequest(suite=own.suite, python=own.python, packages=(*own.packages, *more), image=own.image)
+            root: BaseRequest(
+                suite=own.suite,
+                python=own.python,
+                packages=tuple(dict.fromkeys((*own.packages, *more))),
+                image=own.image,
+                over=over.get(root),
+            )
             for root, more in debs.items()
             if own
         },
@@ -192,6 +240,11 @@ def request_of(versions: Versions, name: str, channel: str, base: str | None, pi
             normalised(p.wheel or p.sdist or "") for p in pins.values() if indexes and p.channel == channel
         ),
     )
+
+
+def extra_root(base: str, extra: str) -> str:
+    """What the lock calls the packages of ``extra`` over ``base``."""
+    return f"{base} {extra}"
 
 
 def build_root(package: str) -> str:

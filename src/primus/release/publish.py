@@ -124,8 +124,7 @@ def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str
     if lock is None:
         raise InputError(f"{name} has no lock, so its contents are unknown", hint=resolved.lock_command)
     created = str(image.plan.config["created"])
-    base = resolved.choice.base
-    return sbom.spdx(lock, ref=resolved.ref, digest=image.digest, base=base, local=local, created=created)
+    return sbom.spdx(lock, ref=resolved.ref, digest=image.digest, roots=resolved.roots, local=local, created=created)
 
 
 def publish(

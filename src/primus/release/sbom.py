@@ -6,7 +6,7 @@ It depends only on the lock and the pins, so the same image has the same documen
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from primus import __version__
@@ -21,19 +21,19 @@ _WORDS = {"CONTAINS": "inside", "GENERATED_FROM": "built from", "BUILD_TOOL_OF":
 
 
 def spdx(
-    lock: Lock, *, ref: str, digest: str, base: str | None, local: Mapping[str, str], created: str
+    lock: Lock, *, ref: str, digest: str, roots: Collection[str], local: Mapping[str, str], created: str
 ) -> dict[str, Any]:
     """Return the document of the image called ``ref`` with manifest ``digest``.
 
-    ``base`` is the base root file system of the image. ``local`` maps components from the repository to their commit.
-    ``created`` is the time of the release in ISO 8601. A file that only a build needed is ``BUILD_TOOL_OF`` the image.
-    The image is ``GENERATED_FROM`` a source that was built into a wheel.
+    ``roots`` are the base and the extras of the image, as the lock calls them. ``local`` maps components from the
+    repository to their commit. ``created`` is the time of the release in ISO 8601. A file that only a build needed is
+    ``BUILD_TOOL_OF`` the image. The image is ``GENERATED_FROM`` a source that was built into a wheel.
     """
     packages, relations = [_image(ref, digest)], []
     for file in lock.files:
         name = _name("-".join(filter(None, (file.kind, file.base, file.name, file.version))))
         packages.append(_package(name, file))
-        relations.append(_relation(name, file, base))
+        relations.append(_relation(name, file, roots))
     for component, commit in sorted(local.items()):
         name = _name(f"local-{component}")
         packages.append({**_plain(name, component, commit), "filesAnalyzed": False})
@@ -96,10 +96,10 @@ def _plain(name: str, title: str, version: str) -> dict[str, Any]:
     }
 
 
-def _relation(name: str, file: LockedFile, base: str | None) -> dict[str, str]:
+def _relation(name: str, file: LockedFile, roots: Collection[str]) -> dict[str, str]:
     if file.kind in ("sdist", "git"):
         return _say(_IMAGE, "GENERATED_FROM", name)
-    if file.base == base or (file.kind == "wheel" and file.base is None):
+    if file.base in roots or (file.kind == "wheel" and file.base is None):
         return _say(_IMAGE, "CONTAINS", name)
     return _say(name, "BUILD_TOOL_OF", _IMAGE)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 from primus.system.finding import Finding, Host, failed, ok, skipped, slow
+from primus.yamlfile import read_values
 
-__all__ = ["choose_interface", "devices", "interface", "rdma"]
+__all__ = ["choose_interface", "devices", "interface", "libraries", "rdma"]
 
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _VIRTUAL = re.compile(r"lo$|docker|br-|veth|virbr|cni|flannel|cali|cilium|tailscale|tun|tap|dummy|podman|lxc")
@@ -68,6 +70,44 @@ def rdma(host: Host) -> Iterator[Finding]:
         )  # fmt: skip
     if not bad:
         yield ok("RDMA", f"{active} ports are active{_advice(host, found)}")
+
+
+def libraries(host: Host) -> Iterator[Finding]:
+    """The image has libibverbs and the provider of each RDMA device. Without them, NCCL and RCCL fall back to TCP."""
+    found = devices(host)
+    if not found:
+        return
+    if not _library(host, "libibverbs.so.1"):
+        said = "there are RDMA devices, and libibverbs is not installed: NCCL and RCCL use TCP"
+        yield slow("RDMA libraries", said, "add the extra rdma to the image, or install ibverbs-providers")
+        return
+    table = cast("dict[str, Any]", read_values(Path(__file__).with_name("nics.yaml")).data)["providers"]
+    lacking: dict[str, list[str]] = {}
+    for device in found:
+        provider = _provider(host, device, table)
+        if provider and not (
+            host.glob(f"etc/libibverbs.d/{provider}.driver") and _library(host, f"libibverbs/lib{provider}-rdmav*.so")
+        ):
+            lacking.setdefault(provider, []).append(device.name)
+    for provider, names in lacking.items():
+        whose = f"{table[provider]['maker']} {', '.join(names)}"
+        said = f"libibverbs has no provider {provider} for {whose}: NCCL and RCCL use other devices, or TCP"
+        yield slow("RDMA libraries", said, table[provider].get("lacks", "install ibverbs-providers in the image"))
+    if not lacking:
+        yield ok("RDMA libraries", "libibverbs has a provider for every device")
+
+
+def _provider(host: Host, device: Path, table: dict[str, Any]) -> str | None:
+    """The provider that ``device`` needs; None for a device that the table does not have, such as one in software."""
+    driver = (device / "device/driver").resolve().name
+    vendor = _read(host, device / "device/vendor")
+    by_driver = (name for name, row in table.items() if driver in row["driver"])
+    by_vendor = (name for name, row in table.items() if vendor and vendor == row.get("vendor"))
+    return next(by_driver, None) or next(by_vendor, None)
+
+
+def _library(host: Host, name: str) -> bool:
+    return any(host.glob(f"{folder}/{name}") for folder in ("usr/lib/*-linux-gnu", "usr/lib64", "usr/lib", "lib64"))
 
 
 def _port(host: Host, port: Path) -> Finding | str:

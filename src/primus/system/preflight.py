@@ -401,11 +401,11 @@ def _xgmi(host: Host, node: Path) -> int:
 
 
 # Checks whose findings do not concern a job on one machine.
-OF_SEVERAL_NODES = ("RDMA", "RDMA rights", "RDMA firmware", "network", "locked memory")
+OF_SEVERAL_NODES = ("RDMA", "RDMA rights", "RDMA firmware", "RDMA libraries", "network", "locked memory")
 # In the order of the report. What stops a job comes first.
 CHECKS: tuple[Callable[[Host], Iterator[Finding]], ...] = (
     present, rights, visible, driver, shared_memory, disk, limits, container, health, numa, iommu, cpu,
-    fabric.rdma, fabric.interface,
+    fabric.rdma, fabric.libraries, fabric.interface,
 )  # fmt: skip
 
 

@@ -243,6 +243,11 @@ class Base:
         "architecture, and the libraries with its code alone, are a layer of their own.",
         default_factory=dict,
     )
+    extras: Mapping[str, tuple[str, ...]] = described(
+        "Optional layers: name → packages that are laid over the base if a target lists the name under `extras`. "
+        "Packages that the base already has are left out.",
+        default_factory=dict,
+    )
 
     def __post_init__(self) -> None:
         for suite in self.suites:
@@ -258,6 +263,14 @@ class Base:
             raise ValueError(f"{twice[0]} is named twice under `packages`")
         if self.image and self.kernels:
             raise ValueError("`kernels` goes with a base of packages alone, not with `image`")
+        for extra, packages in self.extras.items():
+            # "NAME build" is the root of a build.
+            if not re.fullmatch(_NAME, extra) or extra == "build":
+                raise ValueError(
+                    f"extras: {extra!r} is no name: lower-case letters, digits and hyphens, and not `build`"
+                )
+            if wrong := next((p for p in packages if not re.fullmatch(_DEB, p)), None):
+                raise ValueError(f"extras: {wrong!r} is not a package name, or name/suite")
         for package, patterns in self.kernels.items():
             if package not in names:
                 raise ValueError(f"{package} stands under `kernels` and not under `packages`")

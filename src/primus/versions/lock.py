@@ -68,12 +68,16 @@ class LockedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRequest:
-    """What a base asks of an archive and a registry. ``packages`` may hold ``name/suite``, as in versions.yaml."""
+    """What a base asks of an archive and a registry. ``packages`` may hold ``name/suite``, as in versions.yaml.
+
+    ``over`` names the base that an extra lies over. The lock then holds only the packages that this base lacks.
+    """
 
     suite: str
     python: str
     packages: tuple[str, ...]
     image: str | None = None
+    over: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +95,9 @@ class Request:
 
     ``wheels`` and ``sdists`` map normalised package names to exact versions, ``debs`` names of the base's packages to
     upstream ones; ``pure`` names wheels to take for every platform; ``requires`` names wheels of any version that
-    fits; ``bases`` holds the target's own base and the roots of its builds, ``builds`` the wheels that lie in these
-    (``NAME``, of the image's version, or ``NAME==VERSION``). ``indexes`` are the channel's own (name → address),
-    ``indexed`` the packages that must come from them.
+    fits; ``bases`` holds the target's own base, its extras and the roots of its builds, ``builds`` the wheels that lie
+    in these (``NAME``, of the image's version, or ``NAME==VERSION``). ``indexes`` are the channel's own (name →
+    address), ``indexed`` the packages that must come from them.
     """
 
     target: str

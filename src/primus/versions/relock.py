@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
+from primus.errors import InputError
 from primus.progress import Progress
 from primus.versions.ask import ask
 from primus.versions.asked import PATIENCE, Patience, listening
@@ -50,6 +51,11 @@ class Known:
     builds: list[_Build] = field(default_factory=list)
 
 
+# What only maintainer scripts call. Those of an extra do not run, so apt takes this as installed; `passwd`, which comes
+# with it, would bring programs that run as root.
+_FOR_SCRIPTS = (
+    "\nPackage: adduser\nStatus: install ok installed\nVersion: 999\nArchitecture: all\nMulti-Arch: foreign\n"
+)
 # Kind of a pin or file → the part of the lock that it belongs to; bases and builds are parts by name.
 _PARTS = {"wheel": "wheels", "deb": "wheels", "sdist": "sdists", "git": "gits"}
 
@@ -75,6 +81,10 @@ def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: 
     if "wheels" in changed:
         # They have the image's versions.
         changed |= builds
+    # An extra lies over its base: both come from the archive as it is on one day.
+    for name, base in request.bases.items():
+        if base.over and changed & {f"base {name}", f"base {base.over}"}:
+            changed |= {f"base {name}", f"base {base.over}"}
     return frozenset(changed & parts)
 
 
@@ -135,6 +145,9 @@ def _resolve(
     with ThreadPoolExecutor(max(1, len(work))) as pool:
         futures = [pool.submit(one) for one in work]
         found = [file for future in futures for file in future.result()]
+    for name, base in request.bases.items():
+        if base.over and f"base {name}" in parts:
+            found = _without(name, base.over, found)
     image = {f.name: f.version for f in (*kept, *found) if f.kind == "wheel"}
     for name in request.builds:
         before = previous.of("wheel", name) if previous is not None else ()
@@ -145,6 +158,22 @@ def _resolve(
             kept += before
     answer = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
     return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
+
+
+def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedFile]:
+    """``files`` without those of ``extra`` that ``base`` has too. InputError where the two differ in a version."""
+    below = {f.name: f for f in files if f.base == base and f.kind in ("deb", "layer")}
+    result = []
+    for file in files:
+        same = below.get(file.name) if file.base == extra else None
+        if same is None:
+            result.append(file)
+        elif same.sha256 != file.sha256:
+            raise InputError(
+                f"{extra} needs {file.name} {file.version}, and base {base} has {same.version}",
+                hint=f"name the suite of {file.name} under `packages` of the base",
+            )
+    return result
 
 
 def _build(
@@ -193,11 +222,12 @@ def _base(
     name: str, base: BaseRequest, architecture: str, progress: Progress, patience: Patience
 ) -> tuple[LockedFile, ...]:
     """The packages of a base, below them the layers of its image."""
+    given = _FOR_SCRIPTS if base.over else ""
     if base.image is None:
-        return resolve_debs(name, base, architecture, progress=progress)
+        return resolve_debs(name, base, architecture, progress=progress, status=given)
     layers = resolve_image(name, base.image, architecture, patience)
     if not base.packages:
         return layers
     with tempfile.TemporaryDirectory(prefix="primus-image-") as folder:
         status = installed(base.image, architecture, layers, Path(folder), patience)
-    return (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status))
+    return (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status + given))

@@ -36,7 +36,7 @@ def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
         lock,
         ref="v26.11-x",
         digest=DIGEST,
-        base=BASES[lock.channel],
+        roots=[BASES[lock.channel]],
         local={"recipes": "c" * 40},
         created="2026-11-20T00:00:00Z",
     )
@@ -48,7 +48,7 @@ def test_the_bill_of_every_lock_is_valid_spdx(path: Path) -> None:
 
 def test_what_only_a_build_needed_is_not_said_to_be_inside() -> None:
     lock = read(ROOT / "images/locks/pypi/h200.json")
-    bill = spdx(lock, ref="v26.11-h200", digest=DIGEST, base="bookworm", local={}, created="2026-11-20T00:00:00Z")
+    bill = spdx(lock, ref="v26.11-h200", digest=DIGEST, roots=["bookworm"], local={}, created="2026-11-20T00:00:00Z")
     names = {package["SPDXID"]: package for package in bill["packages"]}
     kinds: dict[str, set[str]] = {}
     for relation in bill["relationships"]:

@@ -17,6 +17,7 @@ from primus.system.finding import Host
 from primus.system.preflight import CHECKS, preflight
 
 GIB = 2**30
+LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
 
 class Machine:
@@ -57,9 +58,15 @@ class Machine:
         }.items():  # fmt: skip
             self.write(name, text)
         (root / "dev/shm").mkdir(parents=True)
+        for name in (
+            f"{LIBRARIES}/libibverbs.so.1", f"{LIBRARIES}/libibverbs/libmlx5-rdmav34.so",
+            "etc/libibverbs.d/mlx5.driver",
+        ):  # fmt: skip
+            self.write(name, "")
         for number in range(2):
             device = f"sys/class/infiniband/mlx5_{number}"
             self.write(f"{device}/fw_ver", "28.39")
+            self.write(f"{device}/device/vendor", "0x15b3")
             self.write(f"{device}/board_id", "MT_1")
             self.write(f"dev/infiniband/uverbs{number}", "")
             for name, text in {
@@ -85,6 +92,12 @@ class Machine:
             root=self.root, environment=self.environment, space=self.space, output=Path("/runs"), **self.options
         )
         return [(one.check, one.level, one.said, one.remedy) for one in preflight(host)]
+
+
+def nic(machine: Machine, driver: str) -> None:
+    """Make the second device one of another kernel driver, as sysfs shows it."""
+    machine.write(f"sys/bus/pci/drivers/{driver}/bind", "")
+    (machine.root / PORT).parents[1].joinpath("device/driver").symlink_to(machine.root / "sys/bus/pci/drivers" / driver)
 
 
 CARD = "sys/class/drm/renderD130/device"
@@ -141,6 +154,11 @@ FAULTS: dict[str, tuple[Callable[[Machine], object], str, str, str]] = {
     "HCA": (lambda m: m.environment.update(NCCL_IB_HCA="bnxt_re0"), "failed", "bnxt_re0, which does not exist", "unset"),
     "firmware": (lambda m: m.write("sys/class/infiniband/mlx5_1/fw_ver", "28.30"), "slow", "28.30, 28.39", "one version"),
     "no uverbs": (lambda m: m.remove("dev/infiniband"), "failed", "uverbs* is missing", "--device /dev/infiniband"),
+    "no libibverbs": (lambda m: m.remove(f"{LIBRARIES}/libibverbs.so.1"), "slow", "libibverbs is not installed", "the extra rdma"),
+    "no provider": (lambda m: m.remove("etc/libibverbs.d/mlx5.driver"), "slow", "no provider mlx5 for Mellanox mlx5_0, mlx5_1", "ibverbs-providers"),
+    "no provider library": (lambda m: m.remove(f"{LIBRARIES}/libibverbs"), "slow", "no provider mlx5", "ibverbs-providers"),
+    "another maker": (lambda m: nic(m, "ionic"), "slow", "no provider ionic for AMD Pollara mlx5_1", "AMD's libionic"),
+    "Broadcom": (lambda m: nic(m, "bnxt_en"), "slow", "no provider bnxt_re for Broadcom mlx5_1", "ibverbs-providers"),
     "interface": (lambda m: m.environment.update(NCCL_SOCKET_IFNAME="ens1"), "failed", "ens1, which does not exist", "=eth1"),
     "interface down": (
         lambda m: (m.write("sys/class/net/eth0/operstate", "down"), m.environment.update(GLOO_SOCKET_IFNAME="eth0")),

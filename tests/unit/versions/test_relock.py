@@ -89,9 +89,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(("wheels", dict(keep)))
         return (_file("wheel", "numpy", "9"), _file("wheel", "torch", request.wheels["torch"]))
 
-    def debs(name: str, base: BaseRequest, architecture: str, *, progress: object) -> tuple[LockedFile, ...]:
+    def debs(
+        name: str, base: BaseRequest, architecture: str, *, progress: object, status: str
+    ) -> tuple[LockedFile, ...]:
         seen.append(("debs", name))
-        return (_file("deb", "bash", "9", base=name),)
+        more = (_file("deb", "tool", "adduser" if "adduser" in status else "none", base=name),) if base.over else ()
+        return (_file("deb", "bash", "9", base=name), *more)
 
     def build(request: Request, root: str, wheels: tuple[str, ...], **_: object) -> tuple[LockedFile, ...]:
         seen.append((root, wheels))
@@ -148,3 +151,27 @@ def test_compare_names_old_and_new() -> None:
     assert compare(old, new) == (Change(kind="wheel", name="torch", old="2", new="3"),)
     assert compare(old, old) == ()
     assert [c.old for c in compare(None, old)] == [None] * 3
+
+
+def test_an_extra_and_its_base_are_locked_together() -> None:
+    base = BaseRequest(suite="bookworm", python="3.11.2", packages=("bash",))
+    more = BaseRequest(suite="bookworm", python="3.11.2", packages=("bash", "tool"), over="b")
+    wanted = Request(target="cpu", channel="pypi", python="3.11", bases={"b": base, "b rdma": more})
+    files = (_file("deb", "bash", base="b"), _file("deb", "tool", base="b rdma"))
+    lock = Lock(target="cpu", channel="pypi", pins=wanted.flat(), files=files)
+    assert relock.stale(wanted, lock) == set()
+    both = {"base b", "base b rdma"}
+    assert relock.stale(wanted, lock, gone=files[:1]) == both, "the extra must have the base's versions"
+    assert relock.stale(wanted, lock, gone=files[1:]) == both
+    without = Request(target="cpu", channel="pypi", python="3.11", bases={"b": base})
+    assert not {"base b"} & relock.stale(without, lock), "the base stays as it is without the extra"
+
+
+def test_an_extra_is_locked_without_what_its_base_has_and_what_only_scripts_call(calls: list[Any]) -> None:
+    base = BaseRequest(suite="bookworm", python="3.11.2", packages=("bash",))
+    more = BaseRequest(suite="bookworm", python="3.11.2", packages=("bash", "tool"), over="b")
+    wanted = Request(
+        target="cpu", channel="pypi", python="3.11", wheels={"torch": "2"}, bases={"b": base, "b rdma": more}
+    )
+    files = relock.resolve(wanted, previous=None, progress=QuietProgress()).of("deb")
+    assert {(f.base, f.name, f.version) for f in files} == {("b", "bash", "9"), ("b rdma", "tool", "adduser")}

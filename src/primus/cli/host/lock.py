@@ -151,8 +151,9 @@ def _where(resolved: ResolvedTarget, pin: str) -> str:
     """Return ``versions.yaml:line:col`` of the pin, or only the file for a pin that was removed."""
     kind, _, rest = pin.partition(" ")
     name, _, key = rest.rpartition(" ")
-    if kind == "base" and name in resolved.versions.bases:
-        return resolved.base_place(name, key)
+    base, _, extra = name.partition(" ")
+    if kind == "base" and base in resolved.versions.bases:
+        return resolved.base_place(base, *(("extras", extra) if extra in resolved.extras else (key,)))
     for component, entry in resolved.pins.items():
         package = entry.named(kind)
         if package is not None and normalised(package) == rest.partition(" ")[0]:

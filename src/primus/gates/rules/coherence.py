@@ -148,10 +148,9 @@ def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
     found = ((number, _SHA256.search(row)) for number, row in enumerate(rows, 1))
     lines = {match[1]: number for number, match in reversed(list(found)) if match}
     base = resolved.choice.base
-    debs = lock.of("deb", base) if lock and base else ()
     listed = {name_of(p) for p in resolved.versions.bases[base].packages} if base else set()
     result = []
-    for file in (*lock.python_packages, *_built_with(lock), *debs) if lock else ():
+    for file in (*lock.python_packages, *_built_with(lock), *resolved.debs) if lock else ():
         where = f"{resolved.lock_name}:{lines.get(file.sha256, 1)}:1"
         if file.kind == "deb":
             where = resolved.base_place(base or "") if file.name in listed else where

@@ -29,13 +29,12 @@ def judge(examined: Examined) -> GateReport:
     """Hold the requirements in the metadata of the image's wheels against its wheels and Debian packages."""
     resolved = examined.image.plan.resolved
     request, base = resolved.request, resolved.choice.base
-    debs = resolved.lock.of("deb", base) if resolved.lock and base else ()
     python = request.bases[base].python if base is not None and base in request.bases else request.python
     return unmet(
         [(layer, one) for layer, facts in examined.facts.items() for one in facts.stated if one.kind == "wheel"],
         others={
             normalised(f.name.removeprefix("python3-")): upstream(f.version)
-            for f in debs
+            for f in resolved.debs
             if f.name.startswith("python3-")
         },
         python=python,

@@ -29,7 +29,7 @@ _PLURALS = {"wheel": "wheels", "deb": "debs", "header": "headers", "library": "l
 def judge(examined: Examined) -> GateReport:
     """Compare what the files of the image state with the lock and the pins."""
     plan = examined.image.plan
-    resolved, lock, base = plan.resolved, plan.resolved.lock, plan.resolved.choice.base
+    resolved, lock = plan.resolved, plan.resolved.lock
     # The packages of a registry's image are locked as its layers, not one by one.
     given = {action.name for action in plan.layers if action.kind == "image"}
     wheels = {f.name: f.version for f in lock.python_packages} if lock else {}
@@ -41,7 +41,7 @@ def judge(examined: Examined) -> GateReport:
             for layer, facts in examined.facts.items()
         ],
         wheels=wheels,
-        debs={f.name: f.version for f in lock.of("deb", base)} if lock and base else {},
+        debs={f.name: f.version for f in resolved.debs},
         components=_own_versions(resolved),
         inside={component: pin.inside or "" for component, pin in resolved.inside.items()},
     )
@@ -53,8 +53,7 @@ def _own_versions(resolved: ResolvedTarget) -> dict[str, str]:
     A component inside another's files may be pinned by the version of its holder, since its makers publish no other.
     Then nothing is compared.
     """
-    base, lock = resolved.choice.base, resolved.lock
-    debs = {f.name: upstream(f.version) for f in lock.of("deb", base)} if lock and base else {}
+    debs = {f.name: upstream(f.version) for f in resolved.debs}
     holders = {**debs, **{component: pin.version for component, pin in resolved.pins.items()}}
     inside = {c: p.version for c, p in resolved.inside.items() if p.version != holders.get(p.inside or "")}
     return {

@@ -1,0 +1,103 @@
+"""Optional layers: `extras` of a base in versions.yaml, and of a target."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from primus.errors import InputError
+from primus.plan.project import Project
+from primus.plan.resolve import resolve
+from primus.versions.lock import Lock, LockedFile
+from project_kit import Kit, plan_over
+
+VERSIONS = """\
+release: v26.11
+created: 2026-11-20
+bases:
+  small:
+    suite: bookworm
+    python: 3.11.2
+    packages: [python3.11-minimal]
+    extras: {rdma: [ibverbs-providers, libibverbs1]}
+components: {}
+"""
+TARGET = """\
+description: A base with an extra
+channels: [pypi]
+base: small
+components: []
+extras: {pypi: [rdma]}
+command: [sh]
+"""
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    kit = Kit(tmp_path)
+    kit.write("versions.yaml", VERSIONS)
+    kit.write("images/demo.yaml", TARGET)
+    return kit
+
+
+def _file(name: str, base: str) -> LockedFile:
+    return LockedFile(kind="deb", name=name, version="1", file=f"{name}.deb", size=1, sha256="1" * 64, base=base)
+
+
+def _lock(kit: Kit, *files: LockedFile) -> Lock:
+    pins = resolve(Project(kit.root), "demo").request.flat()
+    return Lock(target="demo", channel="pypi", pins=pins, files=files)
+
+
+def test_an_extra_is_a_layer_a_label_and_a_line_of_image_json(kit: Kit) -> None:
+    lock = _lock(kit, _file("python3.11-minimal", "small"), _file("libibverbs1", "small rdma"))
+    plan = plan_over(kit.root, "demo", lock)
+    (extra,) = (action for action in plan.layers if action.name == "extra rdma")
+    assert [file.name for file in extra.files] == ["libibverbs1"]
+    assert extra.inputs[-1].where == "versions.yaml:8:14"
+    assert plan.config["config"]["Labels"] == {"io.primus.extras": "rdma"}  # type: ignore[index]
+    (facts,) = (action for action in plan.layers if action.name == "facts")
+    assert '"extras": [\n  "rdma"\n ]' in str(facts.spec["inline"]["etc/primus/image.json"]["text"])  # type: ignore[index]
+    assert [file.name for file in plan.resolved.debs] == ["python3.11-minimal", "libibverbs1"]
+
+
+def test_without_the_extra_the_image_is_as_before(kit: Kit) -> None:
+    lock = _lock(kit, _file("python3.11-minimal", "small"), _file("libibverbs1", "small rdma"))
+    layers = plan_over(kit.root, "demo", lock).layers
+    kit.edit("images/demo.yaml", "extras: {pypi: [rdma]}\n", "")
+    bare = plan_over(kit.root, "demo", lock)
+    assert [a.key for a in bare.layers if a.name != "facts"] == [
+        a.key for a in layers if a.name not in ("facts", "extra rdma")
+    ]
+    assert bare.config["config"]["Labels"] == {}  # type: ignore[index]
+
+
+def test_the_lock_asks_for_the_base_and_the_extra_together(kit: Kit) -> None:
+    bases = resolve(Project(kit.root), "demo").request.bases
+    assert bases["small rdma"].packages == ("python3.11-minimal", "ibverbs-providers", "libibverbs1")
+    assert (bases["small rdma"].over, bases["small"].over) == ("small", None)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("images/demo.yaml", "[rdma]", "[rmda]", "images/demo.yaml:5:17: base small has no extra 'rmda'"),
+        ("images/demo.yaml", "[rdma]", "[rdma, rdma]", "images/demo.yaml:5:23: rdma is listed twice"),
+        ("images/demo.yaml", "{pypi:", "{amd:", "images/demo.yaml:5:10: extras: there is no channel 'amd' here"),
+        ("versions.yaml", "rdma:", "build:", "extras: 'build' is no name"),
+        ("versions.yaml", "libibverbs1]", "'lib ibverbs1']", "extras: 'lib ibverbs1' is not a package name"),
+    ],
+)
+def test_a_wrong_extra_is_one_sentence_with_its_place(kit: Kit, file: str, old: str, new: str, said: str) -> None:
+    kit.edit(file, old, new)
+    done = kit.primus("plan", "demo", "--offline")
+    assert done.code == 2
+    assert said in done.err
+
+
+def test_an_extra_that_adds_nothing_is_named(kit: Kit) -> None:
+    lock = _lock(kit, _file("python3.11-minimal", "small"))
+    with pytest.raises(InputError, match=re.escape("extra rdma adds nothing to demo: base small already has")):
+        plan_over(kit.root, "demo", lock)

@@ -89,7 +89,7 @@ def test_a_gpu_generation(copy: Path, primus: Primus) -> None:
         assert done.returncode == 2
         return done.stderr
 
-    assert "images/mi455x.yaml:7:1: no GPU generation is called 'mi455x'" in refused()
+    assert "images/mi455x.yaml:9:1: no GPU generation is called 'mi455x'" in refused()
     change(table, "  - name: h200\n", ROW + "  - name: h200\n")
     assert re.search(r" gpus/generations.yaml:\d+:5: mi455x: there is no architecture 'gfx1250'", refused())
     change(table, "  - arch: sm_90\n", ARCH + "  - arch: sm_90\n")

@@ -27,6 +27,7 @@ from primus.release.old_commands_page import old_commands_page
 from primus.release.primus_import_page import primus_import_page
 from primus.release.published import Published
 from primus.release.show import page
+from primus.release.sizes import CHANNEL, estimates, load_sizes, sizes_page
 from primus.release.slurm_events_page import fleet_page, slurm_events_page
 from primus.release.timing_pages import assembly_page, benchmark_page, launcher_page, turbo_page
 from primus.schema import json_schema
@@ -62,6 +63,9 @@ def generated(project: Path) -> dict[str, str]:
         page_of_gates := _from_result(project, _GENERATIONS, partial(gates_page, load_gate_records(project)))
     ) is not None:
         files["docs/gates.md"] = page_of_gates
+    released = [name for name in here.target_names() if CHANNEL in here.target(name).channels]
+    if found := estimates(project, resolve_all(Project(project, channel=CHANNEL), released)):
+        files["docs/sizes.md"] = sizes_page(found, load_sizes())
     for results in sorted((project / _RESULTS).glob("*.json")):
         page_of = _PAGES.get(results.stem) or _PAGES.get(results.stem.rpartition("-")[2])
         if page_of and (text := _from_result(project, f"{_RESULTS}/{results.name}", page_of)) is not None:

@@ -201,7 +201,7 @@ def test_verify_runs_the_gates(kit: Kit) -> None:
 
 
 def test_an_unknown_architecture_is_bad_input(kit: Kit) -> None:
-    kit.edit("images/demo.yaml", "channels:", "arch: mi300x\nchannels:")
+    kit.edit("images/demo.yaml", "channels:", "arch: gfx94\nchannels:")
     result = kit.primus("check", "demo")
     assert result.code == 2
-    assert "images/demo.yaml:2:1: arch must be like gfx942 or sm_90, not 'mi300x'" in result.err
+    assert "images/demo.yaml:2:1: arch must be one of gfx942, gfx950, sm_90, not 'gfx94'" in result.err

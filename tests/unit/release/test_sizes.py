@@ -14,7 +14,7 @@ from primus.release.gate_record import load_gate_records
 from primus.release.sizes import CHANNEL, Size, estimate, load_sizes, sizes_page
 from project_kit import Kit
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 TARGETS = ("mi300x", "mi325x", "mi350x", "mi355x")
 
 

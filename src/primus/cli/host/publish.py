@@ -21,6 +21,9 @@ _NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+
 
 def run(args: argparse.Namespace) -> int:
     """Check all images; if none has an objection, publish them. Returns 0, or 1 if one was refused."""
+    if not args.to:
+        hint = f"nox -s publish-{args.target[0] if args.target else 'TARGET'} -- --to docker.io/rocm/primus"
+        raise InputError("--to is missing: it names the repository to publish to", hint=hint)
     if not _NAME.match(args.to):
         raise InputError(
             f"--to {args.to!r} is not a repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"

@@ -19,7 +19,7 @@ EXAMPLE = "primus publish cpu --to registry.example.com/rocm/primus --dry-run"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus publish``."""
     add_targets(parser)
-    parser.add_argument("--to", required=True, metavar="REPOSITORY", help="registry and path, without a tag")
+    parser.add_argument("--to", default="", metavar="REPOSITORY", help="registry and path, without a tag (required)")
     parser.add_argument(
         "--preview",
         action="store_true",

@@ -200,7 +200,7 @@ def assemble(store: Store, plan: ImagePlan, built: set[str], gates: Gates | None
     """
     image = compose(store, plan)
     if image is None:
-        raise CheckFailed(f"a layer of {plan.ref} left the store while it was used", hint="build again")
+        raise CheckFailed(f"a layer of {plan.ref} was removed from the store while it was in use", hint="build again")
     pairs = list(zip(plan.layers, image.layers, strict=True))
     paths = [(a, read_paths(store, layer)) for a, layer in pairs]
     given = stacked(found for a, found in paths if a.kind == "image")

@@ -35,7 +35,9 @@ def over_entries(debs: Sequence[LockedFile], scratch: Path, *, find: Callable[[L
             # Packages share folders; what else two of them have, dpkg would refuse, and the layer does too.
             if entry.kind != "dir" or entry.path not in found:
                 if entry.path in found:
-                    raise HostError(f"/{entry.path} is in two packages, {deb.name} is one", hint="leave one out")
+                    raise HostError(
+                        f"/{entry.path} is in two packages, one of which is {deb.name}", hint="leave one out"
+                    )
                 found[entry.path] = entry
     return list(found.values())
 

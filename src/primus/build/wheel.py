@@ -64,7 +64,7 @@ def _entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str
     infos = [i for i in every if not i.filename.startswith(tuple(f"{folder}/" for folder in without))]
     dists = [i.filename.split("/")[0] for i in infos if re.fullmatch(r"[^/]+\.dist-info/WHEEL", i.filename)]
     if len(dists) != 1:
-        raise InputError(f"it has {len(dists) or 'no'} dist-info/WHEEL where a wheel has one")
+        raise InputError(f"it has {len(dists) or 'no'} dist-info/WHEEL files, but a wheel has one")
     (dist,) = dists
     for folder in without:
         if not any(i.filename.startswith(f"{folder}/") for i in every):
@@ -72,7 +72,7 @@ def _entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str
     placed: dict[str, zipfile.ZipInfo] = {}
     for info in infos:
         if (place := _place(info.filename, dist, prefix)) in placed:
-            raise InputError(f"two of its files would be /{place}")
+            raise InputError(f"two of its files would be installed as /{place}")
         placed[place] = info
     made = dict(_scripts(archive, dist, prefix))
     made[f"{prefix.site}/{dist}/INSTALLER"] = b"primus\n"
@@ -110,7 +110,7 @@ def _members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInfo]:
             raise InputError(f"{info.filename} is not a regular file")
     names = [info.filename for info in files]
     if len(set(names)) < len(names):
-        raise InputError(f"{next(name for name in names if names.count(name) > 1)} is in it twice")
+        raise InputError(f"{next(name for name in names if names.count(name) > 1)} is contained twice")
     require_sane(sum(info.file_size for info in files), size)
     return files
 

@@ -127,7 +127,7 @@ def tag(words: Sequence[str]) -> Request:
     """Translate ``madengine run --tags TAG …``. Its other options concern containers and are ignored."""
     rest = list(words)
     if rest[:1] != ["run"] or "--tags" not in rest or rest[-1] == "--tags":
-        raise InputError("only `madengine run --tags TAG` trains", where="madengine")
+        raise InputError("only `madengine run --tags TAG` is supported", where="madengine")
     name = rest[rest.index("--tags") + 1]
     table = commands()["tags"]
     what = table[_one_of(name, table, "--tags")]

@@ -45,7 +45,8 @@ def _client() -> Iterator[Any]:
         raise _refused(error.status, error.reason, error.body) from error
     except HTTPError as error:
         raise HostError(
-            f"the cluster does not answer: {' '.join(str(error).split())[:300]}", hint="kubectl cluster-info tells more"
+            f"the cluster does not answer: {' '.join(str(error).split())[:300]}",
+            hint="`kubectl cluster-info` shows more",
         ) from error
     except ValueError as error:  # the client's models are of one version of the API
         told = " ".join(str(error).split())[:200]
@@ -61,7 +62,7 @@ def _refused(code: int, reason: str, body: str | bytes | None) -> HostError | In
     if code == 404:
         return InputError(f"the cluster has no such object: {told}", hint="--kind and --namespace name another")
     if code == 409:
-        return InputError(f"there is such an object already: {told}", hint="delete it first, or choose another --name")
+        return InputError(f"the object cannot be created: {told}", hint="delete it first, or choose another --name")
     if code in (400, 422):
         return InputError(f"the cluster refuses the manifest: {told}")
     return HostError(f"the cluster refuses: {told} (HTTP {code})")

@@ -188,7 +188,7 @@ def _trainjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
         **_queued(cluster),
     }  # fmt: skip
     if cluster.host_network:
-        raise InputError("--host-network: a TrainJob takes the network of its runtime", hint="--kind job")
+        raise InputError("--host-network: a TrainJob uses the network of its runtime", hint="--kind job")
     return [_object("TrainJob", KINDS["trainjob"][0], name, cluster, spec, queued=True)]
 
 

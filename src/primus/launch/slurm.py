@@ -80,7 +80,7 @@ class Site:
             str(self.output),
         ):
             if any(not character.isprintable() for character in text):
-                raise InputError(f"{text!r} holds a control character")
+                raise InputError(f"{text!r} contains a control character")
         refuse_secrets((*self.environment, *self.extra, self.image))
 
 

@@ -85,7 +85,9 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
             blob = Blob(digest=f"sha256:{sha256}", media_type=LAYER_TYPES["gzip"], size=plain.packed_size)
             store.adopt(Path(out.name), blob)
     except (tarfile.TarError, zlib.error, UnicodeError) as error:
-        raise InputError(f"layer sha256:{sha256} is no gzip tar: {error}", hint="choose another image") from None
+        raise InputError(
+            f"layer sha256:{sha256} is not a gzip-compressed tar archive: {error}", hint="choose another image"
+        ) from None
     except ValueError as error:
         raise InputError(f"layer sha256:{sha256} cannot be used: {error}", hint="choose another image") from None
     except InputError as error:
@@ -111,9 +113,9 @@ def _lines(plain: _Plain) -> Iterator[str]:
                 entry = _entry(member, path)
                 # The same folder may be named again; two files of one path would mean either of them.
                 if path in seen and entry.kind != "dir":
-                    raise InputError(f"/{path} is in it twice")
+                    raise InputError(f"it contains /{path} twice")
                 if entry.kind == "hardlink" and entry.link not in seen:
-                    raise InputError(f"/{path} is a link to /{entry.link}, which is no file of this layer")
+                    raise InputError(f"/{path} is a link to /{entry.link}, which this layer does not contain")
                 seen.add(path)
                 yield f"{entry.kind} {member.mode:o} {member.uid}:{member.gid} {path}"
 

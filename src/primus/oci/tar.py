@@ -106,7 +106,9 @@ class Entry:
 
     def _changed(self) -> CheckFailed:
         what = self.source if isinstance(self.source, Path) else self.path
-        return CheckFailed(f"{what} changed while the build read it", hint="leave the files alone and build again")
+        return CheckFailed(
+            f"{what} changed while the build read it", hint="build again, and do not change the files meanwhile"
+        )
 
 
 class Watch(Protocol):

@@ -303,7 +303,9 @@ def _tree(
     root = folder / (pin.path or "")
     if not pin.outside and not root.resolve().is_relative_to(folder.resolve()):
         raise InputError(
-            f"{component}: {pin.path} lies outside of this repository", where=where, hint="set `outside: true` if meant"
+            f"{component}: {pin.path} is outside of this repository",
+            where=where,
+            hint="if this is intended, set `outside: true` for the pin",
         )
     tree = tuple(stats.tree(root, pin.include))
     if prefix is None and "{site}" in (pin.to or ""):
@@ -381,7 +383,7 @@ def _build(
     own = _root(resolved, resolved.choice.base or "", tool, root) if build.debs else base
     if lacking := [one for one in build.built if one not in made]:
         raise InputError(
-            f"{pin.text} is built with {lacking[0]}, which is none of {name}'s components or is built with others too",
+            f"{pin.text} is built with {lacking[0]}, which {name} lacks or builds with other packages",
             where=where,
         )
     built = [made[one] for one in build.built]

@@ -158,7 +158,7 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
     for index, variable in enumerate(target.environment):
         if variable.name in own:
             raise InputError(
-                f"{variable.name} stands here twice", where=where("environment", index), hint="keep one of the two"
+                f"{variable.name} is set twice", where=where("environment", index), hint="keep one of the two"
             )
         own.add(variable.name)
         if result.get(variable.name) == variable.value:

@@ -42,7 +42,11 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
     """
     cells = supported(settings)
     if not cells:
-        raise InputError("the recipe supports nothing", where=f"{path}:1:1", hint="supports: {torchtitan: …}")
+        raise InputError(
+            "the recipe supports no backend",
+            where=f"{path}:1:1",
+            hint="add a section such as supports: {torchtitan: {pretrain: [bf16]}}",
+        )
     proxy = settings.get("default.proxy") or _default(False)
     if asked.proxy is not None:
         proxy = Setting(value=asked.proxy, origin="--proxy" if asked.proxy else "command line: proxy=false")

@@ -122,7 +122,7 @@ def _collect(
         if used.resolve() in seen:
             continue
         if not used.is_file():
-            raise InputError(f"there is no file {name.value!r} to use", where=name.origin)
+            raise InputError(f"there is no file {name.value!r}, which `uses` names", where=name.origin)
         _collect(used, settings, cases, seen, (*above, here))
     settings.update(source.settings)
     cases += source.cases

@@ -51,7 +51,7 @@ def cells_of(
             continue
         ways = supported(load.read(load.find(name, among)).settings)
         if not ways:
-            raise InputError(f"recipe {name} supports nothing", where=str(load.find(name, among)))
+            raise InputError(f"recipe {name} supports no backend", where=str(load.find(name, among)))
         for (backend, mode), offered in ways.items():
             way = Cell(
                 recipe=name, asked=replace(here, backend=backend, mode=mode), folder=f"{short}-{backend}-{mode}"

@@ -96,7 +96,10 @@ def _job(folder: Path) -> Run:
     if not (folder / "job.json").is_file():
         raise InputError(f"{folder} contains no job.json", hint=_NOT_OURS)
     if not (folder / "result.json").is_file():
-        raise InputError(f"{folder} contains no result.json: the run has not ended, or was interrupted")
+        raise InputError(
+            f"{folder} contains no result.json: the run has not ended, or was interrupted",
+            hint="wait until the run has ended, or leave it out",
+        )
     job, left = _json(folder / "job.json"), _json(folder / "result.json")
     facts = _json(folder / "facts.json") if (folder / "facts.json").is_file() else _Object({})
     settings = _Object({key: entry.value("value") for key, entry in job.inside("settings").objects()})

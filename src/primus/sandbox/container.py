@@ -213,7 +213,7 @@ def final_argv(root: RootFs, command: Command) -> list[str]:
     entry = list(settings.get("Entrypoint") or []) if command.entrypoint else []
     argv = [*entry, *(command.argv or settings.get("Cmd") or [])]
     if not argv:
-        raise InputError(f"image {root.name} has no command of its own", hint="name one after --")
+        raise InputError(f"image {root.name} has no default command", hint="give a command after --")
     return argv
 
 

@@ -48,14 +48,14 @@ def gpus(asked: str, *, root: Path = Path("/"), folders: Sequence[Path] = cdi.FO
     kinds = [kind for vendor, kind in _KINDS.items() if registry.names(kind) and found.vendor in (vendor, "")]
     if len(kinds) > 1:
         raise InputError(
-            f"this machine has CDI specifications for {' and '.join(kinds)}, and no GPU that tells them apart",
+            f"this machine has CDI specifications for {' and '.join(kinds)}, but no GPU that shows which applies",
             hint=f"--device {kinds[0]}=0 names one",
         )
     if kinds:
         return registry.find(_names(registry, kinds[0], count))
     if not found.vendor:
         raise HostError(
-            "this machine shows no GPU: no CDI specification, no AMD GPU below /sys/class/kfd, no /dev/nvidia0",
+            "no GPU was found on this machine: no CDI specification, no AMD GPU below /sys/class/kfd, no /dev/nvidia0",
             hint="load the GPU's driver, or leave --gpus out",
         )
     _enough(count, len(found.names))

@@ -244,7 +244,7 @@ def _not_started(reason: str, name: str, streams: _Streams) -> int:
     if "permission denied" in reason or "exec format" in reason:
         streams.tell(f"primus: {name}: it cannot be executed\n")
         return 126
-    raise HostError(f"the Docker engine cannot start it: {reason}")
+    raise HostError(f"the Docker engine cannot start the container: {reason}")
 
 
 @contextlib.contextmanager

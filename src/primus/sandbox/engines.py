@@ -37,4 +37,4 @@ def choose(name: str = "auto", say: Callable[[str], None] | None = None) -> Engi
             if lack is None:
                 return engine
             lacks[candidate] = lack
-    raise HostError("nothing here can run an image: " + "; ".join(f"{n}: {lack}" for n, lack in lacks.items()))
+    raise HostError("no sandbox engine can run here: " + "; ".join(f"{n}: {lack}" for n, lack in lacks.items()))

@@ -163,8 +163,8 @@ def _loaded(engine: docker.DockerClient, stream: Any, wanted: str, root: RootFs)
         if image.attrs.get("RootFS", {}).get("Layers") == [layer.diff_id for layer in root.layers]:
             return str(image.id)
     raise HostError(
-        f"the Docker engine took {root.name} but has no image {wanted} now",
-        hint="docker images shows what it has",
+        f"the Docker engine accepted {root.name}, but does not list image {wanted}",
+        hint="`docker images` lists its images",
     )
 
 

@@ -148,7 +148,7 @@ def _node(device: DeviceNode) -> dict[str, Any]:
     except OSError as error:
         raise HostError(
             f"the device {device.source} cannot be used: {error.strerror}",
-            hint="a CDI specification that names it must be generated again",
+            hint="if a CDI specification names it, generate the specification again",
         ) from None
     kind = "c" if stat.S_ISCHR(info.st_mode) else "b" if stat.S_ISBLK(info.st_mode) else ""
     if not kind:

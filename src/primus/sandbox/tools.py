@@ -36,7 +36,7 @@ def need(tool: str, package: str, *, say: Callable[[str], None]) -> Path:
         install({tool: package}, say=say)
         found = find(tool)
     if found is None:
-        raise HostError(f"package {package} is installed, but brought no {tool}")
+        raise HostError(f"package {package} is installed, but does not provide {tool}")
     return found
 
 

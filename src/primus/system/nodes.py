@@ -73,7 +73,8 @@ def read(path: Path) -> Node:
         raise InputError(f"{path} cannot be read: {(error.strerror or '').lower()}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"{path} is not a document of `primus preflight --json`", hint="write it anew on its node"
+            f"{path} is not a document of `primus preflight --json`",
+            hint="run `primus preflight --json` again on that node",
         ) from error
 
 
@@ -86,7 +87,7 @@ def _finding(row: Mapping[str, Any]) -> Finding:
 def compare(nodes: Sequence[Node]) -> list[tuple[str, Finding]]:
     """(node, finding) of what only shows between nodes. InputError where one node has two documents."""
     if twice := [name for name, count in Counter(node.name for node in nodes).items() if count > 1]:
-        raise InputError(f"two documents are of node {twice[0]}", hint="name each node's document once")
+        raise InputError(f"two documents are from node {twice[0]}", hint="give one document for each node")
     drivers = _odd(nodes, "driver", lambda node: node.driver)
     return [*_odd(nodes, "GPUs", _gpus), *drivers, *_slowest(nodes)]
 

@@ -68,7 +68,7 @@ def check(corpus: Corpus) -> None:
     samples = (islice(_of_file(corpus, file, _sampled_lines), _FIRST_DOCUMENTS + _PLACES) for file in chosen)
     # All of them are read: a list, not a generator that stops at the first text.
     if not any([bool(document.strip()) for sample in samples for document in sample]):  # noqa: C419
-        raise InputError("the corpus holds no text", where=str(corpus.path), hint=_HINT)
+        raise InputError("the corpus contains no text", where=str(corpus.path), hint=_HINT)
 
 
 def documents(corpus: Corpus) -> Iterator[str]:
@@ -283,7 +283,7 @@ def _chat_template(tokenizer: Path | None, where: str) -> Callable[[Any, str], s
         template = next((t.get("template") for t in template if t.get("name") == "default"), None)
     if not isinstance(template, str):
         raise InputError(
-            f"the corpus holds chat messages, and the tokenizer {tokenizer or ''} has no chat template", where=where,
+            f"the corpus contains chat messages, but the tokenizer {tokenizer or ''} has no chat template", where=where,
             hint="assets.tokenizer=FOLDER of an instruction-tuned model: its tokenizer_config.json has chat_template",
         )  # fmt: skip
     try:

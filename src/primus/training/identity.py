@@ -88,7 +88,7 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
         if ALL in accepted:
             return
         raise InputError(
-            f"the checkpoint does not say what it was trained from: it has no {FILE}", where=str(folder),
+            f"the checkpoint has no {FILE}, which says what it was trained from", where=str(folder),
             hint=f"--accept-change {ALL} resumes from it anyway",
         )  # fmt: skip
     _check_files(folder, content)
@@ -109,7 +109,7 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
 def _hint(left: Sequence[str]) -> str:
     never = [field for field in left if field in _NEVER]
     if never:
-        return f"a checkpoint cannot be taken to another {' or '.join(never)}"
+        return f"a checkpoint cannot be resumed with another {' or '.join(never)}"
     return "to resume anyway: " + " ".join(f"--accept-change {field}" for field in left)
 
 
@@ -131,11 +131,11 @@ def _read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise _damaged(folder, f"{FILE} cannot be read") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("identity", "files")):
-        raise _damaged(folder, f"{FILE} is not what primus writes")
+        raise _damaged(folder, f"{FILE} was not written by primus")
     if content.get("format") != FORMAT:
         raise InputError(
-            f"the checkpoint is of format {content.get('format')}, and this primus reads format {FORMAT}",
-            where=str(folder / FILE), hint="resume with the version that made it",
+            f"the checkpoint has format {content.get('format')}, but this version of primus reads format {FORMAT}",
+            where=str(folder / FILE), hint="resume with the version of primus that wrote it",
         )  # fmt: skip
     return content
 
@@ -148,15 +148,11 @@ def _check_files(folder: Path, content: Mapping[str, Any]) -> None:
         if path.stat().st_size != size:
             raise _damaged(folder, f"{name} has {path.stat().st_size:,} of {size:,} bytes")
     if hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest() != content.get("metadata_sha256"):
-        raise _damaged(folder, f"{_METADATA} was changed")
+        raise _damaged(folder, f"{_METADATA} has changed")
 
 
 def _damaged(folder: Path, what: str) -> InputError:
     others = [path for path in folder.parent.glob("step-*") if path != folder and (path / _METADATA).is_file()]
     newest = max(others, key=lambda path: path.stat().st_mtime, default=None)
-    hint = (
-        f"--resume-from {newest} is whole, as far as its folder tells"
-        if newest
-        else "train anew, without --resume-from"
-    )
+    hint = f"--resume-from {newest} appears to be intact" if newest else "start again without --resume-from"
     return InputError(f"the checkpoint is damaged: {what}", where=str(folder), hint=hint)

@@ -51,7 +51,7 @@ def check_backend(job: Job) -> None:
     if missing:
         raise HostError(
             f"{' and '.join(missing)} cannot be imported by {sys.executable}",
-            hint="run this inside a primus image, or install them beside primus",
+            hint="run this inside a primus image, or install the missing packages",
         )
 
 

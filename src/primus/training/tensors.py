@@ -44,7 +44,9 @@ def files(folder: Path) -> list[Path]:
             raise InputError(f"the weights lack {missing[0]}, which their index names", where=str(index))
         found = sorted(named)
     if not found:
-        raise InputError(f"{folder} contains no safetensors files")
+        raise InputError(
+            f"{folder} contains no safetensors files", hint="name a folder that contains *.safetensors files"
+        )
     return found
 
 

@@ -153,7 +153,7 @@ def open_archive(
             if not Path(keyring).exists():
                 message = f"there is no keyring {keyring} to check the archive with"
                 if keyring != _KEYRING.format(maker):
-                    raise HostError(message, hint="correct the path, or install the package that brings it")
+                    raise HostError(message, hint="correct the path, or install the package that provides it")
                 raise LacksPackages(message, (f"{maker}-archive-keyring",), f"set PRIMUS_{maker.upper()}_KEYRING")
         text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")

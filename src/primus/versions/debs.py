@@ -62,7 +62,7 @@ def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -
         others = [upstream(v) for p, v in chosen.items() if re.fullmatch(r"python3\.[0-9]+-minimal", p)]
         if others:
             raise InputError(
-                f"base {base_name} states Python {base.python}, but its packages bring {' and '.join(others)}",
+                f"base {base_name} states Python {base.python}, but its packages provide {' and '.join(others)}",
                 hint=f"write python: {others[0]} in versions.yaml",
             )
         return

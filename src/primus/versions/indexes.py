@@ -345,7 +345,7 @@ class Indexes:
             return
         raise HostError(
             f"the index lists {about}, but the file at {redact(url)} is not there: {cause}",
-            hint="run it again later, or pin a version whose file is there",
+            hint="try again later, or pin another version",
             about=_name(about),
         )
 

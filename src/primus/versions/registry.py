@@ -62,7 +62,7 @@ def resolve_image(base: str, image: str, architecture: str, patience: Patience =
     for number, layer in enumerate(manifest.get("layers", ()), 1):
         if layer["mediaType"] not in _GZIP:
             raise InputError(
-                f"{image} has a layer of type {layer['mediaType']}", hint="only gzip layers are taken", about=name
+                f"{image} has a layer of type {layer['mediaType']}", hint="only gzip layers are supported", about=name
             )
         sha256 = str(layer["digest"]).removeprefix("sha256:")
         layers.append(
@@ -110,7 +110,7 @@ def _manifest(name: str, digest: str, patience: Patience) -> dict[str, Any]:
     except ValueError:
         manifest = None
     if not isinstance(manifest, dict):
-        raise InputError(f"{name}@{digest} is no manifest", hint="correct `image` in versions.yaml", about=name)
+        raise InputError(f"{name}@{digest} is not a manifest", hint="correct `image` in versions.yaml", about=name)
     return manifest
 
 

@@ -171,7 +171,9 @@ def resolve_build(
     indexes = Indexes.of_host(patience)
     report = _report(request, pins, [*fixed, *kept], indexes) or _report(request, pins, fixed, indexes)
     if report is None:
-        raise InputError(f"the wheels of {root} do not go with the image's versions", hint="pin others under `build`")
+        raise InputError(
+            f"the wheels of {root} do not fit the versions in the image", hint="pin other versions under `build`"
+        )
     found = tuple(one for one in parse_report(report) if one.name not in request.provided)
     files = _measured("wheel", _placed(found, request, indexes), indexes)
     progress.finish(root, counted(len(files), "wheel"))

@@ -191,7 +191,7 @@ def test_a_job_is_applied_shown_and_deleted(api: Api, capsys: pytest.CaptureFixt
     assert main(WORDS) == 0
     assert set(api.objects) == {f"{JOBS}/{name}", f"{SERVICES}/{name}"}
     assert main([*WORDS]) == 2
-    assert "there is such an object already" in capsys.readouterr().err
+    assert "the object cannot be created: " in capsys.readouterr().err
     condition = {"type": "Failed", "status": "True", "message": "backoff"}
     api.objects[f"{JOBS}/{name}"]["status"] = {"conditions": [condition]}
     waiting = {"state": {"waiting": {"reason": "ImagePullBackOff"}}, "name": "node", "image": "", "imageID": ""}

@@ -52,7 +52,7 @@ def test_the_bytes_stay_and_what_is_inside_is_known(store: Store, tmp_path: Path
 def test_what_is_no_layer_is_named(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "layer"
     path.write_bytes(b"no gzip at all")
-    with pytest.raises(InputError, match="is no gzip tar"):
+    with pytest.raises(InputError, match="is not a gzip-compressed tar archive"):
         adopt_layer(store, path, "0" * 64)
     assert not list((store.root / "tmp").glob("blob-*"))
 

@@ -98,9 +98,9 @@ def test_another_backend_never_fits(tmp_path: Path, accepted: list[str]) -> None
     [
         (lambda folder: (folder / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
         (lambda folder: (folder / "__0_0.distcp").write_bytes(b"x"), "__0_0.distcp has 1 of 1,200 bytes"),
-        (lambda folder: (folder / ".metadata").write_bytes(b"y" * 900), ".metadata was changed"),
+        (lambda folder: (folder / ".metadata").write_bytes(b"y" * 900), ".metadata has changed"),
         (lambda folder: (folder / identity.FILE).write_text("{"), "recipe.json cannot be read"),
-        (lambda folder: (folder / identity.FILE).write_text("[]"), "recipe.json is not what primus writes"),
+        (lambda folder: (folder / identity.FILE).write_text("[]"), "recipe.json was not written by primus"),
         (lambda folder: (folder / identity.FILE).write_bytes(b"\xff\xfe"), "recipe.json cannot be read"),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_a_sentence(tmp_path: Path, damage: object, told
 def test_one_that_says_nothing_of_itself_is_taken_when_asked_for(tmp_path: Path) -> None:
     folder = kept(tmp_path / "step-5", proxy())
     (folder / identity.FILE).unlink()
-    with pytest.raises(InputError, match="does not say what it was trained from"):
+    with pytest.raises(InputError, match="has no recipe.json, which says what it was trained from"):
         identity.check(folder, proxy())
     identity.check(folder, proxy(), ["all"])
 

@@ -247,7 +247,7 @@ def test_a_recipe_uses_files_before_its_own_text(edited: Path) -> None:
     assert recipe.get("ranks", int) == 2
     assert recipe.get("torchtitan.training.max_norm", float) == 2.0
     change(edited, "more.yaml", "less.yaml")
-    with pytest.raises(InputError, match=r"no file 'less\.yaml' to use"):
+    with pytest.raises(InputError, match=r"no file 'less\.yaml', which `uses` names"):
         resolve.resolve(str(edited))
 
 

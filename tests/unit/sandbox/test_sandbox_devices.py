@@ -179,7 +179,7 @@ def test_bad_numbers_of_gpus(tmp_path, asked):
 def test_too_few_gpus(tmp_path):
     with pytest.raises(HostError, match="--gpus 4: this machine has 3 GPUs"):
         devices.gpus("4", root=tmp_path, folders=place(tmp_path, etc_nvidia_yaml=NVIDIA))
-    with pytest.raises(HostError, match="this machine shows no GPU"):
+    with pytest.raises(HostError, match="no GPU was found on this machine"):
         devices.gpus("all", root=tmp_path, folders=[])
 
 

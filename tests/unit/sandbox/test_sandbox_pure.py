@@ -118,7 +118,7 @@ def test_entrypoint_and_cmd():
     assert final_argv(root, Command()) == ["e", "c"]
     assert final_argv(root, Command(argv=("a",))) == ["e", "a"]
     assert final_argv(root, Command(argv=("a",), entrypoint=False)) == ["a"]
-    with pytest.raises(InputError, match="no command of its own"):
+    with pytest.raises(InputError, match="has no default command"):
         final_argv(root_with(), Command())
 
 

@@ -64,7 +64,7 @@ def test_apt_that_fails_says_why_and_what_to_type(host: Path) -> None:
 
 
 def test_apt_that_succeeds_without_the_tool_is_no_success(host: Path) -> None:
-    with pytest.raises(HostError, match="brought no othertool"):
+    with pytest.raises(HostError, match="does not provide othertool"):
         tools.need("othertool", "mypackage", say=silent)
 
 

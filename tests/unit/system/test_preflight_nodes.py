@@ -181,7 +181,7 @@ def test_bad_combinations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["preflight", "--benchmark", "--root", str(tmp_path)]) == 2
     same = written(tmp_path, node("n1"), node("n1"))
     assert main(["preflight", "--nodes", *same]) == 2
-    assert "two documents are of node n1" in capsys.readouterr().err
+    assert "two documents are from node n1" in capsys.readouterr().err
 
 
 def test_the_scheduler_names_the_node(

@@ -229,5 +229,5 @@ def test_another_python_in_the_suite_is_named() -> None:
     with pytest.raises(InputError, match=r"states Python 3\.11\.9, but Debian bookworm has 3\.11\.2"):
         check_python("bookworm", base, {"python3.11-minimal": "3.11.2-6+deb12u9"})
     check_python("tools", base, {"gcc": "1"})
-    with pytest.raises(InputError, match=r"packages bring 3\.12\.1"):
+    with pytest.raises(InputError, match=r"packages provide 3\.12\.1"):
         check_python("bookworm", base, {"python3.12-minimal": "3.12.1-1"})

@@ -44,7 +44,7 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Wheel:
     wheels = [path for path in out.glob("*.whl") if path.is_file() and not path.is_symlink()]
     if len(wheels) != 1:
         names = ", ".join(sorted(w.name for w in wheels)) or "none"
-        raise CheckFailed(f"{action.name} must leave one wheel, it left {names}", where=str(shop.log(action)))
+        raise CheckFailed(f"{action.name} must build one wheel, but built {names}", where=str(shop.log(action)))
     with wheels[0].open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     wheel = Wheel(file=wheels[0].name, sha256=sha256, size=wheels[0].stat().st_size)

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         raise no_recipes(folder())
     shown = [entry for entry in (_narrowed(entry, options) for entry in entries()) if entry]
     if not shown:
-        raise InputError("no recipe matches", hint="primus list shows all recipes")
+        raise InputError("no recipe matches these options", hint="primus list shows all recipes")
     if options.json:
         print(json.dumps([_document(entry) for entry in shown], indent=2))
         return 0

@@ -145,7 +145,9 @@ def _preflight(job: Job) -> None:
 
 def _checkpoint(path: Path) -> Path:
     if not path.is_dir():
-        raise InputError(f"there is no checkpoint folder {path}")
+        raise InputError(
+            f"there is no checkpoint folder {path}", hint="name a folder …/checkpoint/step-N, or the folder of a run"
+        )
     found = path.absolute()
     if not (found / ".metadata").is_file():
         kept = [step for step in ranks.checkpoints(found) if (step / ".metadata").is_file()]

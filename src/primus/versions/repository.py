@@ -194,7 +194,7 @@ def _run(words: Sequence[str], about: str, timeout: float | None) -> subprocess.
         )
     except subprocess.TimeoutExpired:
         raise HostError(
-            f"the repository {bare_url(about)} did not answer in time",
+            f"the repository {bare_url(about)} does not answer: no answer in time",
             hint="run it again",
             about=named(about),
         ) from None

@@ -229,7 +229,7 @@ def test_accumulation() -> None:
 
 
 def test_every_check_has_a_row_in_the_documentation() -> None:
-    root, named = Path(__file__).parents[2], set()
+    root, named = Path(__file__).parents[3], set()
     for path in (*(root / "src/primus/training").glob("*.py"), *(root / "src/primus/release").glob("*.py")):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("Verdict", "of_faults"):

@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_a_sentence(tmp_path: Path, damage: object, told
 def test_one_that_says_nothing_of_itself_is_taken_when_asked_for(tmp_path: Path) -> None:
     folder = kept(tmp_path / "step-5", proxy())
     (folder / identity.FILE).unlink()
-    with pytest.raises(InputError, match="has no recipe.json, which says what it was trained from"):
+    with pytest.raises(InputError, match=r"has no recipe\.json, which says what it was trained from"):
         identity.check(folder, proxy())
     identity.check(folder, proxy(), ["all"])
 

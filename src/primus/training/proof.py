@@ -27,6 +27,9 @@ _NOISE = {"loss": 8.0, "grad_norm": 2.0, "gradient": 6.0}
 # The same for the mean over at least so many steps. Measured: 1.7.
 _MEAN_NOISE = 2.5
 _ENOUGH = 4
+# How much of a change of a constant the gradients may show, and how far that may exceed what rounding alone shows.
+_CHANGED = 0.5
+_FIT_NOISE = 3.0
 # An update is repeated from the run's own gradient, whatever the precision of the model. Measured: 0.
 _UPDATE = 5e-4
 # The norm that a run reports and the length of its clipped gradients are of the same numbers. Measured: 2e-5.
@@ -87,6 +90,7 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
         _moved(found["moved"]),
         of_faults("reference saved files", found.get("saved", _NOTHING), "checkpoints and files hold what was trained"),
         _gradients(found, series),
+        *([] if found["precision"] == "fp32" else [_constants(found.get("constants", {}))]),
         _rates(steps),
         _updates(found),
     ]
@@ -170,6 +174,24 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
         "every tensor agrees, as the optimizer got it",
         measured=f"{gap:.1e}",
         limit=f"relative gap ≤ {limit:.1e}",
+    )
+
+
+def _constants(found: Mapping[str, Mapping[str, float]]) -> Verdict:
+    """Constants of the model whose error is smaller than the noise of one gradient. FP32 runs need no such rule."""
+    limits = {name: max(_CHANGED, _FIT_NOISE * row["noise"]) for name, row in found.items()}
+    told = [name for name, limit in limits.items() if limit <= 1]
+    wrong = [f"{name}: the gradients show {found[name]['share']:.2f} of it" for name in found
+             if not abs(found[name]["share"]) <= limits[name]]  # fmt: skip
+    if not found:
+        wrong = ["the reference did not compare this"]
+    hidden = ", ".join(name for name in found if name not in told)
+    return of_faults(
+        "reference constants",
+        sorted(wrong, key=lambda sentence: sentence.partition(":")[0]),
+        f"{len(told)} changes would show" + (f"; hidden by rounding: {hidden}" if hidden else ""),
+        measured=f"{max((abs(found[name]['share']) for name in told), default=0.0):.2f}",
+        limit=f"≤ {max((limits[name] for name in told), default=_CHANGED):.2f} of a change",
     )
 
 

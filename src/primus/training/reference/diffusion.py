@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from primus.recipes.architecture import Architecture
-from primus.training.reference.model import Rounding, Weights, exact, log_sum_exp
+from primus.training.reference.model import Constants, Rounding, Weights, exact, log_sum_exp
 
 __all__ = ["Diffusion", "shapes"]
 
@@ -30,12 +30,14 @@ class Diffusion:
     """The transformer as a function of its weights. ``guidance`` is the scale that a model with guidance is told.
 
     ``between`` is as in :class:`.model.Model`; ``entering`` rounds what the model is given, as the run rounds it.
+    Of ``constants``, only those that this model has are used: angles, epsilon and attention.
     """
 
     sizes: Architecture
     guidance: float = 1.0
     between: Rounding = exact
     entering: Rounding = exact
+    constants: Constants = field(default_factory=Constants)
     closest: float = math.inf
     sent: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -132,7 +134,7 @@ class Diffusion:
         for name, kind in zip(names, "qkv", strict=True):
             made = self._linear(weights, name, states).unflatten(-1, (self.sizes.heads, -1)).transpose(1, 2)
             if kind != "v":
-                length = (made.square().mean(-1, keepdim=True) + _EPS).rsqrt()
+                length = (made.square().mean(-1, keepdim=True) + self._eps).rsqrt()
                 made = self.between(made * length * weights[f"{norm}{kind}.weight"])
             found.append(made)
         return found
@@ -141,16 +143,20 @@ class Diffusion:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         query, key = (self.between(_turned(part, *turn)) for part in (query, key))
-        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 * self.constants.attention)
         mixed = self.between(torch.exp(scores - log_sum_exp(scores).unsqueeze(-1))) @ value
         return self.between(mixed.transpose(1, 2).flatten(-2))
+
+    @property
+    def _eps(self) -> float:
+        return _EPS + self.constants.norm_eps
 
     def _modulation(self, weights: Weights, name: str, given: torch.Tensor, parts: int) -> list[torch.Tensor]:
         return list(self._linear(weights, name, self.between(_silu(given))).unsqueeze(1).chunk(parts, -1))
 
     def _normed(self, states: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         centred = states - states.mean(-1, keepdim=True)
-        even = self.between(centred * (centred.square().mean(-1, keepdim=True) + _EPS).rsqrt())
+        even = self.between(centred * (centred.square().mean(-1, keepdim=True) + self._eps).rsqrt())
         return self.between(self.between(even * (1 + scale)) + shift)
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
@@ -174,7 +180,8 @@ class Diffusion:
             angles.append(axis[:, None] * frequencies)
         whole = torch.cat(angles, -1)
         whole = torch.cat((torch.zeros(before, whole.shape[1], dtype=torch.float64), whole))
-        return self.between(whole.cos().to(image.dtype)), self.between(whole.sin().to(image.dtype))
+        rounded = [self.constants.angles(table.to(image.dtype)) for table in (whole.cos(), whole.sin())]
+        return self.between(rounded[0]), self.between(rounded[1])
 
 
 def _silu(states: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling
 
-__all__ = ["Dialect", "Model", "Rounding", "Weights", "adapter_shapes", "exact", "log_sum_exp", "shapes"]
+__all__ = ["Constants", "Dialect", "Model", "Rounding", "Weights", "adapter_shapes", "exact", "log_sum_exp", "shapes"]
 
 Weights = Mapping[str, torch.Tensor]
 Rounding = Callable[[torch.Tensor], torch.Tensor]
@@ -71,6 +71,22 @@ class Dialect:
     centered: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What a model computes with besides weights and sizes. The defaults are right; :mod:`.constants` tries others.
+
+    ``angles`` is applied to the table of rotary angles. ``norm_eps`` is added to the epsilon of every norm.
+    ``attention`` multiplies the attention logits. ``z_loss`` is the coefficient of the squared log-sum-exp of the
+    logits; ``smoothing`` is the share of each label that is spread over the vocabulary.
+    """
+
+    angles: Rounding = exact
+    norm_eps: float = 0.0
+    attention: float = 1.0
+    z_loss: float = 0.0
+    smoothing: float = 0.0
+
+
 @dataclass
 class Model:
     """A language model as a function of its weights.
@@ -83,6 +99,7 @@ class Model:
     dialect: Dialect = field(default_factory=Dialect)
     between: Rounding = exact
     eight: bool = False
+    constants: Constants = field(default_factory=Constants)
     # How close the scores of an expert that was chosen and of one that was not have come, relative to the former.
     closest: float = math.inf
     # Layer -> how many tokens went to each expert, over all calls.
@@ -115,7 +132,10 @@ class Model:
         logits, balance = self.logits(weights, batch["inputs"])
         trained = labels >= 0
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return (log_sum_exp(logits) - chosen) * trained, balance
+        total, given = log_sum_exp(logits), self.constants
+        if given.smoothing:
+            chosen = chosen + given.smoothing * (logits.mean(-1) - chosen)
+        return (total - chosen + given.z_loss * total.square()) * trained, balance
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         # Routed experts multiply in groups, which stay in the precision of the weights.
@@ -132,7 +152,8 @@ class Model:
 
     def _norm(self, weight: torch.Tensor, states: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         mean = states.square().mean(-1, keepdim=True)
-        return self.between(states * (mean + (self.sizes.norm_eps if eps is None else eps)).rsqrt() * weight)
+        eps = (self.sizes.norm_eps if eps is None else eps) + self.constants.norm_eps
+        return self.between(states * (mean + eps).rsqrt() * weight)
 
     def _swiglu(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         gate = self._linear(weights, name + "gate_proj", states)
@@ -145,7 +166,7 @@ class Model:
             self._linear(weights, f"{name}{kind}_proj", states).unflatten(-1, (-1, sizes.head_size)).transpose(1, 2)
             for kind in "qkv"
         )
-        cosine, sine = _angles(sizes.head_size, sizes, states)
+        cosine, sine = map(self.constants.angles, _angles(sizes.head_size, sizes, states))
         query, key = (_turned(part, cosine, sine) for part in (query, key))
         # Each head of keys and values serves a run of consecutive heads of queries.
         key, value = (part.repeat_interleave(sizes.heads // sizes.kv_heads, 1) for part in (key, value))
@@ -167,7 +188,7 @@ class Model:
         key, value = (
             wide.unflatten(-1, (sizes.heads, -1)).transpose(1, 2).split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
         )
-        cosine, sine = _angles(mla.qk_rope_head_dim, sizes, states)
+        cosine, sine = map(self.constants.angles, _angles(mla.qk_rope_head_dim, sizes, states))
         magnitude, scale = self._yarn_magnitudes()
         cosine, sine = cosine * magnitude, sine * magnitude
         plain, turned = query.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
@@ -193,7 +214,7 @@ class Model:
     def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """Values mixed by attention [samples, length, heads · size]: each position sees itself and those before it."""
         length = query.shape[-2]
-        scores = query @ key.transpose(-1, -2) * scale
+        scores = query @ key.transpose(-1, -2) * (scale * self.constants.attention)
         place = torch.arange(length, device=query.device)
         hidden = place[None, :] > place[:, None]
         if 0 < self.sizes.window < length:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
-from primus.training.reference import data, diffusion, first, saved, update
+from primus.training.reference import constants, data, diffusion, first, saved, update
 from primus.training.reference.model import Dialect, Model, adapter_shapes, exact, shapes
 from primus.training.reference.names import UnknownWeight, to_canonical
 
@@ -56,6 +56,7 @@ def replay(output: Path) -> dict[str, Any]:
             found["steps"].append(replayed.step(step, before, after))
             before = after
         found["moved"] = _moved(job, _weights(job, sizes, folder, began_at - 1), before)
+        found["constants"] = replayed.constants()
         found["saved"] = saved.differences(output, job, sizes, before)
     except UnknownWeight as error:
         found["problem"] = f"the run has a weight that the model has not: {error}"
@@ -85,6 +86,11 @@ class _Replay:
         self._noisy = {first + number * (last - first) // (_NOISY - 1) for number in range(_NOISY)}
         self._samples = data.samples(job)
         self._dialect = _dialect(job)
+        self._fit = constants.Fit(job["backend"])
+
+    def constants(self) -> dict[str, dict[str, float]]:
+        """What :class:`.constants.Fit` found in the steps so far. In FP32, other limits are close enough."""
+        return self._fit.found()
 
     def step(self, step: int, before: Tensors, after: Tensors) -> dict[str, Any]:
         """Figures of one step: what the run had and what the reference has."""
@@ -125,8 +131,22 @@ class _Replay:
         if used is not None:
             found |= {"missing": sorted(set(limited) - set(used)), "gaps": _gaps(used, limited, scales)}
         if noisy:
-            found["noise"] = self._noise(step, before, (loss, losses, gradients), limited, scales)
+            found["noise"], rounded = self._noise(step, before, (loss, losses, gradients), limited, scales)
+            if used is not None and not self._exact and step in self._noisy:
+                self._fit_constants(step, weights, used, limited, rounded)
         return found, limited
+
+    def _fit_constants(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> None:
+        """Compute the gradients with each constant changed, and compare the run's errors with these changes."""
+
+        def gradients(model: Model | diffusion.Diffusion) -> Tensors:
+            found = self._gradients(step, weights, model)[2]
+            return update.clipped(found, update.norm_of(found), self._given.max_norm)
+
+        model = self._model()
+        plain = gradients(replace(model, eight=False)) if isinstance(model, Model) and model.eight else own
+        changed = {name: gradients(trial) for name, trial in constants.trials(model).items()}
+        self._fit.add(used, own, rounded, plain, changed)
 
     def _biases(self, before: Tensors, after: Tensors, closest: float) -> list[str]:
         """Which router biases did not move towards the mean number of tokens."""
@@ -231,8 +251,11 @@ class _Replay:
     def _noise(
         self, step: int, before: Tensors, own: tuple[float, torch.Tensor, Tensors], limited: Tensors,
         scales: Mapping[str, float],
-    ) -> dict[str, Any]:  # fmt: skip
-        """How far the run's precision alone moves its results: the reference once more, with that rounding."""
+    ) -> tuple[dict[str, Any], Tensors]:  # fmt: skip
+        """How far the run's precision alone moves its results: the reference once more, with that rounding.
+
+        Also the clipped gradients of that.
+        """
         loss, losses, gradients = own
         norm = update.norm_of(gradients)
         model = self._model()
@@ -249,7 +272,7 @@ class _Replay:
             # A norm errs by no more than its vector does.
             "grad_norm": math.sqrt(sum(float((moved[n] - g).square().sum()) for n, g in gradients.items())) / norm,
             "gaps": _gaps(clipped, limited, scales),
-        }
+        }, clipped
 
     def _update_gap(self, before: Tensors, expected: Tensors, after: Tensors) -> dict[str, Any]:
         worst, at = 0.0, ""

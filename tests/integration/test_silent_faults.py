@@ -26,7 +26,7 @@ QUICK = (
     "torchtitan_attention_not_causal", "torchtitan_rate_zero_later", "fsdp_labels_equal_inputs",
     "fsdp_tokens_counted_twice", "finetune_adapter_scaled_twice", "megatron_output_projections_as_large_as_others",
     "torchtitan_gradients_summed_in_bf16", "fsdp_moments_not_saved", "megatron_stale_copies",
-    "torchtitan_one_rank_sleeps_in_every_layer",
+    "torchtitan_one_rank_sleeps_in_every_layer", "torchtitan_angles_rounded_to_fp8",
 )  # fmt: skip
 
 Run = Callable[[dict[str, tuple[str, tuple[str, ...], str]]], dict[str, Job]]
@@ -83,7 +83,7 @@ def test_the_references_models_are_those_of_transformers_and_diffusers(python: l
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_every_silent_fault_is_named(run: Run, request: pytest.FixtureRequest) -> None:
-    assert len(SILENT) >= 220
+    assert len(SILENT) >= 242
     jobs = run({name: (case.backend, case.words, name) for name, case in SILENT.items()})
     assert _missed(jobs) == []
     if request.config.getoption("--record-faults"):

@@ -8,6 +8,7 @@ from typing import Any
 from silent import (
     ADAMW,
     CLOCK,
+    CONSTANTS,
     DATA,
     DEEPSEEK,
     DEEPSEEK_WORDS,
@@ -79,8 +80,8 @@ def z_loss_added(module: Any) -> None:
     )
 
 
-@silent("model", "torchtitan", TITAN_MODEL, LOSS, GRADIENTS, words=BF16)
-def rotary_in_bf16(module: Any) -> None:
+@silent("model", "torchtitan", TITAN_MODEL, CONSTANTS, words=BF16)
+def angles_rounded_to_fp8(module: Any) -> None:
     import torch
 
     def make(original: Any, *given: Any) -> Any:
@@ -425,7 +426,7 @@ def tokens_dropped_by_capacity(module: Any) -> None:
     )
 
 
-@silent("model", "megatron", "primus.training.megatron.render", LOSS, GRADIENTS, words=BF16)
+@silent("model", "megatron", "primus.training.megatron.render", CONSTANTS, words=BF16)
 def norm_epsilon(module: Any) -> None:
     wrap(module, "transformer", lambda make, *given: make(*given) | {"layernorm_epsilon": 1e-3})
 

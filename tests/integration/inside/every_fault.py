@@ -4,20 +4,24 @@
 
 OUT gets one JSON line per fault as its run ends. Faults that OUT already holds are skipped. When the time is over, the
 runs in progress are ended and not written.
+
+Where no check named the fault, a run without it follows. If both have the same losses and weights to the last bit, the
+fault changed nothing, and its line says ``inert``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
-from many import prepare
+from many import forked, prepare, train
 from records import Row, arguments, record, rows, together
-from silent_jobs import SILENT, failed, job_of
+from silent_jobs import SILENT, failed, job_of, write
 
 from primus.training.job import Job
 
@@ -31,7 +35,13 @@ def one(name: str, out: Path, port: int) -> None:
         fine = bool(set(found) & set(case.names)) and "exit code" not in found
         facts = job.output / "facts.json"
         versions = json.loads(facts.read_text(encoding="utf-8"))["versions"] if facts.exists() else {}
-        return {"named_by": found, "ok": fine, "versions": versions}, fine
+        row = {"named_by": found, "ok": fine, "versions": versions}
+        if not found:
+            healthy = job_of(job.output.with_name("healthy"), case.backend, case.words)
+            write(healthy)
+            os.waitpid(forked(partial(train, healthy.output, "-", port)), 0)
+            row["inert"] = _trained(healthy) == _trained(job)
+        return row, fine
 
     record(
         {"name": name, "kind": case.kind, "backend": case.backend},
@@ -42,6 +52,12 @@ def one(name: str, out: Path, port: int) -> None:
         out,
         port,
     )
+
+
+def _trained(job: Job) -> tuple[str, str]:
+    """The losses and gradient norms of all steps, and the digest of the last weights."""
+    facts = json.loads((job.output / "facts.json").read_text(encoding="utf-8"))
+    return (job.output / "exact.jsonl").read_text(encoding="utf-8"), facts["weights_sha256"]
 
 
 def main() -> None:

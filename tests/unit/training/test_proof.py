@@ -94,6 +94,34 @@ def test_sums_in_bfloat16_have_fewer_digits_than_sums_of_bfloat16(summands: int,
     assert (failing(found) == []) is passed
 
 
+EPSILON = "norm epsilon + 0.001"
+
+
+@pytest.mark.parametrize(
+    ("constants", "told"),
+    [
+        ({EPSILON: {"share": 0.1, "noise": 0.02}}, ""),
+        ({EPSILON: {"share": 1.0, "noise": 0.02}}, f"{EPSILON}: the gradients show 1.00 of it"),
+        ({EPSILON: {"share": -0.6, "noise": 0.02}}, f"{EPSILON}: the gradients show -0.60 of it"),
+        ({EPSILON: {"share": float("nan"), "noise": 0.02}}, f"{EPSILON}: the gradients show nan of it"),
+        # What rounding alone may show is no fault, and is no proof either.
+        ({EPSILON: {"share": 1.0, "noise": 0.5}}, ""),
+        ({}, "the reference did not compare this"),
+    ],
+)
+def test_a_constant_is_judged_as_closely_as_rounding_allows(constants: dict[str, Any], told: str) -> None:
+    found = evidence(SEEN) | {"precision": "bf16", "constants": constants}
+    verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference constants")
+    assert (verdict.reason if not verdict.passed else "") == told
+
+
+def test_constants_that_rounding_hides_are_named() -> None:
+    found = evidence(SEEN) | {"precision": "bf16", "constants": {EPSILON: {"share": 0.0, "noise": 0.5}}}
+    verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference constants")
+    assert verdict.passed
+    assert verdict.reason == f"0 changes would show; hidden by rounding: {EPSILON}"
+
+
 def test_only_a_step_in_which_a_token_may_go_to_either_expert_has_wider_bounds() -> None:
     found = evidence(SEEN)
     found["steps"][3] |= {"gaps": {"a.weight": (0.05, "a.1.weight")}, "closest": 1e-8}

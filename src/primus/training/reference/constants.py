@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,9 +30,9 @@ _EXACT_ANGLES = ("torchtitan",)
 _BOTH = {
     "norm epsilon + 0.001": Constants(norm_eps=1e-3),
     "attention scale × 1.01": Constants(attention=1.01),
-    "rotary angles rounded to FP8": Constants(angles=lambda table: table.float().to(torch.float8_e4m3fn).to(table.dtype)),
+    "rotary angles rounded to FP8": Constants(angles=lambda table: table.to(torch.float8_e4m3fn).to(table.dtype)),
     _ROUNDED: Constants(angles=lambda table: table.to(torch.bfloat16).to(table.dtype)),
-}  # fmt: skip
+}
 _LANGUAGE = {
     "z-loss of 0.0003": Constants(z_loss=3e-4),
     "labels smoothed by 0.01": Constants(smoothing=0.01),

@@ -27,9 +27,11 @@ _NOISE = {"loss": 8.0, "grad_norm": 2.0, "gradient": 6.0}
 # The same for the mean over at least so many steps. Measured: 1.7.
 _MEAN_NOISE = 2.5
 _ENOUGH = 4
-# How much of a change of a constant the gradients may show, and how far that may exceed what rounding alone shows.
+# How much of a change of a constant the gradients may show, and how many standard deviations from what rounding shows.
 _CHANGED = 0.5
-_FIT_NOISE = 3.0
+_DEVIATIONS = 4.0
+# FP8's errors are systematic: they add to the mean square of the states, as an epsilon does. Measured: 1.0.
+_FP8 = 2.0
 # An update is repeated from the run's own gradient, whatever the precision of the model. Measured: 0.
 _UPDATE = 5e-4
 # The norm that a run reports and the length of its clipped gradients are of the same numbers. Measured: 2e-5.
@@ -90,7 +92,7 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
         _moved(found["moved"]),
         of_faults("reference saved files", found.get("saved", _NOTHING), "checkpoints and files hold what was trained"),
         _gradients(found, series),
-        *([] if found["precision"] == "fp32" else [_constants(found.get("constants", {}))]),
+        *([] if found["precision"] == "fp32" else [_constants(found)]),
         _rates(steps),
         _updates(found),
     ]
@@ -177,9 +179,14 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
     )
 
 
-def _constants(found: Mapping[str, Mapping[str, float]]) -> Verdict:
+def _constants(evidence: Mapping[str, Any]) -> Verdict:
     """Constants of the model whose error is smaller than the noise of one gradient. FP32 runs need no such rule."""
-    limits = {name: max(_CHANGED, _FIT_NOISE * row["noise"]) for name, row in found.items()}
+    found: Mapping[str, Mapping[str, float]] = evidence.get("constants", {})
+    factor = _FP8 if evidence["precision"] == "fp8" else 1.0
+    limits = {
+        name: max(_CHANGED, factor * (abs(row["rounding"]) + _DEVIATIONS * row["deviation"]))
+        for name, row in found.items()
+    }
     told = [name for name, limit in limits.items() if limit <= 1]
     wrong = [f"{name}: the gradients show {found[name]['share']:.2f} of it" for name in found
              if not abs(found[name]["share"]) <= limits[name]]  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from silent import (
@@ -13,7 +12,6 @@ from silent import (
     LANGUAGE,
     LLAMA,
     LOSS,
-    SESSION,
     TITAN_DATA,
     TITAN_LOSS,
     TITAN_MODEL,
@@ -210,45 +208,31 @@ def second_adapter_matrix_learns_faster(module: Any) -> None:
     wrap(module.AdamW, "step", step)
 
 
-@silent("parallel", "megatron", SESSION, LOSS, GRADIENTS)
-def replicas_drift_apart(module: Any) -> None:
-    """Rank 1 trains other weights than rank 0, by a thousandth."""
-
-    def step(original: Any, self: Any, rate: float) -> Any:
-        import torch
-
-        found = original(self, rate)
-        if os.environ["RANK"] == "1":
-            with torch.no_grad():
-                for part in self.model_parts:
-                    for parameter in part.parameters():
-                        parameter.mul_(1.001)
-        return found
-
-    wrap(module.MegatronSession, "step", step)
-
-
-@silent("precision", "megatron", "megatron.core.transformer.dot_product_attention", LOSS, GRADIENTS)
+@silent("precision", "megatron", "primus.training.megatron.attention", LOSS, GRADIENTS)
 def attention_given_back_in_bf16(module: Any) -> None:
     import torch
 
-    def forward(run: Any, self: Any, *given: Any, **named: Any) -> Any:
-        out = run(self, *given, **named)
+    def attend(run: Any, self: Any, *given: Any) -> Any:
+        out = run(self, *given)
         return out.to(torch.bfloat16).to(out.dtype)
 
-    wrap(module.DotProductAttention, "forward", forward)
+    wrap(module.TorchAttention, "attend", attend)
 
 
-@silent("model", "fsdp", LLAMA, LOSS, GRADIENTS, words=BF16)
-def small_shares_of_attention_left_out(module: Any) -> None:
-    """As a kernel does that skips blocks of low scores."""
+@silent("constants", "fsdp", LLAMA, CONSTANTS, words=BF16)
+def shares_of_attention_in_fp8(module: Any) -> None:
+    import torch
+
+    _attention(module, lambda shares: shares + (shares.to(torch.float8_e4m3fn).float() - shares).detach())
+
+
+def _attention(module: Any, change: Any) -> None:
     import torch
 
     def attend(_run: Any, query: Any, key: Any, value: Any, **_named: Any) -> Any:
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
         scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
         scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-        shares = scores.float().softmax(-1)
-        return (shares * (shares > 0.005)).to(value.dtype) @ value
+        return change(scores.float().softmax(-1)).to(value.dtype) @ value
 
     wrap(module.functional, "scaled_dot_product_attention", attend)

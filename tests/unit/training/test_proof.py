@@ -100,12 +100,15 @@ EPSILON = "norm epsilon + 0.001"
 @pytest.mark.parametrize(
     ("constants", "told"),
     [
-        ({EPSILON: {"share": 0.1, "noise": 0.02}}, ""),
-        ({EPSILON: {"share": 1.0, "noise": 0.02}}, f"{EPSILON}: the gradients show 1.00 of it"),
-        ({EPSILON: {"share": -0.6, "noise": 0.02}}, f"{EPSILON}: the gradients show -0.60 of it"),
-        ({EPSILON: {"share": float("nan"), "noise": 0.02}}, f"{EPSILON}: the gradients show nan of it"),
+        ({EPSILON: {"share": 0.1, "rounding": 0.02, "deviation": 0.01}}, ""),
+        ({EPSILON: {"share": 1.0, "rounding": 0.02, "deviation": 0.01}}, f"{EPSILON}: the gradients show 1.00 of it"),
+        ({EPSILON: {"share": -0.6, "rounding": 0.02, "deviation": 0.01}}, f"{EPSILON}: the gradients show -0.60 of it"),
+        (
+            {EPSILON: {"share": float("nan"), "rounding": 0.02, "deviation": 0.01}},
+            f"{EPSILON}: the gradients show nan of it",
+        ),
         # What rounding alone may show is no fault, and is no proof either.
-        ({EPSILON: {"share": 1.0, "noise": 0.5}}, ""),
+        ({EPSILON: {"share": 1.0, "rounding": 0.1, "deviation": 0.3}}, ""),
         ({}, "the reference did not compare this"),
     ],
 )
@@ -116,7 +119,10 @@ def test_a_constant_is_judged_as_closely_as_rounding_allows(constants: dict[str,
 
 
 def test_constants_that_rounding_hides_are_named() -> None:
-    found = evidence(SEEN) | {"precision": "bf16", "constants": {EPSILON: {"share": 0.0, "noise": 0.5}}}
+    found = evidence(SEEN) | {
+        "precision": "bf16",
+        "constants": {EPSILON: {"share": 0.0, "rounding": 0.1, "deviation": 0.3}},
+    }
     verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference constants")
     assert verdict.passed
     assert verdict.reason == f"0 changes would show; hidden by rounding: {EPSILON}"

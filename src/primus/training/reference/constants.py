@@ -24,13 +24,20 @@ __all__ = ["Fit", "trials"]
 Gradients = Mapping[str, torch.Tensor]
 AnyModel = Model | Diffusion
 
+
+def _fp8(tensor: torch.Tensor) -> torch.Tensor:
+    """Rounded to float8_e4m3fn; the gradient passes unchanged."""
+    return tensor + (tensor.detach().to(torch.float8_e4m3fn).to(tensor.dtype) - tensor.detach())
+
+
 _ROUNDED = "rotary angles rounded to BF16"
 # The other backends round the angles in a run in BF16; their part is fitted, and not judged.
 _EXACT_ANGLES = ("torchtitan",)
 _BOTH = {
     "norm epsilon + 0.001": Constants(norm_eps=1e-3),
     "attention scale × 1.01": Constants(attention=1.01),
-    "rotary angles rounded to FP8": Constants(angles=lambda table: table.to(torch.float8_e4m3fn).to(table.dtype)),
+    "rotary angles rounded to FP8": Constants(angles=_fp8),
+    "shares of attention rounded to FP8": Constants(shares=_fp8),
     _ROUNDED: Constants(angles=lambda table: table.to(torch.bfloat16).to(table.dtype)),
 }
 _LANGUAGE = {
@@ -67,8 +74,8 @@ class Fit:
 
     backend: str
     _names: list[str] = field(default_factory=list)
-    # Of each step: products of directions with each other, with the run's errors, and with the noise.
-    _steps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    # Of each tensor and step: products of directions with each other, with the run's errors, and with the noise.
+    _parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def add(
         self, run: Gradients, own: Gradients, noisy: Gradients, plain: Gradients, changed: Mapping[str, Gradients]
@@ -77,56 +84,46 @@ class Fit:
 
         ``changed`` has those with each constant changed and ``plain`` those with none changed, both without rounding.
         """
-        names = [name for name in own if name in run]
+        names = [name for name in own if name in run and bool(run[name].isfinite().all())]
         noise: dict[str, float] = {}
         for name in names:
-            kind = _kind(name)
-            noise[kind] = noise.get(kind, 0.0) + float((noisy[name] - own[name]).double().square().sum())
-        # A kind of tensor counts by how exactly the precision decides its gradient.
-        scales = {name: noise[_kind(name)] ** -0.5 for name in names if noise[_kind(name)] > 0}
-
-        def errors(found: Gradients, right: Gradients) -> torch.Tensor:
-            parts = [(found[name].double() - right[name].double()).flatten() * s for name, s in scales.items()]
-            return torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float64)
-
-        gap, rounding = errors(run, own), errors(noisy, own)
-        directions = torch.stack([errors(gradients, plain) for gradients in changed.values()])
-        if all(bool(tensor.isfinite().all()) for tensor in (gap, rounding, directions)):
-            self._names = list(changed)
-            self._steps.append((directions @ directions.T, directions @ gap, directions @ rounding))
+            noise[_kind(name)] = noise.get(_kind(name), 0.0) + float((noisy[name] - own[name]).double().square().sum())
+        self._names = list(changed)
+        for name in names:
+            # A kind of tensor counts by how exactly the precision decides its gradient.
+            if (least := noise[_kind(name)]) > 0:
+                moved = torch.stack([(other[name].double() - plain[name]).flatten() for other in changed.values()])
+                error, rounding = ((found[name].double() - own[name]).flatten() for found in (run, noisy))
+                self._parts.append((moved @ moved.T / least, moved @ error / least, moved @ rounding / least))
 
     def found(self) -> dict[str, dict[str, float]]:
-        """Name of a change → ``share``, how far the run went, and ``noise``, how far its precision alone may go.
+        """Name of a change → how far the run went (``share``), how far rounding alone does, and a standard deviation.
 
-        ``noise`` is 1e9 where these steps cannot tell. Changes without any effect on the run are left out.
+        ``rounding`` is that of the reference in the run's precision. The deviation is how much the tensors disagree,
+        in the run or in this reference, whichever is more. Changes without an effect are left out.
         """
-        if not self._steps:
+        if not self._parts:
             return {}
-        squares = sum(step[0] for step in self._steps)
-        assert isinstance(squares, torch.Tensor)
-        seen = [n for n in range(len(self._names)) if float(squares[n, n]) > 0]
-        if not seen:
-            return {}
-        shares, rounding = (self._solved(seen, which, None) for which in (1, 2))
-        count = len(self._steps)
-        spread = torch.full_like(rounding, 1e9)
-        if count > 2:
-            # The jackknife: how far the answer depends on a single step.
-            without = torch.stack([self._solved(seen, 2, number) for number in range(count)])
-            spread = ((count - 1) / count * (without - without.mean(0)).square().sum(0)).sqrt()
+        squares, errors, noise = (torch.stack(parts) for parts in zip(*self._parts, strict=True))
+        # Directions differ in length by orders of magnitude.
+        lengths = squares.sum(0).diagonal().sqrt()
+        seen = [n for n, length in enumerate(lengths.tolist()) if length > 0]
+        squares, errors, noise = squares[:, seen][:, :, seen], errors[:, seen], noise[:, seen]
+        scale = torch.outer(lengths[seen], lengths[seen])
+        inverse = torch.linalg.pinv(squares.sum(0) / scale) / scale
+
+        def fitted(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            shares = inverse @ products.sum(0)
+            left = (products - squares @ shares) @ inverse
+            return shares, left.square().sum(0).sqrt()
+
+        (shares, own), (rounding, other) = fitted(errors), fitted(noise)
+        rows = zip(seen, shares.tolist(), rounding.tolist(), own.maximum(other).tolist(), strict=True)
         return {
-            self._names[n]: {"share": float(share), "noise": min(1e9, abs(float(bias)) + float(wide))}
-            for n, share, bias, wide in zip(seen, shares, rounding, spread, strict=True)
+            self._names[n]: {"share": share, "rounding": alone, "deviation": deviation}
+            for n, share, alone, deviation in rows
             if self._names[n] != _ROUNDED or self.backend in _EXACT_ANGLES
         }
-
-    def _solved(self, seen: list[int], which: int, without: int | None) -> torch.Tensor:
-        rows = [step for number, step in enumerate(self._steps) if number != without]
-        squares = torch.stack([row[0] for row in rows]).sum(0)[seen][:, seen]
-        products = torch.stack([row[which] for row in rows]).sum(0)[seen]
-        # Directions differ in length by orders of magnitude.
-        lengths = squares.diagonal().sqrt().clamp(min=1e-30)
-        return (torch.linalg.pinv(squares / lengths / lengths[:, None]) @ (products / lengths)) / lengths
 
 
 def _kind(name: str) -> str:

@@ -30,7 +30,7 @@ class Diffusion:
     """The transformer as a function of its weights. ``guidance`` is the scale that a model with guidance is told.
 
     ``between`` is as in :class:`.model.Model`; ``entering`` rounds what the model is given, as the run rounds it.
-    Of ``constants``, only those that this model has are used: angles, epsilon and attention.
+    Of ``constants``, only those that this model has are used: angles, epsilon, attention and shares.
     """
 
     sizes: Architecture
@@ -144,7 +144,8 @@ class Diffusion:
     ) -> torch.Tensor:
         query, key = (self.between(_turned(part, *turn)) for part in (query, key))
         scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 * self.constants.attention)
-        mixed = self.between(torch.exp(scores - log_sum_exp(scores).unsqueeze(-1))) @ value
+        shares = self.constants.shares(torch.exp(scores - log_sum_exp(scores).unsqueeze(-1)))
+        mixed = self.between(shares) @ value
         return self.between(mixed.transpose(1, 2).flatten(-2))
 
     @property

@@ -76,13 +76,15 @@ class Constants:
     """What a model computes with besides weights and sizes. The defaults are right; :mod:`.constants` tries others.
 
     ``angles`` is applied to the table of rotary angles. ``norm_eps`` is added to the epsilon of every norm.
-    ``attention`` multiplies the attention logits. ``z_loss`` is the coefficient of the squared log-sum-exp of the
-    logits; ``smoothing`` is the share of each label that is spread over the vocabulary.
+    ``attention`` multiplies the attention logits, and ``shares`` is applied to their softmax. ``z_loss`` is the
+    coefficient of the squared log-sum-exp of the logits; ``smoothing`` is the share of each label that is spread over
+    the vocabulary.
     """
 
     angles: Rounding = exact
     norm_eps: float = 0.0
     attention: float = 1.0
+    shares: Rounding = exact
     z_loss: float = 0.0
     smoothing: float = 0.0
 
@@ -220,7 +222,8 @@ class Model:
         if 0 < self.sizes.window < length:
             hidden |= place[None, :] <= place[:, None] - self.sizes.window
         scores = scores.masked_fill(hidden, -torch.inf)
-        mixed = self.between(torch.exp(scores - log_sum_exp(scores).unsqueeze(-1))) @ value
+        shares = self.constants.shares(torch.exp(scores - log_sum_exp(scores).unsqueeze(-1)))
+        mixed = self.between(shares) @ value
         return self.between(mixed.transpose(1, 2).flatten(-2))
 
     def _experts(self, weights: Weights, name: str, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ IMAGE_VERBS = {
     "fit": ("image.fit", "predict a recipe's memory and its largest micro batch"),
     "train": ("image.train", "run a recipe on this machine"),
     "preflight": ("image.preflight", "check this machine before a job"),
-    "tune": ("image.tune", "find the fastest hipBLASLt solutions for a recipe"),
+    "tune": ("image.tune", "find the fastest settings of a recipe, or the fastest GEMM solutions"),
     "import-exp": ("image.import_exp", "convert a Primus experiment file to a recipe"),
     "compat": ("image.compat", "run a command of older documents, such as run_pretrain.sh"),
     "report": ("image.report", "compare runs: perf.csv, MAD's CSV and an HTML page"),

@@ -53,6 +53,7 @@ class Backend:
     bounds: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
     inside: Sequence[str] = ()
+    checkpointing: Sequence[Mapping[str, Scalar]] = ()
 
     def key(self, what: str) -> str:
         """Return the full key of a setting that every backend has: ``steps`` → ``torchtitan.training.steps``."""

@@ -1,11 +1,14 @@
-"""Find the fastest solution for every GEMM of a recipe, and train with it.
+"""Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings (`throughput`).
 
-There are three stages; --stage runs one of them. `dump` trains a few steps and records the GEMMs, `tune` measures each
+`throughput` tries optimizations, activation checkpointing and micro batches that fit into memory, each in a short
+training run. --output names the recipe file to write. Finished runs are kept: run it again to continue.
+
+`gemm` has three stages; --stage runs one of them. `dump` trains a few steps and records the GEMMs, `tune` measures each
 GEMM on all GPUs, `use` trains with the result. `tune` can be interrupted: results are kept.
 --engine hipblaslt measures with hipblaslt-bench. --engine tunableop needs PyTorch alone.
 A result is valid for one version of the library, one GPU architecture and one recipe, and is refused for another.
-Exit code 0: done; 1: a shape could not be measured, or is slower than --against allows; 3: hipblaslt-bench, PyTorch
-or the GPUs are missing.
+Exit code 0: done; 1: the recipe failed, or a shape could not be measured or is slower than --against allows;
+3: hipblaslt-bench, PyTorch or the GPUs are missing.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from primus.cli.image import tune_throughput
 from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gpus.detect import detect, visible
@@ -33,12 +37,13 @@ __all__ = ["EXAMPLE", "add_arguments", "key_here", "run", "tune"]
 
 EXAMPLE = "primus tune gemm llama2-7b --stage tune"
 _STAGES = ("dump", "tune", "use")
+_OF_GEMM = ("stage", "engine", "dump_steps", "bench", "workers", "hipblaslt", "against", "tolerance")
 _BENCH = "hipblaslt-bench"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("what", choices=("gemm",), help="what to tune")
+    parser.add_argument("what", choices=("gemm", "throughput"), help="what to tune")
     add_recipe(parser)
     add_choices(parser)
     parser.add_argument("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)")
@@ -47,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hipblaslt-bench, or PyTorch's TunableOp (default: hipblaslt)",
     )  # fmt: skip
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="folder of shapes and results (default: output/tune_ENGINE)"
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="folder of results (default: output/tune_ENGINE, or tune_throughput)",
     )
     parser.add_argument("--dump-steps", type=int, default=3, metavar="N", help="steps of the stage dump (default: 3)")
     parser.add_argument("--bench", default=None, metavar="PROGRAM", help="hipblaslt-bench (default: the image's)")
@@ -57,12 +65,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against", type=Path, metavar="FILE", help="times.json of another tuning: fail if a shape is slower"
     )
     parser.add_argument("--tolerance", type=float, default=0.1, metavar="SHARE", help="for --against (default: 0.1)")
+    tune_throughput.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the requested stages. Returns an exit code. Raises InputError, HostError and CheckFailed."""
+    _check_options(options)
     recipe = resolved(options)
+    if options.what == "throughput":
+        return tune_throughput.tune(recipe, options)
     below = options.folder or Path("output") / f"tune_{options.engine}"
     if options.engine == "tunableop":
         return _tunableop(recipe, tunableop.Place.of(recipe.name, below), options)
@@ -84,6 +96,15 @@ def run(options: argparse.Namespace) -> int:
         if code:
             return code
     return code
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """InputError for an option of the other thing to tune."""
+    defaults = argparse.ArgumentParser()
+    add_arguments(defaults)
+    for name in _OF_GEMM if options.what == "throughput" else tune_throughput.OPTIONS:
+        if getattr(options, name) != defaults.get_default(name):
+            raise InputError(f"--{name.replace('_', '-')} cannot be used with primus tune {options.what}")
 
 
 def _stages(options: argparse.Namespace) -> Sequence[str]:

@@ -1,0 +1,211 @@
+"""The search for a recipe's fastest settings: which candidates there are, in which order to try them, what to write.
+
+Nothing here runs anything; :mod:`primus.tuning.trial` measures. The tokens of an optimizer step never change: a
+candidate with a smaller micro batch accumulates more of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from primus.errors import InputError
+from primus.recipes.load import beside
+from primus.recipes.memory import predict
+from primus.recipes.recipe import Recipe
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import CHOICES
+from primus.turbo.optimizations import chosen, optimizations
+
+__all__ = ["Point", "candidates", "different", "gain", "overlay", "search"]
+
+_GIB = 2**30
+# Steps whose losses are compared. Later ones differ by what rounding became.
+_COMPARED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One candidate.
+
+    ``words`` are the settings in which it differs from the start. ``peak`` are the predicted bytes of one rank, None on
+    a CPU. ``out`` is why it is not tried, or empty. ``recipe`` is None if it cannot be resolved.
+    """
+
+    turbo: str
+    checkpointing: str
+    batch: int
+    words: tuple[str, ...] = ()
+    recipe: Recipe | None = None
+    peak: float | None = None
+    out: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its settings in one line."""
+        return f"batch {self.batch}, checkpointing {self.checkpointing}, turbo {self.turbo}"
+
+
+def candidates(
+    source: str, start: Recipe, available: float | None, missing: Callable[[tuple[str, ...]], Sequence[str]]
+) -> list[Point]:
+    """Every combination of optimizations, checkpointing and micro batch; the first is ``start``, a recipe ``source``.
+
+    ``available`` are the bytes of a rank that may be used, None on a CPU. ``missing`` returns the packages that
+    optimizations need and this machine lacks.
+    """
+    knows = start.knows
+    share = start.global_batch // start.data_parallel
+    batches = [size for size in range(1, share + 1) if share % size == 0]
+    found = []
+    for turbo, of_turbo in _turbo(start):
+        for checkpointing, of_checkpointing in _checkpointing(start):
+            for batch in batches:
+                words = [*of_turbo, *of_checkpointing]
+                if batch != start.local_batch:
+                    words.append(f"{knows.key('local_batch')}={batch}")
+                    if "global_batch" in knows.keys:
+                        # Otherwise the backend would take the new micro batch times the ranks.
+                        words.append(f"{knows.key('global_batch')}={start.global_batch}")
+                point = Point(turbo=turbo, checkpointing=checkpointing, batch=batch, words=tuple(words))
+                found.append(_resolved(source, start, point, available, missing))
+    found.sort(key=lambda point: bool(point.words))
+    return found
+
+
+def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
+    """Choices of optimizations, the recipe's first: none, what ``auto`` takes, and each further one beside that."""
+    own, known = chosen(start), optimizations()
+    automatic = tuple(name for name, one in known.items() if one.auto and not any(one.objections(start)))
+    sets = {own: "as the recipe" if own not in ((), automatic) else "auto" if own else "off"}
+    sets.setdefault((), "off")
+    sets.setdefault(automatic, "auto")
+    for name, one in known.items():
+        if not one.auto and not any(one.objections(start)):
+            beside_it = [other for other in automatic if other not in one.excludes]
+            sets.setdefault(tuple(other for other in known if other in (*beside_it, name)), f"auto + {name}")
+    # Named one by one, because the planner and the written file then mean the same on any machine.
+    return [
+        (title, () if names == own else (f"turbo={','.join(names) or 'off'}",)) for names, title in sets.items()
+    ]  # fmt: skip
+
+
+def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
+    """Choices of activation checkpointing, the recipe's first."""
+    head, rows = start.backend, start.knows.checkpointing
+    own = "as the recipe"
+    others = []
+    for row in rows:
+        key, title = next(iter(row)), " ".join(map(str, row.values()))
+        values = {name: start.settings[f"{head}.{name}"].value for name in row if f"{head}.{name}" in start.settings}
+        if values == row:
+            own = title
+        elif f"{head}.{key}" in start.settings or row[key] != "none":
+            others.append((title, tuple(f"{head}.{key}={value}" for key, value in row.items())))
+        else:
+            own = title
+    return [(own, ()), *others]
+
+
+def _resolved(
+    source: str,
+    start: Recipe,
+    point: Point,
+    available: float | None,
+    missing: Callable[[tuple[str, ...]], Sequence[str]],
+) -> Point:
+    peak, out, recipe = None, "", None
+    try:
+        recipe = resolve(source, start.overrides, start.asked, point.words)
+        if lacking := missing(chosen(recipe)):
+            out = f"{' and '.join(lacking)} not installed"
+        if available is not None:
+            peak = predict(recipe).peak
+            if peak > available:
+                out = f"does not fit: {available / _GIB:,.1f} GiB can be used"
+    except InputError as error:
+        out = error.message
+    return Point(
+        turbo=point.turbo, checkpointing=point.checkpointing, batch=point.batch, words=point.words, recipe=recipe,
+        peak=peak, out=out,
+    )  # fmt: skip
+
+
+def search(points: Sequence[Point], measure: Callable[[Point], float | None]) -> Point | None:
+    """Return the fastest point, or None if the start, ``points[0]``, has no rate.
+
+    One setting at a time: first the optimizations, then for each checkpointing the largest micro batch and smaller
+    ones, as long as that helps; once more if something changed. ``measure`` returns tokens per second, or None for a
+    point that failed; it is called once for each point.
+    """
+    rates: dict[tuple[str, ...], float | None] = {}
+
+    def rate(point: Point) -> float:
+        if point.words not in rates:
+            rates[point.words] = measure(point)
+        return rates[point.words] or 0.0
+
+    best = points[0]
+    if not rate(best):
+        return None
+    usable = [point for point in points if not point.out]
+    while True:
+        before = best
+        for point in usable:
+            if (point.checkpointing, point.batch) == (before.checkpointing, before.batch):
+                best = max(best, point, key=rate)
+        turbo = best.turbo
+        for checkpointing in dict.fromkeys(point.checkpointing for point in usable):
+            last = 0.0
+            row = [one for one in usable if (one.turbo, one.checkpointing) == (turbo, checkpointing)]
+            for point in sorted(row, key=lambda one: -one.batch):
+                best = max(best, point, key=rate)
+                if rate(point) < last:
+                    break
+                last = rate(point)
+        if best is before:
+            return best
+
+
+def different(losses: Sequence[float], wanted: Sequence[float], tolerance: float) -> str:
+    """Why ``losses`` of the first steps are not ``wanted`` within ``tolerance`` (relative), or nothing."""
+    for step, (here, there) in enumerate(zip(losses[:_COMPARED], wanted[:_COMPARED], strict=False), 1):
+        if not abs(here - there) <= tolerance * abs(there):
+            return f"the loss of step {step} is {here:.5f}, at the start {there:.5f}: more than {tolerance:.0e} apart"
+    return "" if losses else "it reported no loss"
+
+
+def gain(start: Sequence[float], winner: Sequence[float]) -> tuple[float, float]:
+    """The winner's gain in tokens per second (0.1: 10 % faster), and the spread: the larger (max − min) ÷ median."""
+    spread = max((max(rates) - min(rates)) / statistics.median(rates) for rates in (start, winner))
+    return statistics.median(winner) / statistics.median(start) - 1, spread
+
+
+def overlay(source: str, winner: Recipe, leave: Sequence[str], because: str, command: str, file: Path) -> str:
+    """Return the text of a recipe ``file`` that uses the recipe of ``winner`` and sets what the search set.
+
+    ``leave`` are keys that only the measurement set. The user's own key=value words become part of the file.
+    """
+    keys = []
+    for word in winner.overrides:
+        key = word.partition("=")[0]
+        key = key if key in winner.settings else f"{winner.backend}.{key}"
+        if key not in leave:
+            keys.append(key)
+    below = file.absolute().parent
+    named = "/" in source or source.endswith((".yaml", ".yml"))
+    use = os.path.relpath(winner.path, below) if named else winner.path.name
+    when = {choice: winner.settings[choice].value for choice in CHOICES}
+    lines = [f"# Written by: {command}", f"uses: [{json.dumps(use)}]"]
+    for name in winner.section("assets"):
+        asset = winner.asset(name)
+        written = winner.get(f"assets.{name}", str)
+        if asset is not None and f"assets.{name}" not in keys and beside(file.absolute(), written) != asset:
+            lines.append(f"assets.{name}: {json.dumps(os.path.relpath(asset, below))}")
+    lines += ["cases:", f"  - when: {json.dumps(when)}", f"    because: {json.dumps(because, ensure_ascii=False)}"]
+    lines += [f"    {key}: {json.dumps(winner.settings[key].value)}" for key in dict.fromkeys(keys)]
+    return "\n".join(lines) + "\n"

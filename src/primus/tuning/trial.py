@@ -1,0 +1,163 @@
+"""Measure one candidate by a short training run in a process of its own, and keep the result."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from primus.errors import HostError
+from primus.files import read_sealed, write_sealed
+from primus.recipes.recipe import Recipe
+
+__all__ = ["Result", "Trials", "ending"]
+
+# Seconds in which a run that is told to end can end its ranks.
+_GRACE = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one run gave. ``reason`` is why it does not count, or empty; ``seconds`` is its wall time.
+
+    ``tokens_per_second`` is the median of a rank after the warm-up, ``memory_gib`` the peak, ``losses`` those of all
+    steps.
+    """
+
+    tokens_per_second: float | None
+    memory_gib: float | None
+    losses: tuple[float, ...]
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """Runs of a recipe ``source`` and their results in ``folder``. A run may take ``limit`` seconds."""
+
+    source: str
+    folder: Path
+    limit: float
+    warmup: int
+
+    def known(self, recipe: Recipe, number: int) -> Result | None:
+        """The kept result of the run ``number`` of ``recipe``, or None. A damaged file counts as none."""
+        kept = read_sealed(self._file(recipe, number))
+        try:
+            return Result(**{**kept, "losses": tuple(kept["losses"])})
+        except (TypeError, KeyError):
+            return None
+
+    def run(self, recipe: Recipe, number: int) -> Result:
+        """Run ``recipe`` and keep the result. Only KeyboardInterrupt, and a folder that cannot be written, get out."""
+        output = self.folder / self._name(recipe, number)
+        began = time.monotonic()
+        try:
+            shutil.rmtree(output, ignore_errors=True)  # of an interrupted run
+            output.parent.mkdir(parents=True, exist_ok=True)
+            said = self._train(recipe, output)
+            result = _read(output, said, self.warmup, time.monotonic() - began)
+            for large in ("cache", "checkpoint"):
+                shutil.rmtree(output / large, ignore_errors=True)
+            write_sealed(self._file(recipe, number), asdict(result))
+        except OSError as error:
+            raise HostError(
+                f"cannot write to {self.folder}: {error.strerror}",
+                hint="make room there, and run the same command again: finished runs are kept",
+            ) from error
+        return result
+
+    def _name(self, recipe: Recipe, number: int) -> str:
+        return f"{recipe.digest[:16]}-{number}"
+
+    def _file(self, recipe: Recipe, number: int) -> Path:
+        return self.folder / f"{self._name(recipe, number)}.json"
+
+    def _train(self, recipe: Recipe, output: Path) -> str:
+        """Returns why the run failed, as far as the command says so, or nothing."""
+        words = [self.source, *recipe.asked.words(), *recipe.overrides, "--output", str(output), "--json"]
+        command = [sys.executable, "-m", "primus.cli.main", "train", *words]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            errors="replace", start_new_session=True,
+        )  # fmt: skip
+        try:
+            _, errors = process.communicate(timeout=self.limit)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return f"it took longer than {self.limit:g} s"
+        finally:
+            if process.poll() is None:
+                _end(process)
+        lines = [line for line in errors.splitlines() if line.strip()]
+        if not process.returncode:
+            return ""
+        return lines[0].removeprefix("primus: ") if lines else f"exit code {process.returncode}"
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a run and its ranks. The first signal lets it end the ranks, which have sessions of their own."""
+    with suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        process.communicate(timeout=_GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def ending() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt inside, so that a run never outlives the command that started it."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _read(output: Path, said: str, warmup: int, seconds: float) -> Result:
+    kept, steps = _document(output / "result.json"), _steps(output / "metrics.jsonl")
+    reason = said if said.startswith("it took longer") else str(kept.get("cause") or "")
+    if not reason and not kept.get("passed"):
+        failed: Any = kept.get("verdicts") or []
+        reason = next((f"{one['name']}: {one['reason']}" for one in failed if not one["passed"]), said or "no result")
+    rates = [float(step["tokens_per_second"]) for step in steps[warmup:] if step.get("tokens_per_second")]
+    if not reason and not rates:
+        reason = f"no step was left to measure after {warmup} of warm-up"
+    return Result(
+        tokens_per_second=statistics.median(rates) if rates and not reason else None,
+        memory_gib=max((step["memory_gib"] for step in steps if step.get("memory_gib") is not None), default=None),
+        losses=tuple(step["loss"] for step in steps if step.get("loss") is not None),
+        reason=reason,
+        seconds=round(seconds, 1),
+    )
+
+
+def _document(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _steps(file: Path) -> Sequence[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return []

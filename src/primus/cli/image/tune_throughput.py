@@ -68,7 +68,9 @@ def tune(asked: Recipe, options: argparse.Namespace) -> int:
         return 0
     machine.check(recipe, force=True)
     start.check_backend(Job(name="start", recipe=recipe, output=Path()))
-    versions = {name: metadata.version(name) for name in ("torch", *knows.packages)}
+    known = metadata.packages_distributions()
+    installed = dict.fromkeys(known.get(name.partition(".")[0], [name])[0] for name in ("torch", *knows.packages))
+    versions = {name: metadata.version(name) for name in installed}
     found = detect()
     key = store.Key.of(recipe, json.dumps(versions), f"{recipe.gpu} {found.sentence()}", "pytorch")
     place = store.Place.of(recipe.name, options.folder or Path("output/tune_throughput"))
@@ -226,7 +228,8 @@ def _show_end(
     if evidence is None:
         print("the recipe's own settings are the fastest")
     elif not better:
-        print(f"no change: {winner.title} gains {evidence[0]:.1%}, which is within the spread of {evidence[1]:.1%}")
+        change = f"{abs(evidence[0]):.1%} {'faster' if evidence[0] > 0 else 'slower'}"
+        print(f"no change: in alternating runs, {winner.title} is {change}; the spread is {evidence[1]:.1%}")
     else:
         print(
             f"{winner.title}: {evidence[0]:.1%} faster, spread {evidence[1]:.1%}, {len(rows.finals[0])} pairs of runs"

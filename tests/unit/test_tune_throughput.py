@@ -1,0 +1,180 @@
+"""`primus tune throughput`: the candidates, the order of the search, the recipe file, and runs that go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primus.errors import HostError
+from primus.recipes.recipe import Recipe
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
+from primus.tuning.throughput import Point, candidates, different, gain, overlay, search
+from primus.tuning.trial import Trials
+
+H200 = Asked(gpu="h200", precision="fp8")
+FITS = 0.95 * 141 * 2**30
+
+
+def _recipe(*words: str) -> Recipe:
+    return resolve("llama3.1-8b", words, H200)
+
+
+def _points(*words: str, available: float = FITS) -> list[Point]:
+    return candidates("llama3.1-8b", _recipe(*words), available, lambda _: ())
+
+
+def test_the_recipe_itself_comes_first_and_every_candidate_keeps_the_tokens_of_a_step() -> None:
+    points = _points("global_batch=64")
+    assert points[0].words == ()
+    assert len(points) == 3 * 3 * 4
+    assert {point.recipe.global_batch for point in points if point.recipe} == {64}
+    assert {(point.batch, point.recipe.accumulation) for point in points if point.recipe} == {
+        (1, 8), (2, 4), (4, 2), (8, 1),
+    }  # fmt: skip
+    assert len({point.recipe.digest for point in points if point.recipe}) == len(points)
+
+
+def test_the_planner_leaves_out_what_does_not_fit_and_checkpointing_makes_room() -> None:
+    points = _points("global_batch=64")
+    largest = {
+        mode: max(one.batch for one in points if one.checkpointing == mode and one.turbo == "auto" and not one.out)
+        for mode in ("none", "selective op", "full")
+    }
+    assert largest == {"none": 4, "selective op": 4, "full": 8}
+    assert all("does not fit" in one.out for one in points if one.peak and one.peak > FITS)
+    assert all(one.out for one in _points(available=2**30))
+
+
+def test_optimizations_whose_packages_are_missing_are_left_out_with_the_reason() -> None:
+    points = candidates(
+        "llama3.1-8b", _recipe(), FITS, lambda names: ["flash_attn"] if "flash-attention-4" in names else []
+    )
+    assert {one.out for one in points if "flash" in one.turbo and one.peak and one.peak < FITS} == {
+        "flash_attn not installed"
+    }
+
+
+def test_the_search_finds_the_fastest_of_independent_settings_in_few_runs() -> None:
+    points, ran = _points("global_batch=64"), []
+
+    def rate(point: Point) -> float | None:
+        ran.append(point)
+        if point.checkpointing == "none" and point.batch == 4:
+            return None  # out of memory, though the planner says that it fits
+        turbo = {"off": 1.0, "auto": 1.2, "auto + flash-attention-4": 1.1}[point.turbo]
+        return turbo * {"none": 100, "selective op": 95, "full": 70}[point.checkpointing] * (1 + point.batch / 10)
+
+    best = search(points, rate)
+    assert best is not None
+    assert (best.turbo, best.checkpointing, best.batch) == ("auto", "selective op", 4)
+    assert not any(point.out for point in ran)
+    assert len(ran) == len({point.words for point in ran})
+    assert len(ran) <= 14 < len(points)
+
+
+def test_a_start_that_fails_ends_the_search() -> None:
+    assert search(_points(), lambda _: None) is None
+
+
+def test_other_losses_and_nan_are_named_and_rounding_is_not() -> None:
+    assert different([7.0, 6.5], [7.0, 6.500001], 1e-4) == ""
+    assert "step 2 is 6.40000" in different([7.0, 6.4], [7.0, 6.5], 1e-4)
+    assert different([float("nan")], [7.0], 1e-4)
+    assert different([], [7.0], 1e-4)
+
+
+def test_a_gain_is_compared_with_the_larger_spread() -> None:
+    assert gain([100, 101, 99], [110, 130, 90]) == (pytest.approx(0.1), pytest.approx(40 / 110))
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_written_file_gives_the_recipe_that_was_measured(tmp_path: Path, *, elsewhere: bool) -> None:
+    source = "llama3-proxy"
+    if elsewhere:
+        source = str(tmp_path / "mine" / "own.yaml")
+        Path(source).parent.mkdir()
+        Path(source).write_text("uses: [llama3-proxy.yaml]\nname: own\nassets.corpus: texts\n")
+        (tmp_path / "mine" / "texts").mkdir()
+    asked = Asked(gpu="cpu", precision="bf16")
+    start = resolve(source, ["steps=7", "optimizer.lr=0.002"], asked)
+    winner = candidates(source, start, None, lambda _: ())[-1].recipe
+    assert winner is not None
+    file = tmp_path / "tuned" / "fast.yaml"
+    file.parent.mkdir()
+    file.write_text(overlay(source, winner, ["torchtitan.training.steps"], 'said: "fast" # é', "primus tune", file))
+    again = resolve(str(file), ["steps=7"], asked)
+    left = {"assets.corpus"} if elsewhere else set()
+    assert {k: s.value for k, s in again.settings.items() if k not in left} == {
+        k: s.value for k, s in winner.settings.items() if k not in left
+    }
+    assert again.asset("corpus") is not None
+    assert again.asset_digests == winner.asset_digests
+    # Another precision was not measured, and stays as it was.
+    assert resolve(str(file), (), Asked(gpu="cpu", precision="fp32")).local_batch == 4
+
+
+def _trials(folder: Path, limit: float = 60) -> tuple[Trials, Recipe]:
+    return Trials(source="llama3-proxy", folder=folder, limit=limit, warmup=2), resolve(
+        "llama3-proxy", ["ranks=1"], Asked(gpu="cpu")
+    )
+
+
+def test_a_run_that_fails_or_takes_too_long_is_a_result_with_its_reason(tmp_path: Path) -> None:
+    # This environment has no PyTorch, so the command itself refuses.
+    trials, recipe = _trials(tmp_path)
+    failed = trials.run(recipe, 0)
+    assert failed.tokens_per_second is None
+    assert "cannot be imported" in failed.reason
+    assert trials.known(recipe, 0) == failed
+    assert trials.known(recipe, 1) is None
+    hung, recipe = _trials(tmp_path / "hung", limit=0.01)
+    assert hung.run(recipe, 0).reason == "it took longer than 0.01 s"
+
+
+def test_a_damaged_result_is_measured_again_and_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    trials, recipe = _trials(tmp_path)
+    trials.run(recipe, 0)
+    kept = next(tmp_path.glob("*-0.json"))
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert trials.known(recipe, 0) is None
+    (tmp_path / "file").touch()
+    in_the_way, recipe = _trials(tmp_path / "file" / "below")
+    with pytest.raises(HostError, match="cannot write to"):
+        in_the_way.run(recipe, 0)
+
+
+def _primus(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "primus.cli.main", "tune", *words], cwd=folder, capture_output=True, text=True,
+        check=False, env={**os.environ, "COLUMNS": "100"},
+    )  # fmt: skip
+
+
+def test_the_plan_needs_no_gpu_and_fits_the_terminal(tmp_path: Path) -> None:
+    words = ("throughput", "llama3.1-8b", "--gpu", "h200", "--precision", "fp8", "global_batch=64", "--dry-run")
+    shown = _primus(tmp_path, *words)
+    assert shown.returncode == 0, shown.stderr
+    assert "does not fit: 133.9 GiB can be used" in shown.stdout
+    plan = json.loads(_primus(tmp_path, *words, "--json").stdout)["plan"]
+    assert len(plan) == 36
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("throughput", "llama3-proxy", "--stage", "dump"), "--stage cannot be used with primus tune throughput"),
+        (("gemm", "llama3-proxy", "--dry-run"), "--dry-run cannot be used with primus tune gemm"),
+        (("throughput", "llama3-proxy", "--gpu", "cpu", "--steps", "5"), "--steps must be greater than the 5 steps"),
+    ],
+)
+def test_options_that_do_not_belong_are_refused(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    ended = _primus(tmp_path, *words)
+    assert ended.returncode == 2
+    assert said in ended.stderr

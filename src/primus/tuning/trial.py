@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -19,6 +21,7 @@ from typing import Any
 from primus.errors import HostError
 from primus.files import read_sealed, write_sealed
 from primus.recipes.recipe import Recipe
+from primus.training import failure
 
 __all__ = ["Result", "Trials", "ending"]
 
@@ -65,11 +68,14 @@ class Trials:
         try:
             shutil.rmtree(output, ignore_errors=True)  # of an interrupted run
             output.parent.mkdir(parents=True, exist_ok=True)
-            said = self._train(recipe, output)
+            said, code = self._train(recipe, output)
             result = _read(output, said, self.warmup, time.monotonic() - began)
             for large in ("cache", "checkpoint"):
                 shutil.rmtree(output / large, ignore_errors=True)
-            write_sealed(self._file(recipe, number), asdict(result))
+            if any(text in result.reason for text in (failure.DISK_FULL.text, "the disk is full")):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if code != HostError.exit_code:  # what the machine lacks may be there at the next start
+                write_sealed(self._file(recipe, number), asdict(result))
         except OSError as error:
             raise HostError(
                 f"cannot write to {self.folder}: {error.strerror}",
@@ -83,8 +89,8 @@ class Trials:
     def _file(self, recipe: Recipe, number: int) -> Path:
         return self.folder / f"{self._name(recipe, number)}.json"
 
-    def _train(self, recipe: Recipe, output: Path) -> str:
-        """Returns why the run failed, as far as the command says so, or nothing."""
+    def _train(self, recipe: Recipe, output: Path) -> tuple[str, int]:
+        """Return why the run failed, as far as the command says so, or nothing; and its exit code."""
         words = [self.source, *recipe.asked.words(), *recipe.overrides, "--output", str(output), "--json"]
         command = [sys.executable, "-m", "primus.cli.main", "train", *words]
         process = subprocess.Popen(
@@ -95,14 +101,13 @@ class Trials:
             _, errors = process.communicate(timeout=self.limit)
         except subprocess.TimeoutExpired:
             _end(process)
-            return f"it took longer than {self.limit:g} s"
+            return f"it took longer than {self.limit:g} s", process.returncode
         finally:
             if process.poll() is None:
                 _end(process)
         lines = [line for line in errors.splitlines() if line.strip()]
-        if not process.returncode:
-            return ""
-        return lines[0].removeprefix("primus: ") if lines else f"exit code {process.returncode}"
+        said = lines[0].removeprefix("primus train: ") if lines else f"exit code {process.returncode}"
+        return said if process.returncode else "", process.returncode
 
 
 def _end(process: subprocess.Popen[str]) -> None:

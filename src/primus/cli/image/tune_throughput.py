@@ -91,7 +91,9 @@ def tune(asked: Recipe, options: argparse.Namespace) -> int:
     # The figures of the evidence are those that decide. A gain within the spread is none.
     better = evidence is not None and evidence[0] > evidence[1]
     if better and options.output and winner.recipe:
-        because = _because(winner, rows.finals, evidence or (0, 0), versions, found.sentence())
+        because = _because(
+            winner, rows.finals, evidence or (0, 0), versions, found.sentence() if found.names else "a CPU"
+        )
         _write(options, overlay(options.recipe, winner.recipe, list(only_here), because, text, options.output), winner)
     _show_end(rows, winner, evidence, better, versions, options)
     return 0
@@ -161,7 +163,7 @@ def _because(
     before, after = (statistics.median(rates) for rates in finals)
     named = json.dumps(versions).strip("{}").replace('"', "")
     return (
-        f"Measured {time.strftime('%Y-%m-%d')} with {host} ({named}): {winner.title} trains {after:,.0f} "
+        f"Measured {time.strftime('%Y-%m-%d')} on {host} ({named}): {winner.title} trains {after:,.0f} "
         f"tokens/s/rank, the recipe's settings {before:,.0f}; medians of {len(finals[0])} alternating runs each, "
         f"gain {evidence[0]:.1%}, spread {evidence[1]:.1%}."
     )

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from primus.errors import InputError
 from primus.files import read_bytes
-from primus.yamlfile import Document, Key, parse
+from primus.yamlfile import Document, Key, conflict, parse
 
 __all__ = ["parse_json", "read_json"]
 
@@ -43,6 +43,8 @@ def parse_json(data: bytes | str, name: str) -> Document:
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
+        if merged := conflict(text, name):
+            raise merged from None
         raise InputError(f"not JSON: {error.msg}", where=f"{name}:{error.lineno}:{error.colno}") from None
     except UnicodeError:
         raise InputError("not UTF-8 text", where=name) from None

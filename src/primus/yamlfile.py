@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 from primus.errors import InputError
 from primus.files import read_bytes
 
-__all__ = ["Document", "Key", "Plain", "Scalar", "Tree", "Values", "parse", "parse_values", "read", "read_values"]
-__all__ += ["scalar", "spell", "value"]
+__all__ = ["Document", "Key", "Plain", "Scalar", "Tree", "Values", "parse", "parse_values", "read"]
+__all__ += ["conflict", "read_values", "scalar", "spell", "value"]
 
 Scalar: TypeAlias = str | int | float | bool | None
 Plain: TypeAlias = "str | list[Plain] | dict[str, Plain] | None"
@@ -43,6 +43,8 @@ _NUMBER = re.compile(
 )
 # Characters that YAML does not allow. A class of those it allows would take 6 ms to compile.
 _UNREADABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+# What git leaves in a file that it could not merge.
+_CONFLICT = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 # Text that is one plain scalar whatever stands around it.
 _ONE_WORD = re.compile(r"[+-]?\w[\w./+-]*|[+-]?\.\w+")
 # Text that needs no quotes, unless it reads as a number or another special value.
@@ -155,6 +157,16 @@ def value(text: str, where: str) -> Scalar | list[Scalar]:
     raise InputError(f"{shown!r} is not a plain value", where=where, hint="give a scalar or a list of scalars")
 
 
+def conflict(text: str, name: str) -> InputError | None:
+    """The error for an unresolved merge conflict in ``text``, with the place of its first marker; None without one."""
+    found = _CONFLICT.search(text)
+    if found is None:
+        return None
+    where = f"{name}:{text.count(chr(10), 0, found.start()) + 1}:1"
+    hint = "keep one of the two sides and delete the marker lines"
+    return InputError("a merge conflict is not resolved here", where=where, hint=hint)
+
+
 def _printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -242,6 +254,8 @@ class _Builder:
         try:
             node = self._document(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
         except yaml.MarkedYAMLError as error:
+            if merged := conflict(text, self.name):
+                raise merged from None
             mark = error.problem_mark or error.context_mark
             where = f"{self.name}:{mark.line + 1}:{mark.column + 1}" if mark else self.name
             raise InputError(f"this is not YAML: {error.problem or error.context}", where=where) from None

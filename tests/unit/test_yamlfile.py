@@ -51,6 +51,7 @@ def test_places_are_one_based_and_fall_back_to_the_parent() -> None:
         ("? [a, b]\n: 1\n", "f:1:3", "a key must be plain text"),
         ("a: 1\n---\nb: 2\n", "f:2:1", "not YAML"),
         ("a: \x07\n", "f:1:4", "not YAML"),
+        ("b: 1\n<<<<<<< HEAD\na: 1\n=======\na: 2\n>>>>>>> other\n", "f:2:1", "a merge conflict is not resolved"),
     ],
 )
 def test_mistakes_have_a_place(text: str, place: str, words: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from primus.compat.experiment import experiment
 from primus.compat.merge import is_experiment, merge
-from primus.compat.request import Request
+from primus.compat.request import Request, switched_on
 from primus.compat.tables import documented, ignored_variables
 from primus.compat.translate import refuse, translate
 from primus.compat.words import options
@@ -79,7 +79,7 @@ def pretrain(
     # The script's default is one node, whereas the recipe's default may be more.
     asked = replace(request.asked, precision=done.choices.get("precision"), nodes=nodes or 1)
     words = [f"ranks={ranks}"] if ranks else []
-    if environment.get("PRIMUS_DETERMINISTIC") == "1":
+    if switched_on(environment, "PRIMUS_DETERMINISTIC"):
         words.append(f"{known_backend(str(asked.backend)).key('deterministic')}=true")
     return replace(
         request,

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from primus.errors import InputError
 from primus.recipes.setting import Asked
 
-__all__ = ["Request"]
+__all__ = ["Request", "switched_on"]
+
+_ON = ("1", "true", "yes", "on")
+_OFF = ("", "0", "false", "no", "off")
+
+
+def switched_on(environment: Mapping[str, str], name: str) -> bool:
+    """Whether the variable ``name`` switches something on. InputError for a value that is neither on nor off."""
+    text = environment.get(name, "")
+    if text.lower() not in (*_ON, *_OFF):
+        raise InputError(f"must be 1 or 0, not {text!r}", where=f"{name}={text}")
+    return text.lower() in _ON
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,16 @@ class Project:
     @cached_property
     def _versions(self) -> tuple[Versions, Document]:
         document = self._document(self.root / "versions.yaml")
-        return build(Versions, document), document
+        versions = build(Versions, document)
+        names = self.target_names()
+        for component, about in versions.components.items():
+            for index, pin in enumerate(about.pins):
+                for number, target in enumerate(pin.targets):
+                    # Other names may be targets that this checkout leaves out.
+                    if target not in names and (hint := did_you_mean(target, names)):
+                        where = document.where(("components", component, "pins", index, "targets", number))
+                        raise InputError(f"no target is called {target!r}", where=where, hint=hint)
+        return versions, document
 
     @property
     def versions(self) -> Versions:
@@ -85,8 +94,17 @@ class Project:
                 raise InputError(f"no target is called {name!r}", hint=hint)
             document = self._document(path)
             target = build(Target, document)
+            self._check_recipes(target, document)
             self._targets[name] = (replace(target, recipes=tuple(self._recipes(target.recipes))), document)
         return self._targets[name]
+
+    def _check_recipes(self, target: Target, document: Document) -> None:
+        """Raise InputError, with the place, for a recipe that the project's recipes/ does not have."""
+        known = [path.stem for path in (self.root / "recipes").glob("*.yaml")]
+        for index, name in enumerate(target.recipes):
+            if known and name != _ALL_RECIPES and name not in known:
+                hint = did_you_mean(name, known) or "add it to recipes/"
+                raise InputError(f"no recipe is called {name!r}", where=document.where(("recipes", index)), hint=hint)
 
     def _recipes(self, named: Sequence[str]) -> Iterator[str]:
         """Yield the recipes of a target, with ``all`` replaced by the project's other recipes."""

@@ -9,7 +9,7 @@ from typing import Literal
 from primus.errors import InputError, did_you_mean
 from primus.gpus.generation import Table
 from primus.gpus.table import environment
-from primus.schema import described
+from primus.schema import WrongValue, described
 from primus.versions.components import Pin, Versions, normalised
 from primus.versions.lock import BaseRequest, Commit, Request
 
@@ -83,6 +83,14 @@ class Target:
     budgets_gb: Mapping[str, float] = described("Budget per channel, where it is not that.", default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.channels:
+            raise WrongValue("channels must name at least one channel", "channels")
+        if twice := next((i for i, one in enumerate(self.channels) if one in self.channels[:i]), None):
+            raise WrongValue(f"channel {self.channels[twice]} is listed twice", "channels", twice)
+        budgets = [(("budgets_gb", channel), budget) for channel, budget in self.budgets_gb.items()]
+        for key, budget in [(("budget_gb",), self.budget_gb), *budgets]:
+            if budget is not None and budget <= 0:
+                raise WrongValue(f"the budget must be more than 0 GB, not {budget:g}", *key)
         if self.gpu is not None and self.arch is not None:
             raise ValueError(f"gpu {self.gpu} tells the architecture already: leave out arch")
 

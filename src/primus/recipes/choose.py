@@ -82,7 +82,7 @@ def among(what: str, word: str, offered: list[str], where: str) -> None:
     """Raise InputError, with the most similar name, if ``word`` is not in ``offered``."""
     if word not in offered:
         raise InputError(
-            f"there is no {what} {word!r} here" + nearest(word, offered),
+            f"there is no {what} {word!r} here" + nearest(word.lower(), offered),
             where=where, hint=f"there are: {', '.join(offered)}",
         )  # fmt: skip
 

@@ -199,8 +199,19 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
         groups = dict.fromkeys(f"{head}.*" if rest else head for head, _, rest in (f.partition(".") for f in fields))
         hint = f"a model is described by {', '.join(groups)}"
     else:
-        near = nearest(key, rules)
-        hint = f"the keys of {knows.name} are those of its own configuration at the pinned version"
+        # Compared without the backend's name, which makes any two of its keys similar.
+        full = {rule.removeprefix(f"{knows.name}."): rule for rule in rules}
+        near = nearest(own, [*full, *knows.keys, *knows.degrees])
+        near = next((near.replace(repr(name), repr(rule)) for name, rule in full.items() if repr(name) in near), near)
+        having = [
+            one.name
+            for one in backends().values()
+            if own in one.keys or own in one.degrees or own in schema.backend_rules(one.name)
+        ]
+        if having:
+            near, hint = "", f"{own} is a setting of --backend {' or '.join(having)}"
+        else:
+            hint = f"the keys of {knows.name} are those of its own configuration at the pinned version"
     return InputError(f"there is no key {key!r}{near}", where=setting.origin, hint=None if near else hint)
 
 

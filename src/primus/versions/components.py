@@ -9,7 +9,7 @@ from datetime import date
 from typing import Literal
 
 from primus.paths import path_fault
-from primus.schema import described
+from primus.schema import WrongValue, described
 from primus.versions.suites import name_of, suites_of
 
 __all__ = ["Base", "Build", "Component", "Index", "Pin", "Versions", "normalised"]
@@ -17,6 +17,8 @@ __all__ = ["Base", "Build", "Component", "Index", "Pin", "Versions", "normalised
 # PEP 440 public version with optional local part; a Debian version also fits a base package's own pin.
 _VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"
 _DEB = r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?"
+# A name on a Python index, in which {arch} may stand for the GPU architecture.
+_PYTHON = r"[A-Za-z0-9{]([A-Za-z0-9._{}-]*[A-Za-z0-9}])?"
 _NAME = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
 
@@ -56,8 +58,15 @@ class Pin:
     ``{arch}`` in a package name or in a build stands for the target's GPU architecture.
     """
 
-    wheel: str | None = described("Package on a Python index, taken as a wheel.", default=None)
-    sdist: str | None = described("Package on a Python index, built from source in the sandbox.", default=None)
+    wheel: str | None = described(
+        "Package on a Python index, taken as a wheel.", pattern=_PYTHON, shape="a package name", default=None
+    )
+    sdist: str | None = described(
+        "Package on a Python index, built from source in the sandbox.",
+        pattern=_PYTHON,
+        shape="a package name",
+        default=None,
+    )
     git: str | None = described(
         "Repository, built into a wheel in the sandbox.",
         pattern=r"(https|ssh|file)://[^ ]+",
@@ -70,7 +79,9 @@ class Pin:
         shape="a full commit of 40 digits (a branch, a tag or a short commit can mean other bytes tomorrow)",
         default=None,
     )
-    package: str | None = described("Python package that the repository makes.", default=None)
+    package: str | None = described(
+        "Python package that the repository makes.", pattern=_PYTHON, shape="a package name", default=None
+    )
     deb: str | None = described(
         "Package that the base brings, of this upstream version. A `python3-NAME` stands for NAME to pip.",
         pattern=r"[a-z0-9][a-z0-9.+-]+",
@@ -155,6 +166,8 @@ class Pin:
             raise ValueError(
                 f"path {self.path!r} cannot be used: {fault}; a folder outside of this repository needs `outside: true`"
             )
+        if self.to is not None and not self.to.strip("/"):
+            raise WrongValue("to must be a folder below /, not / itself", "to")
         to = (self.to or "/").replace("{site}", "site").strip("/")
         named = {"to": to, **{f"{name!r}": name for name in (*self.include, *self.without)}}
         for what, path in named.items():
@@ -309,18 +322,23 @@ class Versions:
 
     def __post_init__(self) -> None:
         try:
-            date.fromisoformat(self.created)
+            created = date.fromisoformat(self.created)
         except ValueError:
-            raise ValueError(f"created: {self.created} is not a date of the calendar") from None
+            raise WrongValue(f"created: {self.created} is not a date of the calendar", "created") from None
+        if created.year < 1980:
+            # Zip archives, such as wheels, hold no earlier date.
+            raise WrongValue(f"created must be 1980-01-01 or later, not {self.created}", "created")
         for name in (*self.bases, *self.components, *self.indexes):
             if not re.fullmatch(_NAME, name):
                 raise ValueError(f"{name!r} is no name: lower-case letters, digits and hyphens")
         for name, component in self.components.items():
             seen: set[tuple[str, str]] = set()
-            for pin in component.pins:
+            for index, pin in enumerate(component.pins):
                 for target in pin.targets or ("*",):
                     if (pin.channel, target) in seen:
-                        raise ValueError(f"{name} has two pins for channel {pin.channel}, target {target}")
+                        every = f"target {target}" if pin.targets else "all targets"
+                        key = ("components", name, "pins", index)
+                        raise WrongValue(f"{name} has two pins for channel {pin.channel}, {every}", *key)
                     seen.add((pin.channel, target))
                 built = pin.build.built if pin.build else ()
                 if unknown := next((one for one in built if one not in self.components), None):

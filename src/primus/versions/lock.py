@@ -240,6 +240,12 @@ def loads(text: str | bytes, name: str) -> Lock:
         lock = build(_File, document)
     except InputError as error:
         raise InputError(f"not a lock: {error.message}", where=error.where, hint=hint) from None
+    seen: set[tuple[str, str | None, str]] = set()
+    for index, one in enumerate(lock.files):
+        if (entry := (one.kind, one.base, one.name)) in seen:
+            place = document.where(("files", index))
+            raise InputError(f"not a lock: the {one.kind} {one.name} is listed twice", where=place, hint=hint)
+        seen.add(entry)
     return Lock(target=lock.target, channel=lock.channel, pins=lock.pins, files=lock.files)
 
 

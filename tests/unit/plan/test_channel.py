@@ -90,6 +90,24 @@ def test_preview_is_named_labelled_and_told(kit: Kit) -> None:
         assert "nothing to do" in kit.build(*words).err
 
 
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("images/demo.yaml", "[amd, debian]", "[]", "images/demo.yaml:2:1: channels must name at least one channel"),
+        ("images/demo.yaml", "[amd, debian]", "[amd, amd]", "images/demo.yaml:2:17: channel amd is listed twice"),
+        ("images/demo.yaml", "[part]", "[part]\nbudget_gb: -1", "images/demo.yaml:5:1: the budget must be more than 0"),
+        ("images/demo.yaml", "[part]", "[part]\nbudgets_gb: {amd: 0}", "images/demo.yaml:5:14: the budget must"),
+        ("images/demo.yaml", "[part]", "[part]\nrecipes: [llama4]", "images/demo.yaml:5:11: no recipe is called"),
+        ("versions.yaml", "local}", "local, targets: [dem]}", ": no target is called 'dem'\n  → did you mean 'demo'?"),
+    ],
+)  # fmt: skip
+def test_a_target_that_cannot_be_meant_is_refused(kit: Kit, file: str, old: str, new: str, said: str) -> None:
+    kit.write("recipes/llama3.yaml", "")
+    kit.edit(file, old, new)
+    result = kit.primus("plan", "demo")
+    assert (result.code, said in result.err) == (2, True), result.err
+
+
 def test_a_channels_pins_stay_apart(kit: Kit) -> None:
     kit.edit("versions.yaml", "channel: local}", "channel: local}\n  rocm:\n    name: R\n    pins:\n      - "
              "{deb: rocminfo, version: 7.2.4, channel: debian}")  # fmt: skip

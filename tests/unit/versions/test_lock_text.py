@@ -95,6 +95,10 @@ def good() -> dict[str, object]:
     return dict(json.loads(dumps(Lock(target="cpu", channel="pypi", pins={}, files=()))))
 
 
+WHEEL = {"kind": "wheel", "name": "torch", "version": "1", "file": "torch.whl", "size": 1, "sha256": "0" * 64}
+TWICE = [WHEEL, {**WHEEL, "version": "2"}]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -104,6 +108,8 @@ def good() -> dict[str, object]:
         (json.dumps({**good(), "format": 2}), "lock format 2 is not 1"),
         (json.dumps({**good(), "files": [{"kind": "wheel"}]}), "not a lock"),
         (json.dumps({**good(), "files": [3]}), "not a lock"),
+        ('{\n<<<<<<< HEAD\n"a": 1\n', "lock.json:2:1: a merge conflict is not resolved"),
+        (json.dumps({**good(), "files": TWICE}), "the wheel torch is listed twice"),
     ],
 )
 def test_what_is_no_lock(text: str, words: str) -> None:

@@ -100,6 +100,9 @@ def test_suites_that_fit_no_base_are_refused_with_the_reason(text: str, words: s
         ("path: src, channel: local", "has `to`"),
         ("path: src, to: /opt, version: 1.0, channel: local", "its content is its version"),
         ("path: src, to: opt, channel: local", "absolute path"),
+        ("path: src, to: //, channel: local", "not / itself"),
+        ("wheel: ../a, version: 1.0, channel: pypi", "wheel must be a package name, not '../a'"),
+        ("sdist: 'a[x]', version: 1.0, channel: pypi, build: {debs: [gcc]}", "sdist must be a package name"),
         ("sdist: a, version: 1.0, channel: pypi", "says how it becomes a wheel"),
         ("wheel: a, version: 1.0, channel: pypi, build: {debs: [gcc]}", "says how it becomes a wheel"),
         ("sdist: a, version: 1.0, channel: pypi, build: {wheels: [torch>=2]}", "a package name, or NAME==VERSION"),
@@ -129,7 +132,9 @@ def test_a_pin_says_one_thing(text: str, words: str) -> None:
 def test_one_pin_per_channel_and_target() -> None:
     line = "- {wheel: torch, version: 1.0, channel: pypi, targets: [cpu]}"
     text = pin("wheel: torch, version: 2.0, channel: pypi, targets: [cpu, h200]") + f"      {line}\n"
-    assert "two pins for channel pypi, target cpu" in refused(text).message
+    error = refused(text)
+    assert "two pins for channel pypi, target cpu" in error.message
+    assert error.where == "versions.yaml:10:9"
 
 
 def test_the_same_component_twice() -> None:
@@ -137,6 +142,15 @@ def test_the_same_component_twice() -> None:
     error = refused(text + "  torch:\n    name: again\n    pins: []\n")
     assert error.where == "versions.yaml:10:3"
     assert "duplicate key" in error.message
+
+
+@pytest.mark.parametrize(
+    ("day", "words"), [("2026-13-45", "not a date of the calendar"), ("1969-01-01", "1980-01-01 or later")]
+)
+def test_the_date_is_one_that_archives_hold(day: str, words: str) -> None:
+    error = refused(pin("wheel: a, version: 1.0, channel: pypi").replace("2026-11-20", day))
+    assert words in error.message
+    assert error.where == "versions.yaml:2:1"
 
 
 @pytest.mark.parametrize("line", ["release: 26.11", "release: latest", "created: today", "created: 2026-1-2"])

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from primus.cli.image import train, tune
 from primus.compat import benchmark, pretrain, setup, workloads
-from primus.compat.request import Request
+from primus.compat.request import Request, switched_on
 from primus.errors import HostError, InputError, nearest
 from primus.gpus.detect import detect
 from primus.recipes.backends import backend
@@ -104,8 +104,8 @@ def run(options: argparse.Namespace) -> int:
     own, words = _own(command).parse_known_args(options.words)
     if command == "run_k8s_pretrain.sh" and not own.dry_run:
         return _ask_service(words, environment)
-    own.dry_run |= environment.get("PRIMUS_DRY_RUN") == "1"
-    own.proxy |= environment.get("PRIMUS_PROXY") == "1"
+    own.dry_run |= switched_on(environment, "PRIMUS_DRY_RUN")
+    own.proxy |= switched_on(environment, "PRIMUS_PROXY")
     own.gpu = own.gpu or environment.get("PRIMUS_GPU")
     request = requested(
         command, words, environment, allow_unmapped=own.allow_unmapped, precision=own.precision

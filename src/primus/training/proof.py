@@ -24,7 +24,7 @@ __all__ = ["clock", "figures", "unjudged", "verdicts"]
 _LEAST = {"loss": 2e-6, "grad_norm": 5e-5, "gradient": 5e-5}
 # How far a run's error may exceed that of the reference in the same precision. Measured: loss 4, norm 1, gradients 3.4.
 _NOISE = {"loss": 8.0, "grad_norm": 2.0, "gradient": 6.0}
-# The same for the mean over at least so many steps. Measured: 1.7.
+# The same for the mean over at least so many steps of equal noise. Measured: 1.7.
 _MEAN_NOISE = 2.5
 _ENOUGH = 4
 # How much of a change of a constant the gradients may show, and how many standard deviations from what rounding shows.
@@ -211,10 +211,22 @@ def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]
     found = {}
     for kind in rows[0]["gaps"] if len(rows) >= _ENOUGH else ():
         gap = statistics.fmean(row["gaps"].get(kind, (0.0, ""))[0] for row in rows)
-        noise = statistics.fmean(row["noise"]["gaps"][kind][0] for row in rows)
+        noises = [row["noise"]["gaps"][kind][0] for row in rows]
         tied = any(row["closest"] < _TIE for row in rows)
-        found[kind] = gap, (_TIED if tied else _LEAST)["gradient"] + _MEAN_NOISE * noise
+        found[kind] = gap, (_TIED if tied else _LEAST)["gradient"] + _mean_noise(noises)
     return found
+
+
+def _mean_noise(noises: Sequence[float]) -> float:
+    """The limit of a mean gap: ``_MEAN_NOISE`` times its noise, up to ``_NOISE`` times where one step has all of it."""
+    total = sum(noises)
+    if not total:
+        return 0.0
+    # One for a single noisy step, 1 / sqrt(_ENOUGH) where as many are equally noisy: what remains of errors in a mean.
+    left = math.sqrt(sum(noise**2 for noise in noises)) / total
+    least = 1 / math.sqrt(_ENOUGH)
+    share = max(0.0, left - least) / (1 - least)
+    return (_MEAN_NOISE + share * (_NOISE["gradient"] - _MEAN_NOISE)) * total / len(noises)
 
 
 def _clipping(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any], series: Series) -> list[str]:

@@ -86,6 +86,29 @@ def test_bounds_of_a_rounded_precision_follow_from_its_own_noise_for_each_kind_o
 
 
 @pytest.mark.parametrize(
+    ("noises", "gaps", "passed"),
+    [
+        ((1e-2, 1e-2, 1e-2, 1e-2), (2.4e-2, 2.4e-2, 2.4e-2, 2.4e-2), True),
+        ((1e-2, 1e-2, 1e-2, 1e-2), (2.7e-2, 2.7e-2, 2.7e-2, 2.7e-2), False),
+        # One step has nearly all of the noise, so that nothing averages out.
+        ((1e-4, 1e-4, 1e-4, 1e-2), (1e-4, 1e-4, 1e-4, 5.5e-2), True),
+        ((1e-4, 1e-4, 1e-4, 1e-2), (1e-4, 1e-4, 1e-4, 6.5e-2), False),
+    ],
+)
+def test_a_mean_gap_may_be_as_large_as_the_noise_of_its_steps_leaves_it(
+    noises: tuple[float, ...], gaps: tuple[float, ...], passed: bool
+) -> None:
+    found = evidence(SEEN) | {"precision": "bf16"}
+    for row, noise, gap in zip(found["steps"], noises, gaps, strict=False):
+        row["regular"] = True
+        row["gaps"] = {"a.weight": (gap, "a.1.weight")}
+        row["noise"] = {"loss": 1e-4, "grad_norm": 1e-3, "gaps": {"a.weight": (noise, "a.0.weight")}}
+    for row in found["steps"][len(noises) :]:
+        row["regular"], row["gaps"] = False, {}
+    assert failing(found) == ([] if passed else ["reference gradients"])
+
+
+@pytest.mark.parametrize(
     ("summands", "share", "passed"), [(2, 0.45, True), (2, 1.0, False), (4, 0.18, True), (4, 0.42, False)]
 )
 def test_sums_in_bfloat16_have_fewer_digits_than_sums_of_bfloat16(summands: int, share: float, passed: bool) -> None:

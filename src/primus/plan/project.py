@@ -61,8 +61,10 @@ class Project:
         for component, about in versions.components.items():
             for index, pin in enumerate(about.pins):
                 for number, target in enumerate(pin.targets):
-                    # Other names may be targets that this checkout leaves out.
-                    if target not in names and (hint := did_you_mean(target, names)):
+                    if target in names or target in (one.name for one in self.gpus.generations):
+                        continue
+                    # A GPU, or a name that resembles no target, may be a target that this checkout leaves out.
+                    if hint := did_you_mean(target, names):
                         where = document.where(("components", component, "pins", index, "targets", number))
                         raise InputError(f"no target is called {target!r}", where=where, hint=hint)
         return versions, document

@@ -108,6 +108,12 @@ def test_a_target_that_cannot_be_meant_is_refused(kit: Kit, file: str, old: str,
     assert (result.code, said in result.err) == (2, True), result.err
 
 
+def test_a_pin_may_name_a_gpu_whose_target_is_left_out(kit: Kit) -> None:
+    kit.write("images/mi355x.yaml", (kit.root / "images/demo.yaml").read_text())
+    kit.edit("versions.yaml", "local}", "local, targets: [demo, mi350x]}")
+    assert kit.primus("plan", "demo").code == 0
+
+
 def test_a_channels_pins_stay_apart(kit: Kit) -> None:
     kit.edit("versions.yaml", "channel: local}", "channel: local}\n  rocm:\n    name: R\n    pins:\n      - "
              "{deb: rocminfo, version: 7.2.4, channel: debian}")  # fmt: skip

@@ -67,7 +67,9 @@ def check(corpus: Corpus) -> None:
     chosen = dict.fromkeys(files[number * (len(files) - 1) // (_FILES - 1)] for number in range(_FILES))
     samples = (islice(_of_file(corpus, file, _sampled_lines), _FIRST_DOCUMENTS + _PLACES) for file in chosen)
     # All of them are read: a list, not a generator that stops at the first text.
-    if not any([bool(document.strip()) for sample in samples for document in sample]):  # noqa: C419
+    found = any([bool(document.strip()) for sample in samples for document in sample])  # noqa: C419
+    # The sample leaves out very long lines.
+    if not found and next(documents(corpus), None) is None:
         raise InputError("the corpus contains no text", where=str(corpus.path), hint=_HINT)
 
 
@@ -231,7 +233,19 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _of_rows(corpus: Corpus, rows: Iterator[tuple[str, Any]]) -> Iterator[str]:
     read = row_reader(corpus)
-    return (read(row, where) for where, row in rows)
+    return (_whole(read(row, where), where) for where, row in rows)
+
+
+def _whole(text: str, where: str) -> str:
+    """``text``, which JSON's escapes can give half a character that no tokenizer reads. InputError for such text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"expected text, found \\u{ord(text[error.start]):04x}, which is half a character (a lone surrogate)",
+            where=where, hint=_HINT,
+        ) from None  # fmt: skip
+    return text
 
 
 def row_reader(corpus: Corpus) -> Callable[[Any, str], str]:

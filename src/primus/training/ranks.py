@@ -123,6 +123,8 @@ def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
             where=job.recipe.settings["nodes"].origin,
             hint="on each node: MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0… primus train … --nodes N",
         )
+    if not shown and not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise InputError(f"must be a port from 1 to 65535, not {port!r}", where=f"MASTER_PORT={port}")
     own = given.get("NODE_ADDR") or (address if first else network.own_address(address))
     return [
         "--nnodes", str(nodes), "--rdzv-backend", "c10d",

@@ -70,6 +70,7 @@ GOOD = rows(*({"text": f"document {n}"} for n in range(3000)))
         ("p.txt", "\n \n", None, "p.txt", "contains no text"),
         ("q.jsonl", b"\x1f\x8b\x08\0\0\0\0", None, "q.jsonl", "compressed by gzip"),
         ("r.jsonl", "[" * 200_000 + "\n", None, "r.jsonl:1", "nested too deeply"),
+        ("s.jsonl", rows({"text": "a"}, {"text": "b \ud800"}), None, "s.jsonl:2", "\\ud800, which is half a character"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_with_its_place(
@@ -83,6 +84,12 @@ def test_what_cannot_be_read_is_refused_with_its_place(
     with pytest.raises(InputError):
         if not list(documents(corpus)):
             raise InputError("empty")
+
+
+def test_a_very_long_line_is_text(tmp_path: Path) -> None:
+    corpus = Corpus(path=written(tmp_path, "long.jsonl", "\n" + rows({"text": "word " * 500_000})))
+    check(corpus)
+    assert len(list(documents(corpus))) == 1
 
 
 @pytest.mark.parametrize("names", [(), ("a.txt", "b.jsonl")])

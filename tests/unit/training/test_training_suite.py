@@ -335,6 +335,9 @@ def test_several_nodes_meet_at_an_address(tmp_path: Path) -> None:
     assert "--rdzv-id 7-0 --rdzv-endpoint first:1 --rdzv-conf is_host=true" in words
     with pytest.raises(InputError, match="from 0 to 1, not '2'"):
         ranks.argv(job, "python", {"NODE_RANK": "2", "MASTER_ADDR": "first"})
+    for port in ("abc", "0", "65536", " "):
+        with pytest.raises(InputError, match="a port from 1 to 65535"):
+            ranks.argv(job, "python", {"NODE_RANK": "0", "MASTER_ADDR": "first", "MASTER_PORT": port})
 
 
 def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import memory_of
 from primus.recipes.size import size
+from primus.turbo.optimizations import chosen
 
 __all__ = [
     "BFLOAT16",
@@ -115,7 +116,7 @@ def gpu_bytes(name: str) -> float | None:
 
 def chunked_loss(recipe: Recipe) -> bool:
     """Whether the optimization linear-cross-entropy computes the loss in chunks."""
-    return "turbo" in recipe.settings and "linear-cross-entropy" in str(recipe.settings["turbo"].value)
+    return "linear-cross-entropy" in chosen(recipe)
 
 
 def fused_loss(model: Architecture, tokens: float) -> float:

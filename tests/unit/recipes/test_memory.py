@@ -54,6 +54,7 @@ def test_states_of_70b_on_eight_h200_are_what_fsdp_memory_tracking_found():
         (("training.seq_len=4096",), ()),
         (("tp=2",), ()),
         (("turbo=linear-cross-entropy",), ()),
+        (("turbo=auto",), ()),
         (("training.dtype=bfloat16",), ()),
     ],
 )

@@ -94,12 +94,14 @@ class Model:
     """A language model as a function of its weights.
 
     ``between`` is applied to all that passes from one operation to the next. With a cast to a narrow type and back, the
-    model shows how far that precision moves its results. ``eight``: linear layers multiply in FP8, scaled by tensor.
+    model shows how far that precision moves its results. ``twice``: so does a norm's result before it is multiplied by
+    its weight. ``eight``: linear layers multiply in FP8, scaled by tensor.
     """
 
     sizes: Architecture
     dialect: Dialect = field(default_factory=Dialect)
     between: Rounding = exact
+    twice: bool = False
     eight: bool = False
     constants: Constants = field(default_factory=Constants)
     # How close the scores of an expert that was chosen and of one that was not have come, relative to the former.
@@ -155,7 +157,8 @@ class Model:
     def _norm(self, weight: torch.Tensor, states: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         mean = states.square().mean(-1, keepdim=True)
         eps = (self.sizes.norm_eps if eps is None else eps) + self.constants.norm_eps
-        return self.between(states * (mean + eps).rsqrt() * weight)
+        even = states * (mean + eps).rsqrt()
+        return self.between((self.between(even) if self.twice else even) * weight)
 
     def _swiglu(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         gate = self._linear(weights, name + "gate_proj", states)

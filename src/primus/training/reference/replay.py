@@ -139,7 +139,9 @@ class _Replay:
                 # A few tokens may decide a tensor's error, and one rounding may spare them by chance.
                 others = [self._noise(step, before, own, limited, scales, grid)[0]["gaps"] for grid in _GRIDS]
                 gaps = found["noise"]["gaps"]
-                found["noise"]["gaps"] = {kind: _typical([gaps[kind], *(one[kind] for one in others)]) for kind in gaps}
+                found["noise"]["gaps"] = {
+                    kind: max(gap, _typical([one[kind] for one in others])) for kind, gap in gaps.items()
+                }
             if used is not None and not self._exact and step in self._noisy:
                 self._fit_constants(step, weights, used, limited, rounded)
         return found, limited
@@ -270,14 +272,16 @@ class _Replay:
     ) -> tuple[dict[str, Any], Tensors]:  # fmt: skip
         """How far the run's precision alone moves its results: the reference once more, with that rounding.
 
-        ``grid`` between 1 and 2 scales the numbers to which it rounds: another rounding, as coarse. Also returns the
-        clipped gradients.
+        ``grid`` between 1 and 2 scales the numbers to which it rounds: another rounding, as coarse. With it, norms are
+        rounded once more, as some libraries do. Also returns the clipped gradients.
         """
         loss, losses, gradients = own
         norm = update.norm_of(gradients)
         model = self._model()
         if not self._exact:
             model.between = lambda tensor: _bfloat(tensor * grid) / grid
+            if isinstance(model, Model):
+                model.twice = grid != 1.0
         other, again, moved = self._gradients(step, self._rounded(before, torch.float32), model)
         # The mean's own error can be small by chance; that of the single labels says how large it may become.
         spread = float((again - losses).std()) / math.sqrt(len(losses))

@@ -41,6 +41,12 @@ def test_unit_tests_lie_in_folders_of_the_packages() -> None:
     assert folders == packages
 
 
+def test_no_two_test_modules_have_one_name() -> None:
+    """pytest imports them by their name alone, and refuses the second."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_imports_inside_functions_are_counted_once() -> None:
     tree = ast.parse(
         "import a\ndef f():\n    import b\n    def g():\n        from primus.x import y\n    if f:\n        import c\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -96,23 +96,21 @@ class Project:
                 raise InputError(f"no target is called {name!r}", hint=hint)
             document = self._document(path)
             target = build(Target, document)
-            self._check_recipes(target, document)
-            self._targets[name] = (replace(target, recipes=tuple(self._recipes(target.recipes))), document)
+            self._targets[name] = (replace(target, recipes=tuple(self._recipes(target, document))), document)
         return self._targets[name]
 
-    def _check_recipes(self, target: Target, document: Document) -> None:
-        """Raise InputError, with the place, for a recipe that the project's recipes/ does not have."""
-        known = [path.stem for path in (self.root / "recipes").glob("*.yaml")]
+    def _recipes(self, target: Target, document: Document) -> Iterator[str]:
+        """Yield the recipes of a target, with ``all`` replaced by the project's other recipes.
+
+        Raises InputError, with the place, for one that the project's recipes/ does not have.
+        """
+        known = sorted(path.stem for path in (self.root / "recipes").glob("*.yaml"))
         for index, name in enumerate(target.recipes):
-            if known and name != _ALL_RECIPES and name not in known:
+            if name == _ALL_RECIPES:
+                yield from (other for other in known if other not in target.recipes)
+            elif known and name not in known:
                 hint = did_you_mean(name, known) or "add it to recipes/"
                 raise InputError(f"no recipe is called {name!r}", where=document.where(("recipes", index)), hint=hint)
-
-    def _recipes(self, named: Sequence[str]) -> Iterator[str]:
-        """Yield the recipes of a target, with ``all`` replaced by the project's other recipes."""
-        for name in named:
-            if name == _ALL_RECIPES:
-                yield from sorted({path.stem for path in (self.root / "recipes").glob("*.yaml")} - set(named))
             else:
                 yield name
 

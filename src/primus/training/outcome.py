@@ -14,7 +14,7 @@ from primus.training.job import Job, JobResult
 from primus.training.logs import Series
 from primus.training.ranks import expected_facts
 
-__all__ = ["Outcome", "basic_verdicts", "read"]
+__all__ = ["Outcome", "basic_verdicts", "document", "read"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Outcome:
 def read(job: Job, result: JobResult) -> Outcome:
     """Read the folder of a job that ended. Missing or broken files read as no evidence, never as an error."""
     folder = result.output
-    left = _json(folder / "result.json")
+    left = document(folder / "result.json")
     series = logs.read_steps(_text(folder / "log.txt"))
     exact = logs.read_exact(_text(folder / "exact.jsonl").splitlines())
     joules = logs.read_joules(_text(folder / "energy.jsonl").splitlines())
@@ -54,13 +54,13 @@ def read(job: Job, result: JobResult) -> Outcome:
         job=job,
         exit_code=exit_code,
         series=logs.with_joules(logs.with_exact(series, exact), joules),
-        facts=_json(folder / "facts.json") or _json(job.output / "facts.json"),
+        facts=document(folder / "facts.json") or document(job.output / "facts.json"),
         argv=tuple(left.get("argv", ())),
         seconds=float(left.get("seconds", 0.0)),
-        recipe_sha256=_json(folder / "job.json").get("recipe", {}).get("sha256"),
-        proof=_json(folder / "proof.json"),
-        arrivals={int(step): float(at) for step, at in _json(folder / "clock.json").items()},
-        busy={int(step): float(spent) for step, spent in _json(folder / "witness" / "seconds.json").items()},
+        recipe_sha256=document(folder / "job.json").get("recipe", {}).get("sha256"),
+        proof=document(folder / "proof.json"),
+        arrivals={int(step): float(at) for step, at in document(folder / "clock.json").items()},
+        busy={int(step): float(spent) for step, spent in document(folder / "witness" / "seconds.json").items()},
         slow_rank=str(slow) if (slow := straggler.find(straggler.read(job.output))) else None,
         cause=result.said or str(failure.cause(folder, exit_code, job.output) or ""),
     )
@@ -121,7 +121,8 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _json(path: Path) -> dict[str, Any]:
+def document(path: Path) -> dict[str, Any]:
+    """What a file of the run holds; nothing for one that is missing, damaged or of another shape."""
     try:
         value = json.loads(_text(path) or "{}")
     except ValueError:

@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from primus.errors import InputError
@@ -19,7 +19,7 @@ from primus.recipes.memory import predict
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import CHOICES
-from primus.turbo.optimizations import chosen, optimizations
+from primus.turbo.optimizations import automatic, chosen, optimizations
 
 __all__ = ["Point", "candidates", "different", "gain", "overlay", "search"]
 
@@ -80,13 +80,13 @@ def candidates(
 def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
     """Choices of optimizations, the recipe's first: none, what ``auto`` takes, and each further one beside that."""
     own, known = chosen(start), optimizations()
-    automatic = tuple(name for name, one in known.items() if one.auto and not any(one.objections(start)))
-    sets = {own: "as the recipe" if own not in ((), automatic) else "auto" if own else "off"}
+    auto = automatic(start)
+    sets = {own: "as the recipe" if own not in ((), auto) else "auto" if own else "off"}
     sets.setdefault((), "off")
-    sets.setdefault(automatic, "auto")
+    sets.setdefault(auto, "auto")
     for name, one in known.items():
         if not one.auto and not any(one.objections(start)):
-            beside_it = [other for other in automatic if other not in one.excludes]
+            beside_it = [other for other in auto if other not in one.excludes]
             sets.setdefault(tuple(other for other in known if other in (*beside_it, name)), f"auto + {name}")
     # Named one by one, because the planner and the written file then mean the same on any machine.
     return [
@@ -129,10 +129,7 @@ def _resolved(
                 out = f"does not fit: {available / _GIB:,.1f} GiB can be used"
     except InputError as error:
         out = error.message
-    return Point(
-        turbo=point.turbo, checkpointing=point.checkpointing, batch=point.batch, words=point.words, recipe=recipe,
-        peak=peak, out=out,
-    )  # fmt: skip
+    return replace(point, recipe=recipe, peak=peak, out=out)
 
 
 def search(points: Sequence[Point], measure: Callable[[Point], float | None]) -> Point | None:

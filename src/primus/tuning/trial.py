@@ -22,6 +22,7 @@ from primus.errors import HostError
 from primus.files import read_sealed, write_sealed
 from primus.recipes.recipe import Recipe
 from primus.training import failure
+from primus.training.outcome import document
 
 __all__ = ["Result", "Trials", "ending"]
 
@@ -136,7 +137,7 @@ def ending() -> Iterator[None]:
 
 
 def _read(output: Path, said: str, warmup: int, seconds: float) -> Result:
-    kept, steps = _document(output / "result.json"), _steps(output / "metrics.jsonl")
+    kept, steps = document(output / "result.json"), _steps(output / "metrics.jsonl")
     reason = said if said.startswith("it took longer") else str(kept.get("cause") or "")
     if not reason and not kept.get("passed"):
         failed: Any = kept.get("verdicts") or []
@@ -151,14 +152,6 @@ def _read(output: Path, said: str, warmup: int, seconds: float) -> Result:
         reason=reason,
         seconds=round(seconds, 1),
     )
-
-
-def _document(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _steps(file: Path) -> Sequence[dict[str, Any]]:

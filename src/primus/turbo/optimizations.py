@@ -26,6 +26,7 @@ __all__ = [
     "OPTIMIZATIONS_FILE",
     "Optimization",
     "active",
+    "automatic",
     "chosen",
     "missing_packages",
     "optimizations",
@@ -118,6 +119,11 @@ def optimizations() -> Mapping[str, Optimization]:
     return made
 
 
+def automatic(recipe: Recipe) -> tuple[str, ...]:
+    """The optimizations that ``auto`` switches on for ``recipe``, in the catalogue's order."""
+    return tuple(name for name, one in optimizations().items() if one.auto and not any(one.objections(recipe)))
+
+
 def chosen(recipe: Recipe) -> tuple[str, ...]:
     """The optimizations that ``recipe`` asks for, in the catalogue's order.
 
@@ -127,9 +133,9 @@ def chosen(recipe: Recipe) -> tuple[str, ...]:
     setting = recipe.settings.get("turbo")
     if setting is None or setting.value in ("off", False, "", None):
         return ()
-    known = optimizations()
     if setting.value == "auto":
-        return tuple(name for name, one in known.items() if one.auto and not any(one.objections(recipe)))
+        return automatic(recipe)
+    known = optimizations()
     words = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     asked = [str(word).strip() for word in words]
     for name in asked:

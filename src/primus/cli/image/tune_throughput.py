@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -116,7 +116,7 @@ class _Rows:
         if not result.reason and point is not self._start and point.recipe:
             tolerance = point.recipe.find("validation.accumulation_tolerance", 0.01)
             reason = different(result.losses, self.rows[0][1].losses, tolerance)
-            result = Result(**{**asdict(result), "reason": reason})
+            result = replace(result, reason=reason)
         self.rows.append((point, result))
         return None if result.reason else result.tokens_per_second
 

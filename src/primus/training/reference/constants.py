@@ -9,7 +9,6 @@ together, because one may look like another.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 
 from primus.training.reference.diffusion import Diffusion
-from primus.training.reference.model import Constants, Model
+from primus.training.reference.model import Constants, Model, bfloat
+from primus.training.reference.names import kind_of
 
 __all__ = ["Fit", "trials"]
 
@@ -38,7 +38,7 @@ _BOTH = {
     "attention scale × 1.01": Constants(attention=1.01),
     "rotary angles rounded to FP8": Constants(angles=_fp8),
     "shares of attention rounded to FP8": Constants(shares=_fp8),
-    _ROUNDED: Constants(angles=lambda table: table.to(torch.bfloat16).to(table.dtype)),
+    _ROUNDED: Constants(angles=bfloat),
 }
 _LANGUAGE = {
     "z-loss of 0.0003": Constants(z_loss=3e-4),
@@ -87,11 +87,13 @@ class Fit:
         names = [name for name in own if name in run and bool(run[name].isfinite().all())]
         noise: dict[str, float] = {}
         for name in names:
-            noise[_kind(name)] = noise.get(_kind(name), 0.0) + float((noisy[name] - own[name]).double().square().sum())
+            noise[kind_of(name)] = noise.get(kind_of(name), 0.0) + float(
+                (noisy[name] - own[name]).double().square().sum()
+            )
         self._names = list(changed)
         for name in names:
             # A kind of tensor counts by how exactly the precision decides its gradient.
-            if (least := noise[_kind(name)]) > 0:
+            if (least := noise[kind_of(name)]) > 0:
                 moved = torch.stack([(other[name].double() - plain[name]).flatten() for other in changed.values()])
                 error, rounding = ((found[name].double() - own[name]).flatten() for found in (run, noisy))
                 self._parts.append((moved @ moved.T / least, moved @ error / least, moved @ rounding / least))
@@ -124,7 +126,3 @@ class Fit:
             for n, share, alone, deviation in rows
             if self._names[n] != _ROUNDED or self.backend in _EXACT_ANGLES
         }
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"\.\d+", "", name)

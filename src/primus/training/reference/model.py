@@ -15,7 +15,18 @@ import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling
 
-__all__ = ["Constants", "Dialect", "Model", "Rounding", "Weights", "adapter_shapes", "exact", "log_sum_exp", "shapes"]
+__all__ = [
+    "Constants",
+    "Dialect",
+    "Model",
+    "Rounding",
+    "Weights",
+    "adapter_shapes",
+    "bfloat",
+    "exact",
+    "log_sum_exp",
+    "shapes",
+]
 
 Weights = Mapping[str, torch.Tensor]
 Rounding = Callable[[torch.Tensor], torch.Tensor]
@@ -24,6 +35,11 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 def exact(tensor: torch.Tensor) -> torch.Tensor:
     """No rounding."""
     return tensor
+
+
+def bfloat(tensor: torch.Tensor) -> torch.Tensor:
+    """Rounded to bfloat16, forward and backward."""
+    return tensor.to(torch.bfloat16).to(tensor.dtype)
 
 
 def _plain(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

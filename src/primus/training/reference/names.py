@@ -13,13 +13,18 @@ import torch
 
 from primus.recipes.architecture import Architecture
 
-__all__ = ["UnknownWeight", "to_canonical"]
+__all__ = ["UnknownWeight", "kind_of", "to_canonical"]
 
 Tensors = dict[str, torch.Tensor]
 
 
 class UnknownWeight(Exception):
     """A tensor of the run that no model of its sizes has."""
+
+
+def kind_of(name: str) -> str:
+    """The name of a tensor without the numbers of its layer and expert: tensors of a kind are alike in all of them."""
+    return re.sub(r"\.\d+", "", name)
 
 
 def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, torch.Tensor]) -> Tensors:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,8 +18,8 @@ import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
 from primus.training.reference import constants, data, diffusion, first, saved, update
-from primus.training.reference.model import Dialect, Model, adapter_shapes, exact, shapes
-from primus.training.reference.names import UnknownWeight, to_canonical
+from primus.training.reference.model import Dialect, Model, adapter_shapes, bfloat, exact, shapes
+from primus.training.reference.names import UnknownWeight, kind_of, to_canonical
 
 __all__ = ["replay"]
 
@@ -203,7 +202,7 @@ class _Replay:
         """The model in which the run is repeated. FP8's rounding is large and known, so it is repeated as well."""
         if self._sizes.family == "flux":
             guidance = float(self._job["config"].get("guidance", 1.0))
-            return diffusion.Diffusion(self._sizes, guidance, entering=exact if self._exact else _bfloat)
+            return diffusion.Diffusion(self._sizes, guidance, entering=exact if self._exact else bfloat)
         return Model(self._sizes, self._dialect, eight=self._job["precision"] == "fp8")
 
     def _rounded(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
@@ -279,14 +278,14 @@ class _Replay:
         norm = update.norm_of(gradients)
         model = self._model()
         if not self._exact:
-            model.between = lambda tensor: _bfloat(tensor * grid) / grid
+            model.between = lambda tensor: bfloat(tensor * grid) / grid
             if isinstance(model, Model):
                 model.twice = grid != 1.0
         other, again, moved = self._gradients(step, self._rounded(before, torch.float32), model)
         # The mean's own error can be small by chance; that of the single labels says how large it may become.
         spread = float((again - losses).std()) / math.sqrt(len(losses))
         # Each gradient is a number of the run's precision before it is summed over ranks.
-        given = moved if self._exact else {name: _bfloat(gradient) for name, gradient in moved.items()}
+        given = moved if self._exact else {name: bfloat(gradient) for name, gradient in moved.items()}
         clipped = update.clipped(given, update.norm_of(moved), self._given.max_norm)
         return {
             "loss": max(abs(other - loss), spread) / loss,
@@ -417,7 +416,7 @@ def _gaps(run: Mapping[str, torch.Tensor], own: Tensors, scales: Mapping[str, fl
     worst: dict[str, tuple[float, str]] = {}
     for name, wanted in own.items():
         if name in run:
-            kind, gap = re.sub(r"\.\d+", "", name), float((run[name].to(wanted.dtype) - wanted).norm()) / scales[name]
+            kind, gap = kind_of(name), float((run[name].to(wanted.dtype) - wanted).norm()) / scales[name]
             worst[kind] = max(worst.get(kind, (0.0, "")), (gap if math.isfinite(gap) else 1e9, name))
     return worst
 
@@ -425,7 +424,3 @@ def _gaps(run: Mapping[str, torch.Tensor], own: Tensors, scales: Mapping[str, fl
 def _typical(gaps: Sequence[tuple[float, str]]) -> tuple[float, str]:
     """The root mean square of the gaps that several roundings leave, and the tensor of the largest one."""
     return math.sqrt(sum(gap**2 for gap, _ in gaps) / len(gaps)), max(gaps)[1]
-
-
-def _bfloat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.bfloat16).to(tensor.dtype)

@@ -202,9 +202,12 @@ def assemble(store: Store, plan: ImagePlan, built: set[str], gates: Gates | None
     if image is None:
         raise CheckFailed(f"a layer of {plan.ref} was removed from the store while it was in use", hint="build again")
     pairs = list(zip(plan.layers, image.layers, strict=True))
-    paths = [(a, read_paths(store, layer)) for a, layer in pairs]
-    given = stacked(found for a, found in paths if a.kind == "image")
-    check_overlap([("the base image", given), *((a.name, found) for a, found in paths if a.kind != "image")])
+    # Most changes keep the paths of every layer, and the lists of a whole image are long.
+    apart = [[a.kind == "image", layer.paths] for a, layer in pairs]
+    if (store.record("targets", plan.state) or {}).get("apart") != apart:
+        paths = [(a, read_paths(store, layer)) for a, layer in pairs]
+        given = stacked(found for a, found in paths if a.kind == "image")
+        check_overlap([("the base image", given), *((a.name, found) for a, found in paths if a.kind != "image")])
     failed = gates.judge(image) if gates else ()
     config_blob = store.put(image.config, CONFIG_TYPE)
     manifest_blob = store.put(image.manifest, MANIFEST_TYPE)
@@ -233,6 +236,7 @@ def assemble(store: Store, plan: ImagePlan, built: set[str], gates: Gates | None
             "layers": [asdict(line) for line in lines],
             "judged": gates.mark if gates else None,
             "failed": failed,
+            "apart": apart,
             "inputs": tree_record(plan),
             "when": int(time.time()),
         },

@@ -15,6 +15,8 @@ Kind = Literal["wheel", "deb", "header", "library"]
 
 # A package inside another one (setuptools/_vendor) is no package of the image; one of a deb is judged as a deb.
 _METADATA = re.compile(r"(?!usr/lib/python3).*/(?:site|dist)-packages/[^/]+\.dist-info/METADATA")
+# Nine of ten requirements are for an extra, and parsing them is slow. Markers with `or` are left to the parser.
+_OF_EXTRA = re.compile(r"^(?!.*\sor\s).*;.*\bextra\s*==\s*[\"']")
 _STATUS = "var/lib/dpkg/status"
 # One file per package, in images whose database belongs to another layer.
 _STATUS_OF_ONE = f"{_STATUS}.d/"
@@ -44,7 +46,8 @@ _NAMED = re.compile(r"lib(hipblaslt|MIOpen)\.so\.([0-9]+\.[0-9]+(?:\.[0-9]{1,3})
 @dataclass(frozen=True, kw_only=True)
 class Stated:
     """A version that a file of the image states. ``name`` is normalised for wheels, the component for headers and
-    libraries. ``requires`` are the requirements of a wheel as its metadata states them (PEP 508).
+    libraries. ``requires`` are the requirements of a wheel as its metadata states them (PEP 508), without those of
+    its extras.
     """
 
     kind: Kind
@@ -79,7 +82,7 @@ def stated_in(path: str, text: str) -> list[Stated]:
         head = dict(rows)
         if not {"Name", "Version"} <= set(head):
             return []
-        requires = tuple(value for name, value in rows if name == "Requires-Dist")
+        requires = tuple(value for name, value in rows if name == "Requires-Dist" and not _OF_EXTRA.search(value))
         return [
             Stated(kind="wheel", name=normalised(head["Name"]), version=head["Version"], path=path, requires=requires)
         ]

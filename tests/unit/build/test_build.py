@@ -134,6 +134,14 @@ def test_overlap_names_both_owners_and_ships_nothing(kit: Kit) -> None:
     assert json.loads((kit.root / ".primus/store/index.json").read_bytes())["manifests"] == []
 
 
+def test_overlap_after_a_good_build(kit: Kit) -> None:
+    digest = kit.build().digest
+    kit.edit("versions.yaml", "/opt/beta", "/opt/alpha")
+    assert kit.primus("build", "demo").code == 1
+    assert kit.primus("build", "demo").code == 1, "the refused image must not pass for a judged one"
+    assert digest in (kit.root / ".primus/store/index.json").read_text()
+
+
 def test_over_budget_names_the_largest(kit: Kit) -> None:
     kit.write("images/demo.yaml", (kit.root / "images/demo.yaml").read_text() + "budget_gb: 0.0000001\n")
     result = kit.primus("build", "demo")

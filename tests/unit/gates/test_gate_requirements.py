@@ -14,6 +14,8 @@ Version: 0.1.14.post1
 Requires-Dist: flydsl==0.1.7
 Requires-Dist: einops
 Requires-Dist: pytest; extra == "test"
+Requires-Dist: psutil>=5; (sys_platform == "linux" or sys_platform == "darwin") and extra == 'test'
+Requires-Dist: extra-dists; python_version >= "3.8"
 
 Requires-Dist: what the description says
 """
@@ -25,8 +27,14 @@ def wheel(name: str, version: str, *requires: str) -> tuple[str, Stated]:
 
 def test_requirements_come_from_the_metadata() -> None:
     (one,) = stated_in("opt/venv/lib/python3.12/site-packages/amd_aiter-0.1.14.post1.dist-info/METADATA", METADATA)
-    assert one.requires == ("flydsl==0.1.7", "einops", 'pytest; extra == "test"')
-    report = unmet([("aiter", one), wheel("flydsl", "0.2.4")], others={}, python="3.12.3")
+    # A marker with `or` may hold without the extra.
+    assert one.requires == (
+        "flydsl==0.1.7",
+        "einops",
+        "psutil>=5; (sys_platform == \"linux\" or sys_platform == \"darwin\") and extra == 'test'",
+        'extra-dists; python_version >= "3.8"',
+    )
+    report = unmet([("aiter", one), wheel("flydsl", "0.2.4"), wheel("extra-dists", "1")], others={}, python="3.12.3")
     assert [finding.message for finding in report.findings] == [
         "amd-aiter 0.1.14.post1 requires flydsl==0.1.7, the image has flydsl 0.2.4",
         "amd-aiter 0.1.14.post1 requires einops, which the image lacks",

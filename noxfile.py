@@ -215,6 +215,12 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def clean(session: nox.Session) -> None:
+    """Free disk space: remove what no image, lock or last build needs (`-- --dry-run`: only show it)."""
+    primus(session, "clean")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure the engine against BuildKit (`-- --quick`: only see that it runs)."""
     # A process of its own: the memory of a builder's parent shows up in the builder's own peak.

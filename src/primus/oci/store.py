@@ -39,6 +39,7 @@ LAYER_TYPES = {
     "gzip": "application/vnd.oci.image.layer.v1.tar+gzip",
 }
 _REF = "org.opencontainers.image.ref.name"
+_IN_USE = "in-use"
 _DIGEST = r"sha256:[0-9a-f]{64}"
 
 
@@ -76,6 +77,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._held: int | None = None
 
     def prepare(self) -> None:
         """Make the layout if it is not there; clear away what dead builders left."""
@@ -89,7 +91,32 @@ class Store:
                         self._write_index([])
         except OSError as error:
             raise storage_error(error, self.root) from None
+        self.hold()
         self._sweep()
+
+    def hold(self) -> None:
+        """Keep :meth:`alone` from starting until this process ends. A store that is not there needs no holding."""
+        if self._held is None:
+            with contextlib.suppress(OSError):  # who cannot write here cannot remove anything, either
+                self._held = os.open(self.root / "locks" / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                fcntl.flock(self._held, fcntl.LOCK_SH)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other commands from using the store. Raises HostError when one does."""
+        busy = HostError(
+            "another command uses the store", where=str(self.root), hint="run this again when it has ended"
+        )
+        if self._held is not None:
+            try:
+                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise busy from None
+        try:
+            yield
+        finally:
+            if self._held is not None:
+                fcntl.flock(self._held, fcntl.LOCK_SH)
 
     def blob_path(self, digest: str) -> Path:
         """Where the blob with this digest lies or would lie."""

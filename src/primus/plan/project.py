@@ -134,6 +134,12 @@ class Project:
     def _lock_path(self, name: str, channel: str) -> Path:
         return self.root / "images" / "locks" / channel / f"{name}.json"
 
+    def locked_files(self) -> set[str]:
+        """The SHA-256 hashes of the files in the locks of all targets and channels."""
+        paths = sorted((self.root / "images" / "locks").glob("*/*.json"))
+        locks = (load_lock(path, str(path.relative_to(self.root))) for path in paths)
+        return {file.sha256 for lock in locks if lock for file in lock.files}
+
     def lock(self, name: str) -> Lock | None:
         """The target's lock, or None when there is none yet."""
         path = self.lock_path(name)

@@ -19,5 +19,6 @@ VERBS = {
     "why-size": ("host.why_size", "show which layers and folders make an image large"),
     "releases": ("host.releases", "list published images, or show one"),
     "diff": ("host.diff", "compare two releases: components, sizes, GPUs"),
+    "clean": ("host.clean", "free disk space: remove what no image, lock or last build needs"),
     "docs": ("host.docs", "generate the documents, or check that they are up to date"),
 }

@@ -14,9 +14,11 @@ __all__ = ["open_project", "resolved_target", "resolved_targets", "targets_of"]
 
 
 def open_project(args: argparse.Namespace) -> Project:
-    """Open the project that the options name."""
+    """Open the project that the options name, and hold its store while this command runs."""
     store = args.store.absolute() if args.store else None
-    return Project.find(args.project, store=store, channel=args.channel)
+    project = Project.find(args.project, store=store, channel=args.channel)
+    project.workspace.store.hold()
+    return project
 
 
 def targets_of(project: Project, args: argparse.Namespace) -> Sequence[str]:

@@ -1,0 +1,161 @@
+"""Free disk space: find what no image, build or lock of a workspace needs, and remove it.
+
+Nothing in a workspace is input, so a file that is removed by mistake costs time, never a result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from primus.errors import HostError
+from primus.oci.store import Store
+from primus.plan.workspace import Workspace
+from primus.sandbox import userns
+
+__all__ = ["Waste", "find_waste", "remove"]
+
+_PARTIAL = ".tmp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waste:
+    """Files and folders of one kind that nothing needs, and their size on disk in bytes."""
+
+    kind: str
+    paths: tuple[Path, ...]
+    size: int
+
+
+@dataclass
+class _Needed:
+    """What the images and last builds of a store need."""
+
+    blobs: set[str] = field(default_factory=set)
+    actions: set[str] = field(default_factory=set)
+    targets: set[str] = field(default_factory=set)
+    wheels: set[str] = field(default_factory=set)
+    diff_ids: set[str] = field(default_factory=set)
+
+
+def find_waste(
+    workspace: Workspace, locked: Iterable[str], *, without: Collection[str] = (), caches: bool = False
+) -> list[Waste]:
+    """Return what can be removed, in the order in which it is safe to remove it.
+
+    ``locked`` are the SHA-256 hashes of the files in all locks, ``without`` the names of images that shall go, too.
+    ``caches`` adds what the images do not consist of: downloaded files, unpacked layers, findings of gates. A later
+    command makes or downloads them again.
+
+    Raises HostError if the index, a manifest or a configuration is damaged: the layers it needs are then unknown.
+    """
+    store = workspace.store
+    needed = _needed(store, without)
+    files = set() if caches else {*locked, *needed.wheels}
+    layers = set() if caches else {_hex(digest)[:32] for digest in needed.diff_ids}
+    judged = set() if caches else {_hex(digest) for digest in needed.blobs}
+    blobs = {_hex(digest) for digest in needed.blobs}
+    logs = {key[:12] for key in needed.actions}
+    folder, root = workspace.folder, store.root
+    found = {
+        "records of builds": [
+            *(p for p in _inside(root / "targets") if p.stem not in needed.targets),
+            *(p for p in _inside(root / "actions") if p.stem not in needed.actions),
+        ],
+        "layers and manifests": [p for p in _inside(root / "blobs" / "sha256") if p.name not in blobs],
+        "unpacked layers": [
+            p for p in _inside(workspace.unpacked) if p.suffix != ".lock" and (p.suffix or p.name not in layers)
+        ],
+        "downloaded files": [p for p in _inside(workspace.files.root / "sha256") if p.name not in files],
+        "findings of gates": [p for p in _inside(workspace.facts) if p.name.partition("-")[0] not in judged],
+        "logs": [p for p in _inside(workspace.logs) if p.stem.rpartition("-")[2] not in logs],
+        # `primus verify` was killed, or was told to keep a store that differs.
+        "stores of verify": [p for p in _inside(folder) if p.name.startswith("verify-")],
+    }
+    if caches:
+        found["parsed files"] = [p for p in _inside(folder / "cache") if p.name.startswith(("yaml-", "stats"))]
+    seen: set[tuple[int, int]] = set()
+    return [
+        Waste(kind=kind, paths=tuple(paths), size=sum(_size(path, seen) for path in paths))
+        for kind, paths in found.items()
+        if paths
+    ]
+
+
+def remove(waste: Sequence[Waste]) -> None:
+    """Remove the files. An interrupt leaves a valid store: a record goes before the blobs that it names.
+
+    Raises OSError or HostError when a file cannot be removed.
+    """
+    for one in waste:
+        for path in one.paths:
+            if path.is_dir() and not path.is_symlink():
+                _remove_tree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _remove_tree(path: Path) -> None:
+    if path.suffix != _PARTIAL:
+        # A layer's folder without this suffix counts as unpacked whole.
+        partial = path.with_name(f"{path.name}{_PARTIAL}")
+        userns.remove(partial)
+        path = path.rename(partial)
+    userns.remove(path)
+    if path.exists():
+        raise HostError(f"{path} cannot be removed", hint="run this as the user whose files it contains")
+
+
+def _needed(store: Store, without: Collection[str]) -> _Needed:
+    needed = _Needed()
+    images = {str(entry["digest"]) for name, entry in store.images().items() if name not in without}
+    for digest in images:
+        manifest = json.loads(store.read(digest))
+        config = str(manifest["config"]["digest"])
+        needed.blobs |= {digest, config, *(layer["digest"] for layer in manifest["layers"])}
+        needed.diff_ids |= set(json.loads(store.read(config))["rootfs"]["diff_ids"])
+    for name, record in _records(store, "targets"):
+        if record.get("digest") in images:
+            needed.targets.add(name)
+            needed.actions |= {action["key"] for action in record["inputs"]["actions"].values()}
+    for key, record in _records(store, "actions"):
+        layer = store.layer(key)
+        if key not in needed.actions and not (layer and layer.blob.digest in needed.blobs):
+            continue
+        needed.actions.add(key)
+        if layer:
+            needed.blobs |= {layer.blob.digest, layer.paths}
+            needed.diff_ids.add(layer.diff_id)
+        if isinstance(wheel := record.get("wheel"), dict):
+            needed.wheels.add(str(wheel.get("sha256")))
+    return needed
+
+
+def _records(store: Store, room: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for path in _inside(store.root / room):
+        if (record := store.record(room, path.stem)) is not None:
+            yield path.stem, record
+
+
+def _inside(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _hex(digest: str) -> str:
+    return digest.partition(":")[2]
+
+
+def _size(path: Path, seen: set[tuple[int, int]]) -> int:
+    """The bytes that the tree takes on disk, each inode once."""
+    try:
+        status = path.lstat()
+        inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
+    except OSError:
+        return 0  # of another user, or gone
+    if (status.st_dev, status.st_ino) in seen:
+        return 0
+    seen.add((status.st_dev, status.st_ino))
+    return status.st_blocks * 512 + sum(_size(one, seen) for one in inside)

@@ -1,0 +1,42 @@
+"""``primus clean``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from primus.build.clean import find_waste, remove
+from primus.cli.host.common import open_project
+from primus.errors import InputError, did_you_mean
+from primus.terminal import Screen, bytes_text
+
+__all__ = ["run"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove what nothing needs, and print what was removed. Raises HostError while the store is in use."""
+    project = open_project(args)
+    store = project.workspace.store
+    with store.alone():
+        names = store.images()
+        for name in args.image:
+            if name not in names:
+                hint = did_you_mean(name, names) or "images: " + (", ".join(sorted(names)) or "none")
+                raise InputError(f"the store has no image called {name!r}", hint=hint)
+        waste = find_waste(project.workspace, project.locked_files(), without=args.image, caches=args.caches)
+        if not args.dry_run:
+            for name in set(args.image):
+                store.untag(name)
+            remove(waste)
+    size = sum(one.size for one in waste)
+    if args.json:
+        rows = [{"kind": one.kind, "number": len(one.paths), "bytes": one.size} for one in waste]
+        print(
+            json.dumps({"removed": not args.dry_run, "images": sorted(set(args.image)), "waste": rows, "bytes": size})
+        )
+        return 0
+    table = [(one.kind, f"{len(one.paths):,}", bytes_text(one.size)) for one in waste]
+    for line in Screen.of().table(table, head=("what", "number", "size"), right=(1, 2)) if table else ():
+        print(line)
+    print(f"{'would free' if args.dry_run else 'freed'} {bytes_text(size)}" if waste else "nothing to remove")
+    return 0

@@ -1,0 +1,172 @@
+"""`primus clean` removes what nothing needs, and nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from primus.build.clean import find_waste, remove
+from primus.errors import HostError
+from primus.plan.project import Project
+from project_kit import Kit, make_project
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    return make_project(tmp_path / "project")
+
+
+def contents(kit: Kit) -> dict[str, tuple[int, int]]:
+    """Every file of the workspace but the locks of the store."""
+    paths = sorted((kit.root / ".primus").rglob("*"))
+    return {
+        str(p.relative_to(kit.root)): (p.stat().st_ino, p.stat().st_mtime_ns)
+        for p in paths
+        if p.is_file() and "locks" not in p.parts
+    }
+
+
+def kinds(kit: Kit, *words: str) -> dict[str, int]:
+    result = kit.primus("clean", "--json", *words)
+    assert result.code == 0, result.err
+    return {row["kind"]: row["number"] for row in json.loads(result.out)["waste"]}
+
+
+def test_nothing_of_a_fresh_build_is_waste(kit: Kit) -> None:
+    kit.build("demo", "other")
+    before = contents(kit)
+    result = kit.primus("clean")
+    assert (result.code, result.out, result.err) == (0, "nothing to remove\n", "")
+    assert contents(kit) == before
+
+
+def test_layers_of_earlier_builds_go(kit: Kit) -> None:
+    kit.build()
+    kit.write("parts/beta/blob", b"new")
+    new = kit.build().digest
+    before = contents(kit)
+    # The old layer, manifest and configuration. Both layers have the same list of paths.
+    assert kinds(kit, "--dry-run")["layers and manifests"] == 3
+    assert contents(kit) == before
+    assert kinds(kit)["records of builds"] == 1
+    assert set(contents(kit)) < set(before)
+    assert kinds(kit) == {}
+    assert "nothing to do" in kit.build().err
+    assert kit.primus("verify", "demo").code == 0
+    kit.write("parts/alpha/more", b"more")
+    assert kit.layers() == {"alpha": True, "beta": False, "recipes": False}
+    assert kit.build().digest != new
+
+
+def test_an_image_that_is_named_goes_with_its_layers(kit: Kit) -> None:
+    kit.build("demo", "other")
+    assert kit.primus("clean", "--image", "v26.11-othr").code == 2
+    refused = kit.primus("clean", "--image", "v26.11-othr").err
+    assert "no image called 'v26.11-othr'" in refused
+    assert "did you mean 'v26.11-other'?" in refused
+    assert kinds(kit, "--image", "v26.11-other") == {"records of builds": 1, "layers and manifests": 1}
+    (left,) = json.loads((kit.root / ".primus/store/index.json").read_bytes())["manifests"]
+    assert left["annotations"]["org.opencontainers.image.ref.name"] == "v26.11-demo"
+    assert "nothing to do" in kit.build("demo").err
+
+
+def test_caches_go_when_asked_for_and_the_images_stay(kit: Kit) -> None:
+    digest = kit.build().digest
+    for path in ("unpacked/0123/etc/passwd", "files/sha256/" + "0" * 64, "verify-x/store/index.json"):
+        kit.write(f".primus/{path}", "x")
+    assert kinds(kit, "--dry-run") == {"unpacked layers": 1, "downloaded files": 1, "stores of verify": 1}
+    found = kinds(kit, "--caches")
+    assert set(found) == {
+        "unpacked layers", "downloaded files", "stores of verify", "findings of gates", "parsed files"
+    }  # fmt: skip
+    assert kit.build().digest == digest
+
+
+def test_locked_files_stay(kit: Kit) -> None:
+    kit.build()
+    kit.write(".primus/files/sha256/" + "1" * 64, "x")
+    (one,) = find_waste(Project.find(kit.root).workspace, set())
+    assert (one.kind, [path.name for path in one.paths]) == ("downloaded files", ["1" * 64])
+    assert find_waste(Project.find(kit.root).workspace, {"1" * 64}) == []
+
+
+def test_the_project_names_the_files_of_all_its_locks() -> None:
+    root = Path(__file__).parents[3]
+    locks = [json.loads(path.read_bytes()) for path in root.glob("images/locks/*/*.json")]
+    named = {file["sha256"] for lock in locks for file in lock["files"]}
+    assert Project.find(root).locked_files() == named
+    assert len(named) > 100
+
+
+def test_a_store_in_use_is_left_alone(kit: Kit) -> None:
+    kit.build()
+    kit.write("parts/beta/blob", b"new")
+    with ExitStack() as stack:
+        index = stack.enter_context((kit.root / ".primus/store/locks/index").open("w"))
+        fcntl.flock(index, fcntl.LOCK_EX)
+        build = subprocess.Popen(kit.command("build", "demo"), cwd=kit.root, env=kit.env, stdout=subprocess.PIPE)
+        stack.callback(build.kill)
+        # The build has written its layers, and waits for the index to name its image.
+        blobs = kit.root / ".primus/store/blobs/sha256"
+        deadline = time.monotonic() + 30
+        while len(find_waste(Project.find(kit.root).workspace, set())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        before = sorted(blobs.iterdir())
+        result = kit.primus("clean")
+        assert result.code == 3
+        assert "another command uses the store" in result.err
+        assert set(before) <= set(blobs.iterdir())
+        index.close()
+        out, _ = build.communicate(timeout=30)
+    assert build.returncode == 0
+    assert kit.primus("clean").code == 0
+    assert kit.build().digest == out.decode().split()[-1]
+
+
+def test_an_interrupt_at_any_file_leaves_a_valid_store(kit: Kit) -> None:
+    for text in (b"zero", b"one", b"two"):
+        kit.write("parts/beta/blob", text)
+        digest = kit.build().digest
+    kit.write(".primus/unpacked/0123/etc/passwd", "x")
+    store = Project.find(kit.root).workspace.store
+    cuts = 0
+    while waste := find_waste(Project.find(kit.root).workspace, set()):
+        first = replace(waste[0], paths=waste[0].paths[:1])
+        remove([first])
+        cuts += 1
+        for path in (store.root / "actions").glob("*.json"):
+            layer = store.layer(path.stem)
+            assert layer is not None, f"{path.stem} names a blob that is gone"
+    assert cuts >= 10
+    assert "nothing to do" in kit.build().err
+    assert kit.primus("verify", "demo").code == 0
+    assert kit.build().digest == digest
+
+
+def test_a_half_removed_layer_never_counts_as_unpacked(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit.build()
+    kit.write(".primus/unpacked/0123/etc/passwd", "x")
+    monkeypatch.setattr("primus.sandbox.userns.remove", lambda _path: None)
+    with pytest.raises(HostError, match="cannot be removed"):
+        remove(find_waste(Project.find(kit.root).workspace, set()))
+    assert [p.name for p in (kit.root / ".primus/unpacked").iterdir()] == ["0123.tmp"]
+
+
+def test_a_damaged_manifest_stops_it(kit: Kit) -> None:
+    digest = kit.build().digest
+    blob = kit.root / ".primus/store/blobs/sha256" / digest.removeprefix("sha256:")
+    blob.chmod(0o644)
+    blob.write_bytes(blob.read_bytes().replace(b"layer", b"laser", 1))
+    before = contents(kit)
+    result = kit.primus("clean")
+    assert result.code == 3
+    assert "is damaged" in result.err
+    assert "--rehash" in result.err
+    assert contents(kit) == before

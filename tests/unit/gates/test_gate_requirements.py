@@ -31,7 +31,7 @@ def test_requirements_come_from_the_metadata() -> None:
     assert one.requires == (
         "flydsl==0.1.7",
         "einops",
-        "psutil>=5; (sys_platform == \"linux\" or sys_platform == \"darwin\") and extra == 'test'",
+        'psutil>=5; (sys_platform == "linux" or sys_platform == "darwin") and extra == \'test\'',
         'extra-dists; python_version >= "3.8"',
     )
     report = unmet([("aiter", one), wheel("flydsl", "0.2.4"), wheel("extra-dists", "1")], others={}, python="3.12.3")

@@ -15,7 +15,8 @@ __all__ = ["Job", "JobResult", "step_of"]
 class Job:
     """A run to start. ``output`` is a folder of its own; ``resume_from`` is a checkpoint folder ``…/step-N``.
 
-    A ``judged`` run leaves its batches, gradients and weights, and the reference then repeats it.
+    A ``judged`` run leaves its batches, gradients and weights, and the reference then repeats it. ``compiled`` is a
+    folder of compiled kernels that runs share; without it, each run compiles its own.
 
     Paths are those the job itself sees: inside a container they are the container's.
     """
@@ -25,6 +26,7 @@ class Job:
     output: Path
     resume_from: Path | None = None
     judged: bool = False
+    compiled: Path | None = None
 
     @property
     def first_step(self) -> int:

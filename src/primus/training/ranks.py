@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
+from primus.recipes.choose import CPU
 from primus.recipes.rules import rules_of
 from primus.system import network
 from primus.training import identity
 from primus.training.job import Job
 from primus.turbo.optimizations import chosen
 
-__all__ = ["argv", "checkpoints", "environment", "expected_facts", "files", "folder_of_node", "job_file", "node_rank"]
+__all__ = ["argv", "checkpoints", "compiled_before", "environment", "expected_facts", "files", "folder_of_node", "job_file", "node_rank"]
 
 # torchrun's store for several nodes: a node may wait this long for the first one, whose image may still be pulled.
 _MEETING_SECONDS = 600
@@ -138,7 +142,7 @@ def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
 
 
 def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the ranks, made from ``given``: no network, caches in the job's own folder.
+    """The environment of the ranks, made from ``given``: no network, caches in the job's own folder or beside it.
 
     The root file system may be read-only, the user id unknown to the system and HOME not writable.
     """
@@ -153,9 +157,14 @@ def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
         made.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: ")
     if not any(str(setting.value).startswith("hf:") for setting in job.recipe.settings.values()):
         made |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(cache / "huggingface")}
+    compiled = compiled_before(job)
+    if compiled is None or not os.access(compiled, os.W_OK):  # it may belong to another user
+        compiled = cache
     made |= {
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
+        "TRITON_CACHE_DIR": str(compiled / "triton"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(compiled / "cute"),
         "XDG_CACHE_HOME": str(cache),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -169,6 +178,18 @@ def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
     # A rank that is ended by SIGABRT or SIGSEGV prints where it was.
     made.setdefault("PYTHONFAULTHANDLER", "1")
     return made
+
+
+def compiled_before(job: Job) -> Path | None:
+    """The folder of kernels that earlier runs with the same compilers and GPU have compiled; None to compile anew.
+
+    The libraries compute the key of each kernel. Those of a CPU do not cover its instruction set, and a proof must not
+    depend on what an earlier run left.
+    """
+    if job.compiled is None or job.judged or job.recipe.gpu == CPU:
+        return None
+    versions = [f"{name}-{metadata.version(name)}" for name in ("torch", "triton") if find_spec(name)]
+    return job.compiled / "-".join([*versions, job.recipe.gpu])
 
 
 def expected_facts(job: Job) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -83,6 +84,9 @@ def prepare(job: Job) -> None:
             write_file(job.output / name, text)
     except OSError as error:
         raise HostError(f"cannot write to {job.output}: {error.strerror}", hint="choose another --output") from error
+    if compiled := ranks.compiled_before(job):
+        with contextlib.suppress(OSError):
+            compiled.mkdir(parents=True, exist_ok=True)
 
 
 def start(

@@ -93,6 +93,7 @@ class Trials:
     def _train(self, recipe: Recipe, output: Path) -> tuple[str, int]:
         """Return why the run failed, as far as the command says so, or nothing; and its exit code."""
         words = [self.source, *recipe.asked.words(), *recipe.overrides, "--output", str(output), "--json"]
+        words += ["--compile-cache", str(self.folder / "compiled")]
         command = [sys.executable, "-m", "primus.cli.main", "train", *words]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import tomllib
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -267,6 +267,30 @@ def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: t
     for name in ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
         assert made[name].startswith(str(jobs[0].output))
     assert ranks.environment(jobs[0], {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+
+
+def test_runs_on_a_gpu_share_compiled_kernels(tmp_path: Path) -> None:
+    recipe = resolve("llama3.1-8b", [], Asked(gpu="mi300x"))
+    job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path / "kept")
+
+    def inductor(job: Job) -> Path:
+        return Path(ranks.environment(job, {})["TORCHINDUCTOR_CACHE_DIR"])
+
+    start.prepare(job)
+    assert inductor(job).is_relative_to(tmp_path / "kept")
+    assert inductor(replace(job, recipe=resolve("llama3.1-8b", [], Asked(gpu="mi355x")))) != inductor(job)
+    own = job.output / "cache" / "inductor"
+    assert inductor(replace(job, compiled=None)) == own
+    assert inductor(replace(job, judged=True)) == own, "a proof must not depend on an earlier run"
+    assert inductor(replace(job, recipe=resolve("llama3-proxy", [], Asked(gpu="cpu")))) == own
+
+
+def test_a_run_that_cannot_keep_compiled_kernels_keeps_its_own(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("a file")
+    recipe = resolve("llama3.1-8b", [], Asked(gpu="mi300x"))
+    job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path / "kept")
+    start.prepare(job)
+    assert ranks.environment(job, {})["TRITON_CACHE_DIR"] == str(job.output / "cache" / "triton")
 
 
 def test_ranks_meet_over_a_file_of_the_job(jobs: tuple[Job, ...]) -> None:

@@ -55,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stall-timeout", type=seconds, default=1800, metavar="S",
         help="end the job after S seconds without a line from any rank, and name the rank that hangs (0: never)",
     )  # fmt: skip
+    parser.add_argument(
+        "--compile-cache", type=folder("--compile-cache"), metavar="DIR",
+        help="keep compiled GPU kernels here for later runs (default: runs/.compile-cache; with --output: not kept)",
+    )  # fmt: skip
     parser.add_argument("--no-preflight", action="store_true", help="start without checking the machine")
     parser.add_argument("--judge", action="store_true", help="afterwards, repeat every step in float64 and compare")
     parser.add_argument("--force", action="store_true", help="start even if the predicted memory exceeds the GPU's")
@@ -70,11 +74,19 @@ def run(options: argparse.Namespace) -> int:
     recipe = resolved(options)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")
+    kept = options.compile_cache or (None if options.output else Path("runs") / ".compile-cache")
     output = options.output = options.output or (
         Path("runs") / f"{recipe.name.rpartition('/')[2].removesuffix('.yaml')}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     checkpoint = _checkpoint(options.resume_from) if options.resume_from else None
-    job = Job(name=output.name, recipe=recipe, output=output.absolute(), resume_from=checkpoint, judged=options.judge)
+    job = Job(
+        name=output.name,
+        recipe=recipe,
+        output=output.absolute(),
+        resume_from=checkpoint,
+        judged=options.judge,
+        compiled=kept and kept.absolute(),
+    )
     if options.judge and (why := "it needs a run from step 1" if checkpoint else proof.unjudged(recipe)):
         raise InputError(f"--judge: {why}")
     if job.first_step > job.last_step:

@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks.buildkit import BuildKit
 from benchmarks.measure import PRIMUS, Finished, run
 from primus.errors import CheckFailed, HostError, InputError
+from primus.files import read_sealed
 from primus.oci.store import Layer, Store
 from primus.plan.action import ImagePlan
 from primus.plan.layers import plan_image
@@ -55,7 +56,7 @@ class ImageProject:
         base = self._base_record()
         digests = set(re.findall(r"[0-9a-f]{64}", base.read_text()))
         for path in (self.store / "actions").glob("*.json"):
-            if path != base and json.loads(path.read_text())["kind"] != "build":
+            if path != base and (read_sealed(path) or {}).get("kind") != "build":
                 path.unlink()
         for path in (self.store / "blobs" / "sha256").iterdir():
             if path.name not in digests:
@@ -70,7 +71,7 @@ class ImageProject:
 
     def base_tar(self) -> subprocess.Popen[bytes]:
         """A process that writes the base layer's tar to its standard output."""
-        record = json.loads(self._base_record().read_text())
+        record = read_sealed(self._base_record())
         digest = record["layer"]["blob"]["digest"].removeprefix("sha256:")
         code = (
             "import sys, zstandard as z; z.ZstdDecompressor().copy_stream(open(sys.argv[1], 'rb'), sys.stdout.buffer)"
@@ -85,7 +86,7 @@ class ImageProject:
         """The image's wheels: those of its lock, and those that its builds made from source."""
         lock = self.resolved.lock
         builds = [a.key for a in self._plan().actions() if a.kind == "build"]
-        records = [json.loads((self.store / "actions" / f"{key}.json").read_text()) for key in builds]
+        records = [read_sealed(self.store / "actions" / f"{key}.json") for key in builds]
         built = [LockedFile(kind="wheel", name=r["name"], version="", **r["wheel"]) for r in records]
         return [*(lock.of("wheel") if lock else ()), *built]
 
@@ -138,7 +139,7 @@ def _lend(own: Path, files: Path, store: Path) -> None:
         shutil.copytree(own / "files", files, copy_function=os.link)
     (store / "actions").mkdir(parents=True)
     for path in (own / "store" / "actions").glob("*.json"):
-        if json.loads(path.read_text())["kind"] == "build":
+        if (read_sealed(path) or {}).get("kind") == "build":
             shutil.copy2(path, store / "actions")
 
 

@@ -388,6 +388,8 @@ def _inputs() -> Iterator[Fault]:
         "a path that is not there": ("path: parts/alpha", "path: parts/gamma"),
         "an empty path": ("path: parts/alpha", 'path: ""'),
         "outside without a path": ("path: parts/alpha", "wheel: torch, outside: true"),
+        "no target at all": ("to: /opt/alpha,", "to: /opt/alpha, targets: [],"),
+        "no child at all": ("to: /opt/alpha,", "to: /opt/alpha, include: [],"),
         "a place with dots": ("to: /opt/alpha", "to: /opt/../../alpha"),
         "a place that is a whiteout": ("to: /opt/alpha", "to: /opt/.wh.alpha"),
         "a place with a control character": ("to: /opt/alpha", 'to: "/opt/al\\u0007pha"'),

@@ -40,9 +40,13 @@ class WrongValue(ValueError):
         self.key = key
 
 
-def described(doc: str, *, pattern: str | None = None, shape: str | None = None, **options: Any) -> Any:
-    """A dataclass field with its sentence for people, and optionally the shape of its text (or of its items)."""
-    metadata = {"doc": doc, "pattern": pattern, "shape": shape}
+def described(doc: str, *, pattern: str | None = None, shape: str | None = None, least: int = 0, **options: Any) -> Any:
+    """A dataclass field with its sentence for people, and optionally the shape of its text (or of its items).
+
+    A list must have at least ``least`` items. Where a missing list means all, an empty one would mean the opposite of
+    what it says.
+    """
+    metadata = {"doc": doc, "pattern": pattern, "shape": shape, "least": least}
     return dataclasses.field(metadata=metadata, **options)
 
 
@@ -68,6 +72,8 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping
     if origin is tuple:
         if not isinstance(data, list):
             raise _wrong("a list", data, doc, key)
+        if len(data) < meta.get("least", 0):
+            raise InputError(f"{key[-1]} is an empty list", where=doc.where(key), hint=meta["doc"])
         return tuple(_value(args[0], item, doc, (*key, i), meta) for i, item in enumerate(data))
     if origin in (dict, typing.get_origin(typing.Mapping[str, str])):
         if not isinstance(data, dict):
@@ -178,7 +184,8 @@ def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> 
             }
         return {"$ref": f"#/$defs/{cls.__name__}"}
     if origin is tuple:
-        return {"type": "array", "items": _schema(args[0], defs, meta)}
+        least = {"minItems": meta["least"]} if meta.get("least") else {}
+        return {"type": "array", "items": _schema(args[0], defs, meta), **least}
     if origin in (dict, typing.get_origin(typing.Mapping[str, str])):
         return {"type": "object", "additionalProperties": _schema(args[1], defs, meta)}
     if origin is typing.Literal:

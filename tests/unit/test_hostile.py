@@ -114,6 +114,21 @@ def test_docs_outside_a_project_is_bad_input(tmp_path: Path, capsys: pytest.Capt
     assert f"there is no versions.yaml in {tmp_path}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [("folder", "this is a directory"), ("pipe", "not a regular file"), ("link", "cannot be read")],
+)
+def test_versions_yaml_that_is_no_file_is_not_called_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, sentence: str
+) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/cpu.yaml").write_text((ROOT / "images/cpu.yaml").read_text())
+    pins = tmp_path / "versions.yaml"
+    {"folder": pins.mkdir, "pipe": lambda: os.mkfifo(pins), "link": lambda: pins.symlink_to("gone")}[kind]()
+    assert main(["plan", "cpu", "--project", str(tmp_path)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["nodes", "ranks", "steps", "seed"])
 @pytest.mark.parametrize("text", ["1_0", "３", " 2", "+2", "9" * 5000])
 def test_numbers_of_options_are_plain_digits(option: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

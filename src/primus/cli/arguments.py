@@ -85,4 +85,6 @@ def utf8_only(words: Sequence[str]) -> None:
             word.encode()
         except UnicodeEncodeError:
             shown = ascii(word[:80])
-            raise InputError(f"argument {number} is not UTF-8 text: {shown}", hint="rename the file it names") from None
+            names = Path(word.partition("=")[2] or word).exists()
+            hint = "rename the file" if names else "write it in UTF-8"
+            raise InputError(f"argument {number} is not UTF-8 text: {shown}", hint=hint) from None

@@ -44,7 +44,7 @@ class Choice:
 def choose(name: str, target: Target, asked: str | None, locked: Callable[[str], bool]) -> Choice:
     """The channel asked for, else the best one with a committed lock, else the best one.
 
-    Locks decide, not the network: the same checkout chooses the same on every machine, and a no-op asks nobody.
+    Locks decide, not the network: the same checkout chooses the same channel on every machine.
     ``locked`` tells whether a channel has a lock. Raises InputError for a channel the target does not have.
     """
     if asked is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -43,7 +44,7 @@ class Project:
     def find(cls, start: Path | None = None, *, store: Path | None = None, channel: str | None = None) -> Project:
         """The project at ``start``, or, when none is given, of the current folder or its nearest parent that is one."""
         folder = start.absolute() if start else cls.here()
-        if folder is None or not (folder / "versions.yaml").is_file():
+        if folder is None or not os.path.lexists(folder / "versions.yaml"):
             raise InputError(f"there is no versions.yaml in {folder or Path.cwd()}" + ("" if start else " or above it"))
         return cls(folder, store=store, channel=channel)
 
@@ -51,7 +52,7 @@ class Project:
     def here() -> Path | None:
         """The nearest folder, from the current one up, that holds a versions.yaml."""
         current = Path.cwd()
-        return next((f for f in (current, *current.parents) if (f / "versions.yaml").is_file()), None)
+        return next((f for f in (current, *current.parents) if os.path.lexists(f / "versions.yaml")), None)
 
     @cached_property
     def _versions(self) -> tuple[Versions, Document]:
@@ -92,7 +93,7 @@ class Project:
             path = self.root / "images" / f"{name}.yaml"
             if not path.is_file():
                 names = self.target_names()
-                hint = did_you_mean(name, names) or "targets: " + ", ".join(names)
+                hint = did_you_mean(name, names) or "targets: " + (", ".join(names) or "none; images/ has no NAME.yaml")
                 raise InputError(f"no target is called {name!r}", hint=hint)
             document = self._document(path)
             target = build(Target, document)

@@ -245,7 +245,9 @@ def request_of(
         },
         indexes=indexes,
         indexed=frozenset(
-            normalised(p.wheel or p.sdist or "") for p in pins.values() if indexes and p.channel == channel
+            normalised(package)
+            for p in pins.values()
+            if indexes and p.channel == channel and (package := p.wheel or p.sdist)
         ),
     )
 

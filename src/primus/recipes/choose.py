@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from primus.errors import InputError, nearest
@@ -47,6 +47,7 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
             where=f"{path}:1:1",
             hint="add a section such as supports: {torchtitan: {pretrain: [bf16]}}",
         )
+    _check_defaults(settings, cells)
     proxy = settings.get("default.proxy") or _default(False)
     if asked.proxy is not None:
         proxy = Setting(value=asked.proxy, origin="--proxy" if asked.proxy else "command line: proxy=false")
@@ -58,6 +59,12 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
         )  # fmt: skip
     backend = _pick("backend", asked.backend, settings, list(dict.fromkeys(b for b, _ in cells)), {})
     modes = [mode for b, mode in cells if b == backend.value]
+    if asked.mode not in (None, *modes) and (others := [b for b, m in cells if m == asked.mode]):
+        raise InputError(
+            f"backend {backend.value} does not support mode {asked.mode!r} with this recipe",
+            where=f"--mode {asked.mode}",
+            hint=f"--backend {' or '.join(others)} supports it",
+        )
     mode = _pick("mode", asked.mode, settings, modes, {"backend": backend})
     offered = list(cells[str(backend.value), str(mode.value)])
     fallback = settings
@@ -72,6 +79,22 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
     if not isinstance(nodes.value, int) or nodes.value < 1:
         raise InputError("nodes must be at least 1", where=nodes.origin)
     return dict(zip(CHOICES, (backend, mode, precision, gpu, nodes, proxy), strict=True))
+
+
+def _check_defaults(settings: Mapping[str, Setting], cells: Mapping[tuple[str, str], Sequence[str]]) -> None:
+    """Raise InputError for a default that the recipe supports with no backend, because nothing would ever use it."""
+    offered = {
+        "backend": [backend for backend, _ in cells],
+        "mode": [mode for _, mode in cells],
+        "precision": [precision for precisions in cells.values() for precision in precisions],
+    }
+    for what, names in offered.items():
+        if (default := settings.get(f"default.{what}")) is not None and default.value not in names:
+            raise InputError(
+                f"default.{what} is {default.value!r}, which the recipe does not support",
+                where=default.origin,
+                hint=f"supports names {', '.join(dict.fromkeys(names))}",
+            )
 
 
 def _default(value: bool | int) -> Setting:

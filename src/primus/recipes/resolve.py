@@ -57,12 +57,14 @@ def resolve(
     spelled: dict[str, str] = {}
     given: dict[str, Setting] = {}
     for word in words:
-        key, setting = _override(full := _spelled_out(word, knows), knows)
+        full = _spelled_out(word, knows)
+        key, setting = _override(full, word, knows)
         if key in given:
             raise _twice(key, spelled[key], full)
         spelled[key], given[key] = full, setting
     for word in replacing:
-        key, setting = _override(full := _spelled_out(word, knows), knows)
+        full = _spelled_out(word, knows)
+        key, setting = _override(full, word, knows)
         spelled[key], given[key] = full, setting
     settings.update(given)
     _shorten_warmup(settings, given, knows)
@@ -140,12 +142,12 @@ def _spelled_out(word: str, knows: Backend) -> str:
     return f"{knows.name}.{key}={text}" if key and equals else word
 
 
-def _override(word: str, knows: Backend) -> tuple[str, Setting]:
-    key, separator, text = word.partition("=")
+def _override(full: str, typed: str, knows: Backend) -> tuple[str, Setting]:
+    key, separator, text = full.partition("=")
     if not separator or not key:
-        raise InputError(f"{word!r} is not key=value", where="command line", hint="example: training.steps=5")
+        raise InputError(f"{typed!r} is not key=value", where="command line", hint="example: training.steps=5")
     value: Value = typed_value(text, f"command line: {key}") if text else ""
-    setting = Setting(value=value, origin=f"command line: {word}")
+    setting = Setting(value=value, origin=f"command line: {typed}")
     section = key.partition(".")[0]
     if section == knows.name or key in schema.RECIPE:
         return key, setting

@@ -106,14 +106,14 @@ class Pin:
         default=None,
     )
     channel: Literal["amd", "debian", "pypi", "local"] = described("Where the files come from.")
-    targets: tuple[str, ...] = described("Targets that take this pin; all when left out.", default=())
+    targets: tuple[str, ...] = described("Targets that take this pin; all when left out.", least=1, default=())
     to: str | None = described(
         "Folder in the image that receives `path`; `{site}` is where its Python packages lie.",
         pattern=r"(\{site\})?/[^ ]*",
         shape="an absolute path, or {site}/NAME",
         default=None,
     )
-    include: tuple[str, ...] = described("Children of `path` to take; all when left out.", default=())
+    include: tuple[str, ...] = described("Children of `path` to take; all when left out.", least=1, default=())
     build: Build | None = described("How the source becomes a wheel, in the sandbox.", default=None)
     requires: tuple[str, ...] = described(
         "Packages that the built wheel needs at run time and no other pin brings; the lock takes versions that fit.",

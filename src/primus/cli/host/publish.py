@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Sequence
 
 from primus.cli.host.common import resolved_targets
@@ -29,6 +30,11 @@ def run(args: argparse.Namespace) -> int:
             f"--to {args.to!r} is not a repository of a registry", hint="HOST[:PORT]/PATH, e.g. docker.io/rocm/primus"
         )
     targets, workspace = resolved_targets(args)
+    for resolved in targets:
+        if resolved.choice.preview and not args.preview:
+            chosen = resolved.choice
+            print(f"! {resolved.name} is a preview of channel {chosen.channel}: {chosen.preview}", file=sys.stderr)
+            print(f"  → {chosen.reason}; --preview publishes the preview", file=sys.stderr)
     records = (args.records or targets[0].root / "out" / "validation").absolute()
     plans = [plan_image(resolved, workspace.stats) for resolved in targets]
     with choose_progress(args.json) as progress:

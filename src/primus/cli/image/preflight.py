@@ -27,7 +27,7 @@ EXAMPLE = "primus preflight --quick"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--quick", action="store_true", help="read the kernel's files only")
-    parser.add_argument("--benchmark", action="store_true", help="also measure the GPUs (about 30 s)")
+    parser.add_argument("--benchmark", action="store_true", help="also measure the GPUs")
     parser.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="folder of the machine's files")
     parser.add_argument(
         "--output", type=Path, default=Path("runs"), metavar="DIR", help="where jobs write (default: runs)"

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from primus.training.compiled import keep_graphs
 from primus.training.loop import weights
 from primus.training.loop.config import ShardingConfig
 from primus.training.loop.faster import optimized
@@ -56,6 +57,8 @@ def shard(
         param_dtype=getattr(torch, config.dtype), reduce_dtype=getattr(torch, sharding.reduce_dtype)
     )
     mesh = _mesh(process, sharding)
+    if config.compile:
+        keep_graphs()
     for block in blocks:
         if config.recompute == "full":
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

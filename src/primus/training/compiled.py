@@ -6,10 +6,19 @@ as torchtitan's do, are not among them: every such graph was traced anew, even w
 
 from __future__ import annotations
 
-__all__ = ["keep_graphs"]
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from types import FunctionType
+from typing import Any
+
+from primus.patch import replace
+
+__all__ = ["keep_graphs", "name_policies"]
 
 # Their arguments are part of the graph, and with them of the key of what is kept.
 _CHOOSING = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
+_POLICIES: dict[str, Callable[[], Any]] = {}
 
 
 def keep_graphs() -> None:
@@ -24,3 +33,35 @@ def keep_graphs() -> None:
         **config.unsafe_marked_cacheable_functions,
         **dict.fromkeys(_CHOOSING, f"{torch.__version__} {order}"),
     }
+
+
+def name_policies() -> None:
+    """Let the graphs of a model with torchtitan's selective checkpointing be kept, too.
+
+    A function decides what is recomputed. PyTorch keeps such a graph only if the function can be pickled and has a
+    ``cache_hash``, a name for what it decides.
+    """
+    from torchtitan.distributed import activation_checkpoint
+
+    def wrapped(module: Any, *words: Any, **options: Any) -> Any:
+        if (policy := options.get("context_fn")) is not None:
+            name = f"torchtitan {metadata.version('torchtitan')} {_name(policy)}"
+            _POLICIES[name] = policy
+            options["context_fn"] = named = partial(_decide, name)
+            named.cache_hash = name  # type: ignore[attr-defined]
+        return before(module, *words, **options)
+
+    before: Callable[..., Any] = replace(activation_checkpoint, "ptd_checkpoint_wrapper", wrapped)
+
+
+def _decide(name: str) -> Any:
+    return _POLICIES[name]()
+
+
+def _name(value: Any) -> str:
+    """``value`` as a text that is the same in every process: of a function its name and what it has closed over."""
+    if isinstance(value, FunctionType):
+        return f"{value.__qualname__}({', '.join(_name(cell.cell_contents) for cell in value.__closure__ or ())})"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(str, value)))}}}"
+    return repr(value)

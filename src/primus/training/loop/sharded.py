@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def shard(
         keep_graphs()
     for block in blocks:
         if config.recompute == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = _recomputed(block.forward)
         if config.compile:
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding.reshard_after_forward)
@@ -72,6 +71,14 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     weights.materialize(model, process.device)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    # A function, not functools.partial: torch.compile leaves a block whose forward is no function uncompiled, silently.
+    def again(*inputs: Any, **named: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+
+    return again
 
 
 def _mesh(process: Process, sharding: ShardingConfig) -> DeviceMesh:

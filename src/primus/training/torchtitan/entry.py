@@ -15,7 +15,7 @@ from typing import Any
 
 from primus.recipes.architecture import rebuilt
 from primus.recipes.recipe import MOCK
-from primus.training.compiled import keep_graphs
+from primus.training.compiled import keep_graphs, name_policies
 from primus.training.corpus import HUB, Corpus, documents, row_reader
 from primus.training.failure import noting
 from primus.training.mock import texts
@@ -37,11 +37,12 @@ def main(argv: list[str]) -> None:
     import torch
 
     choose_store()
-    if job["config"].get("compile.enable"):
-        keep_graphs()
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         cpu.apply(int(job["threads"]))
+    if job["config"].get("compile.enable"):
+        keep_graphs()
+        name_policies()
     _register_corpus(int(job["config"].get("debug.seed") or 0), job)
     exact = Path(job["output"]) / "exact.jsonl"
     faster = tuple(job.get("turbo", ()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from primus.recipes.rules import rules_of
 from primus.system import network
 from primus.training import identity
 from primus.training.job import Job
+from primus.turbo import optimizations
 from primus.turbo.optimizations import chosen
 
 __all__ = [
@@ -198,8 +200,19 @@ def compiled_before(job: Job) -> Path | None:
     """
     if job.compiled is None or job.judged or job.recipe.gpu == CPU:
         return None
-    versions = [f"{name}-{metadata.version(name)}" for name in ("torch", "triton") if find_spec(name)]
-    return job.compiled / "-".join([*versions, job.recipe.gpu])
+    return job.compiled / f"{_packages()[:16]}-{job.recipe.gpu}"
+
+
+@cache
+def _packages() -> str:
+    """A hash of all installed packages and of our own operators.
+
+    PyTorch's key of a graph covers neither the gradient nor the code of the operators in it.
+    """
+    digest = hashlib.sha256(repr(sorted((one.name, one.version) for one in metadata.distributions())).encode())
+    for source in sorted(Path(optimizations.__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
 
 
 def expected_facts(job: Job) -> dict[str, Any]:

@@ -285,6 +285,21 @@ def test_runs_on_a_gpu_share_compiled_kernels(tmp_path: Path) -> None:
     assert inductor(replace(job, recipe=resolve("llama3-proxy", [], Asked(gpu="cpu")))) == own
 
 
+def test_another_version_of_an_operator_finds_no_kept_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = resolve("llama3.1-8b", [], Asked(gpu="mi300x"))
+    job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path / "kept")
+    (tmp_path / "optimizations.py").touch()
+    (tmp_path / "attention.py").write_text("gradient = 1")
+    monkeypatch.setattr(ranks.optimizations, "__file__", str(tmp_path / "optimizations.py"))
+    found = []
+    for text in ("gradient = 1", "gradient = 2", "gradient = 1"):
+        (tmp_path / "attention.py").write_text(text)
+        ranks._packages.cache_clear()
+        found.append(ranks.compiled_before(job))
+    ranks._packages.cache_clear()
+    assert found[0] == found[2] != found[1]
+
+
 def test_a_run_that_cannot_keep_compiled_kernels_keeps_its_own(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("a file")
     recipe = resolve("llama3.1-8b", [], Asked(gpu="mi300x"))

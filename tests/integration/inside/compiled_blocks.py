@@ -3,14 +3,13 @@
 import json
 import os
 import pickle
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import torch._inductor.compile_fx
 from torch import nn
 from torch._functorch._aot_autograd import autograd_cache
-from torch._inductor import compile_fx
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -40,11 +39,8 @@ def selective(block: nn.Module) -> nn.Module:
     return activation_checkpoint._apply_op_sac(block, ActivationCheckpoint(), op_sac_save_list=saved)
 
 
-GRAPHS: list[dict[str, object]] = []
-
-
-def note(graph: torch.fx.GraphModule, _inputs: object, **_: object) -> torch.fx.GraphModule:
-    """Stand in for the compiler, which needs a C++ compiler. PyTorch itself says whether it would keep the graph."""
+def seen(graph: torch.fx.GraphModule) -> dict[str, object]:
+    """Describe a graph. PyTorch itself says whether it would keep it."""
     why = ""
     try:
         autograd_cache.check_cacheable(graph)
@@ -54,15 +50,19 @@ def note(graph: torch.fx.GraphModule, _inputs: object, **_: object) -> torch.fx.
     except (autograd_cache.BypassAOTAutogradCache, pickle.PicklingError, AttributeError) as error:
         why = str(error)
     policies = [getattr(one, "cache_hash", "") for one in policies if one] if not why else []
-    GRAPHS.append({"calls": [str(node.target) for node in graph.graph.nodes], "why": why, "policies": policies})
-    return graph
+    return {"calls": [str(node.target) for node in graph.graph.nodes], "why": why, "policies": policies}
 
 
-def main(recompute: str) -> None:
-    cpu.apply(1)
-    name_policies()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+def compiled(recompute: str) -> list[dict[str, object]]:
+    """Train three blocks for one step, and describe what was compiled."""
+    graphs = []
+
+    def compile_fx(graph: torch.fx.GraphModule, _inputs: object, **_: object) -> torch.fx.GraphModule:
+        # Instead of PyTorch's, which needs a C++ compiler.
+        graphs.append(seen(graph))
+        return graph
+
+    torch._dynamo.reset()
     how = "none" if recompute == "selective" else recompute
     training = SimpleNamespace(master_dtype="float32", dtype="float32", fp8="", recompute=how, compile=True)
     given = SimpleNamespace(turbo=(), training=training, section=lambda *_: ShardingConfig())
@@ -71,10 +71,14 @@ def main(recompute: str) -> None:
     shard(model, blocks, given, Process(rank=0, local_rank=0, world_size=1, device=torch.device("cpu")))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.1)
-    with mock.patch.object(compile_fx, "compile_fx", note):
+    with mock.patch.object(torch._inductor.compile_fx, "compile_fx", compile_fx):
         model(torch.ones(2, 4, 8, 16, requires_grad=True)).sum().backward()
-    print(json.dumps(GRAPHS))
+    return graphs
 
 
-main(sys.argv[1])
+cpu.apply(1)
+name_policies()
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+print(json.dumps({recompute: compiled(recompute) for recompute in ("none", "full", "selective")}))
 leave()

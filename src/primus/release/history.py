@@ -134,70 +134,6 @@ class DocumentationError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocsShape:
-    """Shape of the published docs data in a range of releases."""
-
-    releases: str = described("Releases, in words.")
-    shape: str = described("Its keys.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """The list of contents that newer images carry."""
-
-    path: str = described("Folder in the image.")
-    since: str = described("First release that has it.")
-    files: tuple[str, ...] = described("Files in it.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageLayout:
-    """The layout of the published images."""
-
-    venv: str = described("The Python environment.")
-    python_from_v26_2: str = described("Python version from v26.2 on.")
-    rocm_path_from_v26_4: str = described("Where ROCm is from v26.4 on.")
-    opt_rocm: str = described("What /opt/rocm is.")
-    manifest: Manifest = described("The list of contents.")
-    native_version_sources: Mapping[str, str] = described("Library → header with its version.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatedVersion:
-    """One release of a component."""
-
-    version: str = described("Its version.")
-    date: str = described("Its date.", pattern=_DATE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AmbiguousName:
-    """A git name that is both a tag and a branch."""
-
-    name: str = described("The name.")
-    tag_commit: str | None = described("Commit of the tag.", default=None)
-    tag_object: str | None = described("Object of the annotated tag.", default=None)
-    branch_commit: str = described("Commit of the branch.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrimusNames:
-    """Names in the Primus repository."""
-
-    tags: tuple[str, ...] = described("Tags.")
-    release_branches: tuple[str, ...] = described("Release branches.")
-    ambiguous_names: tuple[AmbiguousName, ...] = described("Names that are both.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComponentReleases:
-    """Releases of single components."""
-
-    primus_turbo: tuple[DatedVersion, ...] = described("Primus Turbo.")
-    primus: PrimusNames = described("Primus.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class History:
     """Everything known about the published images."""
 
@@ -207,9 +143,6 @@ class History:
     related_images: tuple[Release, ...] = described("Related images, in brief.")
     unconfirmed_tags: tuple[UnconfirmedTag, ...] = described("Tags without confirmation.")
     documentation_errors: tuple[DocumentationError, ...] = described("Errors in the published tables.")
-    docs_data_shapes: tuple[DocsShape, ...] = described("Shapes of the published docs data.")
-    image_layout: ImageLayout = described("The layout of the images.")
-    component_releases: ComponentReleases = described("Releases of single components.")
 
     def __post_init__(self) -> None:
         known: dict[str, Release] = {}

@@ -30,17 +30,6 @@ class Index:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WheelTrain:
-    """How ROCm's wheels are divided into shared and per-architecture ones."""
-
-    host: tuple[str, ...] = described("Wheels that every image needs.")
-    device: Mapping[str, tuple[str, ...]] = described("Architecture → its wheels.")
-    device_content: str = described("Contents of device wheels.")
-    no_device_wheel: tuple[str, ...] = described("Packages without a device wheel.")
-    consequence: str = described("Consequence.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Wheel:
     """One wheel of a published image."""
 
@@ -99,59 +88,11 @@ class Stack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BranchRef:
-    """A component taken from a branch, which moves."""
-
-    component: str = described("The component.")
-    repo: str = described("Repository.")
-    ref: str = described("The branch.")
-    ref_kind: str = described("Kind of name.")
-    resolved_in_image: str | None = described("Commit found in the image.", default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """The parts that all stacks have in common."""
-
-    git: Mapping[str, GitSource] = described("Component → checkout.")
-    branch_refs: tuple[BranchRef, ...] = described("Components taken from a branch.")
-    image_env: tuple[str, ...] = described("Environment of the images.")
-    native: Mapping[str, str] = described("Native library → version.")
-    tarballs_without_checksum: tuple[str, ...] = described("Downloads without a checksum.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EarlierDockerfile:
-    """Pins of an earlier published Dockerfile. The image may contain other versions."""
-
-    release: str = described("The release.")
-    pins: Mapping[str, str] = described("Component → pin.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurboBuild:
-    """Requirements for building Primus Turbo."""
-
-    min_rocm: str = described("Oldest supported ROCm.")
-    min_pytorch: str = described("Oldest supported PyTorch.")
-    gpu_archs: str = described("How architectures are named.")
-    env: tuple[str, ...] = described("Variables it reads.")
-    requires: tuple[str, ...] = described("Packages it needs.")
-    wheels_published: bool = described("Whether wheels are published.")
-    low_precision: Mapping[str, tuple[str, ...]] = described("Architecture → low-precision types.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """The inputs of the newest images."""
 
     indexes: tuple[Index, ...] = described("Package indexes and archives.")
-    wheel_train: WheelTrain = described("How ROCm's wheels are divided.")
     stacks: tuple[Stack, ...] = described("Inputs of each image.")
-    shared_by_both: Shared = described("The parts that the stacks have in common.")
-    earlier_dockerfiles: tuple[EarlierDockerfile, ...] = described("Pins of earlier Dockerfiles.")
-    primus_turbo_build: TurboBuild = described("Requirements for building Primus Turbo.")
-    constraints: tuple[str, ...] = described("Known pitfalls of the published images.")
 
     def __post_init__(self) -> None:
         known = {index.id for index in self.indexes} | {"PyPI"}

@@ -24,7 +24,7 @@ from primus.gpucode.archs import in_path, of_flags
 from primus.gpucode.bundles import COMPRESSED, PLAIN, bundles_in, next_magic
 from primus.gpucode.elf import AMDGPU, read_elf
 
-__all__ = ["Code", "Form", "bundle_targets", "code_in", "is_kernel_file", "is_triton_metadata", "section_of"]
+__all__ = ["Code", "Form", "bundle_targets", "code_in", "is_kernel_file", "is_triton_metadata"]
 
 Form = Literal[
     "fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack", "Triton cache", "CUDA"
@@ -104,11 +104,6 @@ def _code(path: str, stream: IO[bytes], size: int) -> Code | None:
     if named and is_kernel_file(path):
         return Code(path=path, form="kernel file", targets=named[-1:], size=size)
     return None
-
-
-def section_of(stream: IO[bytes], name: str) -> tuple[int, int] | None:
-    """Offset and size of an ELF section's bytes; None when there is no such section or it has no bytes in the file."""
-    return read_elf(stream).places().get(name)
 
 
 def _of_elf(path: str, stream: IO[bytes], size: int) -> Code | None:

@@ -21,7 +21,6 @@ __all__ = [
     "environment",
     "fp8_dtype",
     "generation",
-    "left_unset",
     "load_table",
     "mfu",
     "mx_supported",
@@ -117,14 +116,6 @@ def mfu(tflops: float, gpu: Generation | str, dtype: Dtype) -> float:
 
 def environment(target: str, table: Table | None = None) -> tuple[Variable, ...]:
     """Return the variables that an image for ``target`` sets, sorted by name. InputError for an unknown generation."""
-    return tuple(v for v in _of(target, table) if v.value is not None)
-
-
-def left_unset(target: str, table: Table | None = None) -> tuple[Variable, ...]:
-    """Return the variables that such an image leaves unset on purpose, sorted by name."""
-    return tuple(v for v in _of(target, table) if v.value is None)
-
-
-def _of(target: str, table: Table | None) -> list[Variable]:
     table = table or load_table()
-    return sorted(table.of(generation(target, table)), key=lambda v: v.name)
+    found = (v for v in table.of(generation(target, table)) if v.value is not None)
+    return tuple(sorted(found, key=lambda v: v.name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from primus.release.gpu_page import gpu_page
 from primus.release.gpu_results_page import gpu_results_page
 from primus.release.history import History, load_history
 from primus.release.inputs import Inputs
+from primus.release.markdown import table
 from primus.release.memory_page import memory_page
 from primus.release.models_page import models_page
-from primus.release.old_commands_page import old_commands_page
+from primus.release.old_commands_page import old_commands_parts
 from primus.release.primus_import_page import primus_import_page
 from primus.release.published import Published
 from primus.release.show import page
@@ -37,6 +38,7 @@ from primus.versions.components import Versions
 __all__ = ["generated", "stale", "write"]
 
 _RESULTS = "benchmarks/results"
+_OLD_COMMANDS = "docs/old-commands.md"
 _GENERATIONS = "benchmarks/results/generations.json"
 
 
@@ -45,7 +47,6 @@ def generated(project: Path) -> dict[str, str]:
     here = Project.find(project)
     targets = resolve_all(here, here.target_names())
     locks = [one.lock for one in targets if one.lock]
-    readme = (project / "README.md").read_text(encoding="utf-8")
     files = {
         "docs/schemas/versions.json": _json(json_schema(Versions, title="versions.yaml: the file of pins")),
         "docs/schemas/image.json": _json(json_schema(Target, title="images/<target>.yaml: the contents of one image")),
@@ -55,9 +56,10 @@ def generated(project: Path) -> dict[str, str]:
         "docs/releases.md": page(load_history()),
         "docs/gpus.md": gpu_page(load_table()),
         "docs/models.md": models_page(),
-        "docs/old-commands.md": old_commands_page(),
-        "README.md": _between(readme, "targets", _targets(project)),
+        "README.md": _filled(project, "README.md", {"targets": _targets(project)}),
     }
+    if (project / _OLD_COMMANDS).exists():
+        files[_OLD_COMMANDS] = _filled(project, _OLD_COMMANDS, old_commands_parts())
     files |= backend_keys(project, here.versions, locks, here.workspace.files)
     if (
         page_of_gates := _from_result(project, _GENERATIONS, partial(gates_page, load_gate_records(project)))
@@ -105,40 +107,38 @@ def write(project: Path) -> tuple[str, ...]:
     return names
 
 
-def _between(text: str, marker: str, new: str) -> str:
-    """Return ``text`` with ``new`` between the comment ``marker`` and the next comment ``end``."""
-    begin, end = f"<!-- {marker} -->\n", "<!-- end -->"
-    head, found, rest = text.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not found or not closed:
-        raise InputError(f"the markers {begin.strip()} and {end} are missing", where="README.md")
-    return head + begin + new + end + tail
+def _filled(project: Path, name: str, parts: Mapping[str, Sequence[str]]) -> str:
+    """Return the text of a written page with new lines between each comment that names a part and the next ``end``."""
+    text = (project / name).read_text(encoding="utf-8")
+    for part, lines in parts.items():
+        begin, end = f"<!-- {part} -->\n", "<!-- end -->"
+        head, found, rest = text.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not found or not closed:
+            raise InputError(f"the markers {begin.strip()} and {end} are missing", where=name)
+        text = head + begin + "\n".join([*lines, ""]) + end + tail
+    return text
 
 
-def _targets(root: Path) -> str:
+def _targets(root: Path) -> list[str]:
     records = load_gate_records(root)
-    rows = [
-        "| target | channel | files in the lock | size of the files | image | gates | status |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name in Project(root).target_names():
         for channel in Project(root).target(name).channels:
             resolved = resolve(Project(root, channel=channel), name)
             lock, preview = resolved.lock, resolved.choice.preview
             fresh = lock is not None and not resolved.stale
             fetched = lock.distinct if lock else ()
-            files = f"{len(fetched)} | {sum(f.size for f in fetched) / 1e6:,.0f} MB" if lock else "– | –"
+            files = (f"{len(fetched)}", f"{sum(f.size for f in fetched) / 1e6:,.0f} MB") if lock else ("–", "–")
             status = "locked" if fresh else "stale lock" if lock else "not locked yet"
             record = records.get(name, {"channel": None, "lock": None})
-            image = "– | not checked yet"
+            image = ("–", "not checked yet")
             if lock is not None and (record["channel"], record["lock"]) == (channel, lock_mark(resolved.lock_path)):
                 failed = [gate["gate"] for gate in record["gates"] if not gate["passed"]]
                 size = bytes_text(sum(layer["bytes"] for layer in record["layers"]))
-                verdict = f"fails {', '.join(failed)}" if failed else f"all {len(record['gates'])} pass"
-                image = f"{size} | {verdict}"
-            about = f"{status}{f'; preview: {preview}' if preview else ''}"
-            rows.append(f"| `{name}` | {channel} | {files} | {image} | {about} |")
-    return "\n".join(rows) + "\n"
+                image = (size, f"fails {', '.join(failed)}" if failed else f"all {len(record['gates'])} pass")
+            rows.append((f"`{name}`", channel, *files, *image, f"{status}{f'; preview: {preview}' if preview else ''}"))
+    return table(("target", "channel", "files in the lock", "size of the files", "image", "gates", "status"), rows)
 
 
 def _json(data: object) -> str:

@@ -33,9 +33,10 @@ def faults_page(result: Mapping[str, Any]) -> str:
             f"- Python {result['python']}; in the runs: {versions}",
             "- Two ranks on a CPU. Faults that can occur only on a GPU are not included.",
             "",
-            "| fault | backend | check that caught it | measured | limit | message |",
-            "|---|---|---|---|---|---|",
-            *(_row(row) for kind in kinds for row in rows if row["fault"] == kind),
+            *table(
+                ("fault", "backend", "check that caught it", "measured", "limit", "message"),
+                [_row(row) for kind in kinds for row in rows if row["fault"] == kind],
+            ),
             "",
         ]
     )
@@ -89,18 +90,18 @@ def _silent_page(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], v
             "",
             *table(("class", "faults", "checks that failed most often (in how many runs)"), classes),
             "",
-            "| class | fault | backend | checks that failed |",
-            "|---|---|---|---|",
-            *(
-                f"| {row['kind']} | {row['fault']} | {row['backend']} | {', '.join(row['named_by']) or 'none'} |"
-                for row in sorted(rows, key=lambda row: str(row["kind"]))
+            *table(
+                ("class", "fault", "backend", "checks that failed"),
+                [
+                    (row["kind"], row["fault"], row["backend"], ", ".join(row["named_by"]) or "none")
+                    for row in sorted(rows, key=lambda row: str(row["kind"]))
+                ],
             ),
             "",
         ]
     )
 
 
-def _row(row: Mapping[str, str]) -> str:
-    cells = (row[key] for key in ("fault", "backend", "check", "measured", "limit", "reason"))
+def _row(row: Mapping[str, str]) -> list[str]:
     # A message and its hint are two lines; a table row is one.
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+    return [" ".join(row[key].split()) for key in ("fault", "backend", "check", "measured", "limit", "reason")]

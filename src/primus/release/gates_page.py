@@ -9,7 +9,7 @@ from primus.gates.rules import gates
 from primus.gpucode.archs import runs_on
 from primus.oci.left_out import LeftOut
 from primus.plan.sharing import Image, LayerOf, pairs, parts, share_text
-from primus.release.markdown import table
+from primus.release.markdown import measured_on, met, table
 from primus.terminal import bytes_text
 
 __all__ = ["gates_page"]
@@ -138,13 +138,13 @@ def _sharing(records: Iterable[Record]) -> list[str]:
 
 
 def _measured(bench: Record) -> list[str]:
-    machine, load = bench["machine"], bench["load_average"]
+    load = bench["load_average"]
     rows = [
         (
             row["name"],
             f"{row['value']:g} {row['unit']}",
             f"{row['bar']['sign']} {row['bar']['limit']:g} {row['unit']}" if "bar" in row else "–",
-            ("yes" if row["met"] else "**no**") if "met" in row else "–",
+            met(row),
         )
         for row in bench["rows"]
     ]
@@ -154,8 +154,7 @@ def _measured(bench: Record) -> list[str]:
         f"On {bench['date']} by `{bench['command']}`, primus-images {bench['versions']['primus-images']}; all files "
         "were fetched before.",
         "",
-        f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
-        f"Linux {machine['kernel']}, Python {machine['python']}",
+        measured_on(bench["machine"]),
         f"- Load average before {load['before'][0]:.2f}, after {load['after'][0]:.2f}",
         *(f"- {note}" for note in bench["notes"]),
         "",

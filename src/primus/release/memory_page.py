@@ -8,11 +8,13 @@ from typing import Any
 from primus.recipes.memory import USABLE, gpu_bytes, largest_batch, predict
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
+from primus.release.markdown import table
 
 __all__ = ["memory_page"]
 
 _SOURCE = "benchmarks/results/h200-memory.json"
 _GIB = 2**30
+_HEAD = ("recipe", "backend", "precision", "settings", "measured GiB", "predicted GiB", "error", "source")
 
 
 def memory_page(result: Mapping[str, Any]) -> str:
@@ -34,9 +36,7 @@ def memory_page(result: Mapping[str, Any]) -> str:
             "factors that no counting gives were fitted; for FP8, to the runs with 8192 tokens per sequence on two "
             "and more GPUs and to the one with 2048. The other FP8 runs were not used.",
             "",
-            "| recipe | backend | precision | settings | measured GiB | predicted GiB | error | source |",
-            "|---|---|---|---|---|---|---|---|",
-            *(_row(row) for row in result["rows"]),
+            *table(_HEAD, map(_row, result["rows"])),
             "",
             "## Published batches",
             "",
@@ -44,9 +44,7 @@ def memory_page(result: Mapping[str, Any]) -> str:
             "published, speed may have determined the published batch. If less fits, the allocator must release memory "
             f"in every step with the published batch: `primus fit` uses at most {USABLE:.0%} of a GPU's memory.",
             "",
-            "| recipe | precision | GPU | published micro batch | largest that `primus fit` allows |",
-            "|---|---|---|---|---|",
-            *(f"| {' | '.join(map(str, cell))} |" for cell in cells),
+            *table(("recipe", "precision", "GPU", "published micro batch", "largest that `primus fit` allows"), cells),
             "",
         ]
     )
@@ -61,13 +59,13 @@ def _error(row: Mapping[str, Any]) -> float:
     return _predicted(row) / float(row["measured_gib"]) - 1
 
 
-def _row(row: Mapping[str, Any]) -> str:
+def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
     predicted, measured = _predicted(row), row["measured_gib"]
     backend = f"{row['backend']} {row['mode']}" if row["mode"] != "pretrain" else row["backend"]
     return (
-        f"| {row['recipe']} | {backend} | {row['precision']} | {', '.join(f'`{word}`' for word in row['words'])} "
-        f"| {measured:.1f} | {predicted:.1f} | {_error(row):+.1%} | {row['source']} |"
-    )
+        row["recipe"], backend, row["precision"], ", ".join(f"`{word}`" for word in row["words"]),
+        f"{measured:.1f}", f"{predicted:.1f}", f"{_error(row):+.1%}", row["source"],
+    )  # fmt: skip
 
 
 def _cells(cells: list[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, int, int]]:

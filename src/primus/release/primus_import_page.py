@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from primus.release.markdown import table
+
 __all__ = ["primus_import_page"]
+
+_HEAD = (
+    "version", "commit", "files", "merged alike", "trained alike", "difference named", "key refused", "no recipe",
+)  # fmt: skip
 
 
 def primus_import_page(measured: Mapping[str, Any]) -> str:
@@ -23,18 +29,20 @@ def primus_import_page(measured: Mapping[str, Any]) -> str:
         "argument that both set. Differences that `import-exp` prints are counted separately. A difference that it "
         "does not print makes the measurement fail.",
         "",
-        "| version | commit | files | merged alike | trained alike | difference named | key refused | no recipe |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *table(
+            (
+                "version",
+                "commit",
+                "files",
+                "merged alike",
+                "trained alike",
+                "difference named",
+                "key refused",
+                "no recipe",
+            ),
+            map(_counts, measured["versions"]),
+        ),
     ]
-    for row in measured["versions"]:
-        counts = row["outcomes"]
-        lines.append(
-            f"| {row['version']} | `{row['commit'][:12]}` | {row['files']} | {row['merged_as_primus']} "
-            f"({row['share']:.0%}) | {counts.get('trained alike', 0)} | "
-            f"{counts.get('trained alike, differences named', 0)} | "
-            f"{counts.get('merged alike, keys refused by name', 0)} | "
-            f"{counts.get('merged alike, refused as a whole', 0) + counts.get('refused by both', 0)} |"
-        )
     keys = {name: sum(row["keys"].get(name, 0) for row in measured["versions"]) for name in ("merged", "compared")}
     lines += [
         "",
@@ -42,13 +50,23 @@ def primus_import_page(measured: Mapping[str, Any]) -> str:
         "the tables of [old commands](../old-commands.md), or belong to features that Primus has disabled.",
     ]
     for row in measured["versions"]:
-        lines += ["", f"## {row['version']}", "", "| file | outcome | what differs |", "| --- | --- | --- |"]
-        lines += [
-            f"| `{name.removeprefix('examples/')}` | {found['outcome']} | {_what(found)} |"
+        differ = [
+            (f"`{name.removeprefix('examples/')}`", found["outcome"], _what(found))
             for name, found in row["differ"].items()
             if found["outcome"] != "trained alike"
         ]
+        lines += ["", f"## {row['version']}", "", *table(("file", "outcome", "what differs"), differ)]
     return "\n".join(lines) + "\n"
+
+
+def _counts(row: Mapping[str, Any]) -> tuple[object, ...]:
+    counts = row["outcomes"]
+    return (
+        row["version"], f"`{row['commit'][:12]}`", row["files"], f"{row['merged_as_primus']} ({row['share']:.0%})",
+        counts.get("trained alike", 0), counts.get("trained alike, differences named", 0),
+        counts.get("merged alike, keys refused by name", 0),
+        counts.get("merged alike, refused as a whole", 0) + counts.get("refused by both", 0),
+    )  # fmt: skip
 
 
 def _what(found: Mapping[str, Any]) -> str:

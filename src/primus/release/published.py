@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -66,16 +65,6 @@ class Outcome:
     gpu: str
     recipe: Recipe
     differing: tuple[int, ...]
-
-    @property
-    def because(self) -> str:
-        """The reason that the recipe gives for its batch size; may be empty."""
-        return self.recipe.settings[self.recipe.knows.key("local_batch")].because
-
-    @property
-    def explained(self) -> bool:
-        """Whether the reason names every published figure that differs from the recipe."""
-        return all(re.search(rf"(?<![\d.]){figure}(?![\d])", self.because) for figure in self.differing)
 
 
 @cache

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from primus.release.compare import ROWS, Change, Contradiction, Diff, component_order, contradictions
 from primus.release.history import DocumentationError, History, Release, UnconfirmedTag, errors_about, newest_first
 from primus.release.inputs import Stack
+from primus.release.markdown import table
 from primus.terminal import PLAIN, Screen, Styled
 
 if TYPE_CHECKING:
@@ -342,10 +343,13 @@ def _listed(lines: Iterable[str], screen: Screen) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *body = rows
-    lines = ["| " + " | ".join(map(_cell, head)) + " |", "|" + "---|" * len(head)]
-    return lines + ["| " + " | ".join(map(_cell, row)) + " |" for row in body]
+    head, *body = ([_plain(cell) for cell in row] for row in rows)
+    return table(head, body)
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("*", "\\*").replace("_", "\\_").replace("<", "&lt;")
+    return _plain(text).replace("|", "\\|")
+
+
+def _plain(text: str) -> str:
+    return text.replace("*", "\\*").replace("_", "\\_").replace("<", "&lt;")

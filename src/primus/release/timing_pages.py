@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from primus.release.markdown import table
+from primus.release.markdown import measured_on, met, table
 
 __all__ = ["assembly_page", "benchmark_page", "launcher_page", "turbo_page"]
 
@@ -55,12 +56,9 @@ def launcher_page(result: Mapping[str, Any]) -> str:
     """Return the page about the startup time of training."""
     heads = ("what", "primus train", "torchtitan alone", "difference", "bar", "met")
     rows = [
-        [
-            row["name"], *(_figure(row.get(key), "s") for key in ("ours", "bare", "overhead")), _bar(row),
-            ("yes" if row["met"] else "**no**") if "met" in row else "–",
-        ]
+        [row["name"], *(_figure(row.get(key), "s") for key in ("ours", "bare", "overhead")), _bar(row), met(row)]
         for row in result["rows"]
-    ]  # fmt: skip
+    ]
     return "\n".join(
         [
             *_head(result, "launcher", "Startup of a training run", "in one run in the `cpu` image, alternating"),
@@ -76,7 +74,7 @@ def launcher_page(result: Mapping[str, Any]) -> str:
 
 
 def _head(result: Mapping[str, Any], source: str, title: str, how: str = _BUILDERS) -> list[str]:
-    machine, load = result["machine"], result["load_average"]
+    load = result["load_average"]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return [
         f"<!-- Generated from {_RESULTS}/{source}.json by `nox -s docs`; do not edit. -->",
@@ -85,8 +83,7 @@ def _head(result: Mapping[str, Any], source: str, title: str, how: str = _BUILDE
         f"Measured on {result['date']} by `{result['command']}`: {how}. Figures are medians, with the fastest and the "
         "slowest run in parentheses.",
         "",
-        f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB; {machine['system']}, "
-        f"Linux {machine['kernel']}, Python {machine['python']}",
+        measured_on(result["machine"]),
         f"- Versions: {versions}",
         f"- Load average before {_load(load['before'])}, after {_load(load['after'])}",
     ]
@@ -95,19 +92,15 @@ def _head(result: Mapping[str, Any], source: str, title: str, how: str = _BUILDE
 def _table(result: Mapping[str, Any]) -> list[str]:
     return [
         "",
-        "| what | ours | BuildKit | ours ÷ BuildKit | bar | met |",
-        "|---|---|---|---|---|---|",
-        *(_row(row) for row in result["rows"]),
+        *table(("what", "ours", "BuildKit", "ours ÷ BuildKit", "bar", "met"), map(_row, result["rows"])),
         "",
     ]
 
 
-def _row(row: Mapping[str, Any]) -> str:
+def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
     unit = row["unit"]
-    met = ("yes" if row["met"] else "**no**") if "met" in row else "–"
     ratio = f"{row['ratio']:.2f}×" if "ratio" in row else "–"
-    cells = [row["name"], _figure(row.get("ours"), unit), _figure(row.get("buildkit"), unit), ratio]
-    return "| " + " | ".join([*cells, _bar(row), met]) + " |"
+    return row["name"], _figure(row.get("ours"), unit), _figure(row.get("buildkit"), unit), ratio, _bar(row), met(row)
 
 
 def _figure(summary: Mapping[str, Any] | None, unit: str) -> str:
@@ -140,7 +133,7 @@ def turbo_page(result: Mapping[str, Any]) -> str:
     runs = [run for run in result["results"] if run["kind"] == "speed"]
     rows = [
         (
-            f"`{name}`", str(len(mine)), f"{_median([r['tokens_per_second'] for r in mine]):,.0f}",
+            f"`{name}`", str(len(mine)), f"{median([r['tokens_per_second'] for r in mine]):,.0f}",
             f"{min(r['slowest'] for r in mine):,.0f}–{max(r['fastest'] for r in mine):,.0f}",
             f"{max(r['memory_gib'] for r in mine):.1f}", ", ".join(mine[0]["turbo"]) or "none",
         )
@@ -185,12 +178,6 @@ def turbo_page(result: Mapping[str, Any]) -> str:
             "",
         ]
     )
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _figures(one: Mapping[str, Any]) -> str:

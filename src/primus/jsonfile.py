@@ -30,9 +30,9 @@ class _Json(Document):
         return self.name
 
 
-def read_json(path: Path, name: str | None = None) -> Document:
-    """The document at ``path``, called ``name`` in messages. InputError for what is not JSON, OSError as any read."""
-    return parse_json(read_bytes(path, name), name or str(path))
+def read_json(path: Path) -> Document:
+    """The document at ``path``. InputError for what is not JSON, OSError as any read."""
+    return parse_json(read_bytes(path), str(path))
 
 
 def parse_json(data: bytes | str, name: str) -> Document:

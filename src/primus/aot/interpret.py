@@ -19,8 +19,8 @@ __all__ = ["TINY", "interpret"]
 TINY = Shape(name="tiny", hidden=80, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=160)
 
 
-def interpret(kernels: Sequence[Kernel], shape: Shape = TINY) -> Iterator[tuple[Case, str]]:
-    """Yield each call of the kernels for ``shape``, with a fault or "". Triton must not have been imported before."""
+def interpret(kernels: Sequence[Kernel]) -> Iterator[tuple[Case, str]]:
+    """Yield each call of the kernels for :data:`TINY`, with a fault or "". Triton must not be imported yet."""
     os.environ["TRITON_INTERPRET"] = "1"
     import numpy
     import triton.language as tl
@@ -50,12 +50,7 @@ def interpret(kernels: Sequence[Kernel], shape: Shape = TINY) -> Iterator[tuple[
         for reduction in kernel.reductions:
             for ignored in kernel.ignored:
                 case = Case(
-                    kernel=kernel,
-                    shape=shape,
-                    batch=2,
-                    sequence=8,
-                    dtype="float32",
-                    ignored=ignored,
+                    kernel=kernel, shape=TINY, batch=2, sequence=8, dtype="float32", ignored=ignored,
                     reduction=reduction,
-                )
+                )  # fmt: skip
                 yield case, forward_and_backward(case, "cpu", compare=True)

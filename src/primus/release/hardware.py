@@ -17,7 +17,6 @@ from primus.training.checks import Verdict
 if TYPE_CHECKING:
     from primus.gpus.generation import Generation
     from primus.sandbox.container import Devices
-    from primus.training.checks import Verdict
     from primus.training.outcome import Outcome
 
 __all__ = ["NO_GPU", "Hardware", "choose", "cpu_model", "ran_on"]

@@ -162,9 +162,9 @@ class History:
 
 
 @cache
-def load_history(path: Path = _FILE) -> History:
-    """The history that ships with this package, or that of another file in its form."""
-    return build(History, read(path, path.name))
+def load_history() -> History:
+    """Read the history that ships with this package."""
+    return build(History, read(_FILE, _FILE.name))
 
 
 def newest_first(releases: Sequence[Release]) -> tuple[Release, ...]:

@@ -103,9 +103,9 @@ class Inputs:
 
 
 @cache
-def load_inputs(path: Path = _FILE) -> Inputs:
-    """Read the inputs that ship with this package, or those of another file in the same format."""
-    return build(Inputs, read(path, path.name))
+def load_inputs() -> Inputs:
+    """Read the inputs that ship with this package."""
+    return build(Inputs, read(_FILE, _FILE.name))
 
 
 def stack_of(inputs: Inputs, reference: str) -> Stack | None:

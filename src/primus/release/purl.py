@@ -9,14 +9,14 @@ from primus.versions.lock import LockedFile
 __all__ = ["purl"]
 
 
-def purl(file: LockedFile, architecture: str = "amd64") -> str:
+def purl(file: LockedFile) -> str:
     """Return the package URL of a locked file. It names no host; the checksum identifies the bytes."""
     name, version = quote(file.name, safe=""), quote(file.version, safe="")
     if file.kind in ("wheel", "sdist"):
         return f"pkg:pypi/{name}@{version}?file_name={quote(file.file, safe='')}"
     if file.kind == "deb":
         own = file.file.rpartition("_")[2].removesuffix(".deb")
-        return f"pkg:deb/debian/{name}@{version}?arch={own if own in ('all', architecture) else architecture}"
+        return f"pkg:deb/debian/{name}@{version}?arch={'all' if own == 'all' else 'amd64'}"
     if file.kind == "layer":
         return f"pkg:oci/{name}@sha256%3A{file.sha256}"
     return f"pkg:generic/{name}@{version}?checksum=sha256%3A{file.sha256}"

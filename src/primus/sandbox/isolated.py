@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from primus.sandbox.container import GIB, Command, Engine, Limits, Mount, RootFs
+from primus.sandbox.container import GIB, Command, Engine, Mount, RootFs
 from primus.sandbox.engines import choose
 
 __all__ = ["BUILD_ENV", "LOG_TAIL_LINES", "log_tail", "run_isolated"]
@@ -34,7 +34,6 @@ def run_isolated(
     outputs: Path,
     env: Mapping[str, str],
     log: Path,
-    limits: Limits | None = None,
     engine: Engine | None = None,
 ) -> int:
     """Run ``argv`` in ``root`` as its root user, without network, and return its exit code.
@@ -55,7 +54,6 @@ def run_isolated(
             *(Mount(source=source, target=target) for target, source in sorted(inputs.items())),
             Mount(source=outputs, target="/out", read_only=False),
         ),
-        limits=limits or Limits(),
         tty=False,
         user="0",
         entrypoint=False,

@@ -142,7 +142,6 @@ class Indexes:
         about: str,
         *,
         what: str,
-        method: str = "GET",
         headers: Mapping[str, str] | None = None,
         probe: bool = False,
     ) -> requests.Response:
@@ -154,7 +153,7 @@ class Indexes:
         for number in range(1, self.patience.tries + 1):
             pause = self.patience.pause_s * 2 ** (number - 1)
             try:
-                response = self.get(session, url, method=method, headers=headers, about=about)
+                response = self.get(session, url, headers=headers, about=about)
             except requests.RequestException as error:
                 cause = short(error)
                 if isinstance(error, requests.exceptions.SSLError | requests.TooManyRedirects | LASTING):

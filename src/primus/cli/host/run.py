@@ -7,16 +7,12 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from primus.cli.host.image_root import image_root
 from primus.errors import InputError
 from primus.sandbox.container import GIB, Command, Limits, Mount
 from primus.sandbox.devices import gpus, listed
 from primus.sandbox.engines import choose
-
-if TYPE_CHECKING:
-    from primus.sandbox.container import Mount
 
 __all__ = ["run"]
 

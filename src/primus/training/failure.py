@@ -42,7 +42,9 @@ _HINTS = {
     "SIGKILL": "the kernel does this when memory runs out: dmesg tells; a smaller batch or fewer ranks need less",
     "SIGBUS": "often shared memory that is too small: --shm-size of the container",
 }
-_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator: can't allocate")
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator: can't allocate|\bMemoryError\b|std::bad_alloc"
+)
 _OUT_OF_MEMORY_HINT = "a smaller batch per rank, full recomputation or more ranks need less memory"
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _DISK_FULL_HINT = "the disk with the results is full; finished checkpoints are whole: make room and use --resume-from"

@@ -71,6 +71,9 @@ def candidates(
                     if "global_batch" in knows.keys:
                         # Otherwise the backend would take the new micro batch times the ranks.
                         words.append(f"{knows.key('global_batch')}={start.global_batch}")
+                if batch % start.find("validation.accumulation", 1):
+                    # No run of the search accumulates for the sake of a check.
+                    words.append("validation.accumulation=1")
                 point = Point(turbo=turbo, checkpointing=checkpointing, batch=batch, words=tuple(words))
                 found.append(_resolved(source, start, point, available, missing))
     found.sort(key=lambda point: bool(point.words))

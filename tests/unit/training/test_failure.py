@@ -71,6 +71,7 @@ def left(folder: Path, log: str, *notes: tuple[float, int, str]) -> Path:
             PLAIN, [(1.0, 0, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")], 1,
             "2.00 GiB. (a smaller batch per rank",
         ),
+        (PLAIN, [(1.0, 0, "MemoryError: std::bad_alloc")], 1, "std::bad_alloc (a smaller batch per rank"),
         (
             "[rank0]: RuntimeError: unexpected pos 704\n[rank0]: OSError: [Errno 28] No space left on device\n",
             [(1.0, 0, "CheckpointException: ranks [0, 1]")], 1, "No space left on device (the disk with the results",

@@ -40,6 +40,14 @@ def test_the_recipe_itself_comes_first_and_every_candidate_keeps_the_tokens_of_a
     assert len({point.recipe.digest for point in points if point.recipe}) == len(points)
 
 
+def test_a_batch_that_only_a_check_would_divide_is_a_candidate() -> None:
+    start = resolve(
+        "llama3-proxy", ["training.local_batch_size=2", "training.global_batch_size=2", "ranks=1"], Asked(gpu="cpu")
+    )
+    points = candidates("llama3-proxy", start, None, lambda _: ())
+    assert {point.batch: point.out for point in points} == {1: "", 2: ""}
+
+
 def test_the_planner_leaves_out_what_does_not_fit_and_checkpointing_makes_room() -> None:
     points = _points("global_batch=64")
     largest = {

@@ -6,6 +6,7 @@ as torchtitan's do, are not among them: every such graph was traced anew, even w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -45,7 +46,8 @@ def name_policies() -> None:
 
     def wrapped(module: Any, *words: Any, **options: Any) -> Any:
         if (policy := options.get("context_fn")) is not None:
-            name = f"torchtitan {metadata.version('torchtitan')} {_name(policy)}"
+            # Interned, because PyTorch may compile anew for another object, even of the same text.
+            name = sys.intern(f"torchtitan {metadata.version('torchtitan')} {_name(policy)}")
             _POLICIES[name] = policy
             options["context_fn"] = named = partial(_decide, name)
             named.cache_hash = name  # type: ignore[attr-defined]

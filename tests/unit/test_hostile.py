@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -192,3 +193,11 @@ def test_host_verbs_refuse_options_that_cannot_hold(
     except SystemExit as stop:
         code = stop.code
     assert (code, says in capsys.readouterr().err) == (2, True)
+
+
+def test_validate_shows_its_jobs_without_an_image(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "mi355x", "--dry-run", "--json", "--project", str(ROOT)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) > 50
+    assert {row["suite"] for row in rows} == {"standard", "quick"}
+    assert all(row["jobs"][0].startswith("primus train ") for row in rows)

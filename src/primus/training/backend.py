@@ -41,6 +41,10 @@ class Rules:
         """Return what the recipe asks for and the backend does not compute: key, reason and remedy."""
         return ()
 
+    def unjudged(self, recipe: Recipe) -> str | None:
+        """Return why the reference cannot repeat such a run of this backend, in a sentence, or None."""
+        return None
+
     def files(self, job: Job) -> Mapping[str, str]:
         """Return name → text of the files that the ranks read besides ``job.json``."""
         return {}

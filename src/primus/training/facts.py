@@ -40,10 +40,22 @@ PACKAGES = (
 )
 
 
-def static(parts: Sequence[Any], device: str) -> dict[str, Any]:
-    """What holds for the whole run: versions, ranks, settings of torch, and the model's parameters and modules."""
+def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, Any]:
+    """What holds for the whole run: versions, ranks, settings of torch, and the model's parameters and modules.
+
+    ``stages`` is the process group of a pipeline: each of its ranks has other layers in ``parts``.
+    """
     parameters = [parameter for part in parts for parameter in part.parameters()]
-    modules = Counter(type(module).__name__ for part in parts for module in part.modules())
+    counted = {
+        "parameters": Counter(all=sum(p.numel() for p in parameters)),
+        "trainable": Counter(all=sum(p.numel() for p in parameters if p.requires_grad)),
+        "dtypes": Counter(str(p.dtype) for p in parameters),
+        "modules": Counter(type(module).__name__ for part in parts for module in part.modules()),
+    }
+    if stages is not None:
+        others: list[Any] = [None] * dist.get_world_size(stages)
+        dist.all_gather_object(others, counted, stages)
+        counted = {name: sum((one[name] for one in others), Counter()) for name in counted}
     return {
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
         "device": device,
@@ -54,10 +66,10 @@ def static(parts: Sequence[Any], device: str) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "trainable_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        "parameter_dtypes": _counts(str(parameter.dtype) for parameter in parameters),
-        "modules": dict(sorted(modules.items())),
+        "parameters": counted["parameters"]["all"],
+        "trainable_parameters": counted["trainable"]["all"],
+        "parameter_dtypes": dict(sorted(counted["dtypes"].items())),
+        "modules": dict(sorted(counted["modules"].items())),
     }
 
 

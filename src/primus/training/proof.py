@@ -12,6 +12,7 @@ from typing import Any
 
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
+from primus.recipes.rules import rules_of
 from primus.recipes.size import size
 from primus.training.checks import Verdict, of_faults, relative_gap
 from primus.training.flops import of_recipe_unit
@@ -65,6 +66,8 @@ def unjudged(recipe: Recipe) -> str | None:
             return f"assets.{key} is on the Hugging Face hub, the reference reads local files only"
     if recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0) > 0:
         return "dropout is random"
+    if why := rules_of(recipe).unjudged(recipe):
+        return why
     if 8 * recipe.steps * size(recipe.architecture).total > _MOST_BYTES:
         return "the run is too large to keep the weights of every step"
     return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.training import proof, suite
@@ -200,3 +201,28 @@ def test_reported_figures_are_those_of_the_recipe(change: dict[str, Any], memory
     verdict = proof.figures({k: v for k, v in facts.items() if v}, evidence(SEEN), Series(steps=steps), recipe)
     assert verdict.passed == (not told)
     assert verdict.reason.startswith(told)
+
+
+def test_pipeline_stages_of_torchtitan_are_not_judged() -> None:
+    piped = resolve("llama3.1-8b", ["pp=2"], Asked(gpu="cpu", proxy=True))
+    assert proof.unjudged(piped) == "the run has pipeline stages"
+    megatron = resolve("llama3.1-8b", ["pp=2", "model.layers=2"], Asked(backend="megatron", gpu="cpu", proxy=True))
+    assert proof.unjudged(megatron) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["replicas=2"], "divides gradients by the number of replicas"),
+        (["replicas=2", "tp=2", "ranks=4"], "divides gradients by the number of replicas"),
+        (["replicas=2", "ranks=4", "global_batch=16"], ""),
+        (["cp=2"], "cannot split sequences"),
+    ],
+)
+def test_layouts_in_which_torchtitan_computes_something_else_are_refused(words: list[str], refused: str) -> None:
+    asked = Asked(gpu="cpu", proxy=True)
+    if not refused:
+        assert resolve("llama3.1-8b", words, asked).world_size == 4
+        return
+    with pytest.raises(InputError, match=refused):
+        resolve("llama3.1-8b", words, asked)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from primus.build.image import Options
 from primus.cli.host.build import build_plans
@@ -20,7 +23,8 @@ from primus.release import golden, hardware
 from primus.release.cells import Cell, cells_of
 from primus.release.hardware import NO_GPU
 from primus.release.validation import outcome_text, table, validate
-from primus.terminal import Screen
+from primus.terminal import Screen, counted
+from primus.training import suite
 
 __all__ = ["run"]
 
@@ -34,6 +38,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.json and (found.names or found.why):
         print(f"GPUs: {', '.join(found.names) or f'none ({found.why})'}", file=sys.stderr)
     cells = _cells(resolved, found.gpu, recipe=args.recipe, level=args.suite)
+    if args.dry_run:
+        _show(cells, resolved, as_json=args.json)
+        return 0
     if args.no_build:
         plan = plan_image(resolved, workspace.stats)
     else:
@@ -70,6 +77,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(Screen.of().fit(table(validated)))
     return 0 if all(record["passed"] for record in records) else 1
+
+
+def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, *, as_json: bool) -> None:
+    """Print the jobs of each cell. Building and training would follow."""
+    recipes = resolved.root / "recipes"
+    planned = [
+        (cell, level, suite.plan(cell.recipe, Path("/out"), (), cell.asked, level, recipes)) for cell, level in cells
+    ]
+    if as_json:
+        rows = [
+            {"cell": str(cell), "suite": level, "jobs": [shlex.join(["primus", *job.arguments()]) for job in jobs]}
+            for cell, level, jobs in planned
+        ]
+        print(json.dumps(rows))
+        return
+    table = [(str(cell), level, str(len(jobs))) for cell, level, jobs in planned]
+    for line in Screen.of().table(table, head=("recipe", "suite", "jobs"), right=(2,)):
+        print(line)
+    print(f"{counted(sum(len(jobs) for *_, jobs in planned), 'job')} in {resolved.ref}")
 
 
 def _cells(

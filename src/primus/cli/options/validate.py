@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="all|N|none",
         help="GPUs of this machine to use (default: all if the target is for them, otherwise none)",
     )
+    parser.add_argument("--dry-run", action="store_true", help="print the jobs; build and train nothing")
     parser.add_argument("--no-build", action="store_true", help="validate the image in the store without building")
     add_project_options(parser)
     add_build_options(parser)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from primus.recipes.choose import CPU
+from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
 from primus.training.backend import DTYPES, Rules
 from primus.training.torchtitan import render
@@ -36,6 +39,21 @@ class _Torchtitan(Rules):
         key, default = ("dtype", "float32") if recipe.unsharded else ("mixed_precision_param", "bfloat16")
         dtype = recipe.find(f"torchtitan.training.{key}", default)
         return DTYPES.get(dtype, dtype)
+
+    def faults(self, recipe: Recipe) -> Iterable[Fault]:
+        """Return layouts in which torchtitan 0.2.2 computes something else, or which its CPU path lacks."""
+        replicas, context = (f"torchtitan.{recipe.knows.degrees[kind]}" for kind in ("replicas", "cp"))
+        shards = recipe.world_size // math.prod(recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas"))
+        if recipe.degree("replicas") > 1 and shards * recipe.degree("cp") == 1:
+            # github.com/pytorch/torchtitan/pull/2323. FSDP does not divide them.
+            why = "without FSDP, torchtitan 0.2.2 divides gradients by the number of replicas once too often"
+            yield replicas, why, "replicas=1, or more ranks than replicas"
+        if recipe.degree("cp") > 1 and recipe.gpu == CPU:
+            yield context, "PyTorch's attention on the CPU cannot split sequences over ranks", "cp=1"
+
+    def unjudged(self, recipe: Recipe) -> str | None:
+        """The reference reads the weights that one rank has, and a pipeline's ranks have different ones."""
+        return "the run has pipeline stages" if recipe.degree("pp") > 1 else None
 
     def files(self, job: Job) -> Mapping[str, str]:
         return {_FILE: render.toml(job)}

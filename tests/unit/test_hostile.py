@@ -41,6 +41,40 @@ def test_output_that_cannot_be_written_is_a_sentence(verb: str) -> None:
     assert shell(f"set -o pipefail; {PRIMUS} {verb} | true").stderr == b""
 
 
+@pytest.mark.parametrize("verb", ["show x", "frobnicate", "list >/dev/full"])
+def test_the_exit_code_tells_what_happened_when_no_message_can_be_written(verb: str) -> None:
+    told, silent = shell(f"{PRIMUS} {verb}"), shell(f"{PRIMUS} {verb} 2>/dev/full")
+    assert told.returncode == silent.returncode
+    assert told.returncode in (2, 3)
+
+
+# An interrupt while a module is imported, while a class is made (Python 3.11 wraps it), and a second one.
+@pytest.mark.parametrize("module", ["argparse", "primus.cli.image.list_recipes", "primus.build.unchanged"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_during_start_up_is_a_sentence(module: str, times: int) -> None:
+    program = f"""
+import os, signal, sys
+from primus.cli.main import main
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+if {times} == 2:
+    class Slow:
+        def write(self, text):
+            os.kill(os.getpid(), signal.SIGINT)
+        def flush(self):
+            pass
+    sys.stderr = Slow()
+sys.exit(main(["build", "cpu", "--locked"] if "build" in {module!r} else ["list"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.count("\n") == 2 - times
+    assert "interrupted" in done.stderr or times == 2
+
+
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"}])
 def test_output_is_utf_8_whatever_the_locale(environment: dict[str, str]) -> None:
     done = shell(f"{PRIMUS} show llama3-proxy", **environment)
@@ -48,7 +82,7 @@ def test_output_is_utf_8_whatever_the_locale(environment: dict[str, str]) -> Non
     assert "×" in done.stdout.decode()
 
 
-@pytest.mark.parametrize("verb", ["show llama3-proxy", "releases", "plan cpu", "docs --check"])
+@pytest.mark.parametrize("verb", ["show llama3-proxy", "releases", "plan cpu", "docs --check", "build cpu"])
 def test_a_deleted_current_folder_is_a_sentence(verb: str, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()

@@ -60,14 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 success, 1 a check or job failed, 2 invalid input, 3 the machine lacks something, 130 interrupted.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    name = f"primus {args[0]}" if args else "primus"
     # Imports and parsed files stay alive. Collecting cycles among them takes a tenth of the time of `primus show`.
     gc.set_threshold(50_000)
-    _streams()
     try:
+        _streams()
         code = _main(args)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _interrupted(name)
+    except RuntimeError as error:
+        # Python 3.11 wraps an interrupt that arrives while a class is made.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return _interrupted(name)
+        raise
     except OSError as error:
-        return _failed(f"primus {args[0]}" if args else "primus", error)
+        return _failed(name, error)
     return code
 
 
@@ -87,6 +95,22 @@ def _streams() -> None:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
+def _report(text: str) -> None:
+    """Print a message to standard error. If that is not possible, the exit code alone tells what happened."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the flush at exit would fail again
+
+
+def _interrupted(name: str) -> int:
+    try:
+        _report(f"{name}: interrupted; finished work is kept, run the command again to continue")
+    except KeyboardInterrupt:
+        pass  # a second Ctrl-C changes nothing
+    return 130
+
+
 def _failed(name: str, error: OSError) -> int:
     """Report an error of the operating system and return the exit code."""
     if isinstance(error, BrokenPipeError):
@@ -95,11 +119,11 @@ def _failed(name: str, error: OSError) -> int:
         return 141  # what a shell reports for a process ended by SIGPIPE
     where = f" ({str(error.filename)[:200]})" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        print(f"{name}: the disk is full{where}\n  → free some space and run it again", file=sys.stderr)
+        _report(f"{name}: the disk is full{where}\n  → free some space and run it again")
         if not where:  # the full disk may be that of standard output, and the flush at exit would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 3
-    print(f"{name}: {(error.strerror or str(error)).lower()}{where}", file=sys.stderr)
+    _report(f"{name}: {(error.strerror or str(error)).lower()}{where}")
     return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR) else 3
 
 
@@ -114,14 +138,18 @@ def _main(args: list[str]) -> int:
         return 0
     verb = args[0]
     here = verbs()
+    try:
+        os.getcwd()  # noqa: PTH109 - pathlib costs start-up time
+    except FileNotFoundError:
+        _report(f"primus {verb}: the current folder no longer exists\n  → change to another folder")
+        return HostError.exit_code
     if verb == "build" and verb in here:
         from primus.build.unchanged import nothing_to_do
 
         if nothing_to_do(args[1:]):
             return 0
     if verb not in here:
-        print(f"primus: no verb {verb!r}" + nearest(verb, here), file=sys.stderr)
-        print("  → primus --help lists the verbs", file=sys.stderr)
+        _report(f"primus: no verb {verb!r}{nearest(verb, here)}\n  → primus --help lists the verbs")
         return 2
     return _run(verb, here[verb][0], args[1:])
 
@@ -157,11 +185,6 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
 
     from primus.cli.arguments import utf8_only
 
-    try:
-        os.getcwd()  # noqa: PTH109 - pathlib costs start-up time
-    except FileNotFoundError:
-        print(f"primus {verb}: the current folder no longer exists\n  → change to another folder", file=sys.stderr)
-        return HostError.exit_code
     options = _options(name)
     parser = argparse.ArgumentParser(
         prog=f"primus {verb}",
@@ -175,21 +198,9 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
         args = parser.parse_args(words)
         code: int = importlib.import_module(f"primus.cli.{name}").run(args)
     except PrimusError as error:
-        print(f"primus {verb}: {error}", file=sys.stderr)
+        _report(f"primus {verb}: {error}")
         return error.exit_code
-    except KeyboardInterrupt:
-        return _interrupted(verb)
-    except RuntimeError as error:
-        # Python 3.11 wraps an interrupt that arrives while a class is made.
-        if isinstance(error.__cause__, KeyboardInterrupt):
-            return _interrupted(verb)
-        raise
     return code
-
-
-def _interrupted(verb: str) -> int:
-    print(f"primus {verb}: interrupted; finished work is kept, run the command again to continue", file=sys.stderr)
-    return 130
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Ended", "run"]
+__all__ = ["ENDING", "Ended", "run"]
 
 GRACE_SECONDS = 15.0
 # Space kept free for the end of the log and the results, so that a job which fills its disk can still say so.
 _RESERVE_BYTES = 4 << 20
+# What a shell, a scheduler and a closed terminal send. Ranks have sessions of their own, so they get none of these.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_LINES = 1000
 _LOOK_SECONDS = 2.0
 # With less than this free, what ranks left behind is not whole either.
@@ -52,7 +54,7 @@ def run(
 ) -> Ended:
     """Run ``argv``, write all it prints to ``log`` and pass each line to ``on_line``.
 
-    SIGINT and SIGTERM end the ranks first (after ``GRACE_SECONDS`` by force), then raise KeyboardInterrupt.
+    SIGINT, SIGTERM and SIGHUP end the ranks first (after ``GRACE_SECONDS`` by force), then raise KeyboardInterrupt.
     When the disk is full, the job ends ``GRACE_SECONDS`` later, and the last ``_TAIL_LINES`` lines are then written
     into space that was kept for them. Raises OSError when that much is not free at the start.
 
@@ -169,7 +171,10 @@ class _Log:
 
 
 class _signals:
-    """While inside, SIGINT and SIGTERM set ``stop`` instead of leaving the children behind."""
+    """While inside, the signals that end a command set ``stop`` instead of leaving the children behind.
+
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored.
+    """
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop = stop
@@ -177,8 +182,9 @@ class _signals:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._set)
+            for number in ENDING:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._set)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

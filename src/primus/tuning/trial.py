@@ -21,7 +21,7 @@ from typing import Any
 from primus.errors import HostError
 from primus.files import read_sealed, write_sealed
 from primus.recipes.recipe import Recipe
-from primus.training import failure
+from primus.training import failure, launch
 from primus.training.outcome import document
 
 __all__ = ["Result", "Trials", "ending"]
@@ -125,16 +125,21 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt inside, so that a run never outlives the command that started it."""
+    """SIGTERM and SIGHUP raise KeyboardInterrupt inside, so that a run never outlives the command that started it.
+
+    A signal that is ignored, such as SIGHUP under nohup, stays ignored.
+    """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = [number for number in launch.ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _read(output: Path, said: str, warmup: int, seconds: float) -> Result:

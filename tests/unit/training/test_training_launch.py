@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from primus.cli.main import main
 from primus.training import launch
+from primus.tuning.trial import ending
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -106,7 +108,7 @@ def test_ranks_that_wait_for_a_failed_node_are_ended(tmp_path: Path, monkeypatch
     assert 2 < time.monotonic() - started < 20
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_ranks_and_then_the_command(tmp_path: Path, number: signal.Signals) -> None:
     pid_file = tmp_path / "pid"
     inner = (
@@ -132,6 +134,22 @@ def test_a_signal_ends_the_ranks_and_then_the_command(tmp_path: Path, number: si
     process.send_signal(number)
     assert process.wait(timeout=30) == 130
     assert not alive(int(pid_file.read_text()))
+
+
+@pytest.mark.parametrize("by", ["launch", "search"])
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path, by: str) -> None:
+    """As under nohup: the terminal closes, and the training goes on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ending() if by == "search" else contextlib.nullcontext():
+            assert run(f"import os, signal; os.kill({os.getpid()}, signal.SIGHUP)", tmp_path).exit_code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_ends_a_search() -> None:
+    with pytest.raises(KeyboardInterrupt), ending():
+        os.kill(os.getpid(), signal.SIGHUP)
 
 
 def test_train_dry_run_shows_values_with_their_origins(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -92,6 +92,25 @@ def test_a_deleted_current_folder_is_a_sentence(verb: str, tmp_path: Path) -> No
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", ["show {0}/r.yaml", "show {0}/x.yaml"])
+def test_a_link_that_leads_to_itself_is_bad_input(tmp_path: Path, words: str) -> None:
+    (tmp_path / "x.yaml").symlink_to("x.yaml")
+    (tmp_path / "r.yaml").write_text("name: r\nuses: [x.yaml]\n")
+    done = shell(f"{PRIMUS} {words.format(tmp_path)}")
+    assert done.returncode == 2
+    assert b"x.yaml" in done.stderr
+    assert b"oo many levels of symbolic links" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["show", "train"])
+def test_a_recipe_that_is_no_file_is_not_called_missing(tmp_path: Path, verb: str) -> None:
+    os.mkfifo(tmp_path / "r.yaml")
+    done = shell(f"{PRIMUS} {verb} {tmp_path}/r.yaml")
+    assert done.returncode == 2
+    assert b"r.yaml: this is not a regular file" in done.stderr
+
+
 def test_a_path_that_is_too_long_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "a" * 300 + ".yaml"]) == 2
     assert main(["show", "a/" * 3000 + "a.yaml"]) == 2

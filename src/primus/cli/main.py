@@ -73,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Python 3.11 wraps an interrupt that arrives while a class is made.
         if isinstance(error.__cause__, KeyboardInterrupt):
             return _interrupted(name)
+        # pathlib before Python 3.13 wraps the error of a link that leads to itself.
+        if isinstance(error.__context__, OSError) and error.__context__.errno == errno.ELOOP:
+            return _failed(name, error.__context__)
         raise
     except OSError as error:
         return _failed(name, error)
@@ -104,7 +107,7 @@ def _report(text: str) -> None:
 
 
 def _interrupted(name: str) -> int:
-    try:
+    try:  # noqa: SIM105 - contextlib costs start-up time
         _report(f"{name}: interrupted; finished work is kept, run the command again to continue")
     except KeyboardInterrupt:
         pass  # a second Ctrl-C changes nothing

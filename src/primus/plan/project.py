@@ -91,7 +91,7 @@ class Project:
     def _target(self, name: str) -> tuple[Target, Document]:
         if name not in self._targets:
             path = self.root / "images" / f"{name}.yaml"
-            if not path.is_file():
+            if not path.exists() and not path.is_symlink():
                 names = self.target_names()
                 hint = did_you_mean(name, names) or "targets: " + (", ".join(names) or "none; images/ has no NAME.yaml")
                 raise InputError(f"no target is called {name!r}", hint=hint)

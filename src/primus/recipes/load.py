@@ -52,7 +52,7 @@ def find(name: str, among: Path | None = None) -> Path:
         path = Path(name)
         if path.is_dir():
             raise InputError(f"{name} is a folder, not a recipe file")
-        if not path.is_file():
+        if not path.exists() and not path.is_symlink():
             raise InputError(f"there is no recipe file {name}")
         return path
     among = among or folder()
@@ -121,7 +121,7 @@ def _collect(
             raise InputError(f"{used.name} uses itself", where=name.origin)
         if used.resolve() in seen:
             continue
-        if not used.is_file():
+        if not used.exists() and not used.is_symlink():
             raise InputError(f"there is no file {name.value!r}, which `uses` names", where=name.origin)
         _collect(used, settings, cases, seen, (*above, here))
     settings.update(source.settings)

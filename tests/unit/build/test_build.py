@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,25 @@ def test_bad_input_is_a_sentence(kit: Kit, words: tuple[str, ...], sentence: str
     result = kit.primus(*words)
     assert result.code == 2
     assert sentence in result.err
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda path: path.mkdir(), "this is a directory, not a file"),
+        (os.mkfifo, "this is not a regular file"),
+        (lambda path: path.symlink_to("nowhere"), "cannot be read: No such file or directory"),
+        (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels of symbolic links"),
+    ],
+    ids=["folder", "fifo", "dangling", "loop"],
+)
+def test_a_target_that_is_no_file_is_not_called_unknown(kit: Kit, make: Callable[[Path], None], sentence: str) -> None:
+    path = kit.root / "images/demo.yaml"
+    path.unlink()
+    make(path)
+    result = kit.primus("plan", "demo")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert f"images/demo.yaml: {sentence}" in result.err
 
 
 def test_missing_folder_is_named(kit: Kit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -101,6 +102,20 @@ def test_a_link_that_leads_to_itself_is_bad_input(tmp_path: Path, words: str) ->
     assert b"x.yaml" in done.stderr
     assert b"oo many levels of symbolic links" in done.stderr
     assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"), [(errno.EACCES, "check its owner and permissions"), (errno.EROFS, "choose a folder on a file")]
+)
+def test_a_file_that_cannot_be_used_comes_with_advice(
+    number: int, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_options: object) -> int:
+        raise OSError(number, os.strerror(number), "/srv/store/tmp")
+
+    monkeypatch.setattr("primus.cli.image.list_recipes.run", refuse)
+    assert main(["list"]) == 3
+    assert f"(/srv/store/tmp)\n  → {hint}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["show", "train"])

@@ -126,7 +126,9 @@ def _failed(name: str, error: OSError) -> int:
         if not where:  # the full disk may be that of standard output, and the flush at exit would fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 3
-    _report(f"{name}: {(error.strerror or str(error)).lower()}{where}")
+    hint = "\n  → check its owner and permissions" if error.errno in (errno.EACCES, errno.EPERM) else ""
+    hint = "\n  → choose a folder on a file system that can be written to" if error.errno == errno.EROFS else hint
+    _report(f"{name}: {(error.strerror or str(error)).lower()}{where}{hint if where else ''}")
     return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR) else 3
 
 

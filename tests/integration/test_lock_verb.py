@@ -143,6 +143,11 @@ def test_a_lock_that_is_no_lock_is_named(world: tuple[Kit, Server]) -> None:
     broken = kit.primus("lock", "--check")
     assert broken.code == 2
     assert f"{LOCK}:1:2: not JSON" in broken.err
+    # The advice must work: `primus lock` alone refuses the damaged file.
+    assert kit.primus("lock").code == 2
+    assert "delete it and run `primus lock`" in broken.err
+    (kit.root / LOCK).unlink()
+    assert kit.primus("lock").code == 0
 
 
 def test_a_build_locks_again_what_is_gone_unless_locked(

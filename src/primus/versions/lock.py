@@ -229,7 +229,8 @@ def dumps(lock: Lock) -> str:
 
 def loads(text: str | bytes, name: str) -> Lock:
     """The lock in ``text``; ``name`` is the file's name in messages. Raises InputError when it is not a lock."""
-    hint = "run `primus lock` to make it again"
+    # `primus lock` reads the lock that it replaces, so it refuses a damaged one, too.
+    hint = "restore it from version control, or delete it and run `primus lock`"
     try:
         document = parse_json(text, name)
     except InputError as error:

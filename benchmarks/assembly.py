@@ -22,8 +22,6 @@ from benchmarks.image import ImageProject, prepare
 from benchmarks.measure import peak_megabytes, peak_of_tree, result
 from primus.errors import PrimusError
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write the results and say where; 1 when the bar is not met."""

@@ -16,8 +16,6 @@ from typing import IO
 from benchmarks.measure import Finished, run
 from primus.errors import HostError
 
-__all__ = ["BuildKit", "private_daemon"]
-
 # By path, not by PATH: another docker client may come first there, and it would not be the distribution's.
 _CLIENT = "/usr/bin/docker"
 _DAEMON = "/usr/sbin/dockerd" if Path("/usr/sbin/dockerd").exists() else "/usr/bin/dockerd"  # Debian, Ubuntu

@@ -26,8 +26,6 @@ from benchmarks.measure import PRIMUS, Finished, peak_megabytes, result, run, su
 from benchmarks.synthetic import TARGETS, Graph, generate
 from primus.errors import CheckFailed, PrimusError
 
-__all__ = ["OURS", "RESULTS", "THEIRS", "Report", "Theirs", "main", "tools_of"]
-
 RESULTS = Path(__file__).parent / "results"
 
 OURS, THEIRS, OURS_ONE = "ours", "buildkit", "ours_one"

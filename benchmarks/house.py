@@ -13,8 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["BARS", "circles", "count", "hidden_imports", "modules"]
-
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/house.json"
 # Largest number allowed. "hidden" are imports inside functions: of this project's own modules, of Python's, and of

@@ -24,8 +24,6 @@ from primus.plan.resolve import ResolvedTarget, resolve
 from primus.plan.workspace import Workspace
 from primus.versions.lock import LockedFile
 
-__all__ = ["ImageProject", "prepare"]
-
 _BASE = "primus-base"
 
 

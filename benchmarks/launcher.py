@@ -17,8 +17,6 @@ from typing import Any
 from benchmarks.measure import PRIMUS, result, run, summary
 from primus.errors import HostError, PrimusError
 
-__all__ = ["main"]
-
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks" / "results" / "launcher.json"
 _INSIDE = "/opt/benchmarks"

@@ -19,8 +19,6 @@ from typing import Any
 
 from primus.errors import HostError
 
-__all__ = ["PRIMUS", "Finished", "machine", "peak_megabytes", "peak_of_tree", "result", "run", "summary"]
-
 # What the installed `primus` script does, for this interpreter and whatever it has installed.
 PRIMUS = (sys.executable, "-c", "import sys; from primus.cli.main import main; sys.exit(main())")
 

@@ -31,8 +31,6 @@ from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 
-__all__ = ["main"]
-
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks" / "results" / "primus-import.json"
 _DATA = ROOT / "src" / "primus" / "compat" / "presets"

@@ -18,8 +18,6 @@ from primus.training.loop.config import LoopConfig
 from primus.training.megatron import render
 from primus.training.torchtitan import render as titan
 
-__all__ = ["compared", "ours"]
-
 # Megatron-LM's argument ← what Megatron Core, or our loop, calls it.
 _MEGATRON = {
     "num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon", "train_iters": "steps",

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from primus.gpucode.elf import read_elf
 
-__all__ = ["compare", "machine_code"]
-
 _CODE = (".text", ".nv.constant", ".nv.shared")
 
 

@@ -22,8 +22,6 @@ from pathlib import Path
 from benchmarks.measure import run
 from primus.errors import CheckFailed
 
-__all__ = ["main"]
-
 _TRAIN = ("primus", "train", "llama3-proxy")
 _PLAN = (*_TRAIN, "--dry-run")
 _SHOW = ("primus", "show", "llama3.1-8b", "--gpu", "mi355x")

@@ -10,8 +10,6 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["TARGETS", "Graph", "generate"]
-
 COMPONENTS = 12
 RECIPES = 24
 TARGETS = ("a", "b", "c", "d")

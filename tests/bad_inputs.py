@@ -21,8 +21,6 @@ from unittest import mock
 
 import yaml
 
-__all__ = ["INPUTS", "fault"]
-
 INPUTS: list[dict[str, Any]] = yaml.safe_load(
     (Path(__file__).parent / "fixtures" / "bad_inputs.yaml").read_text(encoding="utf-8")
 )

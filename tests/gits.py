@@ -7,8 +7,6 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["commit", "git", "head"]
-
 
 def git(folder: Path, *words: str) -> str:
     """Run git in ``folder``, without the user's settings. Returns what it prints."""

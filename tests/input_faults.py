@@ -41,8 +41,6 @@ from primus.progress import QuietProgress
 from primus.versions.lock import Lock, LockedFile, dumps
 from project_kit import Kit, make_project
 
-__all__ = ["Bench", "Fault", "faults"]
-
 # Longer than any of this takes, even on a machine with other work; what waits for a pipe waits forever.
 _HANG_S = 60
 _MOST_CPU_S = 5.0

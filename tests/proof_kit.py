@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["evidence"]
-
 
 def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
     """The content of ``proof.json`` for step → (loss, gradient norm) of a healthy run in float32."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["has_commit", "repository", "take"]
-
 
 def repository(name: str) -> Path:
     """The bare git directory of a project. Skips the test, with the reason, where it is missing."""

@@ -13,8 +13,6 @@ from rich.text import Text
 
 from primus.progress import last_line
 
-__all__ = ["RichProgress"]
-
 
 class RichProgress:
     """Bars on a terminal. A context manager; the bars vanish at its end, what was said stays."""

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from primus.progress import PlainProgress, Progress, QuietProgress
 
-__all__ = ["choose_progress"]
-
 
 @contextmanager
 def choose_progress(json: bool = False) -> Iterator[Progress]:

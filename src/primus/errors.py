@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["CheckFailed", "HostError", "InputError", "LacksPackages", "PrimusError", "did_you_mean", "nearest"]
-
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
     """``did you mean 'x'?`` with the nearest of ``known`` (``most`` of them at most); empty when none is near."""

@@ -13,8 +13,6 @@ from typing import IO, Any
 
 from primus.errors import InputError
 
-__all__ = ["open_regular", "read_bytes", "read_sealed", "refuse_special", "seal", "write_file", "write_sealed"]
-
 # The largest text file that is read whole: locks, recipes and records are far smaller.
 _MOST_BYTES = 64 << 20
 

@@ -13,8 +13,6 @@ from primus.errors import InputError
 from primus.files import read_bytes
 from primus.yamlfile import Document, Key, conflict, parse
 
-__all__ = ["parse_json", "read_json"]
-
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 

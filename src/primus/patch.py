@@ -10,8 +10,6 @@ from typing import Any
 
 from primus.errors import HostError
 
-__all__ = ["replace"]
-
 
 def replace(owner: Any, name: str, stand_in: Any, *, takes: str | None = None) -> Any:
     """Put ``stand_in`` in the place of ``owner.name`` and return what was there.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["link_fault", "path_fault"]
-
 _CONTROL = re.compile("[\0-\x1f\x7f-\x9f]")
 _MOST_NAME, _MOST_PATH = 255, 4095
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
-__all__ = ["HEARTBEAT_S", "PlainProgress", "Progress", "QuietProgress", "clock", "last_line"]
-
 # Often enough to see that a build lives, seldom enough for the log of a build that takes an hour.
 HEARTBEAT_S = 30.0
 

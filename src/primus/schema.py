@@ -19,8 +19,6 @@ from typing import Any, TypeVar, Union, cast
 from primus.errors import InputError, did_you_mean
 from primus.yamlfile import Document, Key, Plain, scalar
 
-__all__ = ["WrongValue", "build", "described", "json_schema"]
-
 T = TypeVar("T")
 
 # What each type is called, and the scalars of YAML that it takes; bool is no number here.

@@ -13,8 +13,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
-__all__ = ["PLAIN", "Screen", "Styled", "bytes_text", "counted"]
-
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
 _SIGNED = re.compile(r"(\s*)((?:[✓✗–→] )?)(.*)", re.DOTALL)

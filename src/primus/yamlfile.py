@@ -19,9 +19,6 @@ from typing import Any, TypeAlias
 from primus.errors import InputError
 from primus.files import read_bytes
 
-__all__ = ["Document", "Key", "Plain", "Scalar", "Tree", "Values", "parse", "parse_values", "read"]
-__all__ += ["conflict", "read_values", "scalar", "spell", "value"]
-
 Scalar: TypeAlias = str | int | float | bool | None
 Plain: TypeAlias = "str | list[Plain] | dict[str, Plain] | None"
 Tree: TypeAlias = "Scalar | list[Tree] | dict[str, Tree]"

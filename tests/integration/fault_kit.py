@@ -14,8 +14,6 @@ from primus.training.checks import Verdict
 from primus.training.job import Job
 from primus.training.outcome import Outcome
 
-__all__ = ["BASES", "CASES", "Case", "base", "judged", "outcome_of"]
-
 STEPS = 10
 # The step after which torchtitan's base leaves the checkpoint that a resumed run starts from.
 KEPT = 8

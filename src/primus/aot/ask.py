@@ -17,8 +17,6 @@ from primus.aot.gpu import Gpu
 from primus.aot.pretend import KernelError, pretending
 from primus.aot.workloads import WORKLOADS, Workload, call
 
-__all__ = ["ask", "ask_pretending", "call_all", "empty_cache", "forward_and_backward", "skip_dispatcher"]
-
 
 def ask_pretending(cases: Iterable[Case], gpu: Gpu, *, say: Callable[[str], None] = lambda _: None) -> Answer:
     """Request every case as if ``gpu`` were present. ``say`` is called with each case and each kernel to compile.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Answer", "Asked", "Noted", "folder_of", "refused"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:

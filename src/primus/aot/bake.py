@@ -28,8 +28,6 @@ from primus.aot.gpu import Gpu
 from primus.aot.pages import load
 from primus.errors import CheckFailed, PrimusError
 
-__all__ = ["INDEX", "bake"]
-
 INDEX = "index.json"
 _CODE = (".hsaco", ".cubin")
 T = TypeVar("T")

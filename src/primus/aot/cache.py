@@ -14,8 +14,6 @@ from pathlib import Path
 from triton import __version__
 from triton.runtime.cache import FileCacheManager
 
-__all__ = ["BAKED", "VARIABLE", "BakedCacheManager"]
-
 BAKED = "/opt/primus/triton"
 # The variable that replaces BAKED by another folder.
 VARIABLE = "PRIMUS_TRITON_BAKED"

@@ -12,8 +12,6 @@ from primus.errors import InputError
 from primus.schema import build, described
 from primus.yamlfile import read
 
-__all__ = ["CATALOGUE_FILE", "Case", "Catalogue", "Kernel", "Shape", "load_catalogue"]
-
 CATALOGUE_FILE = Path(__file__).with_name("catalogue.yaml")
 
 Dtype = Literal["bfloat16", "float32"]

@@ -21,8 +21,6 @@ from primus.aot.catalogue import Case, Kernel
 from primus.aot.gpu import Gpu
 from primus.errors import CheckFailed
 
-__all__ = ["Verdict", "baked_index", "check"]
-
 _LAUNCHER = ".so"
 
 

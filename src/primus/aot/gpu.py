@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
-__all__ = ["Gpu"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:

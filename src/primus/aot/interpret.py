@@ -13,8 +13,6 @@ from typing import Any
 
 from primus.aot.catalogue import Case, Kernel, Shape
 
-__all__ = ["TINY", "interpret"]
-
 # Sizes that are not powers of two where kernels use masks, and small enough for an interpreter.
 TINY = Shape(name="tiny", hidden=80, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=160)
 

@@ -17,8 +17,6 @@ from primus.aot.asked import Noted, folder_of
 from primus.aot.catalogue import Case
 from primus.aot.gpu import Gpu
 
-__all__ = ["note"]
-
 
 class _FirstForm(Exception):
     """Stops a compilation. ``form`` is the input of the first stage."""

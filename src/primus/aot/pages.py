@@ -8,8 +8,6 @@ import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["forget_files", "load"]
-
 
 def load(*libraries: str) -> None:
     """Import modules whose initialization reads a hundred megabytes of code, and release most of that memory again."""

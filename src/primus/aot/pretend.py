@@ -18,8 +18,6 @@ from triton.runtime.jit import JITFunction
 
 from primus.aot.gpu import Gpu
 
-__all__ = ["KernelError", "pretending"]
-
 _DEVICE = torch.device("cuda", 0)
 # Allocators of GPU memory align to at least this many bytes.
 _ALIGNED = 512

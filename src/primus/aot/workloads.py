@@ -11,8 +11,6 @@ import torch
 
 from primus.aot.catalogue import Case
 
-__all__ = ["WORKLOADS", "Workload", "call"]
-
 Tensors = tuple[torch.Tensor, ...]
 
 

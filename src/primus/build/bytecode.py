@@ -14,8 +14,6 @@ from primus.jsonfile import read_json
 from primus.oci.tar import Entry
 from primus.plan.compile_bytecode import is_compiled
 
-__all__ = ["bytecode_entries"]
-
 
 def bytecode_entries(
     entries: Sequence[Entry], site: str, scratch: Path, run: Callable[[dict[str, Path], Path, str], None]

@@ -16,8 +16,6 @@ from primus.oci.store import Store
 from primus.plan.workspace import Workspace
 from primus.sandbox import userns
 
-__all__ = ["Waste", "find_waste", "remove"]
-
 _PARTIAL = ".tmp"
 
 

@@ -14,8 +14,6 @@ import zstandard
 from primus.build.image import Built
 from primus.oci.store import Store
 
-__all__ = ["first_difference"]
-
 
 def first_difference(one: tuple[Store, Built], other: tuple[Store, Built]) -> str | None:
     """One sentence on where the images part, or None when they are the same bytes."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
-__all__ = ["Workshop"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:

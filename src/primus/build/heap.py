@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["give_back", "share"]
-
 # malloc.h
 _M_ARENA_MAX = -8
 

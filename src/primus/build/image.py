@@ -11,8 +11,6 @@ from primus.oci.left_out import NOTHING, LeftOut
 from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
 from primus.plan.action import ImagePlan
 
-__all__ = ["Built", "Composed", "LayerLine", "Options", "compose", "current"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

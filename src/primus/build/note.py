@@ -14,8 +14,6 @@ from primus.plan.action import ImagePlan
 from primus.plan.resolve import ResolvedTarget
 from primus.plan.workspace import Workspace
 
-__all__ = ["remember"]
-
 _MARGIN_NS = 50_000_000
 
 

@@ -6,8 +6,6 @@ import io
 from pathlib import Path
 from typing import BinaryIO
 
-__all__ = ["open_part"]
-
 
 class _Part(io.RawIOBase):
     def __init__(self, path: Path, offset: int, size: int) -> None:

@@ -15,8 +15,6 @@ from primus.oci.store import Layer, Store
 from primus.plan.action import Action
 from primus.sandbox.blobs import BlobReader
 
-__all__ = ["find_damage"]
-
 
 def find_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
     """One sentence per fault found and removed; afterwards everything in the store is what its name says.

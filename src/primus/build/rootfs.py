@@ -30,8 +30,6 @@ from primus.sandbox.isolated import log_tail
 from primus.sandbox.running import tracked
 from primus.versions.lock import LockedFile
 
-__all__ = ["root_entries", "tar_entries"]
-
 
 def root_entries(
     debs: Sequence[LockedFile],

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from primus.build.execute import Workshop
     from primus.plan.action import Action
 
-__all__ = ["own_code", "prepare", "run"]
-
 
 def prepare(shop: Workshop) -> None:
     """Check that this machine can isolate a command. Raises HostError with what is missing."""

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
-__all__ = ["Gates", "build_images"]
-
 
 class Gates(Protocol):
     """What an image must pass before its name points to it. ``mark`` changes with the rules."""

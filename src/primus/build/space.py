@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.versions.lock import LockedFile
 
-__all__ = ["disk_is_full", "require_space", "require_space_for"]
-
 # Measured on the images of this repository, rounded down, so that no build is refused that would fit: a layer has at
 # least this part of the bytes of its packages, and a base is unpacked once and packed into a tar once.
 _LAYER, _BASE_SCRATCH = 0.8, 5

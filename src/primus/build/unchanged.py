@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-__all__ = ["marks_of", "note_path", "nothing_to_do", "say_unchanged"]
-
 # As in the module stat, which costs an import.
 _TYPE, _REGULAR = 0o170000, 0o100000
 

@@ -18,8 +18,6 @@ from primus.oci.tar import Entry
 from primus.plan.trim import NOT_UNPACKED, UNPACKED_STILL
 from primus.versions.lock import LockedFile
 
-__all__ = ["over_entries"]
-
 # On a merged /usr these are links, below which nothing may be laid.
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 

@@ -27,8 +27,6 @@ from primus.paths import path_fault
 from primus.plan.prefix import Prefix
 from primus.versions.components import normalised
 
-__all__ = ["wheel_entries"]
-
 _UNIX = 3
 _MOST_TEXT = 64 << 20
 _OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")

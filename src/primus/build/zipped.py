@@ -9,8 +9,6 @@ from typing import IO, NoReturn, cast
 
 from isal import igzip_lib, isal_zlib
 
-__all__ = ["Member", "open_member"]
-
 _READ = 1 << 19
 # Its types say that it were an instance.
 _INFLATE_ERROR = cast("type[Exception]", igzip_lib.error)

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from primus.errors import InputError
 
-__all__ = ["folder", "new_file", "path", "utf8_only", "whole"]
-
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 

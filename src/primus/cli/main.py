@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-__all__ = ["main", "verbs"]
-
 # verb → (module, one line). Only the module of the requested verb is imported, which keeps start-up fast. Host verbs
 # that are slow to import declare their options in `cli.options`, which is all that `--help` needs.
 IMAGE_VERBS = {

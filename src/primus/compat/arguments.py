@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from primus.recipes.setting import Value
 
-__all__ = ["Derived", "derived"]
-
 
 @dataclass(kw_only=True)
 class Derived:

@@ -11,8 +11,6 @@ from primus.compat.words import options
 from primus.errors import InputError, nearest
 from primus.recipes.setting import Asked
 
-__all__ = ["fsdp", "program", "report", "tag"]
-
 _LETTERS = {"-t": "mode", "-m": "model", "-p": "precision", "-s": "seq_len"}
 # Options of train_fsdp.py, with its own spelling.
 _FSDP = ("batch_size", "num_iteration", "grad_accumlate_pre_steps", "reduce_pre_steps", "enable_fp8", "enable_compile")

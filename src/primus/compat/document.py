@@ -11,8 +11,6 @@ from primus.errors import InputError
 from primus.recipes.setting import Value
 from primus.yamlfile import Tree, Values, read_values
 
-__all__ = ["at", "filled", "flatten", "mapping", "plain"]
-
 _PLACEHOLDER = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
 
 

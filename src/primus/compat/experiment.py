@@ -16,9 +16,8 @@ from primus.errors import InputError
 from primus.recipes import load
 from primus.recipes.backends import backend as known_backend
 from primus.recipes.schema import backend_rules, model_rules
-from primus.recipes.setting import Scalar, Value
-
-__all__ = ["Experiment", "experiment", "recipe_text"]
+from primus.recipes.setting import Value
+from primus.yamlfile import Scalar
 
 _RANKS = 8
 

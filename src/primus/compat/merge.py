@@ -12,8 +12,6 @@ from primus.compat.words import Given
 from primus.errors import InputError, nearest
 from primus.yamlfile import Values, read_values
 
-__all__ = ["Merged", "is_experiment", "merge"]
-
 _HEAD = ("work_group", "user_name", "exp_name", "workspace")
 _TRAINER = ("framework", "config", "model", "overrides")
 _BASES = ("extends", "bases", "includes")

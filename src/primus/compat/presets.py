@@ -18,19 +18,6 @@ from primus.errors import InputError, nearest
 from primus.recipes.setting import Value
 from primus.yamlfile import read_values
 
-__all__ = [
-    "FRAMEWORKS",
-    "Flat",
-    "Kind",
-    "Presets",
-    "checkout_of",
-    "flat",
-    "known_versions",
-    "neutral",
-    "presets",
-    "put",
-]
-
 Flat = dict[str, Value]
 Kind = Literal["modules", "models"]
 FRAMEWORKS = ("megatron", "torchtitan")

@@ -18,8 +18,6 @@ from primus.recipes.load import names
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 
-__all__ = ["ALLOW_UNMAPPED", "for_proxy", "kubernetes", "pretrain"]
-
 ALLOW_UNMAPPED = "--allow-unmapped leaves them out"
 # "torchtatin" is a misspelling in the documents.
 _BACKENDS = {"megatron": "megatron", "torchtitan": "torchtitan", "torchtatin": "torchtitan"}

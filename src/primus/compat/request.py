@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from primus.errors import InputError
 from primus.recipes.setting import Asked
 
-__all__ = ["Request", "switched_on"]
-
 _ON = ("1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")
 

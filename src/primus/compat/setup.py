@@ -9,8 +9,6 @@ from importlib.metadata import PackageNotFoundError, version
 from primus.compat.tables import commands
 from primus.errors import HostError, InputError
 
-__all__ = ["Library", "download", "libraries"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Library:

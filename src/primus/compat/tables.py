@@ -11,22 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from primus.errors import InputError, nearest
-from primus.recipes.setting import Scalar
-from primus.yamlfile import read_values
-
-__all__ = [
-    "Documented",
-    "Entry",
-    "commands",
-    "documented",
-    "documented_paths",
-    "entry",
-    "flavors",
-    "ignored_variables",
-    "is_kernel",
-    "keys",
-    "preset",
-]
+from primus.yamlfile import Scalar, read_values
 
 _HERE = Path(__file__).parent
 

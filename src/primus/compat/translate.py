@@ -14,8 +14,6 @@ from primus.recipes.backends import backend as known_backend
 from primus.recipes.schema import backend_rules
 from primus.recipes.setting import Value
 
-__all__ = ["Translation", "Unmapped", "refuse", "translate", "translate_all"]
-
 # Sections of the recipe in which a flat name of Megatron is looked up, in this order.
 _SECTIONS = ("training", "model", "optimizer", "ddp")
 _TURBO = "turbo"

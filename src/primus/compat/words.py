@@ -11,8 +11,6 @@ from primus.errors import InputError
 from primus.recipes.setting import Value
 from primus.yamlfile import spell, value
 
-__all__ = ["Given", "options", "spelt", "typed"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Given:

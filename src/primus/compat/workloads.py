@@ -15,8 +15,6 @@ from urllib.parse import quote, urlsplit
 from primus.compat.words import options
 from primus.errors import CheckFailed, HostError, InputError
 
-__all__ = ["COMMANDS", "ask", "payload"]
-
 COMMANDS = ("create", "get", "delete", "list", "nodes")
 # The script's documented defaults. There is none for the image, because the script's default is not one of ours.
 _DEFAULTS = {"replica": "1", "cpu": "96", "gpu": "8", "backend": "megatron", "workspace": "primus-safe-pretrain"}

@@ -14,10 +14,10 @@ from urllib3.exceptions import HTTPError
 from primus.errors import HostError
 from primus.fetch.filecache import FileCache, Part
 from primus.progress import Progress
-from primus.versions.indexes import ABSENT, local_path, redact, short
+from primus.versions.answers import ABSENT, short
+from primus.versions.indexes import redact
 from primus.versions.lock import LockedFile
-
-__all__ = ["Get", "Meter", "NotThere", "Stopped", "WrongBytes", "download", "speed"]
+from primus.versions.pages import local_path
 
 _BLOCK = 1 << 18
 _FAULTS = 4

@@ -19,8 +19,6 @@ from typing import BinaryIO
 from primus.errors import InputError
 from primus.files import open_regular
 
-__all__ = ["FileCache", "Part"]
-
 _BLOCK = 1 << 20
 
 

@@ -30,8 +30,6 @@ from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
 from primus.versions.sources import Sources, ask_host
 
-__all__ = ["FetchResult", "GoneError", "fetch", "missing"]
-
 # Smaller files only move the bar of all: a line each for a hundred small debs hides what matters.
 _OWN_BAR = 16_000_000
 

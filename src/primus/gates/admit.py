@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
-__all__ = ["Gatekeeper", "build_gated"]
-
 # One for each builder (see run_actions), which waits for the one that looks at its layer.
 _READERS = max(2, os.cpu_count() or 2)
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
-__all__ = ["Outcome", "check_image", "judge", "outcome_text"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:

@@ -24,8 +24,6 @@ from primus.gpucode.archs import in_path, of_flags
 from primus.gpucode.bundles import COMPRESSED, PLAIN, bundles_in, next_magic
 from primus.gpucode.elf import AMDGPU, read_elf
 
-__all__ = ["Code", "Form", "bundle_targets", "code_in", "is_kernel_file", "is_triton_metadata"]
-
 Form = Literal[
     "fat binary", "code object", "bundle", "kernel file", "kernel pack", "host of a pack", "Triton cache", "CUDA"
 ]

@@ -12,8 +12,6 @@ from primus.errors import HostError
 from primus.sandbox.blobs import BlobReader, damaged
 from primus.sandbox.container import LayerRef
 
-__all__ = ["Kind", "Member", "walk"]
-
 Kind = Literal["file", "hardlink", "symlink", "dir", "other"]
 
 _KINDS: dict[bytes, Kind] = {

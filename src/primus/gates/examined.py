@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
-__all__ = ["Examined", "examine", "look_into", "needles_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:

@@ -25,8 +25,6 @@ from primus.gates.traces import Scanner, Trace, path_traces, reads_text, text_tr
 from primus.gpucode.archs import in_path
 from primus.sandbox.container import LayerRef
 
-__all__ = ["Examiner", "LayerFacts", "facts_of", "keep", "known", "observe"]
-
 _CHUNK = 1 << 20
 # Files whose whole text a gate wants are short; dpkg's status of a large image stays well below this.
 _TEXT_SIZE = 32 << 20

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "GateReport", "Severity"]
-
 Severity = Literal["error", "warning", "note"]
 
 

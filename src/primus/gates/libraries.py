@@ -8,8 +8,6 @@ from typing import IO
 
 from primus.gpucode.elf import AMDGPU, DYN, linked_in, read_elf
 
-__all__ = ["Library", "library_of", "owner_of"]
-
 _LIBRARY = re.compile(r"lib[^/]*\.so(\.[0-9.]+)?")
 # Python opens an extension module by its path and keeps its symbols apart.
 _MODULE = re.compile(r".*\.(?:cpython-[^/]+|abi3)\.so")

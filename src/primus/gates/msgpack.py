@@ -5,8 +5,6 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-__all__ = ["unpack"]
-
 _FIXED = {
     0xCA: ">f",
     0xCB: ">d",

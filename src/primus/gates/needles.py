@@ -9,8 +9,6 @@ from functools import cache
 
 import hyperscan
 
-__all__ = ["Needles", "needles"]
-
 
 class Needles:
     """Looks for ``texts``; several threads may use one."""

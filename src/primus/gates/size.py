@@ -8,8 +8,6 @@ from typing import Any
 
 from primus.terminal import PLAIN, Screen, bytes_text
 
-__all__ = ["Branch", "size_text", "size_tree"]
-
 # Below this share of the image a folder explains nothing; the rest is summed up.
 _SHARE = 0.005
 # A folder that holds this share of the one above is no level of its own.

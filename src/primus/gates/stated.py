@@ -8,9 +8,6 @@ from typing import IO, Literal
 
 from primus.versions.components import normalised
 
-__all__ = ["Kind", "Stated", "stated_in", "stated_in_library", "states_versions"]
-
-
 Kind = Literal["wheel", "deb", "header", "library"]
 
 # A package inside another one (setuptools/_vendor) is no package of the image; one of a deb is judged as a deb.

@@ -9,8 +9,6 @@ from typing import Literal
 
 from primus.gates.needles import needles as texts_of
 
-__all__ = ["Rule", "Scanner", "Trace", "path_traces", "reads_text", "secrets_in", "text_traces"]
-
 Rule = Literal["secret", "insecure apt", "credentials", "cache", "build path"]
 
 # What a secret is, the plain texts that one begins with or holds, and the pattern, whose group is the secret's body.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from primus.gates.contents import Kind
     from primus.oci.tar import Entry
 
-__all__ = ["Watch"]
-
 _KINDS: dict[str, Kind] = {"file": "file", "hardlink": "hardlink", "symlink": "symlink", "dir": "dir"}
 _BATCH = 1 << 20
 _BATCHES = 4

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["MACH", "in_entry_id", "in_path", "of_flags", "runs_on"]
-
 # EF_AMDGPU_MACH of e_flags → processor. Source: "AMDGPU ELF header e_flags" in LLVM's AMDGPUUsage.
 MACH = {
     0x2C: "gfx900",

@@ -14,8 +14,6 @@ from typing import IO, Protocol, cast
 
 from primus.gpucode.archs import in_entry_id
 
-__all__ = ["COMPRESSED", "HEADS", "PAGE", "PLAIN", "Bundle", "Part", "bundles_in", "inflated", "next_magic", "parts_of"]
-
 PLAIN = b"__CLANG_OFFLOAD_BUNDLE__"
 COMPRESSED = b"CCOB"
 # Bundles begin on pages of this size in a section.

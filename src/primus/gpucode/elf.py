@@ -9,8 +9,6 @@ import struct
 from dataclasses import dataclass
 from typing import IO
 
-__all__ = ["AMDGPU", "DYN", "Elf", "Linked", "Section", "linked_in", "read_elf"]
-
 AMDGPU = 224
 DYN = 3
 _NOBITS = 8

@@ -20,8 +20,6 @@ from primus.gpucode.archs import runs_on
 from primus.gpucode.bundles import COMPRESSED, HEADS, PAGE, PLAIN, Bundle, Part, Reader, bundles_in, inflated
 from primus.gpucode.elf import read_elf
 
-__all__ = ["FORMAT", "Removed", "keep_only"]
-
 # Part of the keys: raise it whenever the same file would be written in other bytes.
 FORMAT = 1
 _CHUNK = 1 << 20

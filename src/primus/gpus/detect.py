@@ -14,8 +14,6 @@ from pathlib import Path
 
 from primus.gpus.table import by_device_id, by_gfx, by_product_name
 
-__all__ = ["Found", "detect", "name_of_gfx", "visible"]
-
 _SIMDS_PER_UNIT = 4
 
 

@@ -10,8 +10,6 @@ from typing import Literal
 
 from primus.schema import WrongValue, described
 
-__all__ = ["Arch", "Dtype", "Generation", "Memory", "Peak", "Statement", "Table", "Variable", "plain_name"]
-
 Dtype = Literal["bf16", "fp8", "mxfp8", "mxfp6", "mxfp4"]
 MxDtype = Literal["mxfp8", "mxfp6", "mxfp4"]
 

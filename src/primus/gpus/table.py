@@ -11,22 +11,6 @@ from primus.gpus.generation import Arch, Dtype, Generation, Peak, Table, Variabl
 from primus.schema import build
 from primus.yamlfile import read
 
-__all__ = [
-    "TABLE_FILE",
-    "UnknownPeak",
-    "arch_of",
-    "by_device_id",
-    "by_gfx",
-    "by_product_name",
-    "environment",
-    "fp8_dtype",
-    "generation",
-    "load_table",
-    "mfu",
-    "mx_supported",
-    "peak",
-]
-
 TABLE_FILE = Path(__file__).with_name("generations.yaml")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from primus.errors import HostError, InputError
 from primus.launch.kubernetes import KINDS, LABEL, Kind, Manifest
 
-__all__ = ["apply", "delete", "logs", "nodes", "status"]
-
 _TIMEOUT = 20.0
 
 

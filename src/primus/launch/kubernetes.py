@@ -12,8 +12,6 @@ from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.launch.plan import Plan, refuse_secrets, refuse_unfit, vendor
 
-__all__ = ["KINDS", "Cluster", "Kind", "Manifest", "default_name", "manifests", "name_of"]
-
 Kind = Literal["job", "trainjob", "jobset", "pytorchjob", "vcjob"]
 Manifest = dict[str, Any]
 # Kind → API version, kind, plural.

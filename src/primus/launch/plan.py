@@ -15,8 +15,6 @@ from primus.recipes.memory import gpu_bytes, predict
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import CHOICES
 
-__all__ = ["Plan", "refuse_secrets", "refuse_unfit", "vendor"]
-
 # What a value looks like that must not be written into a script or manifest: Hugging Face, W&B, GitHub, AWS, bearer.
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|\b[0-9a-f]{40}\b|Bearer \S+")
 _SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)$", re.IGNORECASE)

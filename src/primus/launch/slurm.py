@@ -14,8 +14,6 @@ from typing import Literal
 from primus.errors import HostError, InputError
 from primus.launch.plan import Plan, refuse_secrets, refuse_unfit, vendor
 
-__all__ = ["CONTAINERS", "FORWARDED", "Container", "Site", "container_here", "script", "submit"]
-
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
 # What each task needs to find the others; the rest of the environment stays outside of a container.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["require_sane"]
-
 _FREE = 100 << 20
 # Real archives reach about 20: the text of licences, and GPU libraries padded with zeros.
 _MOST_RATIO = 100

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 
-__all__ = ["digest_of", "dumps", "key_of"]
-
 
 def dumps(data: object) -> bytes:
     """Canonical JSON: sorted keys, no spaces, UTF-8. The same data gives the same bytes on every machine."""

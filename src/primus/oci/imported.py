@@ -16,8 +16,6 @@ from primus.oci.budget import require_sane
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Kind
 
-__all__ = ["adopt_layer", "stacked"]
-
 _KINDS: Mapping[bytes, Kind] = {
     tarfile.REGTYPE: "file",
     tarfile.AREGTYPE: "file",

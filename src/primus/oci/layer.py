@@ -18,8 +18,6 @@ from primus.gpucode.fatbinary import FORMAT
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Watch, in_order, write_tar
 
-__all__ = ["COMPRESSIONS", "assembler", "compression_of", "read_paths", "rewriter", "write_layer"]
-
 # Part of every key: raise it whenever the same entries would give other bytes.
 _FORMAT = 1
 _ZSTD_LEVEL = 3

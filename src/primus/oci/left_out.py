@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from primus.terminal import bytes_text
 
-__all__ = ["NOTHING", "LeftOut"]
-
 
 class LeftOut(NamedTuple):
     """Files and their bytes; code objects inside files that are there, and the bytes that they took up in them; path

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from primus.errors import CheckFailed
 
-__all__ = ["check_overlap", "overlaps"]
-
 
 def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
     """One sentence per clash between layers (name, path → ``kind mode uid:gid``), lowest layer first.

@@ -12,8 +12,6 @@ from primus.oci import canonical
 from primus.oci.store import Layer, Store
 from primus.sandbox.container import LayerRef, RootFs
 
-__all__ = ["reference", "root_of_image", "root_of_layers"]
-
 
 def reference(layer: Layer) -> LayerRef:
     """The layer as the sandbox and the gates know it."""

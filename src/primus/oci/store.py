@@ -30,8 +30,6 @@ from primus.oci.left_out import NOTHING, LeftOut
 from primus.schema import build, described
 from primus.yamlfile import Document
 
-__all__ = ["Blob", "Layer", "Store"]
-
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 LAYER_TYPES = {

@@ -20,8 +20,6 @@ from primus.errors import CheckFailed, InputError
 from primus.files import open_regular
 from primus.paths import link_fault, path_fault
 
-__all__ = ["BLOCK", "MTIME", "Entry", "Sink", "Source", "Watch", "in_order", "write_tar"]
-
 # The oldest time a zip file can hold (1980-01-01 UTC), so that files of an image can be zipped again.
 MTIME = 315532800
 BLOCK = 512

@@ -11,8 +11,6 @@ from primus.oci.canonical import key_of
 from primus.plan.resolve import ResolvedTarget
 from primus.versions.lock import LockedFile
 
-__all__ = ["Action", "ImagePlan", "Input", "Kind", "tree_record"]
-
 Kind = Literal["image", "debs", "kernels", "wheels", "files", "build", "turbo"]
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
     from primus.plan.stats import StatIndex
 
-__all__ = ["BAKED", "command_of", "turbo_action"]
-
 # As in primus.aot.cache, which needs Triton to be imported.
 BAKED = "/opt/primus/triton"
 _PACKAGE = Path(primus.__file__).parent

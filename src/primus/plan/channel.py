@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from primus.errors import InputError
 from primus.plan.target import Target
 
-__all__ = ["SOURCES", "Choice", "choose"]
-
 # Pure Python packages are on PyPI whatever the channel; local folders serve all.
 SOURCES: dict[str, tuple[str, ...]] = {
     "amd": ("amd", "pypi", "local"),

@@ -10,8 +10,6 @@ from primus.oci.store import Store
 from primus.plan.action import ImagePlan, tree_record
 from primus.terminal import PLAIN, Screen
 
-__all__ = ["Change", "changes", "explain_text", "short"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Change:

@@ -33,8 +33,6 @@ from primus.versions.suites import upstream
 if TYPE_CHECKING:
     from primus.plan.stats import StatIndex
 
-__all__ = ["plan_image"]
-
 # A wheel of the closure at least this large gets a layer of its own: small ones change together, large ones rarely.
 _OWN_LAYER = 8_000_000
 _SOURCE = "https://github.com/AMD-AGI/Primus"

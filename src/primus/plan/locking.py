@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from primus.progress import Progress
     from primus.versions.relock import Known
 
-__all__ = ["lock_target", "plan_images"]
-
 
 def lock_target(
     resolved: ResolvedTarget,

@@ -13,8 +13,6 @@ from primus.terminal import PLAIN, Screen, Styled, bytes_text
 if TYPE_CHECKING:
     from primus.plan.explain import Change
 
-__all__ = ["outline", "outline_text"]
-
 _REASONS = 2  # so many reasons stand beside a layer; `primus explain` lists all
 
 

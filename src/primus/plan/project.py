@@ -24,8 +24,6 @@ from primus.versions.lock import Lock
 from primus.versions.lock import load as load_lock
 from primus.yamlfile import Document, read
 
-__all__ = ["Project"]
-
 _CACHE_FORMAT = 2
 _ALL_RECIPES = "all"
 

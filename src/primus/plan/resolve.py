@@ -17,8 +17,6 @@ from primus.versions.lock import Drift, Lock, LockedFile, Request, drift
 from primus.versions.suites import name_of
 from primus.yamlfile import Document
 
-__all__ = ["ResolvedTarget", "resolve", "resolve_all"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTarget:

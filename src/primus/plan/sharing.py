@@ -14,19 +14,6 @@ from primus.oci.store import Store
 from primus.plan.action import ImagePlan
 from primus.terminal import PLAIN, Screen, bytes_text
 
-__all__ = [
-    "Image",
-    "LayerOf",
-    "Pair",
-    "Part",
-    "pairs",
-    "parts",
-    "share_text",
-    "sharing_json",
-    "sharing_of",
-    "sharing_text",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOf:

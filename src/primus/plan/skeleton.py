@@ -17,17 +17,6 @@ from primus.versions.components import normalised
 if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
 
-__all__ = [
-    "CONSTRAINTS",
-    "console_script",
-    "constraints",
-    "distribution",
-    "environment",
-    "inline_entries",
-    "shell_setup",
-    "working_folders",
-]
-
 Inline = Mapping[str, Mapping[str, object]]
 WORKSPACE = "workspace"
 # What pip and uv in the image may not replace.

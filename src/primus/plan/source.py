@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["BYTECODE", "ORDER", "WHEEL_SCRIPT"]
-
 # Compiles a layer's modules; lists folders in sorted order while a wheel is built.
 BYTECODE = Path(__file__).with_name("compile_bytecode.py")
 ORDER = Path(__file__).with_name("sorted_folders.py")

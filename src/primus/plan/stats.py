@@ -17,8 +17,6 @@ from primus.errors import InputError
 from primus.files import open_regular, read_sealed, write_sealed
 from primus.paths import link_fault, path_fault
 
-__all__ = ["StatIndex", "TreeFile"]
-
 _RACY_NS = 50_000_000
 _RENAME = "rename it, or leave it out with `include`"
 

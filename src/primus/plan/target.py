@@ -13,18 +13,6 @@ from primus.schema import WrongValue, described
 from primus.versions.components import Pin, Versions, normalised
 from primus.versions.lock import BaseRequest, Commit, Request
 
-__all__ = [
-    "Target",
-    "Variable",
-    "build_root",
-    "environment_of",
-    "extra_root",
-    "extras_of",
-    "inside_of",
-    "pins_of",
-    "request_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LEFT_OUT", "NOT_UNPACKED", "TRIM", "UNPACKED_STILL", "VARIANT"]
-
 # mmdebstrap unpacks the variant's own packages itself, to have a dpkg to run, which unpacks them again; all others dpkg
 # alone. So the smallest variant that has a dpkg: with all packages in it, half of a large base's work is done twice.
 VARIANT = "essential"

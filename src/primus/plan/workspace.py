@@ -10,8 +10,6 @@ from primus.fetch.filecache import FileCache
 from primus.oci.store import Store
 from primus.plan.stats import StatIndex
 
-__all__ = ["Workspace"]
-
 
 @dataclass(frozen=True)
 class Workspace:

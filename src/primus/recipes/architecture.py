@@ -10,17 +10,6 @@ from typing import Any, Literal, TypeVar, cast
 from primus.recipes.bounds import bounded
 from primus.recipes.setting import Value
 
-__all__ = [
-    "Architecture",
-    "DiffusionTransformer",
-    "LatentAttention",
-    "MixtureOfExperts",
-    "RopeScaling",
-    "architecture",
-    "built",
-    "rebuilt",
-]
-
 Kind = TypeVar("Kind")
 
 

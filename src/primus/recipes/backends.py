@@ -10,8 +10,6 @@ from typing import cast
 
 from primus.yamlfile import Scalar, read_values
 
-__all__ = ["Backend", "Model", "backend", "backends"]
-
 _FILE = Path(__file__).with_name("backends.yaml")
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["Bounds", "bounded", "parse"]
-
 _INTERVAL = re.compile(r"(?:(-?[0-9]+) \| )?([\[(])([^,]+), ([^\])]+)([\])])")
 
 

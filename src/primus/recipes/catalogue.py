@@ -16,8 +16,6 @@ from primus.recipes.choose import computes, supported
 from primus.recipes.setting import Setting
 from primus.recipes.size import Size, size
 
-__all__ = ["Entry", "entries", "gpus"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:

@@ -10,8 +10,6 @@ from primus.gpus.table import arch_of, generation, load_table, mx_supported
 from primus.recipes.backends import backends
 from primus.recipes.setting import CHOICES, Asked, Setting
 
-__all__ = ["CPU", "PRECISIONS", "PROXY_PRECISION", "among", "choose", "computes", "supported"]
-
 CPU = "cpu"
 PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
 # A proxy tests code. The small rounding errors of fp32 allow tight checks.

@@ -16,8 +16,6 @@ from primus.recipes.schema import model_rules
 from primus.recipes.setting import Value
 from primus.yamlfile import spell
 
-__all__ = ["faults"]
-
 # Part of the model → the key that enables it.
 _SWITCHES = {"rope_scaling": "rope_scaling.kind", "moe": "moe.experts", "mla": "mla.kv_lora_rank"}
 # The parameters of each kind of rope scaling, besides factor and original_max_position.

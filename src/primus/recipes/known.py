@@ -8,9 +8,8 @@ from primus.errors import InputError, nearest
 from primus.gpus.table import load_table
 from primus.recipes.backends import backends
 from primus.recipes.choose import CPU, PRECISIONS, among
-from primus.recipes.setting import CHOICES, Scalar, Setting
-
-__all__ = ["check_choice", "check_word"]
+from primus.recipes.setting import CHOICES, Setting
+from primus.yamlfile import Scalar
 
 MULTI = "multi"
 

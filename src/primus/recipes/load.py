@@ -11,10 +11,8 @@ from pathlib import Path
 from primus.errors import InputError, nearest
 from primus.files import refuse_special
 from primus.recipes.known import check_choice, check_word
-from primus.recipes.setting import Scalar, Setting, Value
-from primus.yamlfile import Key, Tree, Values, parse_values
-
-__all__ = ["Case", "Source", "beside", "find", "folder", "names", "no_recipes", "parse", "read"]
+from primus.recipes.setting import Setting, Value
+from primus.yamlfile import Key, Scalar, Tree, Values, parse_values
 
 _IN_IMAGE = Path("/opt/primus/recipes")
 

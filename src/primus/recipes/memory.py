@@ -18,27 +18,6 @@ from primus.recipes.rules import memory_of
 from primus.recipes.size import size
 from primus.turbo.optimizations import chosen
 
-__all__ = [
-    "BFLOAT16",
-    "EAGER",
-    "EAGER_LOSS",
-    "FLOAT32",
-    "RECOMPUTED",
-    "USABLE",
-    "Memory",
-    "chunked_loss",
-    "copies_in_eight",
-    "ffn_width",
-    "fused_loss",
-    "gathered_experts",
-    "gpu_bytes",
-    "largest_batch",
-    "layer_elements",
-    "predict",
-    "unsharded",
-    "width_of",
-]
-
 # The share of a GPU's memory that training can use: the rest goes to the context, to NCCL and to fragmentation.
 USABLE = 0.95
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from primus.recipes.recipe import Recipe
 
-__all__ = ["Fault", "faults"]
-
 # The key of the wrong setting, the reason, and a remedy.
 Fault = tuple[str, str, str | None]
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from primus.recipes.architecture import Architecture
     from primus.recipes.backends import Backend
 
-__all__ = ["MOCK", "Recipe"]
-
 # An asset of this name is not a file: its tokens are made from the seed.
 MOCK = "mock"
 

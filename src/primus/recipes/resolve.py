@@ -16,8 +16,6 @@ from primus.recipes.rules import rules_of
 from primus.recipes.setting import CHOICES, Asked, Setting, Value
 from primus.yamlfile import value as typed_value
 
-__all__ = ["resolve"]
-
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
 # Sections of the file that guide the resolution and are not settings of the run.
 _DECIDING = ("default.", "supports.")

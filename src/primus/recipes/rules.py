@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from primus.recipes.recipe import Recipe
     from primus.training.backend import Rules
 
-__all__ = ["MemoryModel", "memory_of", "rules_of"]
-
 
 class MemoryModel(Protocol):
     """A module that predicts the memory of one rank of a backend, in bytes."""

@@ -20,8 +20,6 @@ from primus.recipes.backends import backend
 from primus.recipes.bounds import parse
 from primus.recipes.setting import WORDS, Setting, Value
 
-__all__ = ["RECIPE", "Rule", "backend_rules", "model_rules", "outside"]
-
 _LARGEST = 2**63 - 1
 # Text that can be part of a file name.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from primus.yamlfile import Scalar
 
-__all__ = ["CHOICES", "WORDS", "Asked", "Scalar", "Setting", "Value"]
-
 # Names of types in messages.
 WORDS = {
     "str": "text",

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from primus.recipes.architecture import Architecture
 
-__all__ = ["Size", "readable", "size"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Size:

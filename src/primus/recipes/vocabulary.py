@@ -7,8 +7,6 @@ from pathlib import Path
 
 from primus.errors import InputError
 
-__all__ = ["tokens"]
-
 
 def tokens(folder: Path) -> int | None:
     """Return the largest token id + 1 of the tokenizer in ``folder``, or None if it has no ``tokenizer.json``.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from requests import Response
 
-__all__ = ["Document", "Repository", "artifact", "digest_tag", "listed"]
-
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 _EMPTY = b"{}"

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from primus.versions.components import Versions
     from primus.versions.lock import Lock
 
-__all__ = ["Declared", "backend_keys", "dataclass_keys", "declared", "document"]
-
 _OURS = "primus"
 _FOLDER = "src/primus/recipes/keys"
 

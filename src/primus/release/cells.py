@@ -11,8 +11,6 @@ from primus.recipes import load
 from primus.recipes.choose import CPU, PROXY_PRECISION, computes, supported
 from primus.recipes.setting import Asked
 
-__all__ = ["Cell", "cells_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:

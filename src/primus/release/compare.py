@@ -11,8 +11,6 @@ from primus.errors import InputError
 from primus.release.history import Release
 from primus.schema import described
 
-__all__ = ["ROWS", "Change", "Contradiction", "Diff", "component_order", "contradictions", "diff", "one_of", "step"]
-
 # The rows of the published tables, in their order. Components that only some releases list follow, sorted by name.
 ROWS = (
     "rocm",

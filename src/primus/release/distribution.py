@@ -20,8 +20,6 @@ from primus.errors import HostError
 if TYPE_CHECKING:
     from requests import PreparedRequest, Response, Session
 
-__all__ = ["Registry", "plain_http"]
-
 _WAIT_S = (5.0, 60.0)
 _WORD = re.compile(r'([a-z]+)="([^"]*)"')
 _HUB = {"docker.io": "registry-1.docker.io"}

@@ -35,8 +35,6 @@ from primus.schema import json_schema
 from primus.terminal import bytes_text
 from primus.versions.components import Versions
 
-__all__ = ["generated", "stale", "write"]
-
 _RESULTS = "benchmarks/results"
 _OLD_COMMANDS = "docs/old-commands.md"
 _GENERATIONS = "benchmarks/results/generations.json"

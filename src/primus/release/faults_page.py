@@ -8,8 +8,6 @@ from typing import Any
 
 from primus.release.markdown import table
 
-__all__ = ["faults_page", "input_faults_page"]
-
 _SOURCE = "benchmarks/results/faults.json"
 _SILENT = "benchmarks/results/silent-faults.json"
 

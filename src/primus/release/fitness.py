@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Evidence", "objections"]
-
 # The runs that at least one record must contain. A quick suite proves neither that runs repeat nor that they resume.
 _RUNS = {"base", "repeat", "resume", "accumulation"}
 # The only gate that a preview may fail: Debian's ROCm has no code for some GPUs.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from primus.gates.check import Outcome
     from primus.gates.examined import Examined
 
-__all__ = ["FOLDER", "gate_record", "load_gate_records", "lock_mark", "write_gate_record"]
-
 FOLDER = "benchmarks/results"
 _BEGIN = "gates-"
 _KEYS = {"target", "channel", "preview", "arch", "lock", "ref", "digest", "date", "command"}

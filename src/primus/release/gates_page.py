@@ -12,8 +12,6 @@ from primus.plan.sharing import Image, LayerOf, pairs, parts, share_text
 from primus.release.markdown import measured_on, met, table
 from primus.terminal import bytes_text
 
-__all__ = ["gates_page"]
-
 Record = Mapping[str, Any]
 
 

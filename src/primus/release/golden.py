@@ -12,8 +12,6 @@ from primus.errors import InputError
 from primus.files import write_file
 from primus.training.checks import Verdict, relative_gap
 
-__all__ = ["changes", "compared", "load", "name_of", "record"]
-
 FOLDER = "benchmarks/golden"
 _FIGURES = ("loss", "grad_norm")
 # Relative tolerances between types of CPU, which add in different orders; training amplifies the difference. Measured

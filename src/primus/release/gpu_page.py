@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from primus.gpus.generation import Arch, Generation, Peak, Table, Variable
 from primus.release.markdown import table
 
-__all__ = ["gpu_page"]
-
 _NONE = "–"
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from primus.gpus.table import generation, mfu
 from primus.release.markdown import table
 
-__all__ = ["gpu_results_page"]
-
 
 def gpu_results_page(result: Mapping[str, Any]) -> str:
     """Return the page about one result of ``benchmarks/gpu.py``, in Markdown."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from primus.sandbox.container import Devices
     from primus.training.outcome import Outcome
 
-__all__ = ["NO_GPU", "Hardware", "choose", "cpu_model", "ran_on"]
-
 NO_GPU = "none"
 
 

@@ -16,20 +16,6 @@ from primus.errors import InputError, did_you_mean
 from primus.schema import build, described
 from primus.yamlfile import read
 
-__all__ = [
-    "Alternate",
-    "DocumentationError",
-    "History",
-    "Release",
-    "UnconfirmedTag",
-    "errors_about",
-    "load_history",
-    "newest_first",
-    "of_image",
-    "select",
-    "unconfirmed",
-]
-
 _FILE = Path(__file__).with_name("history.yaml")
 _DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 _DIGEST = r"sha256:[0-9a-f]{64}"

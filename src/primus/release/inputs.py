@@ -11,8 +11,6 @@ from typing import Literal
 from primus.schema import build, described
 from primus.yamlfile import read
 
-__all__ = ["Inputs", "Stack", "Wheel", "load_inputs", "stack_of"]
-
 _FILE = Path(__file__).with_name("inputs.yaml")
 _COMMIT = r"[0-9a-f]{40}"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["measured_on", "met", "table"]
-
 
 def table(head: Sequence[str], body: Iterable[Iterable[object]]) -> list[str]:
     """Return the lines of a table. Pipes in cells are escaped."""

@@ -10,8 +10,6 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.release.markdown import table
 
-__all__ = ["memory_page"]
-
 _SOURCE = "benchmarks/results/h200-memory.json"
 _GIB = 2**30
 _HEAD = ("recipe", "backend", "precision", "settings", "measured GiB", "predicted GiB", "error", "source")

@@ -16,8 +16,6 @@ from primus.recipes.size import readable
 from primus.release.markdown import table
 from primus.release.published import Outcome, Published, load_published, outcomes
 
-__all__ = ["models_page"]
-
 _NONE = "–"
 _INTRO = """\
 Each model is one file in [recipes](../recipes). `primus list` prints the table below. `primus show NAME` prints the

@@ -8,8 +8,6 @@ from primus.compat.presets import known_versions
 from primus.compat.tables import Entry, commands, documented_paths, keys
 from primus.release.markdown import table
 
-__all__ = ["old_commands_parts"]
-
 
 def old_commands_parts() -> dict[str, list[str]]:
     """Return the name of each generated part of the page → its lines."""

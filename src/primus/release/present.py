@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
     from primus.versions.components import Pin, Versions
 
-__all__ = ["FILE", "IMAGE", "present", "present_names"]
-
 IMAGE = "rocm/primus"
 # This name always means the pins, even if the history has a release with the name of the pinned one.
 FILE = "versions.yaml"

@@ -7,8 +7,6 @@ from typing import Any
 
 from primus.release.markdown import table
 
-__all__ = ["primus_import_page"]
-
 _HEAD = (
     "version", "commit", "files", "merged alike", "trained alike", "difference named", "key refused", "no recipe",
 )  # fmt: skip

@@ -13,8 +13,6 @@ from primus import __version__
 from primus.release.purl import purl
 from primus.versions.lock import Lock
 
-__all__ = ["BUILD_TYPE", "PREDICATE", "statement"]
-
 PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:primus-images:build:1"
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
-__all__ = ["Ready", "bill", "checkout", "prepare", "publish", "sign"]
-
 VALIDATION = "application/vnd.primus.validation.v1+json"
 GATES = "application/vnd.primus.gates.v1+json"
 LOCK = "application/vnd.primus.lock.v1+json"

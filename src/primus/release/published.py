@@ -13,8 +13,6 @@ from primus.recipes.setting import Asked
 from primus.schema import build, described
 from primus.yamlfile import read
 
-__all__ = ["Cell", "Outcome", "Published", "Source", "load_published", "outcomes"]
-
 _FILE = Path(__file__).with_name("published.yaml")
 
 

@@ -6,8 +6,6 @@ from urllib.parse import quote
 
 from primus.versions.lock import LockedFile
 
-__all__ = ["purl"]
-
 
 def purl(file: LockedFile) -> str:
     """Return the package URL of a locked file. It names no host; the checksum identifies the bytes."""

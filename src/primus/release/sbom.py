@@ -13,8 +13,6 @@ from primus import __version__
 from primus.release.purl import purl
 from primus.versions.lock import Lock, LockedFile
 
-__all__ = ["listing", "spdx"]
-
 _UNKNOWN = "NOASSERTION"
 _IMAGE = "SPDXRef-image"
 _WORDS = {"CONTAINS": "inside", "GENERATED_FROM": "built from", "BUILD_TOOL_OF": "needed by a build"}

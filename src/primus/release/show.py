@@ -16,19 +16,6 @@ from primus.terminal import PLAIN, Screen, Styled
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "diff_markdown",
-    "diff_text",
-    "doubts_markdown",
-    "doubts_text",
-    "list_markdown",
-    "list_text",
-    "one_markdown",
-    "one_text",
-    "page",
-    "plain",
-]
-
 _NONE = "–"
 _HEAD = ("tag", "date", "ROCm", "PyTorch", "GPUs", "size")
 _CONFIDENCE = {

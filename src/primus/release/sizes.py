@@ -15,8 +15,6 @@ from primus.release.markdown import table
 from primus.schema import build, described
 from primus.yamlfile import read
 
-__all__ = ["CHANNEL", "Estimate", "Part", "Sizes", "estimate", "estimates", "load_sizes", "sizes_page"]
-
 CHANNEL = "amd"
 _FILE = Path(__file__).with_name("sizes.yaml")
 _MEASURED = "measured"

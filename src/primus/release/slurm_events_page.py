@@ -8,8 +8,6 @@ from typing import Any
 
 from primus.release.markdown import table
 
-__all__ = ["fleet_page", "slurm_events_page"]
-
 _WHAT = {
     "node lost": "The daemon of one of the job's nodes and all its processes are killed. The job must be requeued, "
     "continue from its newest complete checkpoint and reach the last step.",

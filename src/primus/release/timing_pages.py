@@ -8,8 +8,6 @@ from typing import Any
 
 from primus.release.markdown import measured_on, met, table
 
-__all__ = ["assembly_page", "benchmark_page", "launcher_page", "turbo_page"]
-
 _RESULTS = "benchmarks/results"
 _BUILDERS = "both builders in one run, alternating, on the same files"
 

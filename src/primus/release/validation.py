@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from primus.training.job import Job
     from primus.training.outcome import Outcome
 
-__all__ = ["Validated", "outcome_text", "table", "validate"]
-
 _INSIDE = Path("/out")
 # A proxy trains in well under a minute. A job that takes longer than this hangs and must fail (exit code 124).
 _JOB_SECONDS = 900

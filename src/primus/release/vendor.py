@@ -13,8 +13,6 @@ from pathlib import Path
 from primus.errors import CheckFailed, HostError
 from primus.yamlfile import read
 
-__all__ = ["VENDORED", "hashes", "refresh"]
-
 VENDORED = Path("src/primus/report/uplot/vendored.yaml")
 
 

@@ -9,8 +9,6 @@ from primus.report.html import document, grid
 from primus.report.plot import CONTROLS, Line, chart
 from primus.report.run import Run
 
-__all__ = ["MOST_RUNS", "comparison", "figures"]
-
 MOST_RUNS = 8  # the number of distinguishable colours
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from primus.report.plot import CONTROLS, Line, assets, chart
 
-__all__ = ["document", "grid", "page"]
-
 # With this policy, the browser refuses to load anything from outside the page.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-__all__ = ["CONTROLS", "Line", "assets", "chart"]
-
 _HERE = Path(__file__).parent
 _NEAR = 0.005  # lines closer than this fraction of the chart's height hide each other
 # The controls above the charts of a report; charts.js handles them.

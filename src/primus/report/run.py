@@ -14,8 +14,6 @@ from primus.errors import InputError
 from primus.files import refuse_special
 from primus.recipes.backends import backends
 
-__all__ = ["Run", "read", "read_all"]
-
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
 
 _MOST_DIGITS = 64

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from primus.gpus.table import arch_of, by_product_name
 from primus.report.run import Run
 
-__all__ = ["BENCHMARK_COLUMNS", "PERF_COLUMNS", "benchmark_csv", "benchmark_rows", "perf_csv"]
-
 # The columns of madengine 2, in its order. Those that it measures around the run (build, download) stay empty.
 PERF_COLUMNS = (
     "model", "n_gpus", "nnodes", "gpus_per_node", "training_precision", "pipeline", "args", "tags", "docker_file",

@@ -11,8 +11,6 @@ from typing import IO, Any, cast
 from primus.errors import HostError
 from primus.sandbox.container import LayerRef
 
-__all__ = ["BlobReader", "damaged"]
-
 _CHUNK = 1 << 20
 
 

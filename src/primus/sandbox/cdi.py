@@ -15,8 +15,6 @@ from primus import schema, yamlfile
 from primus.errors import InputError, nearest
 from primus.sandbox.container import DeviceNode, Devices, Hook, Mount, merged
 
-__all__ = ["FOLDERS", "Registry", "qualified", "read"]
-
 # Later ones win.
 FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 

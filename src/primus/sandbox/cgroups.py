@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["made", "oom_kills", "remove"]
-
 _PATIENCE_S = 2.0
 
 

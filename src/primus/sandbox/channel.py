@@ -9,8 +9,6 @@ from typing import Any
 
 from primus.errors import HostError, InputError, PrimusError
 
-__all__ = ["pack", "raise_reported", "report", "unpack"]
-
 
 def pack(job: dict[str, Any]) -> int:
     """A descriptor from which a child process reads ``job``; close it when the child has started."""

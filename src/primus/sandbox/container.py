@@ -10,25 +10,6 @@ from typing import IO, Any, Protocol, TypeVar
 
 from primus.errors import InputError
 
-__all__ = [
-    "GIB",
-    "Command",
-    "DeviceNode",
-    "Devices",
-    "Engine",
-    "Hook",
-    "LayerRef",
-    "Limits",
-    "Mount",
-    "RootFs",
-    "Stream",
-    "check_mounts",
-    "final_argv",
-    "host_name",
-    "image_env",
-    "merged",
-]
-
 GIB = 1 << 30
 
 T = TypeVar("T")

@@ -19,8 +19,6 @@ from primus.gpus.detect import detect
 from primus.sandbox import cdi
 from primus.sandbox.container import DeviceNode, Devices, Mount
 
-__all__ = ["gpus", "listed"]
-
 _KINDS = {"amd": "amd.com/gpu", "nvidia": "nvidia.com/gpu"}
 _WRITES_A_SPECIFICATION = {
     "amd": "amd-ctk cdi generate --output=/etc/cdi/amd.json",

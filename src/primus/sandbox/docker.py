@@ -32,8 +32,6 @@ from primus.sandbox.load import connect, load
 if TYPE_CHECKING:
     import docker
 
-__all__ = ["DockerEngine"]
-
 _LABEL = "io.primus.run"
 _OWNER = "io.primus.owner"
 _CHUNK = 65536

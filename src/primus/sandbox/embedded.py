@@ -23,8 +23,6 @@ from primus.sandbox.spec import configuration
 from primus.sandbox.unpack import is_unpacked, layer_dir
 from primus.terminal import counted
 
-__all__ = ["EmbeddedEngine", "unpacked_below"]
-
 
 def unpacked_below(cache: Path) -> Path:
     """Where this user's unpacked layers are: owners differ between root and each user's namespace."""

@@ -11,8 +11,6 @@ from primus.errors import HostError, InputError
 if TYPE_CHECKING:
     from primus.sandbox.container import Engine
 
-__all__ = ["ENGINES", "choose"]
-
 # In order of preference: the first needs no daemon. An engine is loaded when it is tried.
 _CLASSES: Mapping[str, tuple[str, str]] = {
     "embedded": ("primus.sandbox.embedded", "EmbeddedEngine"),

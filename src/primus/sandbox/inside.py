@@ -25,8 +25,6 @@ from primus.sandbox import cgroups, channel, overlay, syscalls
 from primus.sandbox.syscalls import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
 from primus.sandbox.users import identity
 
-__all__ = ["FORWARDED", "main"]
-
 FORWARDED = (
     signal.SIGINT,
     signal.SIGTERM,

@@ -9,8 +9,6 @@ from pathlib import Path
 from primus.sandbox.container import GIB, Command, Engine, Mount, RootFs
 from primus.sandbox.engines import choose
 
-__all__ = ["BUILD_ENV", "LOG_TAIL_LINES", "log_tail", "run_isolated"]
-
 LOG_TAIL_LINES = 30
 
 # 1980-01-01 is the earliest time a zip archive (so a wheel) can hold.

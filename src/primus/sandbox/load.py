@@ -18,8 +18,6 @@ from primus.sandbox.container import LayerRef, RootFs
 if TYPE_CHECKING:
     import docker
 
-__all__ = ["archive_chunks", "connect", "image_id", "load"]
-
 _CHUNK = 1 << 20
 _BLOCK = 512
 _PATIENCE_S = 2

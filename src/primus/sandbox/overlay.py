@@ -10,8 +10,6 @@ from pathlib import Path
 from primus.errors import HostError, InputError
 from primus.sandbox.syscalls import MS_NODEV, mount
 
-__all__ = ["missing_program", "mount_overlay", "resolve_inside", "write_names"]
-
 _MAX_LINKS = 40
 
 

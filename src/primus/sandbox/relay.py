@@ -12,8 +12,6 @@ from typing import Any
 
 from primus.sandbox.container import Command, Stream
 
-__all__ = ["raw_mode", "restore", "saved", "wanted", "window_size"]
-
 
 def window_size(number: int) -> tuple[int, int]:
     """Rows and columns of the terminal at descriptor ``number``; (24, 80) when it is none."""

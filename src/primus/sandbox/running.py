@@ -8,8 +8,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 
-__all__ = ["stop_all", "tracked"]
-
 _running: set[subprocess.Popen[bytes]] = set()
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from primus.errors import HostError
 
-__all__ = ["Scratch", "scratch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scratch:

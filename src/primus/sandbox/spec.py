@@ -24,8 +24,6 @@ from primus.sandbox.container import (
     merged,
 )
 
-__all__ = ["configuration", "seccomp"]
-
 # Docker's default set but for MKNOD: enough for package managers and daemons, not enough to touch the host. Where no
 # control group guards devices, whoever may make a node may read the host's disks.
 _CAPABILITIES = [

@@ -7,8 +7,6 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["die_with_parent", "hide", "mount", "unmount", "unshare"]
-
 CLONE_NEWNS = 0x00020000
 CLONE_NEWPID = 0x20000000
 

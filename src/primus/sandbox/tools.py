@@ -14,8 +14,6 @@ from typing import TypeVar
 
 from primus.errors import HostError, LacksPackages
 
-__all__ = ["find", "install", "installable", "is_debian_like", "need", "with_packages"]
-
 _T = TypeVar("_T")
 _LISTS = Path("/var/lib/apt/lists")
 _STALE_S = 24 * 3600

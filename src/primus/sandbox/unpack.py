@@ -16,8 +16,6 @@ from primus.errors import HostError, InputError, PrimusError
 from primus.sandbox.blobs import BlobReader, damaged
 from primus.sandbox.container import LayerRef
 
-__all__ = ["is_unpacked", "layer_dir", "unpack_layer"]
-
 _WHITEOUT = ".wh."
 _OPAQUE = ".wh..wh..opq"
 _CHUNK = 1 << 20

@@ -11,8 +11,6 @@ from primus.sandbox import channel, syscalls
 from primus.sandbox.container import LayerRef
 from primus.sandbox.unpack import unpack_layer
 
-__all__ = ["main"]
-
 _MOST_WORKERS = 4
 
 

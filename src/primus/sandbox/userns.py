@@ -16,8 +16,6 @@ from typing import Any
 from primus.errors import HostError
 from primus.sandbox.running import tracked
 
-__all__ = ["Namespace", "helper", "in_namespace", "missing", "needed", "remove"]
-
 _Range = tuple[int, int]
 
 # Runs before anything else of ours in the child: enter a new user namespace, wait for the parent to write the

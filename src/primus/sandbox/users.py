@@ -7,8 +7,6 @@ from pathlib import Path
 
 from primus.errors import InputError
 
-__all__ = ["Identity", "identity"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:

@@ -19,8 +19,6 @@ from primus.gpus.table import load_table
 from primus.system.finding import Host, failed
 from primus.system.preflight import driver, rights, shared_memory
 
-__all__ = ["compose", "lacking", "main", "wanted", "with_bashrc"]
-
 IMAGE_FILE = Path("/etc/primus/image.json")
 SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
 # Completion on Tab; bash reads it when it is interactive and no login shell (those read /etc/profile.d).

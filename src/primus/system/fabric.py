@@ -10,8 +10,6 @@ from typing import Any, cast
 from primus.system.finding import Finding, Host, failed, ok, skipped, slow
 from primus.yamlfile import read_values
 
-__all__ = ["choose_interface", "devices", "interface", "libraries", "rdma"]
-
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _VIRTUAL = re.compile(r"lo$|docker|br-|veth|virbr|cni|flannel|cali|cilium|tailscale|tun|tap|dummy|podman|lxc")
 _DEFAULT_GID = 3  # what older launch scripts set

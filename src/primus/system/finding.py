@@ -12,8 +12,6 @@ from typing import Literal
 
 from primus.gpus.detect import Found, detect
 
-__all__ = ["Finding", "Host", "Level", "failed", "name_here", "ok", "skipped", "slow"]
-
 Level = Literal["ok", "failed", "slow", "skipped"]
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__all__ = ["main"]
-
 _SECONDS = 1.0
 # Of NVIDIA's tests of collectives: what each rank sends and receives, per byte of the message.
 _ALL_REDUCE, _ALL_TO_ALL = 2.0, 1.0

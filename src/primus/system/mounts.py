@@ -6,8 +6,6 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["mount_of", "warning"]
-
 IMAGE_FILE = Path("/etc/primus/image.json")
 MOUNTS = Path("/proc/self/mountinfo")
 # File systems that end with the container: its own writable layer, and memory.

@@ -7,8 +7,6 @@ import socket
 import struct
 from contextlib import suppress
 
-__all__ = ["interface_towards", "interfaces", "own_address"]
-
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9  # connecting a datagram socket only chooses a route
 

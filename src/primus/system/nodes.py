@@ -16,8 +16,6 @@ from primus.report.html import document as html_document
 from primus.system.finding import Finding, Level, failed, slow
 from primus.system.speed import APART, Measurement
 
-__all__ = ["MARKS", "Node", "compare", "page", "read", "rows"]
-
 MARKS: Mapping[Level, str] = {"ok": "✓", "failed": "✗", "slow": "!", "skipped": "–"}
 _WORST: tuple[Level, ...] = ("failed", "slow", "ok", "skipped")
 

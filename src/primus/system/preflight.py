@@ -15,8 +15,6 @@ from primus.system import fabric
 from primus.system.finding import Finding, Host, failed, ok, skipped, slow
 from primus.yamlfile import read_values
 
-__all__ = ["CHECKS", "OF_SEVERAL_NODES", "disk_speed", "preflight"]
-
 _GIB = 2**30
 _AMD, _NVIDIA = "0x1002", "0x10de"
 # Of PCI: processing accelerators, and displays that compute only.

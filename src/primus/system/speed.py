@@ -19,19 +19,6 @@ from primus.gpus.table import fp8_dtype, generation, load_table, peak
 from primus.system.finding import Finding, Host, failed, ok, skipped, slow
 from primus.yamlfile import read_values
 
-__all__ = [
-    "APART",
-    "UNITS",
-    "Expected",
-    "Measurement",
-    "benchmark",
-    "expected",
-    "judge",
-    "measure",
-    "measurements",
-    "peak_of",
-]
-
 UNITS = {"gemm bf16": "TFLOP/s", "gemm fp8": "TFLOP/s", "memory": "TB/s", "all-reduce": "GB/s", "all-to-all": "GB/s"}
 _CHECK = "benchmark"
 _COLLECTIVES = ("all-reduce", "all-to-all")

@@ -16,8 +16,6 @@ from primus.recipes.recipe import MOCK, Recipe
 if TYPE_CHECKING:
     from primus.training.job import Job
 
-__all__ = ["DTYPES", "Rules"]
-
 # The precision of matrix products in a dtype of torch.
 DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}
 

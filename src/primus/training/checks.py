@@ -13,12 +13,6 @@ from typing import Any
 
 from primus.training.logs import Series
 
-__all__ = [
-    "Verdict", "accumulation", "exit_code", "finite", "grad_norm_steady", "layout", "loss_falls", "loss_plausible",
-    "of_faults", "precision", "ran_as_asked", "relative_gap", "reproducible", "resume", "same_loss", "skipped",
-    "steps_logged", "throughput",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:

@@ -6,8 +6,6 @@ import time
 
 from primus.training import logs
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """Notes the arrival of each step's first line, in seconds of a monotonic clock, in ``arrivals``."""

@@ -15,8 +15,6 @@ from typing import Any
 
 from primus.patch import replace
 
-__all__ = ["keep_graphs", "name_policies"]
-
 # Their arguments are part of the graph, and with them of the key of what is kept.
 _CHOOSING = ("torch.nn.attention._backend_from_string", "torch.nn.attention._sdpa_kernel")
 _POLICIES: dict[str, Callable[[], Any]] = {}

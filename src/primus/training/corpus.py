@@ -24,8 +24,6 @@ from typing import Any, Literal
 from primus.errors import HostError, InputError, nearest
 from primus.files import refuse_special
 
-__all__ = ["COLUMN", "HUB", "Corpus", "check", "documents", "row_reader"]
-
 COLUMN = "text"
 HUB = "hf:"
 _CHAT = "messages"

@@ -10,8 +10,6 @@ from pathlib import Path
 from primus.recipes.choose import CPU
 from primus.training import logs
 
-__all__ = ["Log", "meter"]
-
 Meter = Callable[[], float | None]
 _AMD = "0x1002"
 

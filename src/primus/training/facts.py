@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["digest", "static", "watching", "write"]
-
 PACKAGES = (
     "torch",
     "torchtitan",

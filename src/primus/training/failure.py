@@ -16,8 +16,6 @@ from pathlib import Path
 
 from primus.errors import PrimusError
 
-__all__ = ["DISK_FULL", "Failure", "cause", "known", "note", "noting", "share", "stack_file", "text_of"]
-
 _FOLDER = "failures"
 _STACKS = "stacks"
 _LONGEST = 600

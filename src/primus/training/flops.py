@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from primus.recipes.architecture import Architecture
 from primus.recipes.size import size
 
-__all__ = ["Flops", "of_recipe_unit"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["SENTENCE", "complete", "lacks"]
-
 SENTENCE = "this PyTorch's gloo has no {}: ranks exchange float32 instead, and sums are rounded once"
 
 # torch's operations over all ranks of a group. The first argument of each receives the result.

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from primus.training import failure
 
-__all__ = ["end_ranks", "name_hung", "stacks"]
-
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 # Where a rank waits for the others. Backward passes enter collectives from C++, below autograd's frame.
 _WAITING = re.compile(r"torch/distributed/|_engine_run_backward|torch/autograd/graph\.py")

@@ -14,8 +14,6 @@ from primus.files import write_file
 from primus.recipes.recipe import Recipe
 from primus.training import tensors
 
-__all__ = ["ALL", "FILE", "check", "of", "seal"]
-
 FILE = "recipe.json"
 FORMAT = 1
 ALL = "all"

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from primus.recipes.recipe import Recipe
 
-__all__ = ["Job", "JobResult", "step_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["ENDING", "Ended", "run"]
-
 GRACE_SECONDS = 15.0
 # Space kept free for the end of the log and the results, so that a job which fills its disk can still say so.
 _RESERVE_BYTES = 4 << 20

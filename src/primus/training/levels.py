@@ -1,5 +1,3 @@
 """The names of the suite's levels, apart from it: the command line offers them without loading it."""
 
-__all__ = ["LEVELS"]
-
 LEVELS = ("quick", "standard", "full")

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["Series", "Step", "read_exact", "read_joules", "read_steps", "step_in", "with_exact", "with_joules"]
-
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # torchtitan's line, which our own loop prints too. Loss and norm are taken as any word: a NaN is read, not skipped.
 _STEP = re.compile(

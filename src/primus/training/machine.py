@@ -16,8 +16,6 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.rules import memory_of
 from primus.recipes.size import readable, size
 
-__all__ = ["check", "host_bytes", "least_bytes"]
-
 _SHOW = "--dry-run shows the job"
 _SMALL = f"--proxy trains a small model instead, {_SHOW}"
 # FP8 is emulated on a CPU, by other settings than those for a GPU.

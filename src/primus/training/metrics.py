@@ -13,8 +13,6 @@ from primus.training.flops import Flops
 from primus.training.logs import Series, Step
 from primus.training.utilization import Mfu, Work, mfu_of
 
-__all__ = ["Summary", "as_json_lines", "plain", "sentence", "summarize"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:

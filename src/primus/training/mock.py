@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-__all__ = ["texts"]
-
 _WORDS = 500
 _FOLLOWERS = 4
 _LETTERS = "etaoinshrdlu"

@@ -14,8 +14,6 @@ from primus.training.job import Job, JobResult
 from primus.training.logs import Series
 from primus.training.ranks import expected_facts
 
-__all__ = ["Outcome", "basic_verdicts", "document", "read"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:

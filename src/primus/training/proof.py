@@ -18,8 +18,6 @@ from primus.training.checks import Verdict, of_faults, relative_gap
 from primus.training.flops import of_recipe_unit
 from primus.training.logs import Series
 
-__all__ = ["clock", "figures", "unjudged", "verdicts"]
-
 # What float32 may differ by besides the noise: libraries add in other orders than the reference, norms for one in
 # float32 throughout. Measured: 7e-7, 5e-6, 5e-6.
 _LEAST = {"loss": 2e-6, "grad_norm": 5e-5, "gradient": 5e-5}

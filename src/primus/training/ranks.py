@@ -21,18 +21,6 @@ from primus.training.job import Job
 from primus.turbo import optimizations
 from primus.turbo.optimizations import chosen
 
-__all__ = [
-    "argv",
-    "checkpoints",
-    "compiled_before",
-    "environment",
-    "expected_facts",
-    "files",
-    "folder_of_node",
-    "job_file",
-    "node_rank",
-]
-
 # torchrun's store for several nodes: a node may wait this long for the first one, whose image may still be pulled.
 _MEETING_SECONDS = 600
 

@@ -15,8 +15,6 @@ from primus.training.checks import Verdict
 from primus.training.job import Job
 from primus.training.outcome import Outcome
 
-__all__ = ["make", "write"]
-
 FORMAT = 1
 
 

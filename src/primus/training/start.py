@@ -35,8 +35,6 @@ from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
 from primus.turbo.optimizations import chosen, missing_packages
 
-__all__ = ["check_backend", "check_resume", "prepare", "run_directly", "start"]
-
 # A node whose ranks all wait for another node's rank gives that node time to name it.
 _OTHERS_NAME_IT = 5.0
 # A node whose ranks only lost their peers gives the other nodes time to say why. Theirs end at about the same time.

@@ -20,8 +20,6 @@ from typing import Any
 
 from primus.patch import replace
 
-__all__ = ["Pace", "Straggler", "Work", "find", "read"]
-
 _FOLDER = "pace"
 # A rank is slow in a step if its own work exceeds the median of the others' by this share and by these seconds.
 # Seconds of computing vary with what else the machine does: up to 10 % between the ranks of healthy runs on two cores

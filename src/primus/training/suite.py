@@ -23,8 +23,6 @@ from primus.training.job import Job, JobResult
 from primus.training.logs import Series
 from primus.training.outcome import Outcome
 
-__all__ = ["digest", "judge", "plan", "recipe_of", "run"]
-
 # Raised when a rule or the plan changes its meaning: a record of another suite proves something else.
 FORMAT = 4
 _PRECISION_JOB = "precision-"

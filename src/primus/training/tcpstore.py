@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["choose_store"]
-
 
 def choose_store() -> None:
     """Let the ranks' store do without libuv where torch has none, as Debian's. Call it before the groups are made."""

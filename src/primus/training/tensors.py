@@ -12,8 +12,6 @@ from typing import Any
 
 from primus.errors import InputError
 
-__all__ = ["Header", "files", "fingerprint", "header"]
-
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100 << 20
 _SAMPLE = 1 << 16

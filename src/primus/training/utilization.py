@@ -11,8 +11,6 @@ from primus.gpus.table import UnknownPeak, by_product_name, mfu, peak
 from primus.recipes.recipe import Recipe
 from primus.training.flops import Flops, of_recipe_unit
 
-__all__ = ["Mfu", "Work", "mfu_of", "work"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Work:

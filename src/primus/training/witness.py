@@ -28,8 +28,6 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["Taken", "Witness", "whole_parameters"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
@@ -43,9 +41,11 @@ class Taken:
 class Trained(Protocol):
     """Gives all of this job's parameters, and what its last update took, on rank 0, whole. Every rank calls both."""
 
-    def whole(self) -> Mapping[str, torch.Tensor]: ...
+    def whole(self) -> Mapping[str, torch.Tensor]:
+        """Return name → parameter."""
 
-    def taken(self) -> Taken | None: ...
+    def taken(self) -> Taken | None:
+        """Return what the last update took."""
 
 
 class Witness:

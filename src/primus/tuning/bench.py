@@ -18,8 +18,6 @@ from pathlib import Path
 from primus.errors import CheckFailed, HostError
 from primus.tuning.shapes import Shape
 
-__all__ = ["Measured", "alone", "measure", "microseconds", "results", "times"]
-
 # As the offline tuning of the documents: rotating buffers of 512 MB, 20 timed calls, solutions that are slow at once
 # are left out.
 _COMMON = ("--rotating", "512", "--iters", "20", "--cold_iters", "5")

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from primus.errors import InputError
 
-__all__ = ["Shape", "read_shapes"]
-
 _PROGRAM = "hipblaslt-bench"
 _NEEDED = ("-m", "-n", "-k")
 # The library writes them after the sizes: a line without them was cut.

@@ -14,8 +14,6 @@ from primus.files import write_file
 from primus.recipes.recipe import Recipe
 from primus.tuning.bench import Measured, times
 
-__all__ = ["Folder", "Key", "Place", "check", "merge", "slower", "speedups"]
-
 # Settings that change how long a run takes, or where it writes, but none of its GEMMs.
 _WITHOUT_GEMMS = ("steps", "seed", "deterministic", "checkpoint", "lr")
 

@@ -21,8 +21,6 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import CHOICES
 from primus.turbo.optimizations import automatic, chosen, optimizations
 
-__all__ = ["Point", "candidates", "different", "gain", "overlay", "search"]
-
 _GIB = 2**30
 # Steps whose losses are compared. Later ones differ by what rounding became.
 _COMPARED = 3

@@ -24,8 +24,6 @@ from primus.recipes.recipe import Recipe
 from primus.training import failure, launch
 from primus.training.outcome import document
 
-__all__ = ["Result", "Trials", "ending"]
-
 # Seconds in which a run that is told to end can end its ranks.
 _GRACE = 30
 

@@ -20,8 +20,6 @@ from primus.files import write_file
 from primus.tuning import store
 from primus.tuning.store import Key
 
-__all__ = ["Place", "Result", "check", "dumping", "measure", "merge", "read_shapes", "using"]
-
 _RECORDED = ("Gemm", "ScaledGemm")
 # A process measures so many shapes and leaves their results; what an interruption costs is one such part per GPU.
 _PART = 16

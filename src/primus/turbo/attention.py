@@ -10,17 +10,6 @@ import torch
 from primus.patch import replace
 from primus.turbo.optimizations import CALLS
 
-__all__ = [
-    "FlashAttention4",
-    "attend_in_diffusers",
-    "attend_in_transformers",
-    "flash_attention_4",
-    "seen_within",
-    "window_mask",
-    "windowed_attention",
-]
-
-
 _EVERYTHING = -1
 
 

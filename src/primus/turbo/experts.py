@@ -14,8 +14,6 @@ import triton.language as tl
 
 from primus.turbo.optimizations import CALLS
 
-__all__ = ["ALIGNMENT", "Routes", "combine", "dispatch", "routes"]
-
 ALIGNMENT = 8
 """The rows of each expert start at a multiple of this, because PyTorch's grouped products need 16-byte alignment."""
 

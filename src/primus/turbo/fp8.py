@@ -23,8 +23,6 @@ from primus.turbo.fp8_kernels import (
     swiglu_largest,
 )
 
-__all__ = ["feed_forward", "linear", "projections"]
-
 _SMALLEST = 1e-12
 
 

@@ -17,11 +17,6 @@ import triton.language as tl
 from primus.turbo.kernels import _cut, _larger
 from primus.turbo.optimizations import CALLS
 
-__all__ = [
-    "TILES", "cast_both", "eight", "flip", "largest", "swiglu_backward", "swiglu_backward_largest", "swiglu_cast",
-    "swiglu_largest",
-]  # fmt: skip
-
 TILES = {
     "cast_both": (128, 128, 8),
     "flip": (64, 128, 4),

@@ -15,8 +15,6 @@ import triton.language as tl
 
 from primus.turbo.optimizations import CALLS
 
-__all__ = ["adamw_", "cast_fp8", "copy_in", "cross_entropy_"]
-
 _IGNORED = -100
 
 

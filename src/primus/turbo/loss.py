@@ -8,8 +8,6 @@ import torch
 
 from primus.turbo.kernels import cross_entropy_
 
-__all__ = ["CHUNK", "LossHead", "linear_cross_entropy"]
-
 CHUNK = 8192
 """Tokens per chunk: long enough for products at full speed, and 2 GB of logits for a vocabulary of 128,256."""
 

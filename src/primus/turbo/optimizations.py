@@ -21,19 +21,6 @@ from primus.yamlfile import read_values
 if TYPE_CHECKING:
     from primus.recipes.recipe import Recipe
 
-__all__ = [
-    "CALLS",
-    "OPTIMIZATIONS_FILE",
-    "Optimization",
-    "active",
-    "automatic",
-    "chosen",
-    "missing_packages",
-    "optimizations",
-    "reasons",
-    "state",
-]
-
 CALLS: Counter[str] = Counter()
 """Calls in this process, by the names that the catalogue's ``proof`` entries list."""
 

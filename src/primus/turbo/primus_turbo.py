@@ -15,8 +15,6 @@ import torch
 
 from primus.turbo.optimizations import CALLS
 
-__all__ = ["SIGNATURES", "RmsNorm", "TurboAttention", "attention", "check", "convert_linears", "grouped_experts"]
-
 # Name in primus_turbo.pytorch → parameters that are given by name or position here.
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "ops.flash_attn_func": ("q", "k", "v", "softmax_scale", "causal", "window_size", "deterministic"),

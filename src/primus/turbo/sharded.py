@@ -11,8 +11,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from primus.patch import replace
 from primus.turbo.kernels import adamw_, copy_in
 
-__all__ = ["Step", "clip_by", "lay_out_gradients"]
-
 
 def lay_out_gradients() -> None:
     """Let FSDP2 lay gradients out for the reduce-scatter by one kernel per gradient, in this process."""

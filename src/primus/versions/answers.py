@@ -8,8 +8,6 @@ from urllib.parse import urljoin
 
 import requests
 
-__all__ = ["ABSENT", "LASTING", "PASSING", "PLAIN", "SafeSession", "file_length", "retry_after", "short"]
-
 # "Not here". AMD's indexes answer 403 for a package or file that they do not have, as object stores do that nobody may
 # list (ROCm/rocm-cli #194, #271).
 ABSENT = (403, 404, 410)

@@ -13,8 +13,6 @@ from urllib.parse import urlsplit, urlunsplit
 import requests
 import urllib3
 
-__all__ = ["AptAccess"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AptAccess:

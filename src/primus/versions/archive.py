@@ -23,25 +23,12 @@ from urllib.parse import urlsplit
 import requests
 
 from primus.errors import HostError, LacksPackages
+from primus.versions.answers import short
 from primus.versions.apt import AptAccess
 from primus.versions.ask import HOST_DEADLINE_S, ask
 from primus.versions.asked import asking
-from primus.versions.indexes import redact, short
+from primus.versions.indexes import redact
 from primus.versions.suites import ROLLING
-
-__all__ = [
-    "Archive",
-    "Stanza",
-    "archive_probes",
-    "ask_archive",
-    "debian_stanzas",
-    "host_stanzas",
-    "open_archive",
-    "parse_sources",
-    "reason",
-    "suite_of",
-    "titled",
-]
 
 _UBUNTU = ("noble",)
 _CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental", *_UBUNTU)

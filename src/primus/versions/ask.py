@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from primus.errors import HostError
 
-__all__ = ["DEADLINE_S", "HOST_DEADLINE_S", "ask"]
-
 # Of the 5 s that a refusal may take; on a busy machine starting Python takes a good part of the rest.
 DEADLINE_S = 4.0
 # A source that fails at once may be about to answer: a connection reset, a gateway that restarts.

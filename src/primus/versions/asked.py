@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-__all__ = ["FIRST_WORD_S", "PATIENCE", "Asked", "Patience", "asking", "bare_url", "listening", "tell"]
-
 # Of the 5 s in which a person hears of a silent source; starting Python and pip takes the rest.
 FIRST_WORD_S = 2.5
 # A host that is slow with every one of hundreds of files is named often enough.

@@ -12,8 +12,6 @@ from primus.paths import path_fault
 from primus.schema import WrongValue, described
 from primus.versions.suites import name_of, suites_of
 
-__all__ = ["Base", "Build", "Component", "Index", "Pin", "Versions", "normalised"]
-
 # PEP 440 public version with optional local part; a Debian version also fits a base package's own pin.
 _VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"
 _DEB = r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?"

@@ -14,8 +14,6 @@ from primus.versions.archive import Archive, open_archive, titled
 from primus.versions.lock import BaseRequest, LockedFile
 from primus.versions.suites import name_of, preferences, suites_of, upstream
 
-__all__ = ["check_python", "parse_records", "parse_uris", "resolve_debs"]
-
 
 def resolve_debs(
     base_name: str, base: BaseRequest, architecture: str, *, progress: Progress, status: str = ""

@@ -30,18 +30,6 @@ from primus.versions.pages import Link, NotAPage, folder, local_path, parse_page
 if TYPE_CHECKING:
     from primus.versions.lock import LockedFile
 
-__all__ = [
-    "ABSENT",
-    "Indexes",
-    "Link",
-    "local_path",
-    "parse_config",
-    "parse_page",
-    "pip_failure_hides_network",
-    "redact",
-    "short",
-]
-
 # What pip takes when nothing is configured; asked of pip itself, so that no address stands in this project.
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.01"
 

@@ -17,20 +17,6 @@ from primus.jsonfile import parse_json
 from primus.paths import path_fault
 from primus.schema import build, described
 
-__all__ = [
-    "FORMAT",
-    "BaseRequest",
-    "Commit",
-    "Drift",
-    "Lock",
-    "LockedFile",
-    "Request",
-    "drift",
-    "dumps",
-    "load",
-    "loads",
-]
-
 FORMAT = 1
 
 Kind = Literal["wheel", "sdist", "git", "deb", "layer"]

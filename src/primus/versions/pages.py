@@ -10,8 +10,6 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from urllib.request import url2pathname
 
-__all__ = ["Link", "NotAPage", "folder", "local_path", "parse_page"]
-
 # What pip takes; it skips a page of any other type, and then says that there is no such version.
 _TYPES = ("text/html", "application/vnd.pypi.simple.")
 _ARCHIVES = (".whl", ".tar.gz", ".zip", ".metadata")

@@ -17,8 +17,6 @@ from primus.versions.answers import ABSENT
 from primus.versions.asked import Asked, asking
 from primus.versions.indexes import pip_failure_hides_network, redact
 
-__all__ = ["explain", "no_such", "run_pip"]
-
 
 def run_pip(
     shim: Sequence[str], args: Sequence[str], environment: Mapping[str, str]

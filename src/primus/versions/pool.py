@@ -18,8 +18,6 @@ from primus.versions.lock import LockedFile
 if TYPE_CHECKING:
     import requests
 
-__all__ = ["Pool", "locate"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:

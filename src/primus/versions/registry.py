@@ -21,8 +21,6 @@ from primus.errors import HostError, InputError
 from primus.versions.asked import PATIENCE, Asked, Patience, asking, tell
 from primus.versions.lock import LockedFile
 
-__all__ = ["copy_image", "installed", "probe", "resolve_image", "skopeo"]
-
 _GZIP = {
     "application/vnd.oci.image.layer.v1.tar+gzip",
     "application/vnd.docker.image.rootfs.diff.tar.gzip",

@@ -21,8 +21,6 @@ from primus.versions.repository import resolve_commit
 from primus.versions.sources import Sources
 from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
-__all__ = ["Known", "Stale", "resolve", "stale"]
-
 Stale = frozenset[str]
 
 

@@ -20,8 +20,6 @@ from primus.errors import HostError, InputError
 from primus.versions.asked import PATIENCE, Patience, asking, bare_url, tell
 from primus.versions.lock import Commit, LockedFile
 
-__all__ = ["archive_commit", "named", "probe", "resolve_commit"]
-
 # 1980-01-01, the oldest time a wheel can hold.
 _MTIME = 315532800
 _WAIT_S = 4.0

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from primus.versions.indexes import Indexes
     from primus.versions.lock import BaseRequest, LockedFile, Request
 
-__all__ = ["Sources", "ask_host"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:

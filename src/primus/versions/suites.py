@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["MACHINES", "ROLLING", "name_of", "preferences", "suites_of", "upstream"]
-
 # Without pockets and never released; an archive frozen at some day keeps them past the date their index is valid to.
 ROLLING = ("sid", "experimental")
 # Debian's architectures, and the names that the kernel and wheels have for them.

@@ -32,16 +32,6 @@ from primus.versions.pages import Link
 from primus.versions.piprun import explain, no_such, run_pip
 from primus.versions.suites import MACHINES
 
-__all__ = [
-    "Found",
-    "explain",
-    "parse_report",
-    "platforms",
-    "resolve_build",
-    "resolve_sdists",
-    "resolve_wheels",
-]
-
 # glibc of the suites a base may use: a wheel built for a newer glibc does not start there.
 GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
 _LEGACY = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}

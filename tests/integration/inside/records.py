@@ -20,8 +20,6 @@ from silent_jobs import write
 
 from primus.training.job import Job
 
-__all__ = ["arguments", "record", "rows", "together"]
-
 Row = dict[str, Any]
 # Seconds after which a run counts as one that does not end.
 LIMIT = 600

@@ -5,7 +5,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primus.versions.indexes import Indexes, Link, parse_config, parse_page, redact
+from primus.versions.indexes import Indexes, parse_config, redact
+from primus.versions.pages import Link, parse_page
 
 SHA = "cd" * 32
 

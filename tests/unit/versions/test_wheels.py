@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from primus.errors import HostError, InputError
 from primus.versions.components import normalised
-from primus.versions.wheels import explain, parse_report, platforms
+from primus.versions.piprun import explain
+from primus.versions.wheels import parse_report, platforms
 
 SHA = "ab" * 32
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from primus.oci.tar import Watch
     from primus.plan.action import Action
 
-__all__ = ["Kind", "Made", "Wheel", "load"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Made:

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from primus.build.execute import Workshop
     from primus.plan.action import Action
 
-__all__ = ["KernelFiles", "is_for", "make", "prepare", "unlisted"]
-
 _NARROW = "narrow the base's pattern under `kernels`"
 _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from primus.build.execute import Workshop
     from primus.plan.action import Action
 
-__all__ = ["make", "prepare"]
-
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
     """The sandbox that runs the compiler."""

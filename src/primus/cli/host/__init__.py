@@ -1,7 +1,5 @@
 """Verbs that run on the host: from pins to a published image."""
 
-__all__ = ["VERBS"]
-
 # verb → (module, one line), as in primus.cli.main.
 VERBS = {
     "plan": ("host.plan", "show what a build would do, layer by layer"),

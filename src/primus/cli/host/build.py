@@ -24,8 +24,6 @@ from primus.plan.target import Target
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen, Styled, bytes_text, counted
 
-__all__ = ["build_plans", "run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Build what is missing; print a table and the digests."""

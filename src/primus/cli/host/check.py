@@ -13,8 +13,6 @@ from primus.plan.layers import plan_image
 from primus.release.gate_record import gate_record, write_gate_record
 from primus.terminal import Screen
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Check the images and print one line per gate with its findings. Returns 0, or 1 if a gate failed."""

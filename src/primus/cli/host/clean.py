@@ -10,8 +10,6 @@ from primus.cli.host.common import open_project
 from primus.errors import InputError, did_you_mean
 from primus.terminal import Screen, bytes_text
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Remove what nothing needs, and print what was removed. Raises HostError while the store is in use."""

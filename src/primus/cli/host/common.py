@@ -10,8 +10,6 @@ from primus.plan.project import Project
 from primus.plan.resolve import ResolvedTarget, resolve, resolve_all
 from primus.plan.workspace import Workspace
 
-__all__ = ["open_project", "resolved_target", "resolved_targets", "targets_of"]
-
 
 def open_project(args: argparse.Namespace) -> Project:
     """Open the project that the options name, and hold its store while this command runs."""

@@ -13,8 +13,6 @@ from primus.release.compare import diff, one_of
 from primus.release.history import load_history
 from primus.terminal import Screen
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Print the differences."""

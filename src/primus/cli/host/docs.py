@@ -10,8 +10,6 @@ from primus.errors import InputError
 from primus.release import docs
 from primus.release.vendor import VENDORED, refresh
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Write or check the generated files. Returns 0, or 1 if --check found one out of date."""

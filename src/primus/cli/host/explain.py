@@ -11,8 +11,6 @@ from primus.plan.explain import changes, explain_text
 from primus.plan.locking import plan_images
 from primus.terminal import Screen
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Compare the plan with the last build. Returns 1 if something would be built."""

@@ -10,8 +10,6 @@ from primus.oci.store import Store
 from primus.plan.project import Project
 from primus.sandbox.container import RootFs
 
-__all__ = ["image_root"]
-
 
 def image_root(args: argparse.Namespace) -> RootFs:
     """Return the root file system of the image of ``args.target``. The store must contain the image.

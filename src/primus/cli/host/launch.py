@@ -31,8 +31,6 @@ from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
 from primus.terminal import Screen
 
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
 _ACTIONS = ("apply", "status", "logs", "delete", "nodes")
 EXAMPLE = "primus launch slurm llama3.1-70b --nodes 8 --gpu mi300x --image rocm/primus:v26.11-mi300x --dry-run"
 

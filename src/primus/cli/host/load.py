@@ -12,8 +12,6 @@ from primus.errors import InputError
 from primus.oci.canonical import digest_of
 from primus.sandbox.load import load
 
-__all__ = ["run"]
-
 _TAG = re.compile(r"^[a-z0-9]+(?:[._/:-]+[a-z0-9]+)*:[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")
 
 

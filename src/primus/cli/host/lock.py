@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from primus.progress import Progress
     from primus.versions.relock import Known
 
-__all__ = ["Change", "compare", "run"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Change:

@@ -19,8 +19,6 @@ from primus.plan.resolve import ResolvedTarget
 from primus.versions.asked import Asked, listening
 from primus.versions.components import Pin, normalised
 
-__all__ = ["Report", "pin_of"]
-
 FORMAT = 1
 
 

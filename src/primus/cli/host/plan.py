@@ -16,8 +16,6 @@ from primus.plan.outline import outline, outline_text
 from primus.plan.sharing import sharing_json, sharing_of, sharing_text
 from primus.terminal import Screen
 
-__all__ = ["print_plans", "run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; nothing is fetched or built."""

@@ -14,8 +14,6 @@ from primus.errors import InputError
 from primus.plan.layers import plan_image
 from primus.release.publish import Ready, prepare, publish
 
-__all__ = ["run"]
-
 _PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
 _NAME = re.compile(rf"^(?:localhost|[A-Za-z0-9.-]+\.[A-Za-z0-9-]+|[A-Za-z0-9.-]+(?=:))(?::[0-9]+)?(?:/{_PART})+$")
 

@@ -17,8 +17,6 @@ from primus.release.inputs import load_inputs, stack_of
 from primus.release.present import IMAGE, present, present_names
 from primus.terminal import Screen
 
-__all__ = ["choices", "open_pins", "run"]
-
 
 def open_pins(args: argparse.Namespace) -> Project | None:
     """Open the project of --project or of this folder; None if there is none. The history does not need one."""

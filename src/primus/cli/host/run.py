@@ -14,8 +14,6 @@ from primus.sandbox.container import GIB, Command, Limits, Mount
 from primus.sandbox.devices import gpus, listed
 from primus.sandbox.engines import choose
 
-__all__ = ["run"]
-
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 

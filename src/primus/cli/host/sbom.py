@@ -12,8 +12,6 @@ from primus.plan.layers import plan_image
 from primus.release.publish import bill, checkout
 from primus.release.sbom import listing
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Print the list of files, or the SPDX document."""

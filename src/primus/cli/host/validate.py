@@ -26,8 +26,6 @@ from primus.release.validation import outcome_text, table, validate
 from primus.terminal import Screen, counted
 from primus.training import suite
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Build the image, train, check and record. Returns 0, or 1 if a job or a check failed."""

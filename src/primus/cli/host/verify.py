@@ -21,8 +21,6 @@ from primus.plan.locking import plan_images
 from primus.plan.workspace import Workspace
 from primus.terminal import Screen
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Build again into an empty store, compare the digests and run the gates. Returns 0, or 1 on a difference."""

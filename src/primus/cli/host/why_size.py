@@ -12,8 +12,6 @@ from primus.gates.size import size_text, size_tree
 from primus.plan.layers import plan_image
 from primus.terminal import Screen
 
-__all__ = ["run"]
-
 
 def run(args: argparse.Namespace) -> int:
     """Print the tree of layers and folders by size."""

@@ -13,18 +13,6 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 
-__all__ = [
-    "add_choices",
-    "add_named",
-    "add_recipe",
-    "complete_recipe",
-    "offered",
-    "resolved",
-    "seconds",
-    "short_origin",
-]
-
-
 # A duration on the command line, in whole seconds.
 seconds = whole(least=0)
 

@@ -30,8 +30,6 @@ from primus.report import sheets
 from primus.report.run import read
 from primus.tuning import store
 
-__all__ = ["EXAMPLE", "add_arguments", "requested", "run"]
-
 EXAMPLE = "primus compat pytorch_benchmark_report.sh -t pretrain -m Llama-3.1-8B -p FP8 -s 8192 --dry-run"
 
 # Variables that torchrun sets. One rank of torchrun starts primus, which then starts its own ranks without them.

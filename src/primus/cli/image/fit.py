@@ -21,8 +21,6 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.size import readable, size
 from primus.terminal import Screen
 
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
 EXAMPLE = "primus fit llama3.1-70b --gpu mi325x --precision fp8"
 _GIB = 2**30
 _WHAT = {

@@ -21,8 +21,6 @@ from primus.recipes.setting import Asked
 from primus.training.job import Job
 from primus.training.ranks import files
 
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
 EXAMPLE = "primus import-exp my-experiment.yaml --out my-recipe.yaml"
 
 

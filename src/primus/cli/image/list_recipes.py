@@ -18,8 +18,6 @@ from primus.recipes.load import folder, names, no_recipes
 from primus.recipes.size import readable
 from primus.terminal import Screen
 
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
 EXAMPLE = "primus list llama --gpu mi355x --precision fp8"
 _CHOICES = ("backend", "mode", "precision", "gpu")
 

@@ -19,8 +19,6 @@ from primus.system.finding import Finding, Host, name_here
 from primus.system.preflight import disk_speed, preflight
 from primus.terminal import Screen, counted
 
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
 EXAMPLE = "primus preflight --quick"
 
 

@@ -17,8 +17,6 @@ from primus.report import compare, sheets
 from primus.report.run import Run, read_all
 from primus.terminal import Screen, Styled
 
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
 EXAMPLE = "primus report runs/before runs/after --out report"
 
 

@@ -18,8 +18,6 @@ from primus.recipes.size import readable, size
 from primus.terminal import Screen, Styled
 from primus.turbo.optimizations import reasons as optimization_reasons
 
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
 EXAMPLE = "primus show llama3.1-8b --gpu mi355x --precision fp8"
 _WIDTH = 110
 

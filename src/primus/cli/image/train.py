@@ -29,8 +29,6 @@ from primus.training.checks import Verdict
 from primus.training.job import Job, step_of
 from primus.training.metrics import Summary
 
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
 EXAMPLE = "primus train llama3-proxy --steps 30 optimizer.lr=0.005"
 
 

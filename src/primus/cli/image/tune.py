@@ -33,8 +33,6 @@ from primus.recipes.recipe import Recipe
 from primus.tuning import bench, store, tunableop
 from primus.tuning.shapes import read_shapes
 
-__all__ = ["EXAMPLE", "add_arguments", "key_here", "run", "tune"]
-
 EXAMPLE = "primus tune gemm llama2-7b --stage tune"
 _STAGES = ("dump", "tune", "use")
 _OF_GEMM = ("stage", "engine", "dump_steps", "bench", "workers", "hipblaslt", "against", "tolerance")

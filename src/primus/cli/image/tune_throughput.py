@@ -28,8 +28,6 @@ from primus.tuning.throughput import Point, candidates, different, gain, overlay
 from primus.tuning.trial import Result, Trials, ending
 from primus.turbo.optimizations import missing_packages
 
-__all__ = ["OPTIONS", "add_arguments", "tune"]
-
 OPTIONS = ("output", "dry_run", "pairs", "limit", "warmup")
 _GIB = 2**30
 

@@ -28,8 +28,6 @@ from primus.gpus.table import generation, load_table
 from primus.terminal import Screen, counted
 from primus.turbo.optimizations import Optimization, optimizations, state
 
-__all__ = ["EXAMPLE", "add_arguments", "run"]
-
 EXAMPLE = "primus turbo check --gpu mi300x --pretend"
 
 _BAKED = "/opt/primus/triton"

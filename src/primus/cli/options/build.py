@@ -10,8 +10,6 @@ import argparse
 
 from primus.cli.options.common import add_planning_options
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus build cpu"
 
 

@@ -6,8 +6,6 @@ import argparse
 
 from primus.cli.arguments import folder, path
 
-__all__ = ["add_build_options", "add_planning_options", "add_project_options", "add_target", "add_targets"]
-
 
 def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
     """Declare --project, --store, --channel and --json. ``json=False`` is for verbs that print a command's output."""

@@ -9,8 +9,6 @@ import argparse
 
 from primus.cli.options.releases import add_format_options, complete_release
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus diff v25.10 v26.8"
 
 

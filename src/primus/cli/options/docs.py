@@ -7,8 +7,6 @@ from pathlib import Path
 
 from primus.cli.arguments import path
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus docs --check"
 
 

@@ -9,8 +9,6 @@ import argparse
 
 from primus.cli.options.common import add_planning_options
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus explain cpu"
 
 

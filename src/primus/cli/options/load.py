@@ -9,8 +9,6 @@ import argparse
 
 from primus.cli.options.common import add_project_options, add_target
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus load cpu --tag rocm/primus:v26.11-cpu"
 
 

@@ -11,8 +11,6 @@ import argparse
 
 from primus.cli.options.common import add_planning_options
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus plan cpu"
 
 

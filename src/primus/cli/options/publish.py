@@ -11,8 +11,6 @@ import argparse
 from primus.cli.arguments import folder
 from primus.cli.options.common import add_project_options, add_targets
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus publish cpu --to registry.example.com/rocm/primus --dry-run"
 
 

@@ -10,8 +10,6 @@ import argparse
 
 from primus.cli.arguments import path
 
-__all__ = ["EXAMPLE", "add_arguments", "add_format_options", "complete_release"]
-
 EXAMPLE = "primus releases v26.4"
 
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from primus.cli.options.common import add_project_options, add_target
 from primus.errors import InputError
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus run cpu -v $PWD/runs:/workspace/runs --memory 8g -- primus train llama3-proxy --steps 10"
 
 

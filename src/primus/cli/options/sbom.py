@@ -9,8 +9,6 @@ import argparse
 
 from primus.cli.options.common import add_project_options, add_target
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus sbom cpu --json > cpu.spdx.json"
 
 

@@ -13,8 +13,6 @@ from primus.cli.arguments import folder
 from primus.cli.options.common import add_build_options, add_project_options, add_target
 from primus.training.levels import LEVELS
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus validate cpu --suite quick"
 
 

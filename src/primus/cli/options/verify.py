@@ -10,8 +10,6 @@ import argparse
 
 from primus.cli.options.common import add_project_options, add_targets
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus verify cpu"
 
 

@@ -7,8 +7,6 @@ import argparse
 from primus.cli.arguments import whole
 from primus.cli.options.common import add_project_options, add_target
 
-__all__ = ["EXAMPLE", "add_arguments"]
-
 EXAMPLE = "primus why-size cpu --depth 4"
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from primus.gates.examined import Examined
     from primus.gates.finding import GateReport
 
-__all__ = ["Gate", "gates", "rules"]
-
 
 class Gate(Protocol):
     """What the module of a gate offers."""

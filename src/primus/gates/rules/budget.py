@@ -10,8 +10,6 @@ from primus.terminal import bytes_text
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-__all__ = ["judge"]
-
 _GATE = "budget"
 
 

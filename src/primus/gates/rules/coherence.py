@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
     from primus.versions.lock import Lock, LockedFile
 
-__all__ = ["Package", "RocmVersion", "check_pins", "coherence", "judge", "pinned_packages", "rocm_version"]
-
 _GATE = "coherence"
 _SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
 # Packages that ROCm's own version numbers; rocm-bootstrap and the bindings have numbers of their own.

@@ -18,8 +18,6 @@ from primus.oci.left_out import NOTHING, LeftOut
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-__all__ = ["GpuLibrary", "coverage", "gpu_libraries", "judge"]
-
 _GATE = "coverage"
 # A folder of these is one library: each file is for one architecture, or for all.
 _PARTS = ("code object", "bundle", "kernel file", "Triton cache")

@@ -17,8 +17,6 @@ from primus.gates.traces import Rule, Trace, secrets_in
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-__all__ = ["judge", "litter"]
-
 _GATE = "litter"
 _FIXED: dict[Rule, Severity] = {"insecure apt": "error", "credentials": "error", "cache": "error"}
 

@@ -17,8 +17,6 @@ from primus.terminal import bytes_text
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-__all__ = ["judge", "loadable", "toolkit_of"]
-
 _GATE = "loadable"
 # Toolkit → the library every image with it has, and how a path names one of its versions: cu12, cuda-12.4, _cuda118.
 _VERSION = r"[-_]?)(\d{2,3})(?:\.\d+)*(?![\d.]*\d)"

@@ -15,8 +15,6 @@ from primus.gates.libraries import Library, owner_of
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-__all__ = ["judge", "shared_names"]
-
 _GATE = "overlap"
 
 

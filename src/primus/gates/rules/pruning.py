@@ -14,8 +14,6 @@ from primus.terminal import bytes_text
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-__all__ = ["judge", "pruning"]
-
 _GATE = "pruning"
 _FORMS = ("code object", "bundle", "kernel pack")
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from primus.gates.examined import Examined
     from primus.gates.stated import Stated
 
-__all__ = ["judge", "unmet"]
-
 _GATE = "requirements"
 
 

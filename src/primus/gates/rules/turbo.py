@@ -19,8 +19,6 @@ from primus.sandbox.engines import choose
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-__all__ = ["ask_image", "judge", "turbo"]
-
 _GATE = "turbo"
 _COMMAND = ("primus", "turbo", "check", "--pretend", "--json")
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from primus.gates.examined import Examined
     from primus.plan.resolve import ResolvedTarget
 
-__all__ = ["judge", "versions_inside"]
-
 _GATE = "versions"
 _PLURALS = {"wheel": "wheels", "deb": "debs", "header": "headers", "library": "libraries"}
 

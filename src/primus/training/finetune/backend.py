@@ -6,8 +6,6 @@ from primus.recipes.recipe import Recipe
 from primus.training.backend import Rules
 from primus.training.finetune import hub
 
-__all__ = ["RULES"]
-
 
 class _Finetune(Rules):
     def check_weights(self, recipe: Recipe) -> None:

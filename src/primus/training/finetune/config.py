@@ -7,8 +7,6 @@ from typing import Literal
 
 from primus.recipes.bounds import bounded
 
-__all__ = ["FinetuneConfig", "LoraConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:

@@ -19,8 +19,6 @@ from primus.training.loop.given import Given
 from primus.training.loop.process import Process
 from primus.training.loop.sharded import Sharded, shard
 
-__all__ = ["main"]
-
 
 def main(given: Given, here: Process) -> None:
     """Train in mode ``full`` or ``lora``."""

@@ -16,8 +16,6 @@ from primus.errors import InputError
 from primus.recipes.architecture import Architecture
 from primus.training import tensors
 
-__all__ = ["TYPES", "check", "copy_tokenizer", "differences"]
-
 # transformers' model types, by the recipe's families.
 TYPES = {"llama2": "llama", "llama3": "llama", "mistral": "mistral", "mixtral": "mixtral", "qwen2": "qwen2"}
 # The defaults of transformers for keys that a config.json omits.

@@ -18,8 +18,6 @@ from primus.training.loop import weights
 from primus.training.loop.data import marks_of
 from primus.training.loop.language import LanguageModel
 
-__all__ = ["FineTuned", "adapted", "causal_model", "config_of", "init", "ready_to_generate"]
-
 _OUTER = ("lm_head.weight", "model.embed_tokens.weight")
 # The parts that PEFT adds to the names of weights.
 _ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")

@@ -6,8 +6,6 @@ from primus.recipes.recipe import Recipe
 from primus.training.backend import Rules
 from primus.training.flux import cache
 
-__all__ = ["RULES"]
-
 
 class _Flux(Rules):
     def check_data(self, recipe: Recipe) -> None:

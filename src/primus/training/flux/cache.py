@@ -13,8 +13,6 @@ from primus.errors import InputError
 from primus.recipes.architecture import Architecture, DiffusionTransformer
 from primus.training import tensors
 
-__all__ = ["KEYS", "check", "check_weights"]
-
 KEYS = ("latents", "text", "pooled")
 _EXPECTED = "expected a folder of safetensors files with the tensors latents, text and pooled"
 # One latent of the VAE is 8 × 8 pixels; one token of the transformer is 2 × 2 latents.

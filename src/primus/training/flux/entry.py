@@ -19,8 +19,6 @@ from primus.training.loop.process import Process
 from primus.training.loop.session import Batch
 from primus.training.loop.sharded import Sharded, shard
 
-__all__ = ["draw", "flow_matching", "main", "rotary_axes", "transformer"]
-
 
 def main(given: Given, here: Process) -> None:
     """Train the transformer."""

@@ -15,8 +15,6 @@ from primus.training.loop.data import generator_of, shuffled
 from primus.training.loop.given import Given
 from primus.training.loop.session import Batch, Data
 
-__all__ = ["Images", "cached", "image_tokens", "images", "packed"]
-
 # One latent of the VAE is 8 × 8 pixels, and one token of the transformer is 2 × 2 latents.
 _PIXELS_PER_TOKEN = 16
 _MOCK_PROMPTS = 16

@@ -2,6 +2,4 @@
 
 from primus.training.backend import Rules
 
-__all__ = ["RULES"]
-
 RULES = Rules()

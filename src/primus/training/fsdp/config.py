@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from primus.recipes.bounds import bounded
 
-__all__ = ["FsdpConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpConfig:

@@ -14,8 +14,6 @@ from primus.recipes.architecture import Architecture, RopeScaling
 from primus.training.loop.faster import optimized
 from primus.training.loop.language import LanguageModel
 
-__all__ = ["FAMILIES", "Llama"]
-
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2")
 
 

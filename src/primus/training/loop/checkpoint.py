@@ -16,8 +16,6 @@ from primus.training import identity
 from primus.training.failure import text_of
 from primus.training.loop.session import Session
 
-__all__ = ["load", "prove", "save"]
-
 
 def save(output: Path, step: int, session: Session, known: Mapping[str, Any]) -> Path:
     """Save the model, optimizer and random states after ``step``, with the run's identity. Returns the folder.

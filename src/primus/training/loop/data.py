@@ -18,8 +18,6 @@ from primus.training.loop.given import Given
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch, Data
 
-__all__ = ["Packed", "marks_of", "mock", "shuffled", "text", "tokens_of"]
-
 # The number of distinct mock tokens, for any vocabulary: few enough for a short run to learn.
 _MOCK_SYMBOLS = 256
 _MOCK_STEPS = (1, 3, 7, 19)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-__all__ = ["optimized"]
-
 
 def optimized() -> SimpleNamespace:
     """Return the modules ``attention``, ``loss`` and ``sharded`` of :mod:`primus.turbo`."""

@@ -12,8 +12,6 @@ from primus.recipes.architecture import Architecture, built, rebuilt
 from primus.recipes.setting import Value
 from primus.training.loop.config import LoopConfig
 
-__all__ = ["Given", "read"]
-
 Section = TypeVar("Section")
 
 

@@ -10,8 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from primus.training.loop.faster import optimized
 from primus.training.loop.session import Batch
 
-__all__ = ["LanguageModel", "loss"]
-
 
 class LanguageModel(nn.Module):
     """A transformer and its output layer.

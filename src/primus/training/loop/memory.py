@@ -17,8 +17,6 @@ from primus.recipes.memory import (
 from primus.recipes.recipe import Recipe
 from primus.recipes.size import size
 
-__all__ = ["least", "predict"]
-
 # Elements per token and hidden unit that one layer of FLUX keeps for its backward pass (fitted).
 _FLUX_LAYER = 20
 

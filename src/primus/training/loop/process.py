@@ -19,8 +19,6 @@ from primus.training.failure import noting
 from primus.training.loop.given import Given, read
 from primus.training.tcpstore import choose_store
 
-__all__ = ["Process", "leave", "main", "peak_memory", "start"]
-
 # While one rank builds and shards a large model, or loads its weights, the other ranks wait.
 _PATIENCE = timedelta(minutes=30)
 

@@ -12,8 +12,6 @@ from primus.training.loop.process import Process, peak_memory
 from primus.training.loop.session import Data
 from primus.training.loop.trackers import trackers
 
-__all__ = ["Report"]
-
 
 class Report:
     """Writes the lines that :mod:`primus.training.logs` reads. A step's time is that since the last call.

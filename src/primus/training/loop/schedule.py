@@ -6,8 +6,6 @@ import math
 
 from primus.training.loop.config import LoopConfig
 
-__all__ = ["learning_rate"]
-
 
 def learning_rate(config: LoopConfig, step: int) -> float:
     """Return the rate for ``step`` (the first is 1): linear warm-up, then the schedule, which ends at ``min_lr``."""

@@ -9,8 +9,6 @@ import torch
 
 from primus.training.witness import Taken, whole_parameters
 
-__all__ = ["Batch", "Data", "Session"]
-
 # One micro-batch: tensors whose first dimension is the sample. For language models: ``input_ids`` and ``labels``, both
 # int64 [samples, seq_len]. Labels are already shifted; −100 is ignored.
 Batch = Mapping[str, torch.Tensor]

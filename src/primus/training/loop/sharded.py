@@ -22,8 +22,6 @@ from primus.training.loop.given import Given
 from primus.training.loop.process import Process
 from primus.training.loop.session import Batch, Session
 
-__all__ = ["Loss", "Sharded", "shard"]
-
 # A function of the sharded model and a micro-batch on its device, which returns the sum of the losses.
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 

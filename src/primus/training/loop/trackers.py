@@ -9,8 +9,6 @@ from typing import Any, Protocol
 
 from primus.training.loop.given import Given
 
-__all__ = ["Tracker", "trackers"]
-
 
 class Tracker(Protocol):
     """A writer of the figures of each step."""

@@ -19,8 +19,6 @@ from primus.training.straggler import Pace
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
 
-__all__ = ["run"]
-
 # Python's automatic garbage collection runs at different times on each rank, and makes all other ranks wait.
 _COLLECT_EVERY = 50
 

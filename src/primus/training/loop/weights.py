@@ -19,8 +19,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from primus.patch import replace
 
-__all__ = ["Files", "Rows", "constant", "draw_all", "draw_one", "empty", "fill", "materialize", "normal"]
-
 _STD = 0.02
 _ALL = 2**62
 

@@ -10,8 +10,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 
 from primus.turbo.primus_turbo import attention
 
-__all__ = ["TorchAttention", "TurboAttention", "TurboAttentionFp8"]
-
 
 class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
     """Causal core attention through ``scaled_dot_product_attention``; takes the arguments of Megatron's own.

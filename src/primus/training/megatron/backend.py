@@ -9,8 +9,6 @@ from primus.recipes.recipe import Recipe
 from primus.training.backend import Rules
 from primus.training.megatron import render
 
-__all__ = ["RULES"]
-
 
 class _Megatron(Rules):
     memory = "primus.training.megatron.memory"

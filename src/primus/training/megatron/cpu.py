@@ -15,8 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from primus.patch import replace
 
-__all__ = ["apply", "apply_after_import"]
-
 
 def apply() -> None:
     """Make the CPU stand for the GPU that Megatron names everywhere, on this thread."""

@@ -14,8 +14,6 @@ from primus.training.failure import noting
 if TYPE_CHECKING:
     from primus.training.loop.given import Given
 
-__all__ = ["main"]
-
 
 def main(folder: str) -> None:
     """Train the job of the output folder ``folder``. Raises what Megatron raises."""

@@ -6,8 +6,6 @@ from primus.recipes.memory import BFLOAT16, FLOAT32, RECOMPUTED, Memory, layer_e
 from primus.recipes.recipe import Recipe
 from primus.recipes.size import size
 
-__all__ = ["least", "predict"]
-
 # Megatron has fused kernels for some of the norms, RoPE and SiLU, so eager layers keep less than elsewhere (fitted).
 _EAGER = 1.08
 # Bytes per logit: in BF16 and float32, with the gradient in float32.

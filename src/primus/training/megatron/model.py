@@ -28,8 +28,6 @@ from primus.turbo import primus_turbo
 if TYPE_CHECKING:
     from primus.training.megatron.sharded import ShardedParallel
 
-__all__ = ["build", "configure", "layers_of"]
-
 _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 

@@ -10,8 +10,6 @@ from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
 from primus.training.loop.config import LoopConfig
 
-__all__ = ["ddp", "faults", "gpt", "optimizer", "own", "section", "transformer"]
-
 
 def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The keys of a job's configuration below ``name``."""

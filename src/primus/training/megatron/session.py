@@ -24,8 +24,6 @@ from primus.training.megatron.model import build, layers_of
 from primus.training.megatron.updates import Updates
 from primus.training.witness import Taken
 
-__all__ = ["MegatronSession"]
-
 
 class MegatronSession:
     """One rank's part of a GPT model, trained by Megatron's schedules and optimizer."""

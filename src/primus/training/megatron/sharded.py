@@ -10,8 +10,6 @@ from megatron.core.distributed import DistributedDataParallelConfig, torch_fully
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-__all__ = ["ShardedParallel"]
-
 
 class ShardedParallel(torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel):  # type: ignore[misc,unused-ignore]
     """Megatron's wrapper of FSDP2, with gradients that are sums over tokens as those of its own buffers are."""

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-__all__ = ["Updates"]
-
 
 class Updates:
     """Looks up parameters in ``optimizers``, Megatron's. Its methods are called on all ranks, in the same order."""

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-__all__ = ["defer", "initialize", "whole"]
-
 Method = Callable[..., Any]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from primus.patch import replace
 
-__all__ = ["apply"]
-
 
 def apply() -> None:
     """Mend the two modules that take it for installed. Each patch states what breaks without it."""

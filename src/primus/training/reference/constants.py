@@ -19,8 +19,6 @@ from primus.training.reference.diffusion import Diffusion
 from primus.training.reference.model import Constants, Model, bfloat
 from primus.training.reference.names import kind_of
 
-__all__ = ["Fit", "trials"]
-
 Gradients = Mapping[str, torch.Tensor]
 AnyModel = Model | Diffusion
 

@@ -13,8 +13,6 @@ import torch
 from primus.recipes.recipe import MOCK
 from primus.training.mock import texts
 
-__all__ = ["Samples", "samples"]
-
 _MOCK_TEXTS = 2000
 
 

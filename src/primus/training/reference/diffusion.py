@@ -15,8 +15,6 @@ import torch
 from primus.recipes.architecture import Architecture
 from primus.training.reference.model import Constants, Rounding, Weights, exact, log_sum_exp
 
-__all__ = ["Diffusion", "shapes"]
-
 _EPS = 1e-6
 # Elements of the sinusoids that stand for a time, and the longest of their periods in radians.
 _WAVES = 256

@@ -11,8 +11,6 @@ import torch
 
 from primus.recipes.architecture import Architecture
 
-__all__ = ["constant", "strange"]
-
 # The mean and the standard deviation of random numbers stay within so many standard errors of theirs.
 _ERRORS = 6.0
 # Standard deviation of N(0, 1) without what lies beyond ±3.

@@ -15,19 +15,6 @@ import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling
 
-__all__ = [
-    "Constants",
-    "Dialect",
-    "Model",
-    "Rounding",
-    "Weights",
-    "adapter_shapes",
-    "bfloat",
-    "exact",
-    "log_sum_exp",
-    "shapes",
-]
-
 Weights = Mapping[str, torch.Tensor]
 Rounding = Callable[[torch.Tensor], torch.Tensor]
 

@@ -13,8 +13,6 @@ import torch
 
 from primus.recipes.architecture import Architecture
 
-__all__ = ["UnknownWeight", "kind_of", "to_canonical"]
-
 Tensors = dict[str, torch.Tensor]
 
 

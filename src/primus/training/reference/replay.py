@@ -21,8 +21,6 @@ from primus.training.reference import constants, data, diffusion, first, saved, 
 from primus.training.reference.model import Dialect, Model, adapter_shapes, bfloat, exact, shapes
 from primus.training.reference.names import UnknownWeight, kind_of, to_canonical
 
-__all__ = ["replay"]
-
 Tensors = dict[str, torch.Tensor]
 _BIAS = ".e_score_correction_bias"
 # Weights and their updates have this many bits: what is smaller than their rounding says nothing.

@@ -13,8 +13,6 @@ import torch
 from primus.recipes.architecture import Architecture
 from primus.training.reference.names import to_canonical
 
-__all__ = ["differences"]
-
 # Hugging Face's configuration key → the size of the recipe that it must equal.
 _SIZES = {
     "hidden_size": "hidden_size", "num_hidden_layers": "layers", "num_attention_heads": "heads",

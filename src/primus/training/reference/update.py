@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["AdamW", "Settings", "clipped", "norm_of", "rate", "settings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:

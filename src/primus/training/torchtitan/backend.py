@@ -15,8 +15,6 @@ from primus.training.torchtitan import render
 if TYPE_CHECKING:
     from primus.training.job import Job
 
-__all__ = ["RULES"]
-
 _FILE = "torchtitan.toml"
 
 

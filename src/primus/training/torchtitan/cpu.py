@@ -13,8 +13,6 @@ from typing import Any
 
 from primus.patch import replace
 
-__all__ = ["apply"]
-
 
 def apply(threads: int) -> None:
     """Make the CPU torchtitan's device, on this process only.

@@ -23,8 +23,6 @@ from primus.training.tcpstore import choose_store
 from primus.training.torchtitan import cpu
 from primus.training.torchtitan.render import model_arguments, model_name
 
-__all__ = ["main"]
-
 # The names under which torchtitan finds the recipe's model and corpus.
 FLAVOR = "recipe"
 DATASET = "recipe_corpus"

@@ -20,8 +20,6 @@ from primus.recipes.memory import (
 from primus.recipes.recipe import Recipe
 from primus.recipes.size import size
 
-__all__ = ["least", "predict"]
-
 # Bytes per logit if the loss is compiled: the logits in BF16 alone.
 _COMPILED_LOSS = 2
 

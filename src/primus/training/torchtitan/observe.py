@@ -14,8 +14,6 @@ from primus.training.straggler import Pace
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
 
-__all__ = ["observed_trainer"]
-
 
 def observed_trainer(
     facts_file: Path, known: Mapping[str, Any], faster: Sequence[str] = (), *, judged: bool = False

@@ -13,8 +13,6 @@ from primus.recipes.setting import Value
 if TYPE_CHECKING:
     from primus.training.job import Job
 
-__all__ = ["model_arguments", "model_name", "toml"]
-
 # Families whose every part the model of torchtitan 0.2.2 computes. Its qwen3 has no bias on query, key and value, so
 # Qwen 2.5 is not among them; nothing there has a sliding window.
 _MODELS = {

@@ -21,8 +21,6 @@ from primus.turbo.loss import LossHead
 from primus.turbo.optimizations import CALLS
 from primus.turbo.sharded import Step, clip_by, lay_out_gradients
 
-__all__ = ["changed_spec", "changed_trainer", "patch"]
-
 
 def patch(names: Sequence[str]) -> None:
     """Change what libraries do in this process. Called before torchtitan makes its process group."""

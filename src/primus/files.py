@@ -48,6 +48,14 @@ def _regular(status: os.stat_result, shown: str) -> None:
         raise InputError("this is not a regular file", where=shown)
 
 
+def text_if_readable(path: Path) -> str:
+    """Return the text of the file, or "" if it cannot be read. Bytes that are not UTF-8 are replaced."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def read_bytes(path: Path | str, shown: str | None = None) -> bytes:
     """The whole file. InputError for what is no regular file or larger than files of text are, OSError as any read."""
     with open_regular(path, shown) as stream:

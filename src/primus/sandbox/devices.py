@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from primus.errors import HostError, InputError
+from primus.files import text_if_readable
 from primus.gpus.detect import detect
 from primus.sandbox import cdi
 from primus.sandbox.container import DeviceNode, Devices, Mount
@@ -101,7 +102,9 @@ def _amd(root: Path, count: int | None) -> Devices:
     """/dev/kfd, which all share, and each GPU's nodes in /dev/dri."""
     cards = []
     for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(6)):
-        properties = dict(line.split(maxsplit=1) for line in _text(node / "properties").splitlines() if " " in line)
+        properties = dict(
+            line.split(maxsplit=1) for line in text_if_readable(node / "properties").splitlines() if " " in line
+        )
         if int(properties.get("simd_count", "0")) > 0:
             render = f"renderD{properties.get('drm_render_minor', '')}"
             beside = (root / "sys/class/drm" / render / "device/drm").glob("card*")
@@ -165,10 +168,3 @@ def _is_device(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

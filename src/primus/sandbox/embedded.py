@@ -139,29 +139,34 @@ def _job(root: RootFs, command: Command, terminal: tuple[int, int] | None, own: 
 
 
 def _start(job: dict[str, Any], stdin: Stream, stdout: Stream, stderr: Stream) -> int:
-    job_fd = channel.pack(job)
-    report_read, report_write = os.pipe()
-    argv, env = userns.helper("primus.sandbox.inside", str(job_fd), str(report_write), str(os.getpid()))
     saved = relay.saved(0) if job["tty"] else None
+    streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
     try:
-        with userns.child(
-            argv,
-            pass_fds=(job_fd, report_write),
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=env,
-            cwd="/",
-            keep_groups=job["keep_groups"],
-        ) as process:
-            os.close(report_write)
-            report_write = -1
-            with _forwarding(process):
-                code = process.wait()
-        channel.raise_reported(report_read)
+        code = _helper("inside", job, _forwarding, keep_groups=job["keep_groups"], **streams)
         return 128 - code if code < 0 else code
     finally:
         relay.restore(0, saved)
+
+
+def _helper(
+    name: str,
+    job: dict[str, Any],
+    during: Callable[[subprocess.Popen[bytes]], contextlib.AbstractContextManager[Any]],
+    **options: Any,
+) -> int:
+    """Give ``job`` to a helper module in a process of its own; its exit code. Raises the error that it reports."""
+    job_fd = channel.pack(job)
+    report_read, report_write = os.pipe()
+    argv, env = userns.helper(f"primus.sandbox.{name}", str(job_fd), str(report_write), str(os.getpid()))
+    try:
+        with userns.child(argv, pass_fds=(job_fd, report_write), env=env, cwd="/", **options) as process:
+            os.close(report_write)
+            report_write = -1
+            with during(process):
+                code = process.wait()
+        channel.raise_reported(report_read)
+        return code
+    finally:
         for number in (job_fd, report_read, report_write):
             if number >= 0:
                 os.close(number)
@@ -186,25 +191,7 @@ def _unpack(root: RootFs, cache: Path, layers: Mapping[str, LayerRef]) -> None:
         {"layer": dataclasses.asdict(layer), "blob": str(root.blob(layer.digest).absolute())}
         for layer in layers.values()
     ]
-    job_fd = channel.pack({"cache": str(cache.absolute()), "layers": jobs, "user_namespace": userns.needed()})
-    report_read, report_write = os.pipe()
-    argv, env = userns.helper("primus.sandbox.unpack_helper", str(job_fd), str(report_write), str(os.getpid()))
-    try:
-        # A process of its own: Ctrl-C ends it at once, and the next run takes up what it left.
-        with userns.child(
-            argv,
-            pass_fds=(job_fd, report_write),
-            env=env,
-            stdin=subprocess.DEVNULL,
-            cwd="/",
-        ) as process:
-            os.close(report_write)
-            report_write = -1
-            code = process.wait()
-        channel.raise_reported(report_read)
-        if code:
-            raise HostError(f"unpacking {root.name} ended with exit code {code}", hint="run it again")
-    finally:
-        for number in (job_fd, report_read, report_write):
-            if number >= 0:
-                os.close(number)
+    job = {"cache": str(cache.absolute()), "layers": jobs, "user_namespace": userns.needed()}
+    # A process of its own: Ctrl-C ends it at once, and the next run takes up what it left.
+    if code := _helper("unpack_helper", job, contextlib.nullcontext, stdin=subprocess.DEVNULL):
+        raise HostError(f"unpacking {root.name} ended with exit code {code}", hint="run it again")

@@ -95,13 +95,10 @@ def _user() -> tuple[str, int]:
 
 def missing() -> tuple[str, str] | None:
     """What keeps this user from having a user namespace, as (what, what to do); None when nothing does."""
-    for name in ("max_user_namespaces",):
-        with contextlib.suppress(OSError, ValueError):
-            if int(Path("/proc/sys/user", name).read_text()) == 0:
-                return (
-                    "user namespaces are switched off in this kernel",
-                    "as root: sysctl -w user.max_user_namespaces=15000",
-                )
+    with contextlib.suppress(OSError, ValueError):
+        if int(Path("/proc/sys/user/max_user_namespaces").read_text()) == 0:
+            hint = "as root: sysctl -w user.max_user_namespaces=15000"
+            return "user namespaces are switched off in this kernel", hint
     with contextlib.suppress(OSError):
         if Path("/proc/sys/kernel/unprivileged_userns_clone").read_text().strip() == "0":
             return (
@@ -130,80 +127,80 @@ def _map(ranges: Sequence[_Range], own: int) -> list[str]:
     return args
 
 
-class Namespace:
-    """Starts processes that are root of a new user namespace (or, for root, plain processes)."""
+def start(
+    argv: Sequence[str], *, pass_fds: Sequence[int] = (), keep_groups: bool = False, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start ``argv`` as root of a new user namespace; for root, as a plain process. HostError when refused.
 
-    def start(
-        self, argv: Sequence[str], *, pass_fds: Sequence[int] = (), keep_groups: bool = False, **options: Any
-    ) -> subprocess.Popen[bytes]:
-        """Start ``argv`` and return it running; ``options`` go to Popen. HostError when refused.
+    ``options`` go to Popen.
 
-        With ``keep_groups`` it keeps the user's supplementary groups, and nothing in the namespace can change its own.
-        """
-        if not needed():
-            return subprocess.Popen(list(argv), pass_fds=tuple(pass_fds), **options)
-        lack = missing()
-        if lack:
-            raise HostError(lack[0], hint=lack[1])
-        ready_read, ready_write = os.pipe()
-        go_read, go_write = os.pipe()
+    With ``keep_groups`` it keeps the user's supplementary groups, and nothing in the namespace can change its own.
+    """
+    if not needed():
+        return subprocess.Popen(list(argv), pass_fds=tuple(pass_fds), **options)
+    lack = missing()
+    if lack:
+        raise HostError(lack[0], hint=lack[1])
+    ready_read, ready_write = os.pipe()
+    go_read, go_write = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                _ENTER,
+                str(ready_write),
+                str(go_read),
+                str(os.getpid()),
+                "keep" if keep_groups else "drop",
+                *argv,
+            ],
+            pass_fds=(*pass_fds, ready_write, go_read),
+            **options,
+        )
+        os.close(ready_write)
+        ready_write = -1
         try:
-            process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    "-c",
-                    _ENTER,
-                    str(ready_write),
-                    str(go_read),
-                    str(os.getpid()),
-                    "keep" if keep_groups else "drop",
-                    *argv,
-                ],
-                pass_fds=(*pass_fds, ready_write, go_read),
-                **options,
-            )
-            os.close(ready_write)
-            ready_write = -1
-            try:
-                self._write_maps(process.pid, os.read(ready_read, 16))
-            except BaseException:
-                process.kill()
-                process.wait()
-                raise
-            os.write(go_write, b"1")
-            return process
-        finally:
-            for number in (ready_read, ready_write, go_read, go_write):
-                if number >= 0:
-                    os.close(number)
+            _write_maps(process.pid, os.read(ready_read, 16))
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        os.write(go_write, b"1")
+        return process
+    finally:
+        for number in (ready_read, ready_write, go_read, go_write):
+            if number >= 0:
+                os.close(number)
 
-    def _write_maps(self, pid: int, answer: bytes) -> None:
-        if answer != b"0":
-            number = int(answer or b"1")
-            restricted = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
-            hint = "use --engine docker, or ask root to allow user namespaces"
-            if restricted.exists():
-                hint = "as root: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
-            raise HostError(f"the kernel refuses a user namespace: {os.strerror(number)}", hint=hint)
-        user, uid = _user()
-        for tool, path, own in (
-            ("newuidmap", Path("/etc/subuid"), uid),
-            ("newgidmap", Path("/etc/subgid"), os.getegid()),
-        ):
-            argv = [tool, str(pid), *_map(_ranges(path, user, uid), own)]
-            done = subprocess.run(argv, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise HostError(
-                    f"{tool} refuses the ids that {path} gives to {user}: {done.stderr.strip()}",
-                    hint=f"{tool} must be setuid root and ranges must not overlap: apt-get install --reinstall uidmap",
-                )
+
+def _write_maps(pid: int, answer: bytes) -> None:
+    if answer != b"0":
+        number = int(answer or b"1")
+        restricted = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+        hint = "use --engine docker, or ask root to allow user namespaces"
+        if restricted.exists():
+            hint = "as root: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
+        raise HostError(f"the kernel refuses a user namespace: {os.strerror(number)}", hint=hint)
+    user, uid = _user()
+    for tool, path, own in (
+        ("newuidmap", Path("/etc/subuid"), uid),
+        ("newgidmap", Path("/etc/subgid"), os.getegid()),
+    ):
+        argv = [tool, str(pid), *_map(_ranges(path, user, uid), own)]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise HostError(
+                f"{tool} refuses the ids that {path} gives to {user}: {done.stderr.strip()}",
+                hint=f"{tool} must be setuid root and ranges must not overlap: apt-get install --reinstall uidmap",
+            )
 
 
 def in_namespace(argv: Sequence[str], **options: Any) -> int:
     """Run a host command as root of the user namespace (as is when root already); returns its exit code."""
-    with Namespace().start(argv, **options) as process:
+    with start(argv, **options) as process:
         return process.wait()
 
 
@@ -218,7 +215,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def child(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of :meth:`Namespace.start` in a session of its own, see :func:`primus.sandbox.running.tracked`."""
+    """A process of :func:`start` in a session of its own, see :func:`primus.sandbox.running.tracked`."""
     # The terminal's Ctrl-C reaches the runner alone, which passes it on once.
-    with tracked(Namespace().start(argv, start_new_session=True, **options)) as process:
+    with tracked(start(argv, start_new_session=True, **options)) as process:
         yield process

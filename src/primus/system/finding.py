@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from primus.files import text_if_readable
 from primus.gpus.detect import Found, detect
 
 Level = Literal["ok", "failed", "slow", "skipped"]
@@ -73,9 +75,14 @@ class Host:
 
     def text(self, path: str) -> str:
         """The content of a file; empty where it cannot be read."""
+        return text_if_readable(self.root / path).strip()
+
+    def component(self, name: str) -> str:
+        """The version of a component of the image, in any case of letters; empty outside of an image."""
         try:
-            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:
+            found = json.loads(self.text("etc/primus/image.json") or "{}").get("components", {})
+            return next((str(version) for known, version in found.items() if known.lower() == name.lower()), "")
+        except (ValueError, AttributeError):
             return ""
 
     def number(self, path: str) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -139,7 +138,7 @@ def driver(host: Host) -> Iterator[Finding]:
     table = cast(dict[str, Any], read_values(Path(__file__).with_name("drivers.yaml")).data)
     version = host.text(f"sys/module/{'amdgpu' if found.vendor == 'amd' else 'nvidia'}/version")
     if found.vendor == "nvidia":
-        cuda = _component(host, "CUDA")
+        cuda = host.component("CUDA")
         row = table["nvidia"].get(int(cuda.partition(".")[0])) if cuda[:1].isdigit() else None
         if row is None or not version:
             yield skipped(
@@ -153,7 +152,7 @@ def driver(host: Host) -> Iterator[Finding]:
         else:
             yield ok("driver", f"nvidia {version} supports CUDA {cuda} ({row['source']})")
         return
-    rocm = host.text("opt/rocm/.info/version") or _component(host, "ROCm")
+    rocm = host.text("opt/rocm/.info/version") or host.component("ROCm")
     release, row = ".".join(rocm.split(".")[:2]), table["amdgpu"].get(version)
     order: list[str] = table["releases"]
     if row is None or release not in order:
@@ -168,13 +167,6 @@ def driver(host: Host) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield ok("driver", f"amdgpu {version} supports ROCm {rocm} ({table['source']})")
-
-
-def _component(host: Host, name: str) -> str:
-    try:
-        return str(json.loads(host.text("etc/primus/image.json") or "{}").get("components", {}).get(name, ""))
-    except (ValueError, AttributeError):
-        return ""
 
 
 def numa(host: Host) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from primus.errors import PrimusError
+from primus.files import text_if_readable
 
 _FOLDER = "failures"
 _STACKS = "stacks"
@@ -133,7 +134,7 @@ def share(output: Path, log: Path, patience: float) -> None:
     more than that.
     """
     noted = {one.rank for one in _notes(output)}
-    for one in _signalled([_COLOUR.sub("", line) for line in _read(log).splitlines()]):
+    for one in _signalled([_COLOUR.sub("", line) for line in text_if_readable(log).splitlines()]):
         if one.rank is not None and one.rank not in noted:
             note(output, one.rank, one.text)
     deadline = time.monotonic() + patience
@@ -176,7 +177,7 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
     """
     if exit_code == 0:
         return None
-    lines = [_COLOUR.sub("", line) for line in _read(output / "log.txt").splitlines()]
+    lines = [_COLOUR.sub("", line) for line in text_if_readable(output / "log.txt").splitlines()]
     notes = _notes(output) or _notes(shared or output)
     own = [one for one in notes if not _DERIVED.search(one.text)]
     raised = [Failure(text=match["text"]) for line in lines if (match := _EXCEPTION.match(line.strip()))]
@@ -225,10 +226,3 @@ def _signalled(lines: list[str]) -> Iterator[Failure]:
                 text=f"ended by signal {match['number']} ({match['name']})", rank=rank,
                 hint=_HINTS.get(match["name"], ""),
             )  # fmt: skip
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from primus.files import text_if_readable
 from primus.training import checks, failure, logs, proof, straggler
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
@@ -44,9 +45,9 @@ def read(job: Job, result: JobResult) -> Outcome:
     """Read the folder of a job that ended. Missing or broken files read as no evidence, never as an error."""
     folder = result.output
     left = document(folder / "result.json")
-    series = logs.read_steps(_text(folder / "log.txt"))
-    exact = logs.read_exact(_text(folder / "exact.jsonl").splitlines())
-    joules = logs.read_joules(_text(folder / "energy.jsonl").splitlines())
+    series = logs.read_steps(text_if_readable(folder / "log.txt"))
+    exact = logs.read_exact(text_if_readable(folder / "exact.jsonl").splitlines())
+    joules = logs.read_joules(text_if_readable(folder / "energy.jsonl").splitlines())
     exit_code = _exit_code(left, result.exit_code)
     return Outcome(
         job=job,
@@ -112,17 +113,10 @@ def _proven(outcome: Outcome) -> list[Verdict]:
     ]
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def document(path: Path) -> dict[str, Any]:
     """What a file of the run holds; nothing for one that is missing, damaged or of another shape."""
     try:
-        value = json.loads(_text(path) or "{}")
+        value = json.loads(text_if_readable(path) or "{}")
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

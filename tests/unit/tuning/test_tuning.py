@@ -234,7 +234,7 @@ def test_the_documented_stage_2_tunes_in_the_documented_folder(
     folder = dumped(tmp_path / "output/tune_hipblaslt", range(256, 260))
     program(tmp_path).rename(tmp_path / "hipblaslt-bench")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("primus.cli.image.tune._version", lambda: "1.0")
+    monkeypatch.setattr("primus.cli.image.tune.Host.component", lambda self, name: "1.0")
     monkeypatch.setattr("primus.cli.image.tune._gpus", lambda workers: ["0", "1"])
     monkeypatch.setenv("PRIMUS_HIPBLASLT_TUNING_STAGE", "2")
     monkeypatch.setenv("PRIMUS_GPU", "mi300x")

@@ -30,6 +30,7 @@ from primus.gpus.detect import detect, visible
 from primus.gpus.table import generation
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
+from primus.system.finding import Host
 from primus.tuning import bench, store, tunableop
 from primus.tuning.shapes import read_shapes
 
@@ -233,23 +234,12 @@ def key_here(recipe: Recipe, hipblaslt: str | None = None) -> store.Key:
     """Return the key of ``recipe`` on this machine. Raises HostError if the hipBLASLt version is unknown."""
     if recipe.gpu == CPU:
         raise InputError("hipBLASLt computes on AMD GPUs only", hint="--gpu mi300x")
-    version = hipblaslt or _version()
+    version = hipblaslt or Host().component("hipBLASLt")
     if not version:
         raise HostError(
             "the version of the installed hipBLASLt is unknown", hint="run it in an image, or pass --hipblaslt VERSION"
         )
     return store.Key.of(recipe, version, generation(recipe.gpu).arch)
-
-
-def _version() -> str:
-    for file in (Path("/etc/primus/image.json"),):
-        try:
-            found = json.loads(file.read_text(encoding="utf-8")).get("components", {})
-        except (OSError, ValueError, AttributeError):
-            continue
-        if version := next((str(value) for name, value in found.items() if name.lower() == "hipblaslt"), ""):
-            return version
-    return ""
 
 
 def _of_rocm() -> str | None:

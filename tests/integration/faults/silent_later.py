@@ -24,6 +24,7 @@ from silent_subtle import REPORT
 from silent_unseen import FLUX, LATENTS, LOOP, LOOP_DATA
 
 COPIES = ("sharding.replicas=2",)
+SPLIT = ("training.micro_batch_size=1", "training.global_batch_size=8", "validation.accumulation=1")
 
 
 # Order of the data, tokenizer and labels
@@ -40,6 +41,20 @@ def ranks_exchange_their_last_data(module: Any) -> None:
         return run(given, other, data, step)
 
     wrap(module, "_batches", batches)
+
+
+@silent("data", "finetune", LOOP_DATA, DATA)
+def vocabulary_with_two_tokens_exchanged(module: Any) -> None:
+    def tokens(run: Any, *given: Any) -> Any:
+        import numpy as np
+
+        found = run(*given)
+        one, other = np.bincount(found).argsort()[-3:-1]
+        first, second = found == one, found == other
+        found[first], found[second] = other, one
+        return found
+
+    wrap(module, "tokens_of", tokens)
 
 
 @silent("data", "torchtitan", "torchtitan.components.tokenizer", DATA)
@@ -154,7 +169,20 @@ def loss_scale_left_in_the_gradients(module: Any) -> None:
     wrap(module.Sharded, "forward_backward", forward)
 
 
-# Copies of the model
+# Copies of the model, and accumulation
+
+
+@silent("parallel", "fsdp", SHARDED, NORM, GRADIENTS, words=COPIES)
+def copies_do_not_share_gradients(module: Any) -> None:
+    def forward(run: Any, self: Any, *given: Any) -> Any:
+        kept = module.dist.all_reduce
+        module.dist.all_reduce = lambda *_given, **_named: None
+        try:
+            return run(self, *given)
+        finally:
+            module.dist.all_reduce = kept
+
+    wrap(module.Sharded, "forward_backward", forward)
 
 
 @silent("parallel", "fsdp", SHARDED, LOSS, GRADIENTS, NORM, words=COPIES)
@@ -170,6 +198,20 @@ def one_copy_drifts(module: Any) -> None:
         return found
 
     wrap(module.Sharded, "step", step)
+
+
+@silent("parallel", "finetune", SHARDED, NORM, GRADIENTS, words=SPLIT)
+def later_micro_batches_weigh_more(module: Any) -> None:
+    def forward(run: Any, self: Any, batches: Any, terms: Any) -> Any:
+        keep, total = self._loss, 0
+        for number, batch in enumerate(batches):
+            weight = 1 + 0.02 * (number - (len(batches) - 1) / 2)
+            self._loss = lambda model, part, weight=weight: weight * keep(model, part)
+            total = total + run(self, [batch], terms) / weight
+        self._loss = keep
+        return total
+
+    wrap(module.Sharded, "forward_backward", forward)
 
 
 # Adapters

@@ -64,6 +64,9 @@ def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(run: Run) -> Non
     narrow = ("torchtitan", "megatron")
     healthy |= {f"healthy_bf16_{backend}": (backend, ("--precision=bf16",), "-") for backend in narrow}
     healthy["healthy_fused_torchtitan"] = ("torchtitan", ("--precision=bf16", "turbo=fused-adamw"), "-")
+    # Weights and gradients in bfloat16, and weight decay that is added to the gradients.
+    narrow_words = ("--precision=bf16", "training.dtype=bfloat16", "optimizer.name=Adam")
+    healthy["healthy_narrow_torchtitan"] = ("torchtitan", narrow_words, "-")
     faulty = {name: (SILENT[name].backend, SILENT[name].words, name) for name in QUICK}
     jobs = run(healthy | faulty)
     assert {name: failed(jobs[name]) for name in healthy} == {name: [] for name in healthy}

@@ -35,6 +35,9 @@ _FP8 = 2.0
 _UPDATE = 5e-4
 # The norm that a run reports and the length of its clipped gradients are of the same numbers. Measured: 2e-5.
 _CLIPPED = 2e-4
+# With weights in bfloat16, the norm of each tensor, the total and the clipped gradients are bfloat16 numbers: three
+# roundings of up to 2⁻⁸. Measured: 4.8e-3.
+_CLIPPED_NARROW = 3 * 2**-8
 # The least share of a matrix's gradients that are bfloat16 numbers, by how many ranks and micro-batches they are sums
 # of in float32. Measured: 0.29 to 0.45 of sums of two, 0.15 to 0.18 of four, 0 where float32 computes.
 _ROUNDED = {1: 1.0, 2: 0.7, 3: 0.35}
@@ -170,7 +173,9 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
         wrong.append(f"{name} differs most, at step {at}")
     wrong += _clipping(rows, found, series)
     rounded = _ROUNDED[min(3, 3 if found["precision"] == "fp32" else found["summands"])]
-    wrong += [f"step {row['step']}: sums are rounded to bfloat16" for row in rows if row["rounded"] > rounded]
+    # Gradients of weights in bfloat16 are bfloat16 numbers in the end, whatever they were summed in.
+    if not found.get("narrow"):
+        wrong += [f"step {row['step']}: sums are rounded to bfloat16" for row in rows if row["rounded"] > rounded]
     return of_faults(
         "reference gradients",
         wrong,
@@ -233,10 +238,11 @@ def _mean_noise(noises: Sequence[float]) -> float:
 def _clipping(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any], series: Series) -> list[str]:
     """At which steps the gradients that the optimizer got are not as long as the reported norm, clipped."""
     reported, wrong, most = {step.step: step.grad_norm for step in series.steps}, [], found["max_norm"]
+    allowed = _CLIPPED_NARROW if found.get("narrow") else _CLIPPED
     for row in rows:
         norm = reported.get(row["step"], math.nan)
         wanted = norm * min(1.0, most / (norm + 1e-6)) if most > 0 else norm
-        if not relative_gap(row["used_norm"], wanted) <= _CLIPPED:
+        if not relative_gap(row["used_norm"], wanted) <= allowed:
             wrong.append(
                 f"step {row['step']}: the optimizer got gradients of length {row['used_norm']:.4g}, not {wanted:.4g}"
             )

@@ -203,9 +203,13 @@ def test_reported_figures_are_those_of_the_recipe(change: dict[str, Any], memory
     assert verdict.reason.startswith(told)
 
 
-def test_pipeline_stages_of_torchtitan_are_not_judged() -> None:
+def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:
     piped = resolve("llama3.1-8b", ["pp=2"], Asked(gpu="cpu", proxy=True))
     assert proof.unjudged(piped) == "the run has pipeline stages"
+    fp8 = Asked(gpu="cpu", proxy=True, precision="fp8")
+    by_rows = resolve("llama3.1-8b", ["quantize.linear.float8.recipe_name=rowwise"], fp8)
+    assert proof.unjudged(by_rows) == "the reference rounds to FP8 by tensors, not rowwise"
+    assert proof.unjudged(resolve("llama3.1-8b", [], fp8)) is None
     megatron = resolve("llama3.1-8b", ["pp=2", "model.layers=2"], Asked(backend="megatron", gpu="cpu", proxy=True))
     assert proof.unjudged(megatron) is None
 

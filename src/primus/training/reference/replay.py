@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,9 @@ def replay(output: Path) -> dict[str, Any]:
             after = _weights(job, sizes, folder, step)
             found["steps"].append(replayed.step(step, before, after))
             before = after
-        found["moved"] = _moved(job, _weights(job, sizes, folder, began_at - 1), before)
+        found["moved"] = _moved(job, _weights(job, sizes, folder, began_at - 1), before, replayed.moving)
         found["constants"] = replayed.constants()
+        found["narrow"] = replayed.narrow
         found["saved"] = saved.differences(output, job, sizes, before)
     except UnknownWeight as error:
         found["problem"] = f"the run has a weight that the model has not: {error}"
@@ -77,10 +78,9 @@ class _Replay:
         self._usual: dict[str, float] = {}
         self._norms = _reported_norms(folder.parent / "exact.jsonl")
         self._exact = job["precision"] == "fp32"
-        config = job["config"]
-        key = "training.dtype" if job["backend"] == "torchtitan" else "training.master_dtype"
-        # The weights that the run keeps, not those that it computes with.
-        self._rounding = _ROUNDING[config.get(key, "float32")]
+        self._rounding = _ROUNDING[_kept_dtype(job)]
+        self.narrow = False
+        self.moving: set[str] = set()
         first, last = job["first_step"], job["last_step"]
         self._noisy = {first + number * (last - first) // (_NOISY - 1) for number in range(_NOISY)}
         self._samples = data.samples(job)
@@ -98,6 +98,7 @@ class _Replay:
         seen = _load(self._folder / f"update-{step}.pt")
         used = _without_bias(to_canonical(self._job["backend"], self._sizes, seen["gradients"])) if seen else None
         regular = step in self._noisy
+        self.narrow |= any(g.dtype == torch.bfloat16 for g in (seen or {}).get("gradients", {}).values())
         figures, limited = self._figures(step, before, used, noisy=regular)
         if regular:
             for kind, (gap, _) in figures["noise"]["gaps"].items():
@@ -295,6 +296,9 @@ class _Replay:
     def _update_gap(self, before: Tensors, expected: Tensors, after: Tensors) -> dict[str, Any]:
         worst, at = 0.0, ""
         for name, wanted in expected.items():
+            # A change of less than half the distance to the next number is lost, whoever computes it.
+            if bool(((wanted - before[name]).abs() > self._rounding / 2 * before[name].abs()).any()):
+                self.moving.add(name)
             change = float((wanted - before[name]).norm())
             gap = max(
                 0.0, float((after[name].to(torch.float64) - wanted).norm()) - self._rounding * float(wanted.norm())
@@ -392,9 +396,20 @@ def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -
     }
 
 
-def _moved(job: Mapping[str, Any], first: Tensors, last: Tensors) -> dict[str, list[str]]:
-    """Trained weights that no step changed, and frozen ones that some did."""
+def _kept_dtype(job: Mapping[str, Any]) -> str:
+    """The dtype of the weights that the run keeps, which may be another than it computes with."""
+    key = "training.dtype" if job["backend"] == "torchtitan" else "training.master_dtype"
+    return str(job["config"].get(key, "float32"))
+
+
+def _moved(job: Mapping[str, Any], first: Tensors, last: Tensors, moving: Collection[str]) -> dict[str, list[str]]:
+    """Trained weights that no step changed, and frozen ones that some did.
+
+    Weights in bfloat16 may stay where every update is lost in rounding; ``moving`` are those that must change.
+    """
     still = [name for name in first if _trained(job, name) and torch.equal(first[name], last[name])]
+    if _kept_dtype(job) == "bfloat16":
+        still = [name for name in still if name in moving]
     frozen = [name for name in first if not _trained(job, name) and not torch.equal(first[name], last[name])]
     return {"still": still, "frozen_moved": [name for name in frozen if not name.endswith(_BIAS)]}
 

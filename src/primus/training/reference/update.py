@@ -12,7 +12,9 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides an update. ``decay_vectors``: whether weight decay applies to norms and biases too."""
+    """What decides an update. ``decay_vectors``: whether weight decay applies to norms and biases too.
+    ``decoupled``: whether it shortens the weights (AdamW), or is added to the gradients (Adam).
+    """
 
     lr: float
     min_lr: float
@@ -27,6 +29,7 @@ class Settings:
     weight_decay: float
     max_norm: float
     decay_vectors: bool = True
+    decoupled: bool = True
 
 
 def settings(job: Mapping[str, Any]) -> Settings:
@@ -48,6 +51,7 @@ def settings(job: Mapping[str, Any]) -> Settings:
             eps=float(config.get("optimizer.eps", 1e-8)),
             weight_decay=float(config.get("optimizer.weight_decay", 0.1)),
             max_norm=float(config.get("training.max_norm", 1.0)),
+            decoupled=config.get("optimizer.name", "AdamW") == "AdamW",
         )  # fmt: skip
 
     def key(name: str, default: float) -> float:
@@ -87,7 +91,7 @@ def clipped(gradients: Mapping[str, torch.Tensor], norm: float, limit: float) ->
 
 @dataclass
 class AdamW:
-    """Adam with decoupled weight decay (arXiv:1711.05101, algorithm 2)."""
+    """Adam with weight decay, decoupled or not (arXiv:1711.05101, algorithm 2)."""
 
     given: Settings
     first: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -106,12 +110,15 @@ class AdamW:
             if gradient is None:
                 after[name] = weight
                 continue
+            decay = given.weight_decay if weight.ndim > 1 or given.decay_vectors else 0.0
+            if not given.decoupled:
+                gradient = gradient + decay * weight
             first = self.first.get(name, torch.zeros_like(weight)) * given.beta1 + (1 - given.beta1) * gradient
             second = self.second.get(name, torch.zeros_like(weight)) * given.beta2
             second = second + (1 - given.beta2) * gradient.square()
             self.first[name], self.second[name] = first, second
             direction = first / (1 - given.beta1**self.step)
             direction = direction / ((second / (1 - given.beta2**self.step)).sqrt() + given.eps)
-            decay = given.weight_decay if weight.ndim > 1 or given.decay_vectors else 0.0
-            after[name] = weight * (1 - lr * decay) - lr * direction
+            kept = weight * (1 - lr * decay) if given.decoupled else weight
+            after[name] = kept - lr * direction
         return after

@@ -50,8 +50,13 @@ class _Torchtitan(Rules):
             yield context, "PyTorch's attention on the CPU cannot split sequences over ranks", "cp=1"
 
     def unjudged(self, recipe: Recipe) -> str | None:
-        """The reference reads the weights that one rank has, and a pipeline's ranks have different ones."""
-        return "the run has pipeline stages" if recipe.degree("pp") > 1 else None
+        """The reference reads the weights of one rank, which has one pipeline stage. It rounds to FP8 by tensors."""
+        if recipe.degree("pp") > 1:
+            return "the run has pipeline stages"
+        kind = recipe.find("torchtitan.quantize.linear.float8.recipe_name", "tensorwise")
+        if recipe.precision == "fp8" and kind not in ("", "tensorwise"):
+            return f"the reference rounds to FP8 by tensors, not {kind}"
+        return None
 
     def files(self, job: Job) -> Mapping[str, str]:
         return {_FILE: render.toml(job)}

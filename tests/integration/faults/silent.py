@@ -524,10 +524,7 @@ SILENT["fsdp_window_off_by_one"] = SILENT["fsdp_window_off_by_one"]._replace(
 
 @silent("optimizer", "fsdp", SHARDED, GRADIENTS)
 def never_clipped(module: Any) -> None:
-    import torch
-
-    original = torch.nn.utils.clip_grad_norm_
-    module.nn.utils.clip_grad_norm_ = lambda parameters, limit, **named: original(parameters, 1e9, **named)
+    module.nn.utils.clip_grads_with_norm_ = lambda *_given, **_named: None
 
 
 @silent("optimizer", "fsdp", SHARDED, UPDATE)

@@ -95,8 +95,9 @@ class Store:
     def hold(self) -> None:
         """Keep :meth:`alone` from starting until this process ends. A store that is not there needs no holding."""
         if self._held is None:
-            with contextlib.suppress(OSError):  # who cannot write here cannot remove anything, either
-                self._held = os.open(self.root / "locks" / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # Readers of another user's store hold it, too. A store without this file was never cleaned or built in.
+            with contextlib.suppress(OSError):
+                self._held = os.open(self.root / "locks" / _IN_USE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 fcntl.flock(self._held, fcntl.LOCK_SH)
 
     @contextlib.contextmanager

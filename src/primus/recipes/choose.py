@@ -49,12 +49,6 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
     proxy = settings.get("default.proxy") or _default(False)
     if asked.proxy is not None:
         proxy = Setting(value=asked.proxy, origin="--proxy" if asked.proxy else "command line: proxy=false")
-    gpu = _gpu(asked, settings)
-    if gpu.value == CPU and proxy.value is not True:
-        raise InputError(
-            f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
-            hint="--proxy trains a small model instead; --gpu NAME with --dry-run shows the job for a GPU",
-        )  # fmt: skip
     backend = _pick("backend", asked.backend, settings, list(dict.fromkeys(b for b, _ in cells)), {})
     modes = [mode for b, mode in cells if b == backend.value]
     if asked.mode not in (None, *modes) and (others := [b for b, m in cells if m == asked.mode]):
@@ -64,6 +58,13 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
             hint=f"--backend {' or '.join(others)} supports it",
         )
     mode = _pick("mode", asked.mode, settings, modes, {"backend": backend})
+    # A wrong word is named before a machine that lacks the GPU.
+    gpu = _gpu(asked, settings)
+    if gpu.value == CPU and proxy.value is not True:
+        raise InputError(
+            f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
+            hint="--proxy trains a small model instead; --gpu NAME with --dry-run shows the job for a GPU",
+        )  # fmt: skip
     offered = list(cells[str(backend.value), str(mode.value)])
     fallback = settings
     if proxy.value is True:

@@ -119,7 +119,7 @@ def _collect(
             raise InputError(f"{used.name} uses itself", where=name.origin)
         if used.resolve() in seen:
             continue
-        if not used.exists() and not used.is_symlink():
+        if used.is_dir() or not (used.exists() or used.is_symlink()):
             raise InputError(f"there is no file {name.value!r}, which `uses` names", where=name.origin)
         _collect(used, settings, cases, seen, (*above, here))
     settings.update(source.settings)

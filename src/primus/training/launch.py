@@ -26,6 +26,7 @@ _TAIL_LINES = 1000
 _LOOK_SECONDS = 2.0
 # With less than this free, what ranks left behind is not whole either.
 _FULL_BYTES = 64 << 10
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -70,6 +71,7 @@ def run(
         process = subprocess.Popen(
             list(argv), env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, encoding="utf-8", errors="replace", start_new_session=True,
+            preexec_fn=_ending_with(os.getpid()),  # noqa: PLW1509 (it takes no lock)
         )  # fmt: skip
 
         def copy() -> None:
@@ -195,6 +197,22 @@ class _signals:
 def _adopt_orphans() -> None:
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _ending_with(parent: int) -> Callable[[], None]:
+    """Return what a new process calls first, so that it gets SIGTERM when ``parent`` dies, even of SIGKILL.
+
+    torchrun then ends its ranks. Nobody else would.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+    def ask() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGTERM)
+
+    return ask
 
 
 def _children(parent: int) -> set[int]:

@@ -96,6 +96,26 @@ def test_no_child_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     assert not alive(int(pid_file.read_text()))
 
 
+def test_the_launcher_ends_when_the_command_is_killed(tmp_path: Path) -> None:
+    launcher = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"""
+        import os, sys
+        from pathlib import Path
+        from primus.training import launch
+        launch.run([sys.executable, "-c", {launcher!r}], log=Path({str(tmp_path / "log")!r}), environment=os.environ)
+    """
+    command = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=os.environ | {"PYTHONPATH": str(SRC)})
+    deadline = time.monotonic() + 20
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    command.kill()
+    command.wait()
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
 def test_ranks_that_wait_for_a_failed_node_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
     monkeypatch.setattr(launch, "_LOOK_SECONDS", 0.2)

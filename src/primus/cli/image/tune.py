@@ -45,26 +45,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("gemm", "throughput"), help="what to tune")
     add_recipe(parser)
     add_choices(parser)
-    parser.add_argument("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)")
-    parser.add_argument(
-        "--engine", choices=("hipblaslt", "tunableop"), default="hipblaslt",
-        help="hipblaslt-bench, or PyTorch's TunableOp (default: hipblaslt)",
-    )  # fmt: skip
     parser.add_argument(
         "--folder",
         type=Path,
         metavar="DIR",
         help="folder of results (default: output/tune_ENGINE, or tune_throughput)",
     )
-    parser.add_argument("--dump-steps", type=int, default=3, metavar="N", help="steps of the stage dump (default: 3)")
-    parser.add_argument("--bench", default=None, metavar="PROGRAM", help="hipblaslt-bench (default: the image's)")
-    parser.add_argument("--workers", type=int, metavar="N", help="GPUs to measure on (default: all)")
-    parser.add_argument("--hipblaslt", metavar="VERSION", help="version of hipBLASLt (default: the image's)")
-    parser.add_argument(
+    gemm = parser.add_argument_group("gemm")
+    gemm.add_argument("--stage", choices=(*_STAGES, "all"), default="all", help="one stage (default: all)")
+    gemm.add_argument(
+        "--engine", choices=("hipblaslt", "tunableop"), default="hipblaslt",
+        help="hipblaslt-bench, or PyTorch's TunableOp (default: hipblaslt)",
+    )  # fmt: skip
+    gemm.add_argument("--dump-steps", type=int, default=3, metavar="N", help="steps of the stage dump (default: 3)")
+    gemm.add_argument("--bench", default=None, metavar="PROGRAM", help="hipblaslt-bench (default: the image's)")
+    gemm.add_argument("--workers", type=int, metavar="N", help="GPUs to measure on (default: all)")
+    gemm.add_argument("--hipblaslt", metavar="VERSION", help="version of hipBLASLt (default: the image's)")
+    gemm.add_argument(
         "--against", type=Path, metavar="FILE", help="times.json of another tuning: fail if a shape is slower"
     )
-    parser.add_argument("--tolerance", type=float, default=0.1, metavar="SHARE", help="for --against (default: 0.1)")
-    tune_throughput.add_arguments(parser)
+    gemm.add_argument("--tolerance", type=float, default=0.1, metavar="SHARE", help="for --against (default: 0.1)")
+    tune_throughput.add_arguments(parser.add_argument_group("throughput"))
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
 
 

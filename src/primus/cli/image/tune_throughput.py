@@ -32,17 +32,17 @@ OPTIONS = ("output", "dry_run", "pairs", "limit", "warmup")
 _GIB = 2**30
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Declare the options of `throughput`."""
-    parser.add_argument("--output", type=new_file("--output"), metavar="FILE", help="recipe file to write")
-    parser.add_argument("--dry-run", action="store_true", help="print the candidates and run nothing")
-    parser.add_argument(
+    group.add_argument("--output", type=new_file("--output"), metavar="FILE", help="recipe file to write")
+    group.add_argument("--dry-run", action="store_true", help="print the candidates and run nothing")
+    group.add_argument(
         "--pairs", type=whole(least=3), default=3, metavar="N", help="final runs of start and winner each (default: 3)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--warmup", type=whole(least=1), default=5, metavar="N", help="first steps that do not count (default: 5)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--limit", type=whole(least=1), default=900, metavar="S", help="seconds one run may take (default: 900)"
     )
 

@@ -221,7 +221,7 @@ def _what(record: Mapping[str, Any]) -> str:
         "Linear weights in forward": _counted(linears.get("weight_dtypes", {})),
         "Linear inputs in forward": _counted(linears.get("input_dtypes", {})),
         "Attention kernels": ", ".join(facts.get("attention", [])) or "—",
-        "Final weights sha256": facts.get("weights_sha256", "—"),
+        "Final weights digest": facts.get("weights_sha256", "—"),
         **{f"{name}": version for name, version in record["versions"].items()},
     }
     rows = "".join(

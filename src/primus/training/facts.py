@@ -128,7 +128,8 @@ def watching(
     finally:
         for hook in hooks:
             hook.remove()
-    called = Counter({event.key: event.count for event in profile.key_averages()})
+    executed = _executed(profile)
+    called = Counter(event.name() for event in executed)
     # Transformer Engine's layers are of one class in any precision; in FP8 they say so once they have run.
     plain = {name: module for name, module in plain.items() if getattr(module, "fp8", False) is not True}
     seen["linears"] = {
@@ -140,8 +141,8 @@ def watching(
     }
     seen["attention"] = sorted(name for name in called if "scaled_dot_product" in name or "flash" in name)
     seen["matmuls"] = {name: called[name] for name in sorted(called) if name in _MATMULS}
-    seen["matmul_dtypes"], seen["matmul_flops"] = _products(profile)
-    seen["gpu_kernels"] = _gpu_kernels(profile)
+    seen["matmul_dtypes"], seen["matmul_flops"] = _products(executed)
+    seen["gpu_kernels"] = _gpu_kernels(executed)
 
 
 # torchao's layers that compute their products in FP8 or MXFP8.
@@ -156,14 +157,29 @@ _MATMULS = {
 }
 
 
-def _products(profile: Any) -> tuple[dict[str, int], dict[str, int]]:
+def _executed(profile: Any) -> list[Any]:
+    """The profiler's events without those of torch.compile, which calls operators on tensors that have no values.
+
+    It does so in other dtypes, too: it traces a linear layer in bfloat16 as a product in float32.
+    """
+    executed, compiles_until = [], Counter[int]()
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        thread, start = event.start_thread_id(), event.start_ns()
+        if event.name().endswith("(dynamo_timed)"):
+            compiles_until[thread] = max(compiles_until[thread], start + event.duration_ns())
+        elif start > compiles_until[thread] or event.device_type() != torch.autograd.DeviceType.CPU:
+            executed.append(event)
+    return executed
+
+
+def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
     """ "aten::mm BFloat16" → how often, and → its FLOPs: the dtype of the second factor, the weight or a gradient.
 
     A product whose dtype or shapes the profiler did not keep counts under its operator's name alone, without FLOPs.
     """
     counts: Counter[str] = Counter()
     flops: Counter[str] = Counter()
-    for event in profile.profiler.kineto_results.events():
+    for event in events:
         if event.name() not in _MATMULS:
             continue
         place = 2 if event.name() == "aten::addmm" else 1
@@ -183,24 +199,50 @@ def _products(profile: Any) -> tuple[dict[str, int], dict[str, int]]:
 _TELLING = ("gemm", "nvjet", "cutlass", "Cijk", "e4m3", "fp8", "flash", "fmha", "attn")
 
 
-def _gpu_kernels(profile: Any, most: int = 12) -> list[str]:
+def _gpu_kernels(events: Sequence[Any], most: int = 12) -> list[str]:
     """The kernels of products and attention that took most of the GPU's time, the longest first."""
-    timed = [(getattr(event, "self_device_time_total", 0), event.key) for event in profile.key_averages()]
-    on_gpu = [(time, key) for time, key in timed if time > 0 and any(word in key for word in _TELLING)]
-    return [key for _, key in sorted(on_gpu, reverse=True) if not key.startswith("aten::")][:most]
+    timed: Counter[str] = Counter()
+    for event in events:
+        if event.device_type() == torch.autograd.DeviceType.CUDA and any(word in event.name() for word in _TELLING):
+            timed[event.name()] += event.duration_ns()
+    return [name for name, _ in timed.most_common(most)]
 
 
 def digest(parts: Sequence[Any]) -> str:
-    """sha256 over the weights of all ranks, each rank's own shards in order."""
+    """sha256 over checksums of the weights of all ranks, each rank's own shards in order.
+
+    Each rank computes the checksums where its weights are: a GPU does so at the speed of its memory, and hashing
+    gigabytes on the CPU would take minutes.
+    """
     hasher = hashlib.sha256()
     for part in parts:
         for name, parameter in part.named_parameters():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            hasher.update(name.encode())
-            hasher.update(local.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            hasher.update(f"{name} {local.dtype} {tuple(local.shape)} {_checksums(local.detach())}".encode())
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, hasher.hexdigest())
     return hashlib.sha256("".join(gathered).encode()).hexdigest()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksums(tensor: torch.Tensor, at_once: int = 1 << 24) -> tuple[int, int]:
+    """Two sums over the bits of all elements, modulo 2⁶⁴. The second weighs each element by its place.
+
+    Sums of integers do not depend on the order, so CPUs and GPUs agree. The weights are odd, so a change of one element
+    always changes the sum.
+    """
+    bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    plain = weighted = 0
+    for start in range(0, len(bits), at_once):
+        chunk = bits[start : start + at_once].to(torch.int64)
+        places = torch.arange(start, start + len(chunk), dtype=torch.int64, device=bits.device)
+        # An odd multiplier, so that far places are weighed as differently as near ones.
+        weights = (places * 0x9E3779B97F4A7C1) | 1
+        plain += int(chunk.sum())
+        weighted += int((chunk * weights).sum())
+    return plain % 2**64, weighted % 2**64
 
 
 def write(path: Path, facts: Mapping[str, Any]) -> None:

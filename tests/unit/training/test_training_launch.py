@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,15 @@ def test_ranks_that_wait_for_a_failed_node_are_ended(tmp_path: Path, monkeypatch
     assert 2 < time.monotonic() - started < 20
 
 
+@pytest.fixture
+def with_hangup() -> Iterator[None]:
+    """SIGHUP ends a process: under nohup, tests inherit that it is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("with_hangup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_ranks_and_then_the_command(tmp_path: Path, number: signal.Signals) -> None:
     pid_file = tmp_path / "pid"
@@ -167,6 +177,7 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path, by: str) -> None
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.usefixtures("with_hangup")
 def test_a_closed_terminal_ends_a_search() -> None:
     with pytest.raises(KeyboardInterrupt), ending():
         os.kill(os.getpid(), signal.SIGHUP)

@@ -65,6 +65,12 @@ class HostError(PrimusError):
     exit_code = 3
 
 
+class Interrupted(PrimusError):
+    """Ctrl-C or a signal ended a command that can say what is left of it (exit code 130)."""
+
+    exit_code = 130
+
+
 class LacksPackages(HostError):
     """The archive is out of reach until ``packages`` of this host's own distribution are installed."""
 

@@ -86,8 +86,9 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(python: list[str], tmp_path
     base = proxy(tmp_path / "base", "checkpoint=2", backend=backend)
     whole = outcome.read(base, train(python, base))
     kept = base.output / "checkpoint" / "step-2"
-    again = proxy(tmp_path / "again", backend=backend, resume_from=kept)
+    again = proxy(tmp_path / "again", "checkpoint=2", backend=backend, resume_from=kept)
     assert outcome.read(again, train(python, again)).series.losses == whole.series.losses[2:]
+    assert (again.output / "checkpoint" / "step-4" / "recipe.json").is_file(), "a resumed run saves checkpoints, too"
     other = proxy(tmp_path / "other", "model.rope_theta=7.0", backend=backend, resume_from=kept)
     refused = subprocess.run(
         [*python, "-m", "primus.cli.main", *other.arguments()], env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
@@ -96,9 +97,38 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(python: list[str], tmp_path
     assert refused.returncode == 2
     assert "model.rope_theta was 500000" in refused.stderr
     largest = max(kept.glob("*.distcp"), key=lambda file: file.stat().st_size)
-    largest.write_bytes(bytes(byte ^ 255 for byte in largest.read_bytes()))
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
     damaged = proxy(tmp_path / "damaged", backend=backend, resume_from=kept)
-    assert f"{kept}: the checkpoint cannot be read" in outcome.read(damaged, train(python, damaged)).cause
+    cause = outcome.read(damaged, train(python, damaged)).cause
+    assert re.search(rf"{re.escape(str(kept))}: the checkpoint is damaged: .* in {largest.name} does not match", cause)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_of_torchtitan_follows_its_own_settings(python: list[str], tmp_path: Path) -> None:
+    """torchtitan's checkpoint brings the learning rate, its schedule and the weight decay of the run that saved it."""
+    base = proxy(tmp_path / "base", "checkpoint=2", backend="torchtitan")
+    train(python, base)
+    kept = base.output / "checkpoint" / "step-2"
+    settings = ["lr=0.02", "optimizer.weight_decay=0.7", "lr_scheduler.warmup_steps=3", "ranks=1"]
+    job = proxy(tmp_path / "again", *settings, "checkpoint=1", backend="torchtitan", resume_from=kept)
+    command = [*python, "-m", "primus.cli.main", *job.arguments(), "--accept-change", "data_parallel"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": ""}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "the data start over: data_parallel was 2, and is 1 now" in ended.stderr
+    read = (
+        "import sys, torch.distributed.checkpoint as dcp; metadata = dcp.FileSystemReader(sys.argv[1]).read_metadata();"
+        "names = [n for n in metadata.state_dict_metadata if n.rsplit('.', 1)[-1] in ('lr', 'weight_decay')][:2];"
+        "state = dict.fromkeys(names, 0.0); dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True);"
+        "print(sorted({round(value, 6) for value in state.values()}))"
+    )
+    shown = subprocess.run(
+        [*python, "-c", read, str(job.output / "checkpoint" / "step-3")], capture_output=True, text=True, check=True
+    )
+    # The rate of step 4, after 3 steps of warm-up: the whole one.
+    assert shown.stdout.splitlines()[-1] == "[0.02, 0.7]"
 
 
 def test_an_interrupted_validation_leaves_no_record(cpu_image: Kit, tmp_path: Path) -> None:

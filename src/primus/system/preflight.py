@@ -141,8 +141,9 @@ def driver(host: Host) -> Iterator[Finding]:
         cuda = host.component("CUDA")
         row = table["nvidia"].get(int(cuda.partition(".")[0])) if cuda[:1].isdigit() else None
         if row is None or not version:
-            why = f"the table has no row for CUDA {cuda}" if cuda else "there is no image whose CUDA it must support"
-            yield skipped("driver", f"nvidia {version}: {why}" if version else "the driver does not tell its version")
+            yield skipped(
+                "driver", f"nvidia {version or 'of unknown version'}: the table has no row for CUDA {cuda or '?'}"
+            )
         elif int(version.partition(".")[0]) < row["driver"]:
             yield failed(
                 "driver", f"driver {version} is too old for CUDA {cuda}, which needs {row['driver']} ({row['source']})",

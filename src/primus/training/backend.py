@@ -7,7 +7,7 @@ The folder of each backend has a module ``backend`` that defines ``RULES``. Fact
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError
 from primus.recipes.mesh import Fault
@@ -42,6 +42,10 @@ class Rules:
     def unjudged(self, recipe: Recipe) -> str | None:
         """Return why the reference cannot repeat such a run of this backend, in a sentence, or None."""
         return None
+
+    def layout(self, recipe: Recipe) -> Mapping[str, Any]:
+        """Return the fields of the ranks' layout that a resumed run must share with the one that saved."""
+        return {}
 
     def files(self, job: Job) -> Mapping[str, str]:
         """Return name → text of the files that the ranks read besides ``job.json``."""

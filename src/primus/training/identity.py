@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError, nearest
-from primus.files import write_file
+from primus.files import open_regular, read_bytes, write_file
 from primus.recipes.recipe import Recipe
+from primus.recipes.rules import rules_of
 from primus.training import tensors
+from primus.training.job import step_of, steps
 
 FILE = "recipe.json"
 FORMAT = 1
 ALL = "all"
 _METADATA = ".metadata"
 # Other tensors under other names: no option makes them fit.
-_NEVER = ("backend", "mode")
+_NEVER = ("backend", "mode", "layout")
 
 
 def of(recipe: Recipe) -> dict[str, Any]:
@@ -37,6 +39,7 @@ def of(recipe: Recipe) -> dict[str, Any]:
         "seq_len": recipe.seq_len,
         "global_batch": recipe.global_batch,
         "seed": recipe.seed,
+        **rules_of(recipe).layout(recipe),
     }
     if recipe.mode == "lora":
         found |= {f"lora.{key}": section.get(f"lora.{key}") for key in ("rank", "alpha", "targets")}
@@ -56,12 +59,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
 
 
 def seal(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Write ``identity`` and the sizes of all files into the checkpoint ``folder``, which is complete."""
+    """Write ``identity``, the step and all sizes into the checkpoint ``folder``, ``step-N`` or ``.step-N``, which is
+    complete.
+    """
     files = {
         path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file() and path.name != FILE
     }
     content = {
         "format": FORMAT,
+        "step": step_of(folder.with_name(folder.name.removeprefix("."))),
         "identity": dict(identity),
         "files": files,
         "metadata_sha256": hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest(),
@@ -76,10 +82,10 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
     """
     wanted = of(recipe)
     for name in accepted:
-        if name != ALL and not any(_covers(name, field) for field in wanted if field not in _NEVER):
+        if name != ALL and not any(_covers(name, field) for field in wanted if not _fixed(field)):
             raise InputError(
                 f"--accept-change {name}: there is no such field" + nearest(name, wanted),
-                hint=f"there are: {', '.join(field for field in wanted if field not in _NEVER)}",
+                hint=f"there are: {', '.join(field for field in wanted if not _fixed(field))}",
             )
     content = _read(folder)
     if content is None:
@@ -89,14 +95,20 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
             f"the checkpoint has no {FILE}, which says what it was trained from", where=str(folder),
             hint=f"--accept-change {ALL} resumes from it anyway",
         )  # fmt: skip
-    _check_files(folder, content)
+    if damage := _damage(folder, content):
+        raise _damaged(folder, damage)
+    if (step := content.get("step")) is not None and step != step_of(folder):
+        raise InputError(
+            f"the folder is named {folder.name}, but the checkpoint is of step {step}", where=str(folder),
+            hint=f"rename the folder to step-{step}",
+        )  # fmt: skip
     saved: dict[str, Any] = content["identity"]
     wrong = {
         field: (saved.get(field), wanted.get(field))
         for field in dict.fromkeys([*wanted, *saved])
         if saved.get(field) != wanted.get(field)
     }
-    left = [field for field in wrong if field in _NEVER or not any(_covers(name, field) for name in accepted)]
+    left = [field for field in wrong if _fixed(field) or not any(_covers(name, field) for name in accepted)]
     if left:
         told = [f"{field} was {_shown(wrong[field][0])}, and is {_shown(wrong[field][1])} now" for field in left]
         raise InputError(
@@ -105,10 +117,14 @@ def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
 
 
 def _hint(left: Sequence[str]) -> str:
-    never = [field for field in left if field in _NEVER]
+    never = [field for field in left if _fixed(field)]
     if never:
         return f"a checkpoint cannot be resumed with another {' or '.join(never)}"
     return "to resume anyway: " + " ".join(f"--accept-change {field}" for field in left)
+
+
+def _fixed(field: str) -> bool:
+    return field.partition(".")[0] in _NEVER
 
 
 def _covers(name: str, field: str) -> bool:
@@ -121,12 +137,30 @@ def _shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def saved(folder: Path) -> Mapping[str, Any]:
+    """Return the fields that were sealed into ``folder``; none if it has no readable ``recipe.json``."""
+    try:
+        content = _read(folder)
+    except InputError:
+        return {}
+    return content["identity"] if content else {}
+
+
+def complete(folder: Path) -> bool:
+    """Whether ``folder`` is a sealed checkpoint whose files all exist and have their sizes."""
+    try:
+        content = _read(folder)
+    except InputError:
+        return False
+    return content is not None and not _damage(folder, content)
+
+
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        content = json.loads(read_bytes(folder / FILE))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, InputError) as error:
         raise _damaged(folder, f"{FILE} cannot be read") from error
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("identity", "files")):
         raise _damaged(folder, f"{FILE} was not written by primus")
@@ -138,19 +172,27 @@ def _read(folder: Path) -> dict[str, Any] | None:
     return content
 
 
-def _check_files(folder: Path, content: Mapping[str, Any]) -> None:
+def _damage(folder: Path, content: Mapping[str, Any]) -> str:
+    """What a look at the folder shows; "" if nothing is wrong. The contents are compared when they are loaded."""
     for name, size in content["files"].items():
         path = folder / Path(name).name
+        if not isinstance(size, int):
+            return f"{FILE} was not written by primus"
         if not path.is_file():
-            raise _damaged(folder, f"{name} is missing")
+            return f"{name} is missing"
         if path.stat().st_size != size:
-            raise _damaged(folder, f"{name} has {path.stat().st_size:,} of {size:,} bytes")
-    if hashlib.sha256((folder / _METADATA).read_bytes()).hexdigest() != content.get("metadata_sha256"):
-        raise _damaged(folder, f"{_METADATA} has changed")
+            return f"{name} has {path.stat().st_size:,} of {size:,} bytes"
+    try:
+        digest = hashlib.sha256()
+        with open_regular(folder / _METADATA) as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+    except (OSError, InputError):
+        return f"{_METADATA} cannot be read"
+    return "" if digest.hexdigest() == content.get("metadata_sha256") else f"{_METADATA} has changed"
 
 
 def _damaged(folder: Path, what: str) -> InputError:
-    others = [path for path in folder.parent.glob("step-*") if path != folder and (path / _METADATA).is_file()]
-    newest = max(others, key=lambda path: path.stat().st_mtime, default=None)
-    hint = f"--resume-from {newest} appears to be intact" if newest else "start again without --resume-from"
+    others = [path for path in steps(folder.parent) if path != folder and complete(path)]
+    hint = f"--resume-from {others[-1]} appears to be intact" if others else "start again without --resume-from"
     return InputError(f"the checkpoint is damaged: {what}", where=str(folder), hint=hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,16 @@ class JobResult:
 
 def step_of(checkpoint: Path) -> int:
     """The step a checkpoint folder holds (``step-10`` → 10). ValueError when the name does not tell."""
-    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    match = re.fullmatch(r"step-(0|[1-9][0-9]{0,17})", checkpoint.name)
     if not match:
         raise ValueError(f"{checkpoint} is not named step-N")
     return int(match[1])
+
+
+def steps(folder: Path) -> list[Path]:
+    """The checkpoints ``step-N`` in ``folder``, oldest step first."""
+    found = []
+    for path in folder.glob("step-*"):
+        with suppress(ValueError):
+            found.append((step_of(path), path))
+    return [path for _, path in sorted(found)]

@@ -223,9 +223,3 @@ def expected_facts(job: Job) -> dict[str, Any]:
     if turbo := chosen(recipe):
         asked["turbo"] = sorted(turbo)
     return asked
-
-
-def checkpoints(output: Path) -> list[Path]:
-    """The checkpoint folders a run left, oldest step first."""
-    found = [path for path in (output / "checkpoint").glob("step-*") if path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]))

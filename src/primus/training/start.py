@@ -73,14 +73,21 @@ def prepare(job: Job) -> None:
     The nodes of a job share the folder. Each writes the same files whole, so none waits for another.
     """
     own = ranks.folder_of_node(job, os.environ)
-    if (own / "log.txt").exists() or (own == job.output and (job.output / "checkpoint").exists()):
-        raise InputError(f"{own} already holds a run", hint="choose another --output, or delete it")
+    taken = InputError(f"{own} already holds a run", hint="choose another --output, or delete it")
+    if own == job.output and (job.output / "checkpoint").exists():
+        raise taken
     made = ranks.files(job)
     try:
         (own / "cache").mkdir(parents=True, exist_ok=True)
+        # Of two runs that start at the same moment, one creates it.
+        (own / "log.txt").touch(exist_ok=False)
         for name, text in made.items():
             write_file(job.output / name, text)
+    except FileExistsError as error:
+        raise taken from error
     except OSError as error:
+        with contextlib.suppress(OSError):
+            (own / "log.txt").unlink(missing_ok=True)
         raise HostError(f"cannot write to {job.output}: {error.strerror}", hint="choose another --output") from error
     if compiled := ranks.compiled_before(job):
         with contextlib.suppress(OSError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.training import identity
+from primus.training.job import step_of
 from primus.training.tensors import header
 
 CELLS = [
@@ -35,6 +37,16 @@ def kept(folder: Path, recipe: Recipe) -> Path:
         (folder / name).write_bytes(name.encode() * 100)
     identity.seal(folder, identity.of(recipe))
     return folder
+
+
+def rewrite(folder: Path, **changed: object) -> None:
+    content = json.loads((folder / identity.FILE).read_text())
+    (folder / identity.FILE).write_text(json.dumps(content | changed))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 @pytest.mark.parametrize(("name", "backend", "mode"), CELLS)
@@ -102,6 +114,10 @@ def test_another_backend_never_fits(tmp_path: Path, accepted: list[str]) -> None
         (lambda folder: (folder / identity.FILE).write_text("{"), "recipe.json cannot be read"),
         (lambda folder: (folder / identity.FILE).write_text("[]"), "recipe.json was not written by primus"),
         (lambda folder: (folder / identity.FILE).write_bytes(b"\xff\xfe"), "recipe.json cannot be read"),
+        (lambda folder: (folder / identity.FILE).write_text("[" * 100_000), "recipe.json cannot be read"),
+        (lambda folder: pipe(folder / identity.FILE), "recipe.json cannot be read"),
+        (lambda folder: rewrite(folder, files={".metadata": "900"}), "recipe.json was not written by primus"),
+        (lambda folder: rewrite(folder, files={".metadata": None}), "recipe.json was not written by primus"),
     ],
 )
 def test_a_damaged_checkpoint_is_a_sentence(tmp_path: Path, damage: object, told: str) -> None:
@@ -112,6 +128,64 @@ def test_a_damaged_checkpoint_is_a_sentence(tmp_path: Path, damage: object, told
         identity.check(folder, proxy(), ["all"])
     assert told in refused.value.message
     assert f"--resume-from {tmp_path}/step-3" in (refused.value.hint or "")
+
+
+def test_the_hint_names_no_checkpoint_that_is_damaged_too(tmp_path: Path) -> None:
+    kept(tmp_path / "step-1", proxy())
+    for name in ("step-3", "step-10"):
+        (kept(tmp_path / name, proxy()) / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(InputError) as refused:
+        identity.check(tmp_path / "step-10", proxy())
+    assert refused.value.hint == f"--resume-from {tmp_path}/step-1 appears to be intact"
+
+
+@pytest.mark.parametrize("name", ["step-4", "step-6"])
+def test_a_renamed_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    """The step of our own loop follows from the name, so another name would be another place in the data."""
+    folder = kept(tmp_path / "step-5", proxy()).rename(tmp_path / name)
+    with pytest.raises(InputError, match=f"the folder is named {name}, but the checkpoint is of step 5"):
+        identity.check(folder, proxy(), ["all"])
+
+
+@pytest.mark.parametrize(
+    ("backend", "words", "told"),
+    [
+        ("torchtitan", ["ranks=1"], "data_parallel was 2, and is 1 now"),
+        ("megatron", ["ranks=1"], "layout.ranks was 2, and is 1 now"),
+        ("megatron", ["tp=2"], "layout.tp was 1, and is 2 now"),
+    ],
+)
+def test_a_layout_that_the_backend_cannot_load_is_refused(
+    tmp_path: Path, backend: str, words: list[str], told: str
+) -> None:
+    folder = kept(tmp_path / "step-5", proxy(backend=backend))
+    other = proxy(*words, backend=backend)
+    with pytest.raises(InputError, match=told):
+        identity.check(folder, other)
+    if backend == "torchtitan":
+        identity.check(folder, other, ["data_parallel"])
+    else:
+        with pytest.raises(InputError, match=told) as refused:
+            identity.check(folder, other, ["all"])
+        assert "cannot be resumed with another layout" in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize("name", ["step-04", "step-²", "step-٤", "step--4", "step-", "step-" + "9" * 5000])
+def test_only_a_plain_number_names_a_checkpoint(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="is not named step-N"):
+        step_of(tmp_path / name)
+
+
+def test_of_a_run_the_newest_complete_checkpoint_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("step-2", "step-9", "step-10", "step-12"):
+        kept(tmp_path / "checkpoint" / name, proxy())
+    (tmp_path / "checkpoint/step-12/recipe.json").unlink()
+    (tmp_path / "checkpoint/step-²").mkdir()
+    words = ["train", "llama3.1-8b", "--backend", "fsdp", "--gpu", "cpu", "--proxy", "--resume-from", str(tmp_path)]
+    assert main([*words, "steps=20", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "steps 11–20" in said.out
+    assert "step-10 is used: step-12 is incomplete" in said.err
 
 
 def test_one_that_says_nothing_of_itself_is_taken_when_asked_for(tmp_path: Path) -> None:

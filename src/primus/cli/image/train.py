@@ -18,15 +18,15 @@ from pathlib import Path
 
 from primus.cli.arguments import folder, path
 from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, short_origin
-from primus.errors import HostError, InputError
+from primus.errors import HostError, InputError, Interrupted
 from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.recipes.rules import rules_of
 from primus.system import mounts
 from primus.terminal import Screen
-from primus.training import logs, machine, metrics, proof, ranks, start
+from primus.training import identity, logs, machine, metrics, proof, ranks, start
 from primus.training.checks import Verdict
-from primus.training.job import Job, step_of
+from primus.training.job import Job, step_of, steps
 from primus.training.metrics import Summary
 
 EXAMPLE = "primus train llama3-proxy --steps 30 optimizer.lr=0.005"
@@ -107,7 +107,11 @@ def run(options: argparse.Namespace) -> int:
     if not options.json:
         print(_headline(job), file=sys.stderr)
     progress = _Progress(job, quiet=options.json)
-    outcome, verdicts, summary = start.start(job, progress.line, options.stall_timeout)
+    try:
+        outcome, verdicts, summary = start.start(job, progress.line, options.stall_timeout)
+    except KeyboardInterrupt:
+        progress.end()
+        raise Interrupted("interrupted", hint=_continue(job)) from None
     progress.end()
     passed = all(verdict.passed for verdict in verdicts)
     if options.json:
@@ -160,17 +164,29 @@ def _checkpoint(path: Path) -> Path:
         )
     found = path.absolute()
     if not (found / ".metadata").is_file():
-        kept = [step for step in ranks.checkpoints(found) if (step / ".metadata").is_file()]
-        if not kept:
-            raise InputError(
-                f"{path} contains no checkpoint", hint="name a folder …/checkpoint/step-N, or a run that has one"
-            )
-        found = kept[-1]
+        found = _newest(found, path)
     try:
         step_of(found)
     except ValueError as error:
         raise InputError(str(error)) from error
     return found
+
+
+def _newest(run: Path, shown: Path) -> Path:
+    """The newest complete checkpoint of ``run``, or the newest at all. A message names those that are left out."""
+    kept = [step for step in steps(run / "checkpoint") if (step / ".metadata").is_file()]
+    if not kept:
+        raise InputError(
+            f"{shown} contains no checkpoint", hint="name a folder …/checkpoint/step-N, or a run that has one"
+        )
+    left_out: list[str] = []
+    for step in reversed(kept):
+        if identity.complete(step):
+            if left_out:
+                print(f"primus: {step.name} is used: {' and '.join(left_out)} is incomplete", file=sys.stderr)
+            return step
+        left_out.append(step.name)
+    return kept[-1]
 
 
 def _headline(job: Job) -> str:
@@ -233,6 +249,19 @@ class _Progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+def _last_kept(job: Job) -> Path | None:
+    """The newest complete checkpoint that the run left before its last step."""
+    kept = [step for step in steps(job.output / "checkpoint") if identity.complete(step)]
+    return kept[-1] if kept and step_of(kept[-1]) < job.last_step else None
+
+
+def _continue(job: Job) -> str:
+    """What to do with a run that ended early."""
+    if kept := _last_kept(job):
+        return f"--resume-from {job.output} continues after step {step_of(kept)}"
+    return "the run saved no checkpoint; checkpoint=N saves one every N steps"
+
+
 def _show_end(job: Job, verdicts: tuple[Verdict, ...], figures: str, summary: Summary, seconds: float) -> None:
     screen = Screen.of()
 
@@ -253,6 +282,8 @@ def _show_end(job: Job, verdicts: tuple[Verdict, ...], figures: str, summary: Su
         if left_out:
             say(f"– skipped: {', '.join(left_out)}")
         say(f"failed after {seconds:.0f} s\n  → the log is {job.output / 'log.txt'}")
+        if _last_kept(job):
+            say(f"  → {_continue(job)}")
         return
     say(
         f"✓ {summary.steps} steps in {seconds:.0f} s, "

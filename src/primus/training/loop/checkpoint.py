@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from primus.training import identity
+from primus.training import identity, shards
 from primus.training.failure import text_of
 from primus.training.loop.session import Session
 
@@ -41,10 +41,11 @@ def load(folder: Path, session: Session) -> None:
     """Load the checkpoint in ``folder``. The learning rate and the position in the data follow from its step.
 
     Random states belong to ranks, so they are not loaded if the number of ranks differs. Raises SystemExit if the
-    checkpoint cannot be read.
+    checkpoint is damaged.
     """
     state = session.state_dict()
     try:
+        shards.verify(folder)
         random = _load(folder, state)
     except (CheckpointException, Exception) as error:
         raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error

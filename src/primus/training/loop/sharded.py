@@ -161,10 +161,19 @@ class Sharded(Session):
 
     @override
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        ours = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
         set_state_dict(
             self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
             options=_OPTIONS,
         )  # fmt: skip
+        # PyTorch also loads the settings, such as weight decay. Those of this run count.
+        for group, settings in zip(self._groups, ours, strict=True):
+            group.update(settings)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
 
     @override
     def facts(self) -> dict[str, Any]:

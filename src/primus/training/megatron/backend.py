@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
@@ -18,6 +19,16 @@ class _Megatron(Rules):
         if recipe.section("megatron").get("model.fp8"):
             return "mxfp8" if recipe.find("megatron.model.fp8_recipe", "") == "mxfp8" else "fp8"
         return super().precision(recipe)
+
+    def layout(self, recipe: Recipe) -> Mapping[str, Any]:
+        """A checkpoint holds each rank's tensors as they lie in its memory, so it fits no other layout."""
+        sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
+        return {
+            **{f"layout.{kind}": recipe.degree(kind) for kind in ("tp", "pp", "ep")},
+            "layout.virtual_pp": recipe.find("megatron.model.virtual_pipeline_model_parallel_size", 1),
+            **({"layout.ranks": recipe.world_size} if sharded else {}),
+            "layout.dtype": recipe.find("megatron.training.dtype", "bfloat16"),
+        }
 
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
         return render.faults(recipe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from primus.recipes.choose import CPU
 from primus.recipes.mesh import Fault
@@ -57,6 +57,10 @@ class _Torchtitan(Rules):
         if recipe.precision == "fp8" and kind not in ("", "tensorwise"):
             return f"the reference rounds to FP8 by tensors, not {kind}"
         return None
+
+    def layout(self, recipe: Recipe) -> Mapping[str, Any]:
+        """Each rank keeps its own place in the data. With another number of them, the data start over."""
+        return {"data_parallel": recipe.data_parallel}
 
     def files(self, job: Job) -> Mapping[str, str]:
         return {_FILE: render.toml(job)}

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primus.training import facts, identity
+from primus.training import facts, identity, shards
 from primus.training.failure import text_of
-from primus.training.ranks import checkpoints
+from primus.training.job import steps
 from primus.training.straggler import Pace
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
@@ -69,17 +69,40 @@ def observed_trainer(
         def _seal(self) -> None:
             """Of what is saved beside the training, a checkpoint is complete some steps later: all are looked at."""
             if dist.get_rank() == 0:
-                for folder in checkpoints(facts_file.parent):
+                for folder in steps(facts_file.parent / "checkpoint"):
                     if (folder / ".metadata").is_file() and not (folder / identity.FILE).exists():
                         identity.seal(folder, known)
 
         def _load_told(self, *given: Any, **named: Any) -> bool:
+            """Load the checkpoint, and keep the settings of this run's optimizer: torchtitan takes the old run's."""
+            folder = Path(self.job_config.checkpoint.initial_load_path or "")
+            ours = [dict(group) for group in self._parameter_groups()]
+            rates = [list(schedule.base_lrs) for schedule in self.lr_schedulers]
             try:
+                if self.job_config.checkpoint.initial_load_path:
+                    shards.verify(folder)
+                    self._forget_place(folder)
                 loaded: bool = self._load(*given, **named)
             except (CheckpointException, Exception) as error:
-                folder = self.job_config.checkpoint.initial_load_path
                 raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error
+            if loaded:
+                for group, settings in zip(self._parameter_groups(), ours, strict=True):
+                    group.update({key: value for key, value in settings.items() if key != "params"})
+                for schedule, base_lrs in zip(self.lr_schedulers, rates, strict=True):
+                    schedule.base_lrs = base_lrs
+                    follow(schedule)
             return loaded
+
+        def _parameter_groups(self) -> list[dict[str, Any]]:
+            return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+        def _forget_place(self, folder: Path) -> None:
+            """Start the data over if the number of data-parallel ranks has changed; the user has accepted that."""
+            field = "data_parallel"
+            if (before := identity.saved(folder).get(field)) not in (None, known[field]):
+                self.checkpointer.exclude_from_loading = [*self.checkpointer.exclude_from_loading, "dataloader"]
+                if dist.get_rank() == 0:
+                    print(f"primus: the data start over: {field} was {before}, and is {known[field]} now", flush=True)
 
         def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
             for batch in super().batch_generator(data_iterable):
@@ -130,3 +153,12 @@ def observed_trainer(
             return Witness(facts_file.parent, self.model_parts, mesh.get_local_rank() if mesh else 0)
 
     return ObservedTrainer
+
+
+def follow(schedule: Any) -> None:
+    """Set the learning rates of ``schedule`` (a LambdaLR) for its step, as if it had always had its settings."""
+    rates = zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    for group, base, factor in rates:
+        group["initial_lr"] = base
+        group["lr"] = base * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]

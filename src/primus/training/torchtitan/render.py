@@ -135,8 +135,8 @@ def _owned(job: Job) -> dict[str, Value]:
     }
     if job.resume_from is not None:
         owned |= {
+            "checkpoint.load_only": not owned["checkpoint.enable"],
             "checkpoint.enable": True,
-            "checkpoint.load_only": True,
             "checkpoint.initial_load_path": str(job.resume_from),
             "checkpoint.initial_load_model_only": False,
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ class Verdict:
     real: bool
     calls: int
     answer: Answer
+
+    def with_failure(self, message: str) -> Verdict:
+        """The same with one failure more."""
+        return replace(self, answer=replace(self.answer, failures=(*self.answer.failures, message)))
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Whether a job can run on this machine at all: its GPUs, and memory for the least that training holds."""
+"""Whether a job can run on this machine at all: its GPUs, memory for the least that training holds, a compiler."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from primus.recipes.memory import gpu_bytes, largest_batch, predict
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import memory_of
 from primus.recipes.size import readable, size
+from primus.system import compiler
 
 _SHOW = "--dry-run shows the job"
 _SMALL = f"--proxy trains a small model instead, {_SHOW}"
@@ -23,7 +24,7 @@ _ON_CPU = ("fp32", "bf16")
 
 
 def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False) -> None:
-    """HostError when this machine (its files below ``root``) lacks the recipe's GPUs, or memory for it.
+    """HostError when this machine (its files below ``root``) lacks the recipe's GPUs, or memory or a compiler for it.
 
     ``force`` leaves out the predicted memory of activations. A proxy made for a GPU may run without one, on the CPU, in
     a precision that a CPU computes. GPUs that no table knows are taken for what the recipe says: nothing can be told
@@ -36,6 +37,19 @@ def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False) -> Non
     _check_memory(recipe, None if on_cpu else gpu_bytes(recipe.gpu), root)
     if not on_cpu and not force:
         _check_activations(recipe)
+    _check_compiler(recipe, gpu=not on_cpu)
+
+
+def _check_compiler(recipe: Recipe, *, gpu: bool) -> None:
+    """A recipe with torch.compile would otherwise fail in its first step."""
+    backend = recipe.knows.name
+    keys = [key for key in ("compile.enable", "training.compile") if recipe.find(f"{backend}.{key}", False)]
+    if keys and (why := compiler.missing(os.environ, gpu=gpu)):
+        raise HostError(
+            f"torch.compile needs a compiler: {why}",
+            where=recipe.settings[f"{backend}.{keys[0]}"].origin,
+            hint=f"{keys[0]}=false trains without it",
+        )
 
 
 def _check_gpus(recipe: Recipe, found: Found) -> None:

@@ -3,7 +3,8 @@
 `list` shows the values for `primus train --turbo`, whether this machine supports them, and the kernels.
 `compile` compiles the kernels of the catalogue.
 `check` runs each kernel forward and backward on this machine's GPU, compares it with plain PyTorch and counts
-compilations. Without a GPU, or with --pretend, it requests all kernels as if a GPU were present, and runs none.
+compilations. Without a GPU, or with --pretend, it requests all kernels as if a GPU were present, and runs none. It also
+verifies that the C compiler works with which Triton launches kernels.
 `interpret` runs small kernels on the CPU with Triton's interpreter and compares them with plain PyTorch. Exit code 1: a
 kernel was compiled, failed, or gave a wrong result; 3: torch, Triton or a library is missing.
 """
@@ -25,6 +26,7 @@ from primus.cli.arguments import folder
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import generation, load_table
+from primus.system import compiler
 from primus.terminal import Screen, counted
 from primus.turbo.optimizations import Optimization, optimizations, state
 
@@ -147,6 +149,9 @@ def _check(options: argparse.Namespace) -> int:
         recorded = {one["case"] for one in index["kernels"]}
         cases = [case for case in cases if case.label in recorded]
     verdict = check(cases, gpu, real=real, say=_progress(options))
+    # A PyTorch for CPUs alone launches no kernel.
+    if (torch.version.cuda or torch.version.hip) and (why := compiler.fault(os.environ)):
+        verdict = verdict.with_failure(f"Triton cannot launch kernels: {why}")
     if options.json:
         print(json.dumps(verdict.as_json(), ensure_ascii=False))
     else:

@@ -1,4 +1,4 @@
-"""A run finds every kernel of the turbo catalogue already compiled."""
+"""A run finds every kernel of the turbo catalogue already compiled, and a C compiler to launch them with."""
 
 from __future__ import annotations
 

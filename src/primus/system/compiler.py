@@ -1,0 +1,59 @@
+"""The compiler that training needs: Triton and torch.compile make C and C++ files and load what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+_PROBE = "#include <Python.h>\nint primus_probe(void) { return Py_IsInitialized(); }\n"
+
+
+def missing(environment: Mapping[str, str], *, gpu: bool) -> str:
+    """What a job that compiles lacks here, as a sentence; empty if it lacks nothing.
+
+    Programs are looked for as Triton (for a ``gpu``) and PyTorch's inductor (for a CPU) do.
+    """
+    if not compiler(environment, gpu=gpu):
+        names, variable = ("neither gcc nor clang", "CC") if gpu else ("no g++", "CXX")
+        return f"there is {names} on this machine, and {variable} names no other compiler"
+    if not (header := headers() / "Python.h").is_file():
+        return f"Python's headers are not on this machine: {header}"
+    return ""
+
+
+def compiler(environment: Mapping[str, str], *, gpu: bool) -> str | None:
+    """The compiler that Triton (for a ``gpu``) or inductor (for a CPU) calls; None if there is none."""
+    asked = environment.get("CC" if gpu else "CXX")
+    names = (asked,) if asked else ("gcc", "clang") if gpu else ("g++",)
+    path = environment.get("PATH", os.defpath)
+    return next((found for name in names if (found := shutil.which(name, path=path))), None)
+
+
+def headers() -> Path:
+    """The folder of Python.h, where Triton looks for it."""
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme names a folder below /usr/local, where there is none.
+    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+
+
+def fault(environment: Mapping[str, str]) -> str:
+    """Compile a small file as Triton does to launch a kernel. Returns why that fails, or nothing."""
+    if why := missing(environment, gpu=True):
+        return why
+    with tempfile.TemporaryDirectory(prefix="primus-compiler-") as folder:
+        source = Path(folder) / "probe.c"
+        source.write_text(_PROBE, encoding="ascii")
+        command = [str(compiler(environment, gpu=True)), str(source), "-O3", "-shared", "-fPIC", f"-I{headers()}"]
+        ended = subprocess.run(
+            [*command, "-o", f"{folder}/probe.so"], capture_output=True, text=True, errors="replace", check=False,
+            env=dict(environment),
+        )  # fmt: skip
+    if not ended.returncode:
+        return ""
+    said = next((line for line in ended.stderr.splitlines() if "error" in line), f"exit code {ended.returncode}")
+    return f"{command[0]} cannot compile an extension of Python: {said}"

@@ -141,9 +141,8 @@ def driver(host: Host) -> Iterator[Finding]:
         cuda = host.component("CUDA")
         row = table["nvidia"].get(int(cuda.partition(".")[0])) if cuda[:1].isdigit() else None
         if row is None or not version:
-            yield skipped(
-                "driver", f"nvidia {version or 'of unknown version'}: the table has no row for CUDA {cuda or '?'}"
-            )
+            why = f"the table has no row for CUDA {cuda}" if cuda else "there is no image whose CUDA it must support"
+            yield skipped("driver", f"nvidia {version}: {why}" if version else "the driver does not tell its version")
         elif int(version.partition(".")[0]) < row["driver"]:
             yield failed(
                 "driver", f"driver {version} is too old for CUDA {cuda}, which needs {row['driver']} ({row['source']})",

@@ -45,6 +45,8 @@ _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator: can't allocate|\bMemoryError\b|std::bad_alloc"
 )
 _OUT_OF_MEMORY_HINT = "a smaller batch per rank, full recomputation or more ranks need less memory"
+# PyTorch goes on with its own share, advice and a link.
+_AFTER_FREE_MEMORY = re.compile(r"(?<= is free\.) .*", re.DOTALL)
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _DISK_FULL_HINT = "the disk with the results is full; finished checkpoints are whole: make room and use --resume-from"
 
@@ -188,7 +190,7 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
     if found is None:
         found = _by_code(exit_code, lines)
     if _OUT_OF_MEMORY.search(found.text):
-        return Failure(text=found.text, rank=found.rank, hint=_OUT_OF_MEMORY_HINT)
+        return Failure(text=_AFTER_FREE_MEMORY.sub("", found.text), rank=found.rank, hint=_OUT_OF_MEMORY_HINT)
     if _DISK_FULL.search(found.text):
         return Failure(text=found.text, rank=found.rank, hint=_DISK_FULL_HINT)
     if not found.hint and (match := _ENDED.match(found.text)):

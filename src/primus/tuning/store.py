@@ -66,12 +66,13 @@ class Key:
         if not isinstance(found, Mapping):
             raise InputError(f"{tuned} has no valid key: {file} is missing or damaged", hint="tune again")
         wrong = [
-            f"{name} was {str(found.get(name))[:24]}, and is {value[:24]}"
+            # A recipe is its digest, which tells a reader nothing.
+            "other settings of the recipe" if name == "recipe" else f"{name} {found.get(name)} instead of {value}"
             for name, value in self.document().items()
             if found.get(name) != value
         ]
         if wrong:
-            raise InputError(f"{tuned} is of something else: {'; '.join(wrong)}", hint="tune again")
+            raise InputError(f"{tuned} was measured with {', '.join(wrong)}", hint="tune again")
 
 
 @dataclass(frozen=True, kw_only=True)

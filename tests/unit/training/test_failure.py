@@ -71,6 +71,11 @@ def left(folder: Path, log: str, *notes: tuple[float, int, str]) -> Path:
             PLAIN, [(1.0, 0, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")], 1,
             "2.00 GiB. (a smaller batch per rank",
         ),
+        (
+            PLAIN, [(1.0, 0, "OutOfMemoryError: CUDA out of memory. GPU 0 has a total capacity of 139.80 GiB of which"
+            " 13.64 GiB is free. Including non-PyTorch memory, this process has 126.15 GiB memory in use.")], 1,
+            "13.64 GiB is free. (a smaller batch per rank",
+        ),
         (PLAIN, [(1.0, 0, "MemoryError: std::bad_alloc")], 1, "std::bad_alloc (a smaller batch per rank"),
         (
             "[rank0]: RuntimeError: unexpected pos 704\n[rank0]: OSError: [Errno 28] No space left on device\n",

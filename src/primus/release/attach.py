@@ -7,10 +7,12 @@ referrers API (distribution 2), the list is an index under the tag ``sha256-<dig
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
 
+from primus.errors import HostError
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE
 from primus.release.distribution import Registry
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 _EMPTY = b"{}"
+# Another publish, or a registry that copies between its servers, may lose an entry.
+_TRIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,17 @@ class Repository:
         answer = self._registry.ask(
             "HEAD", f"manifests/{reference}", headers={"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}, absent=True
         )
-        return None if answer.status_code == 404 else answer.headers["Docker-Content-Digest"]
+        if answer.status_code == 404:
+            return None
+        if digest := answer.headers.get("Docker-Content-Digest"):
+            return digest
+        # The header is optional. Without it, the manifest itself tells.
+        answer = self._registry.ask(
+            "GET", f"manifests/{reference}", headers={"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
+        )
+        if "schemaVersion" not in self._registry.json(answer):
+            raise self._registry.odd(f"manifests/{reference} is not a manifest")
+        return canonical.digest_of(answer.content)
 
     def has_blob(self, digest: str) -> bool:
         """Whether the repository has the blob."""
@@ -93,25 +107,39 @@ class Repository:
         self._put(tag, manifest, MANIFEST_TYPE)
 
     def attach(self, documents: Sequence[Document], subject: dict[str, Any]) -> list[str]:
-        """Attach ``documents`` to the image ``subject``, unless they already are. Returns the artifacts' digests."""
+        """Attach ``documents`` to the image ``subject``, unless they already are. Returns the artifacts' digests.
+
+        Raises HostError if the registry does not list them afterwards.
+        """
         about = str(subject["digest"])
-        there = {one["digest"] for one in self.referrers(about)}
         made = [(document, artifact(document, subject)) for document in documents]
+        digests = [canonical.digest_of(manifest) for _, manifest in made]
+        for number in range(_TRIES + 1):
+            there = {one["digest"] for one in self.referrers(about)}
+            absent = [one for one, digest in zip(made, digests, strict=True) if digest not in there]
+            if not absent:
+                return digests
+            if number == _TRIES:
+                break
+            time.sleep(number * 0.5)
+            self._add(absent, about)
+        raise HostError(
+            f"{self._registry.name} accepts documents for {about}, but does not list them", hint="run the command again"
+        )
+
+    def _add(self, made: Sequence[tuple[Document, bytes]], about: str) -> None:
         unlisted = []
         for document, manifest in made:
-            digest = canonical.digest_of(manifest)
-            if digest not in there:
-                self._blob(_EMPTY)
-                self._blob(document.data)
-                if "OCI-Subject" not in self._put(digest, manifest, MANIFEST_TYPE).headers:
-                    unlisted.append(manifest)
+            self._blob(_EMPTY)
+            self._blob(document.data)
+            if "OCI-Subject" not in self._put(canonical.digest_of(manifest), manifest, MANIFEST_TYPE).headers:
+                unlisted.append(manifest)
         if unlisted:
-            # This registry has no referrers API, so the client maintains the list.
+            # This registry has no referrers API, so the client maintains the list. Another one may do so now, too.
             index = self._index(f"manifests/{digest_tag(about)}")
             for manifest in unlisted:
                 index = listed(index, manifest)
             self._put(digest_tag(about), canonical.dumps(index), INDEX_TYPE)
-        return [canonical.digest_of(manifest) for _, manifest in made]
 
     def referrers(self, digest: str) -> list[dict[str, Any]]:
         """Return the descriptors of the artifacts attached to the image ``digest``."""
@@ -124,7 +152,10 @@ class Repository:
         answer = self._registry.ask("GET", path, headers={"Accept": INDEX_TYPE}, absent=True)
         if answer.status_code == 404:
             return None
-        index: dict[str, Any] = answer.json()
+        index = self._registry.json(answer)
+        manifests = index.get("manifests")
+        if not isinstance(manifests, list) or not all(isinstance(m, dict) and "digest" in m for m in manifests):
+            raise self._registry.odd(f"{path} is not a list of manifests")
         return index
 
     def _blob(self, data: bytes) -> None:
@@ -132,6 +163,8 @@ class Repository:
         if self.has_blob(digest):
             return
         begun = self._registry.ask("POST", "blobs/uploads/")
+        if "Location" not in begun.headers:
+            raise self._registry.odd("blobs/uploads/ names no address for the upload")
         place = urljoin(begun.url, begun.headers["Location"])
         headers = {"Content-Type": "application/octet-stream"}
         self._registry.ask("PUT", place, params={"digest": digest}, data=data, headers=headers)

@@ -5,9 +5,11 @@ skopeo copies images. This client does what skopeo cannot: it pushes artifacts a
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import requests
@@ -16,11 +18,13 @@ from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from primus.errors import HostError
+from primus.versions.asked import PATIENCE, asking, bare_url, tell
 
 if TYPE_CHECKING:
     from requests import PreparedRequest, Response, Session
 
 _WAIT_S = (5.0, 60.0)
+_PASSING = (429, 500, 502, 503, 504)
 _WORD = re.compile(r'([a-z]+)="([^"]*)"')
 _HUB = {"docker.io": "registry-1.docker.io"}
 
@@ -63,20 +67,61 @@ class Registry:
                 method, url, headers=headers, params=params, data=data, timeout=_WAIT_S, auth=self._signed
             )
 
-        try:
-            answer = send()
-            if answer.status_code == 401 and answer.url.startswith(self._server) and self._log_in(answer):
-                answer = send()
-        except RequestException as error:
-            raise HostError(
-                f"the registry of {self.name} does not answer: {type(error).__name__}", hint="check name and network"
-            ) from None
+        with asking("publish", url, self.name, method):
+            try:
+                answer = self._patiently(send)
+                if answer.status_code == 401 and answer.url.startswith(self._server) and self._log_in(answer):
+                    answer = self._patiently(send)
+            except (requests.ConnectionError, requests.Timeout) as error:
+                raise HostError(
+                    f"the registry of {self.name} does not answer: {type(error).__name__}",
+                    hint="check name and network, and run the command again",
+                ) from None
+            except RequestException as error:
+                raise self.odd(f"{type(error).__name__} for {bare_url(url)}") from None
         if answer.status_code in (401, 403):
             raise HostError(f"the registry of {self.name} denied access", hint=f"docker login {self._host}")
         if answer.status_code >= 400 and not (absent and answer.status_code == 404):
             said = " ".join(answer.text.split())[:200]
-            raise HostError(f"the registry of {self.name} refuses {path}: status {answer.status_code}; {said}")
+            raise HostError(
+                f"the registry of {self.name} refuses {bare_url(path)}: status {answer.status_code}"
+                + (f"; {said}" if said else ""),
+                hint="run the command again later; what was sent is kept"
+                if answer.status_code in _PASSING
+                else "check --to, and that the registry accepts OCI images",
+            )
         return answer
+
+    def json(self, answer: Response) -> dict[str, Any]:
+        """Return the JSON object in ``answer``. Raises HostError if there is none."""
+        try:
+            content = json.loads(answer.content)
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict):
+            raise self.odd(f"{bare_url(answer.url)} is not a JSON object")
+        return content
+
+    def odd(self, what: str) -> HostError:
+        """Return the error for an answer that no registry gives."""
+        return HostError(
+            f"{self.name} does not answer as a registry does: {what}",
+            hint="check --to; a login page or a proxy may answer instead of the registry",
+        )
+
+    def _patiently(self, send: Callable[[], Response]) -> Response:
+        """Send again if the registry is overloaded; a short Retry-After is obeyed."""
+        for number in range(PATIENCE.tries - 1):
+            answer = send()
+            if answer.status_code not in _PASSING:
+                return answer
+            asked = answer.headers.get("Retry-After", "")
+            pause = float(asked) if asked.isascii() and asked.isdigit() else PATIENCE.pause_s * 2**number
+            if pause > PATIENCE.longest_pause_s:
+                return answer
+            tell(f"{bare_url(answer.url)} ({self.name}): status {answer.status_code}; asking again")
+            time.sleep(pause)
+        return send()
 
     def _signed(self, request: PreparedRequest) -> PreparedRequest:
         # A URL that the registry returned may be on another host, which must not receive the login.
@@ -104,7 +149,8 @@ class Registry:
             given = self._session.get(asked["realm"], params=wants, headers=headers, timeout=_WAIT_S, auth=_nobody)
         if given.status_code != 200:
             return False
-        token = given.json().get("token") or given.json().get("access_token")
+        content = self.json(given)
+        token = content.get("token") or content.get("access_token")
         self._authorization = f"Bearer {token}"
         return bool(token)
 
@@ -121,13 +167,8 @@ def _nobody(request: PreparedRequest) -> PreparedRequest:
 
 def _session() -> Session:
     session = requests.Session()
-    retry = Retry(
-        total=2,
-        backoff_factor=0.3,
-        status_forcelist=(500, 502, 503, 504),
-        raise_on_status=False,
-        respect_retry_after_header=False,
-    )
+    # A registry that says nothing is not asked again: each try takes a minute.
+    retry = Retry(total=2, read=0, status=0, backoff_factor=0.3, respect_retry_after_header=False)
     for scheme in ("https://", "http://"):
         session.mount(scheme, HTTPAdapter(max_retries=retry))
     return session

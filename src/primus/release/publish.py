@@ -17,6 +17,7 @@ from primus.oci.store import MANIFEST_TYPE, Store
 from primus.release import fitness, provenance, sbom
 from primus.release.attach import Document, Repository, digest_tag
 from primus.release.distribution import plain_http
+from primus.versions.asked import listening
 from primus.versions.registry import skopeo
 
 if TYPE_CHECKING:
@@ -133,9 +134,14 @@ def publish(
     The tag of a preview is moved; that of a release never is. Blobs are hashed before they are sent. Raises CheckFailed
     if the tag of a release already names another image, or if there are objections.
     """
-    digest = ready.image.digest
     if ready.objections:
         raise CheckFailed(f"{ready.tag} may not be published: {'; '.join(ready.objections)}")
+    with listening(progress.say):
+        return _publish(ready, store, repository, progress, key)
+
+
+def _publish(ready: Ready, store: Store, repository: str, progress: Progress, key: str | None) -> dict[str, Any]:
+    digest = ready.image.digest
     there = Repository(repository)
     before = there.digest(ready.tag)
     if before not in (None, digest) and not ready.tag.endswith("-preview"):
@@ -154,6 +160,11 @@ def publish(
         sign(f"{repository}@{digest}", key)
     if before != digest:
         there.tag(ready.tag, ready.image.manifest)
+        if (now := there.digest(ready.tag)) != digest:
+            raise HostError(
+                f"{repository}:{ready.tag} names {now or 'nothing'} after it was set to {digest}",
+                hint="run the command again; if another publish set the tag, the release already exists",
+            )
     sizes = {layer.blob.digest: layer.blob.size for layer in ready.image.layers}
     return {
         "ref": f"{repository}:{ready.tag}",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import HostError, InputError
+from primus.files import text_if_readable
 from primus.versions.asked import PATIENCE, Asked, Patience, asking, tell
 from primus.versions.lock import LockedFile
 
@@ -25,6 +25,11 @@ _GZIP = {
     "application/vnd.oci.image.layer.v1.tar+gzip",
     "application/vnd.docker.image.rootfs.diff.tar.gzip",
 }
+
+
+# A registry may copy and hash a blob of gigabytes before it confirms it.
+_COMMIT_S = 300.0
+_MIRROR = "name a mirror in containers-registries.conf"
 
 
 def probe(image: str) -> None:
@@ -116,7 +121,7 @@ def skopeo(*words: str, grows: Path | None = None, patience: Patience = PATIENCE
     """What ``skopeo WORDS`` prints. HostError says why the registry does not do it.
 
     ``inspect`` is given up after ``patience.read_s`` seconds, a copy to ``grows`` when that folder has not grown for as
-    long.
+    long, and a copy to a registry when nothing has been sent for ``_COMMIT_S``.
     """
     if shutil.which("skopeo") is None:
         raise HostError("skopeo is missing; it is needed to copy images", hint="apt-get install skopeo")
@@ -133,11 +138,8 @@ def skopeo(*words: str, grows: Path | None = None, patience: Patience = PATIENCE
         time.sleep(patience.pause_s * 2 ** (number - 1))
     login = f"sign in (skopeo login {image.partition('/')[0] if '.' in image or ':' in image else 'docker.io'})"
     hint = f"{login} or wait" if "rate limit" in cause else "check the network"
-    raise HostError(
-        f"the registry of {image} does not answer: {cause}",
-        hint=f"{hint}, or name a mirror in containers-registries.conf",
-        about=image,
-    )
+    more = "run the command again: what was sent is kept" if address is words[-1] else _MIRROR
+    raise HostError(f"the registry of {image} does not answer: {cause}", hint=f"{hint}, or {more}", about=image)
 
 
 # Causes of :func:`_reason` that a second run may not meet.
@@ -154,7 +156,7 @@ def _skopeo(
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as process:
             try:
                 out = _while_it_answers(
-                    process, asked, grows, patience.read_s if grows or "inspect" in words else math.inf
+                    process, asked, grows, patience.read_s if grows or "inspect" in words else _COMMIT_S
                 )
             except BaseException:
                 process.kill()
@@ -175,11 +177,16 @@ def _while_it_answers(
 ) -> bytes | None:
     """What the tool prints; None when it was ended because nothing came for ``silence_s`` seconds."""
     size = -1
+    sent = Path(f"/proc/{process.pid}/io")
     while True:
         try:
             return process.communicate(timeout=0.2)[0]
         except subprocess.TimeoutExpired:
-            now = sum(file.stat().st_size for file in grows.iterdir()) if grows and grows.is_dir() else 0
+            if grows:
+                now = sum(file.stat().st_size for file in grows.iterdir()) if grows.is_dir() else 0
+            else:
+                # "wchar: N": what it has written, also to sockets. Its log is a few lines per request.
+                now = int(text_if_readable(sent).partition("wchar: ")[2].partition("\n")[0] or 0)
             if now > size:
                 size = now
                 asked.hear()
@@ -196,7 +203,8 @@ def _reason(text: str) -> str:
         "no such host": "its name is not known",
         "connection refused": "connection refused",
         "reset by peer": "the connection was reset",
-        "unexpected EOF": "it ended early",
+        "EOF": "it ended early",
+        "broken pipe": "it ended early",
         "deadline exceeded": "no answer in time",
         "timeout": "no answer in time",
         "manifest unknown": "it has no such image",

@@ -60,19 +60,34 @@ class Run:
         return float(value) if isinstance(value, int | float) else None
 
 
-def read_all(paths: Sequence[Path]) -> tuple[Run, ...]:
-    """Read the runs and give each a unique label. Raises InputError as :func:`read`, and for a run named twice."""
+class NoResult(InputError):
+    """The folder of a run that has not ended, was interrupted, or failed before its first step."""
+
+
+def read_all(paths: Sequence[Path]) -> tuple[tuple[Run, ...], tuple[NoResult, ...]]:
+    """Read the runs and give each a unique label. Of several, those without a result are left out, with the reasons.
+
+    Raises InputError as :func:`read`, for a run named twice, and if no run is left.
+    """
     runs: list[Run] = []
+    left_out: list[NoResult] = []
     for path in paths:
-        run = read(path)
+        try:
+            run = read(path)
+        except NoResult as error:
+            left_out.append(error)
+            continue
         if any(other.source.resolve() == run.source.resolve() for other in runs):
             raise InputError(f"{path} is named twice")
         runs.append(run)
+    if not runs:
+        raise left_out[0]
     labels = [run.label for run in runs]
-    return tuple(
+    labelled = (
         run if labels.count(run.label) == 1 else replace(run, label=f"{run.label} ({number})")
         for number, run in enumerate(runs, 1)
     )
+    return tuple(labelled), tuple(left_out)
 
 
 def read(path: Path) -> Run:
@@ -86,7 +101,7 @@ def read(path: Path) -> Run:
     except ValueError as error:
         raise InputError(f"not a file that primus wrote: {error}", where=str(path), hint=_NOT_OURS) from None
     if not run.series:
-        raise InputError("the run logged no step", where=str(path), hint="see its log.txt")
+        raise NoResult("the run logged no step", where=str(path), hint="see its log.txt")
     return run
 
 
@@ -94,7 +109,7 @@ def _job(folder: Path) -> Run:
     if not (folder / "job.json").is_file():
         raise InputError(f"{folder} contains no job.json", hint=_NOT_OURS)
     if not (folder / "result.json").is_file():
-        raise InputError(
+        raise NoResult(
             f"{folder} contains no result.json: the run has not ended, or was interrupted",
             hint="wait until the run has ended, or leave it out",
         )

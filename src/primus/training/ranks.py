@@ -172,12 +172,22 @@ def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
         # Rank 0 opens the ranks' store, not torchrun, which would ask for libuv without a choice.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    if not _has_temporary_folder(given):
+        # A read-only root file system without --tmpfs /tmp.
+        made["TMPDIR"] = str(cache)
     # torchrun's own default, which it only announces loudly when it is not set.
     made.setdefault("OMP_NUM_THREADS", "1")
     made.setdefault("USER", "primus")
     # A rank that is ended by SIGABRT or SIGSEGV prints where it was.
     made.setdefault("PYTHONFAULTHANDLER", "1")
     return made
+
+
+def _has_temporary_folder(given: Mapping[str, str]) -> bool:
+    """Whether Python finds a folder for temporary files: torchrun does not start without one."""
+    # As Python's tempfile, which keeps its answer for the whole process.
+    places = (*(given.get(name) for name in ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp", "/usr/tmp", Path.cwd())
+    return any(place and os.access(place, os.W_OK | os.X_OK) for place in places)
 
 
 def compiled_before(job: Job) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import subprocess
@@ -39,6 +40,12 @@ from primus.turbo.optimizations import chosen, missing_packages
 _OTHERS_NAME_IT = 5.0
 # A node whose ranks only lost their peers gives the other nodes time to say why. Theirs end at about the same time.
 _OTHERS_SAY_WHY = 15.0
+
+_WRITABLE = {
+    errno.EACCES: f"give user {os.geteuid()} the right to write to the folder, or choose another --output",
+    errno.EROFS: 'in a container, mount a folder with -v "$PWD/runs:/workspace/runs" (without :ro); '
+    "or choose another --output",
+}
 
 
 def check_backend(job: Job) -> None:
@@ -88,7 +95,8 @@ def prepare(job: Job) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             (own / "log.txt").unlink(missing_ok=True)
-        raise HostError(f"cannot write to {job.output}: {error.strerror}", hint="choose another --output") from error
+        hint = _WRITABLE.get(error.errno or 0, "choose another --output")
+        raise HostError(f"cannot write to {job.output}: {error.strerror}", hint=hint) from error
     if compiled := ranks.compiled_before(job):
         with contextlib.suppress(OSError):
             compiled.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.report import sheets
 from primus.report.run import read
+from primus.system import mounts
 from primus.training import logs, metrics, ranks, record
 from primus.training.checks import Verdict
 from primus.training.job import Job
@@ -222,6 +223,29 @@ def test_a_broken_run_is_a_sentence(
     assert main(["report", str(folder), "--out", str(tmp_path / "out")]) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_of_several_runs_those_without_a_result_are_left_out(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, failed, running = make("good"), make("failed"), make("running")
+    (failed / "metrics.jsonl").write_text("")
+    (running / "result.json").unlink()
+    words = ["report", str(failed), str(good), str(running), "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert "✓ good" in said.out
+    assert f"left out: {failed}: the run logged no step" in said.err
+    assert f"left out: {running} contains no result.json" in said.err
+    assert main([*words[:2], *words[3:]]) == 2, "nothing is left"
+
+
+def test_a_report_inside_a_container_says_how_to_keep_it(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounts, "warning", lambda folder: f"{folder} is inside the container")
+    assert main(["report", str(make("run")), "--out", str(tmp_path / "out")]) == 0
+    assert f"primus: {tmp_path / 'out'} is inside the container" in capsys.readouterr().err
 
 
 def test_too_many_runs_the_same_run_and_no_place_to_write(

@@ -269,6 +269,14 @@ def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: t
     assert ranks.environment(jobs[0], {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
 
 
+def test_without_a_temporary_folder_the_ranks_get_one(jobs: tuple[Job, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with a read-only root and no --tmpfs /tmp; torchrun does not start without one."""
+    assert "TMPDIR" not in ranks.environment(jobs[0], {})
+    monkeypatch.setattr(os, "access", lambda path, _mode: str(path) == "/mounted")
+    assert ranks.environment(jobs[0], {})["TMPDIR"] == str(jobs[0].output / "cache")
+    assert ranks.environment(jobs[0], {"TMPDIR": "/mounted"})["TMPDIR"] == "/mounted"
+
+
 def test_runs_on_a_gpu_share_compiled_kernels(tmp_path: Path) -> None:
     recipe = resolve("llama3.1-8b", [], Asked(gpu="mi300x"))
     job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path / "kept")

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
 from primus.cli.arguments import folder, path
 from primus.errors import HostError, InputError
 from primus.report import compare, sheets
 from primus.report.run import Run, read_all
+from primus.system import mounts
 from primus.terminal import Screen, Styled
 
 EXAMPLE = "primus report runs/before runs/after --out report"
@@ -33,7 +35,9 @@ def run(options: argparse.Namespace) -> int:
     """Read the runs, write the files and print the comparison. Returns 0. Raises InputError and HostError."""
     if len(options.runs) > compare.MOST_RUNS:
         raise InputError(f"{len(options.runs)} runs are too many", hint=f"compare at most {compare.MOST_RUNS}")
-    runs = read_all(options.runs)
+    runs, left_out = read_all(options.runs)
+    for error in left_out:
+        print(f"primus report: left out: {error}", file=sys.stderr)
     files = {"perf.csv": sheets.perf_csv(runs), **_of_models(runs), "report.html": compare.comparison(runs)}
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -41,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
             (options.out / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise HostError(f"cannot write to {options.out}: {error.strerror}", hint="choose another --out") from error
+    if lost := mounts.warning(options.out):
+        print(f"primus: {lost}", file=sys.stderr)
     paths = [str(options.out / name) for name in files]
     if options.json:
         shown = [

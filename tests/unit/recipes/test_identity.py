@@ -185,7 +185,7 @@ def test_of_a_run_the_newest_complete_checkpoint_is_used(tmp_path: Path, capsys:
     assert main([*words, "steps=20", "--dry-run"]) == 0
     said = capsys.readouterr()
     assert "steps 11–20" in said.out
-    assert "step-10 is used: step-12 is incomplete" in said.err
+    assert "step-10 is used; incomplete: step-12" in said.err
 
 
 def test_one_that_says_nothing_of_itself_is_taken_when_asked_for(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def _newest(run: Path, shown: Path) -> Path:
     for step in reversed(kept):
         if identity.complete(step):
             if left_out:
-                print(f"primus: {step.name} is used: {' and '.join(left_out)} is incomplete", file=sys.stderr)
+                print(f"primus: {step.name} is used; incomplete: {', '.join(left_out)}", file=sys.stderr)
             return step
         left_out.append(step.name)
     return kept[-1]

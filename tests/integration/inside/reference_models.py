@@ -84,7 +84,7 @@ def fit() -> None:
     def added(*terms: tuple[float, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: sum(factor * each[name] for factor, each in terms) for name in terms[0][1]}  # type: ignore[misc]
 
-    found = constants.Fit("fsdp")
+    found = constants.Fit("fsdp", routed=False)
     own, one, other = drawn(), drawn(), drawn()
     for _ in range(4):
         run, noisy = added((1, own), (0.1, one), (1, drawn())), added((1, own), (1, drawn()))

@@ -68,12 +68,19 @@ def _fresh(model: AnyModel, **changes: Any) -> AnyModel:
 
 @dataclass
 class Fit:
-    """Least squares over the steps that were added: direction of each change → how far the run went in it."""
+    """Least squares over the steps that were added: direction of each change → how far the run went in it.
+
+    ``routed``: the model has experts. Rounding sends tokens to other experts, which changes the gradients of all
+    tensors of that step together.
+    """
 
     backend: str
+    routed: bool
     _names: list[str] = field(default_factory=list)
     # Of each tensor and step: products of directions with each other, with the run's errors, and with the noise.
     _parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    # The step that each part is of.
+    _steps: list[int] = field(default_factory=list)
 
     def add(
         self, run: Gradients, own: Gradients, noisy: Gradients, plain: Gradients, changed: Mapping[str, Gradients]
@@ -89,18 +96,21 @@ class Fit:
                 (noisy[name] - own[name]).double().square().sum()
             )
         self._names = list(changed)
+        step = self._steps[-1] + 1 if self._steps else 0
         for name in names:
             # A kind of tensor counts by how exactly the precision decides its gradient.
             if (least := noise[kind_of(name)]) > 0:
                 moved = torch.stack([(other[name].double() - plain[name]).flatten() for other in changed.values()])
                 error, rounding = ((found[name].double() - own[name]).flatten() for found in (run, noisy))
                 self._parts.append((moved @ moved.T / least, moved @ error / least, moved @ rounding / least))
+                self._steps.append(step)
 
     def found(self) -> dict[str, dict[str, float]]:
         """Name of a change → how far the run went (``share``), how far rounding alone does, and a standard deviation.
 
-        ``rounding`` is that of the reference in the run's precision. The deviation is how much the tensors disagree,
-        in the run or in this reference, whichever is more. Changes without an effect are left out.
+        ``rounding`` is that of the reference in the run's precision. The deviation is how much the tensors disagree, or
+        with experts the steps, in the run or in this reference, whichever is most. Changes without an effect are left
+        out.
         """
         if not self._parts:
             return {}
@@ -111,11 +121,19 @@ class Fit:
         squares, errors, noise = squares[:, seen][:, :, seen], errors[:, seen], noise[:, seen]
         scale = torch.outer(lengths[seen], lengths[seen])
         inverse = torch.linalg.pinv(squares.sum(0) / scale) / scale
+        steps = torch.tensor(self._steps)
+        count = int(steps[-1]) + 1
 
         def fitted(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             shares = inverse @ products.sum(0)
             left = (products - squares @ shares) @ inverse
-            return shares, left.square().sum(0).sqrt()
+            of_tensors = left.square().sum(0)
+            if not self.routed:
+                return shares, of_tensors.sqrt()
+            of_steps = torch.zeros(count, len(shares), dtype=left.dtype).index_add(0, steps, left)
+            # What is left of all steps together is zero, so one step shows nothing, and two show half of it.
+            squared = of_steps.square().sum(0) * count / max(1, count - 1)
+            return shares, of_tensors.maximum(squared).sqrt()
 
         (shares, own), (rounding, other) = fitted(errors), fitted(noise)
         rows = zip(seen, shares.tolist(), rounding.tolist(), own.maximum(other).tolist(), strict=True)

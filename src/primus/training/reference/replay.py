@@ -85,7 +85,7 @@ class _Replay:
         self._noisy = {first + number * (last - first) // (_NOISY - 1) for number in range(_NOISY)}
         self._samples = data.samples(job)
         self._dialect = _dialect(job)
-        self._fit = constants.Fit(job["backend"])
+        self._fit = constants.Fit(job["backend"], routed=sizes.moe.experts > 0)
 
     def constants(self) -> dict[str, dict[str, float]]:
         """What :class:`.constants.Fit` found in the steps so far. In FP32, other limits are close enough."""

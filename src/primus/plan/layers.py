@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -173,11 +173,16 @@ def _base(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> Act
             Input(name="suite", value=about.suite, where=where),
             # No part of the spec, which decides what is built in here, too: packages are the same by either way.
             *([] if about.image else [Input(name="variant", value=VARIANT)]),
-            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
+            *_locked(debs, where),
         ),
         spec={"suite": about.suite, "trim": list(TRIM), **kernels, **over},
         files=debs,
     )
+
+
+def _locked(files: Iterable[LockedFile], where: str) -> Iterator[Input]:
+    """Return one input per locked file. Its value is the version and the digest."""
+    return (Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in files)
 
 
 def _extra(resolved: ResolvedTarget, base: str, extra: str, tool: str) -> Action:
@@ -194,7 +199,7 @@ def _extra(resolved: ResolvedTarget, base: str, extra: str, tool: str) -> Action
         kind="debs",
         inputs=(
             Input(name="assembler", value=tool),
-            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
+            *_locked(debs, where),
         ),
         spec={"suite": resolved.versions.bases[base].suite, "trim": list(TRIM), "over": base},
         files=debs,
@@ -217,7 +222,7 @@ def _kernels(resolved: ResolvedTarget, base: str, tool: str) -> Action:
         inputs=(
             Input(name="assembler", value=tool),
             Input(name="fat binaries", value=rewriter()),
-            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in debs),
+            *_locked(debs, where),
         ),
         spec={"arch": arch, "kernels": _patterns(resolved.versions.bases[base])},
         files=debs,
@@ -344,7 +349,7 @@ def _wheels(
         kind="wheels",
         inputs=(
             Input(name="assembler", value=tool),
-            *(Input(name=f.name, value=f"{f.version} sha256:{f.sha256}", where=where) for f in files),
+            *_locked(files, where),
             *python,
             Input(name="bytecode", value="sha256:" + stats.sha256(str(BYTECODE))),
         ),
@@ -403,10 +408,8 @@ def _build(
             Input(name="sorted folders", value="sha256:" + stats.sha256(str(ORDER))),
             *(
                 Input(name=f"{f.kind} {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where)
-                for a in own
-                for f in a.files
+                for f in [*(f for a in own for f in a.files), *wheels]
             ),
-            *(Input(name=f"wheel {f.name}", value=f"{f.version} sha256:{f.sha256}", where=where) for f in wheels),
             *(Input(name=f"environment {k}", value=v, where=where) for k, v in variables.items()),
         ),
         spec={

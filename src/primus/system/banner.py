@@ -17,9 +17,9 @@ from typing import Any
 from primus.gpus.detect import detect
 from primus.gpus.table import load_table
 from primus.system.finding import Host, failed
+from primus.system.mounts import IMAGE_FILE
 from primus.system.preflight import driver, rights, shared_memory
 
-IMAGE_FILE = Path("/etc/primus/image.json")
 SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
 # Completion on Tab; bash reads it when it is interactive and no login shell (those read /etc/profile.d).
 BASHRC = Path("/etc/primus/bashrc")

@@ -13,6 +13,7 @@ from typing import Literal
 
 from primus.files import text_if_readable
 from primus.gpus.detect import Found, detect
+from primus.system.mounts import IMAGE_FILE
 
 Level = Literal["ok", "failed", "slow", "skipped"]
 
@@ -80,7 +81,7 @@ class Host:
     def component(self, name: str) -> str:
         """The version of a component of the image, in any case of letters; empty outside of an image."""
         try:
-            found = json.loads(self.text("etc/primus/image.json") or "{}").get("components", {})
+            found = json.loads(self.text(str(IMAGE_FILE.relative_to("/"))) or "{}").get("components", {})
             return next((str(version) for known, version in found.items() if known.lower() == name.lower()), "")
         except (ValueError, AttributeError):
             return ""

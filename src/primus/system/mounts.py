@@ -6,6 +6,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+# Where an image describes itself.
 IMAGE_FILE = Path("/etc/primus/image.json")
 MOUNTS = Path("/proc/self/mountinfo")
 # File systems that end with the container: its own writable layer, and memory.

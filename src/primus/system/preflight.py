@@ -6,12 +6,13 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 from primus.system import fabric
 from primus.system.finding import Finding, Host, failed, ok, skipped, slow
+from primus.system.mounts import IMAGE_FILE
 from primus.yamlfile import read_values
 
 _GIB = 2**30
@@ -21,6 +22,11 @@ _COMPUTE = ("0x1200", "0x0302", "0x0380")
 _XGMI = "11"
 _NO_GPU = "no GPU on this machine"
 _DRIVER = "the driver names no such file"
+
+
+def _or_ok(findings: Iterable[Finding], check: str, said: str) -> list[Finding]:
+    """Return the findings, or that nothing is wrong if there are none."""
+    return [*findings] or [ok(check, said)]
 
 
 def _cards(host: Host) -> list[Path]:
@@ -76,7 +82,8 @@ def present(host: Host) -> Iterator[Finding]:
 
 
 def _in_container(host: Host) -> bool:
-    return any((host.root / name).exists() for name in (".dockerenv", "run/.containerenv", "etc/primus/image.json"))
+    names = (".dockerenv", "run/.containerenv", IMAGE_FILE.relative_to("/"))
+    return any((host.root / name).exists() for name in names)
 
 
 def rights(host: Host) -> Iterator[Finding]:
@@ -218,29 +225,28 @@ def cpu(host: Host) -> Iterator[Finding]:
 
 def limits(host: Host) -> Iterator[Finding]:
     """Open files, locked memory and processes."""
-    soft = {}
+    soft: dict[str, float] = {}
     for line in host.text("proc/self/limits").splitlines():
         if match := re.match(r"Max (open files|locked memory|processes)\s+(\S+)", line):
             soft[match[1]] = float("inf") if match[2] == "unlimited" else float(match[2])
-    bad = False
+    if soft:
+        yield from _or_ok(_limits(host, soft), "ulimits", "open files, locked memory and processes suffice")
+
+
+def _limits(host: Host, soft: dict[str, float]) -> Iterator[Finding]:
     if soft.get("open files", 65536) < (65536 if host.gpus.names else 1024):
-        bad = True
         yield slow(
             "ulimits",
             f"only {soft['open files']:.0f} open files are allowed",
             "ulimit -n 65536, or --ulimit nofile=65536",
         )
     if soft.get("locked memory", float("inf")) < 64 * _GIB and fabric.devices(host):
-        bad = True
         yield failed(
             "locked memory", f"only {soft['locked memory'] / 2**20:,.0f} MiB can be locked, and RDMA locks its buffers",
             "ulimit -l unlimited, or --ulimit memlock=-1",
         )  # fmt: skip
     if soft.get("processes", 4096) < 4096:
-        bad = True
         yield failed("ulimits", f"only {soft['processes']:.0f} processes are allowed", "ulimit -u 65536")
-    if soft and not bad:
-        yield ok("ulimits", "open files, locked memory and processes suffice")
 
 
 def shared_memory(host: Host) -> Iterator[Finding]:
@@ -288,30 +294,25 @@ def disk(host: Host) -> Iterator[Finding]:
 
 def container(host: Host) -> Iterator[Finding]:
     """Limits of the control group."""
-    bad, gpus = False, len(host.gpus.names)
+    yield from _or_ok(_container(host), "container limits", "none that matters")
+
+
+def _container(host: Host) -> Iterator[Finding]:
+    gpus = len(host.gpus.names)
     memory = host.number("sys/fs/cgroup/memory.max") or host.number("sys/fs/cgroup/memory/memory.limit_in_bytes")
     ranks = max(1, gpus)
-    if memory is not None and memory < 32 * ranks * _GIB:
-        bad = True
+    if memory is not None and memory < (32 if gpus else 1) * ranks * _GIB:
+        report = failed if memory < ranks * _GIB else slow
         limit = f"memory is limited to {memory / _GIB:.1f} GiB for {ranks} ranks"
-        if memory < ranks * _GIB:
-            yield failed("container limits", limit, f"raise --memory to {32 * ranks}g")
-        elif gpus:
-            yield slow("container limits", limit, f"raise --memory to {32 * ranks}g")
-        else:
-            bad = False
+        yield report("container limits", limit, f"raise --memory to {32 * ranks}g")
     quota = host.text("sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit() and int(quota[0]) / int(quota[1]) < max(1, 2 * gpus):
-        bad = True
         yield slow(
             "container limits", f"CPU time is limited to {int(quota[0]) / int(quota[1]):.1f} CPUs", "raise --cpus"
         )
     pids = host.number("sys/fs/cgroup/pids.max")
     if pids is not None and pids < 4096:
-        bad = True
         yield failed("container limits", f"only {pids} processes are allowed", "raise --pids-limit")
-    if not bad:
-        yield ok("container limits", "none that matters")
 
 
 def health(host: Host) -> Iterator[Finding]:
@@ -320,21 +321,20 @@ def health(host: Host) -> Iterator[Finding]:
     if host.gpus.vendor != "amd" or not cards:
         yield skipped("GPU health", _NO_GPU if not host.gpus.names else f"{host.gpus.vendor}: {_DRIVER}")
         return
-    bad = False
+    sound = f"{len(cards)} GPUs: no uncorrected errors, links and clocks are full"
+    yield from _or_ok(_health(host, cards), "GPU health", sound)
+
+
+def _health(host: Host, cards: list[Path]) -> Iterator[Finding]:
     for number, card in enumerate(cards):
-        for finding in _card(host, card, f"GPU {number}"):
-            bad = True
-            yield finding
+        yield from _card(host, card, f"GPU {number}")
     counts = [_xgmi(host, node) for node in host.glob("sys/class/kfd/kfd/topology/nodes/*") if _is_gpu(host, node)]
     if any(counts) and min(counts) < len(counts) - 1:
-        bad = True
         worst = counts.index(min(counts))
         yield failed(
             "XGMI", f"GPU {worst} has {counts[worst]} of {len(counts) - 1} links to other GPUs",
             "reboot; if it stays so, the board needs service",
         )  # fmt: skip
-    if not bad:
-        yield ok("GPU health", f"{len(cards)} GPUs: no uncorrected errors, links and clocks are full")
 
 
 def _card(host: Host, card: Path, name: str) -> Iterator[Finding]:

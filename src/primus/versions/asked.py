@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-# Of the 5 s in which a person hears of a silent source; starting Python and pip takes the rest.
+# A silent source is reported within 5 s. Starting Python and pip takes the other half of that time.
 FIRST_WORD_S = 2.5
 # A host that is slow with every one of hundreds of files is named often enough.
 MOST_WORDS = 20
@@ -75,34 +75,32 @@ class Asked:
 
 
 class _Listener:
-    def __init__(self, say: Callable[[str], None] | None, first_word_s: float) -> None:
+    def __init__(self, say: Callable[[str], None] | None) -> None:
         self.rows: list[Asked] = []
         self.open: list[Asked] = []
-        self.say, self.first_word_s = say, first_word_s
+        self.say = say
         self.guard, self.done = threading.Lock(), threading.Event()
         self._told: set[str] = set()
 
     def watch(self) -> None:
-        """Name each source once that sends nothing for ``first_word_s`` seconds."""
-        while not self.done.wait(min(0.2, self.first_word_s)):
+        """Report each source once if it sends nothing for ``FIRST_WORD_S`` seconds."""
+        while not self.done.wait(0.2):
             now = time.monotonic()
             with self.guard:
-                silent = [one for one in self.open if now - one.heard >= self.first_word_s]
+                silent = [one for one in self.open if now - one.heard >= FIRST_WORD_S]
             for one in silent:
                 if one.url not in self._told and len(self._told) < MOST_WORDS and self.say is not None:
                     self._told.add(one.url)
-                    self.say(f"! {one.url} ({one.about}) has sent nothing for {self.first_word_s:g} s; waiting for it")
+                    self.say(f"! {one.url} ({one.about}) has sent nothing for {FIRST_WORD_S:g} s; waiting for it")
 
 
 _LISTENERS: list[_Listener] = []
 
 
 @contextmanager
-def listening(say: Callable[[str], None] | None = None, *, first_word_s: float = FIRST_WORD_S) -> Iterator[list[Asked]]:
-    """Gather every request made meanwhile. ``say`` hears of retries, and of each source that is silent for
-    ``first_word_s`` seconds.
-    """
-    listener = _Listener(say, first_word_s)
+def listening(say: Callable[[str], None] | None = None) -> Iterator[list[Asked]]:
+    """Collect every request made in this context. ``say`` gets a line per retry and per silent source."""
+    listener = _Listener(say)
     _LISTENERS.append(listener)
     if say is not None:
         threading.Thread(target=listener.watch, daemon=True).start()

@@ -27,13 +27,13 @@ from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import generation, load_table
 from primus.system import compiler
+from primus.system.mounts import IMAGE_FILE
 from primus.terminal import Screen, counted
 from primus.turbo.optimizations import Optimization, optimizations, state
 
 EXAMPLE = "primus turbo check --gpu mi300x --pretend"
 
 _BAKED = "/opt/primus/triton"
-_IMAGE = Path("/etc/primus/image.json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,8 +194,8 @@ def _kernels(options: argparse.Namespace, vendor: str | None) -> Sequence[Kernel
 def _gpu(options: argparse.Namespace) -> Gpu:
     """Return the GPU of --gpu, or the one that the image is for. Raises InputError if there is neither."""
     name = options.gpu
-    if name is None and _IMAGE.is_file():
-        name = json.loads(_IMAGE.read_text(encoding="utf-8"))["target"]
+    if name is None and IMAGE_FILE.is_file():
+        name = json.loads(IMAGE_FILE.read_text(encoding="utf-8"))["target"]
     known = {g.name for g in load_table().generations}
     if name is None or (options.gpu is None and name not in known):
         raise InputError("no GPU is given", hint="--gpu NAME: " + ", ".join(sorted(known)))

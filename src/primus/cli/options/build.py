@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from primus.cli.options.common import add_planning_options
+from primus.cli.options.common import add_engine, add_planning_options
 
 EXAMPLE = "primus build cpu"
 
@@ -18,4 +18,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_planning_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop, like `primus plan`")
     parser.add_argument("--rehash", action="store_true", help="verify every blob first and rebuild damaged ones")
-    parser.add_argument("--engine", choices=("auto", "embedded", "docker"), default="auto", help="sandbox engine")
+    add_engine(parser)

@@ -7,14 +7,26 @@ import argparse
 from primus.cli.arguments import folder, path
 
 
-def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
-    """Declare --project, --store, --channel and --json. ``json=False`` is for verbs that print a command's output."""
+def add_project(parser: argparse.ArgumentParser) -> None:
+    """Declare --project."""
     parser.add_argument(
         "--project",
         type=path("--project"),
         metavar="DIR",
         help="folder with versions.yaml (default: this folder or a parent)",
     )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Declare --engine."""
+    parser.add_argument(
+        "--engine", choices=("auto", "embedded", "docker"), default="auto", help="sandbox engine (default: auto)"
+    )
+
+
+def add_project_options(parser: argparse.ArgumentParser, *, json: bool = True) -> None:
+    """Declare --project, --store, --channel and --json. ``json=False`` is for verbs that print a command's output."""
+    add_project(parser)
     parser.add_argument("--store", type=folder("--store"), metavar="DIR", help="image store (default: .primus/store)")
     parser.add_argument(
         "--channel", choices=("amd", "debian", "pypi"), help="channel to build from (default: the best one with a lock)"

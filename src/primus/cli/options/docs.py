@@ -11,7 +11,7 @@ EXAMPLE = "primus docs --check"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `primus docs`."""
+    """Options of ``primus docs``."""
     parser.add_argument("--check", action="store_true", help="write nothing; exit with code 1 if a file is out of date")
     parser.add_argument("--vendored", action="store_true", help="also update files of other projects, through npm")
     parser.add_argument(

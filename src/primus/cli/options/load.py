@@ -13,7 +13,7 @@ EXAMPLE = "primus load cpu --tag rocm/primus:v26.11-cpu"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Options of ``primus load``."""
     add_target(parser)
     parser.add_argument("--tag", metavar="NAME:TAG", help="name in the engine (default: rocm/primus:RELEASE-TARGET)")
     add_project_options(parser)

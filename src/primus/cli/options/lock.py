@@ -15,7 +15,7 @@ EXAMPLE = "primus lock cpu --check"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Options of ``primus lock``."""
     add_targets(parser, required=False)
     add_project_options(parser)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with code 1 if a lock is stale")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from primus.cli.arguments import path
+from primus.cli.options.common import add_project
 
 EXAMPLE = "primus releases v26.4"
 
@@ -23,12 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_format_options(parser: argparse.ArgumentParser) -> None:
     """Declare --project and the formats --json and --markdown, which exclude each other."""
-    parser.add_argument(
-        "--project",
-        type=path("--project"),
-        metavar="DIR",
-        help="folder with versions.yaml (default: this folder or a parent)",
-    )
+    add_project(parser)
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     formats.add_argument("--markdown", action="store_true", help="print Markdown instead of text")

@@ -11,23 +11,18 @@ import re
 import sys
 from collections.abc import Sequence
 
-from primus.cli.options.common import add_project_options, add_target
+from primus.cli.options.common import add_engine, add_project_options, add_target
 from primus.errors import InputError
 
 EXAMPLE = "primus run cpu -v $PWD/runs:/workspace/runs --memory 8g -- primus train llama3-proxy --steps 10"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Options of ``primus run``."""
     parser.usage = "primus run TARGET [options] [-- COMMAND ...]"
     add_target(parser)
     _split_at_dashes(parser)
-    parser.add_argument(
-        "--engine",
-        choices=("auto", "embedded", "docker"),
-        default="auto",
-        help="sandbox engine (default: auto)",
-    )
+    add_engine(parser)
     parser.add_argument(
         "-v", "--volume", action="append", default=[], metavar="SRC:DST[:ro]", help="mount a path of this machine"
     )

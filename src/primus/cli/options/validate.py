@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from primus.cli.arguments import folder
-from primus.cli.options.common import add_build_options, add_project_options, add_target
+from primus.cli.options.common import add_build_options, add_engine, add_project_options, add_target
 from primus.training.levels import LEVELS
 
 EXAMPLE = "primus validate cpu --suite quick"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for records and reports (default: out/validation)",
     )
-    parser.add_argument("--engine", choices=("auto", "embedded", "docker"), default="auto", help="sandbox engine")
+    add_engine(parser)
     parser.add_argument(
         "--gpus",
         metavar="all|N|none",

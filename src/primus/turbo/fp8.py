@@ -185,15 +185,24 @@ class _FeedForward(torch.autograd.Function):
         return of_x.view(*grad.shape[:-1], of_x.shape[-1]), of_gates, of_ups, of_down, None
 
 
+def _computed(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in the type that autocast asks for, as in ``torch.nn.functional.linear``.
+
+    FSDP's mixed precision hands ``x`` over in that type. On one rank torchtitan uses autocast, and ``x`` is float32.
+    """
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
     """``x @ weight.T`` with factors and gradients in FP8; ``config`` is torchao's, with one scale per tensor."""
-    made: torch.Tensor = _Linear.apply(x, weight, config)
+    made: torch.Tensor = _Linear.apply(_computed(x), weight, config)
     return made
 
 
 def projections(x: torch.Tensor, weights: Sequence[torch.Tensor], config: Any) -> tuple[torch.Tensor, ...]:
     """``x @ weight.T`` for each weight, with factors and gradients in FP8; ``config`` is torchao's."""
-    made: tuple[torch.Tensor, ...] = _Projections.apply(x, config, *weights)
+    made: tuple[torch.Tensor, ...] = _Projections.apply(_computed(x), config, *weights)
     return made
 
 
@@ -201,5 +210,5 @@ def feed_forward(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, config: Any
 ) -> torch.Tensor:
     """``(silu(x @ gate.T) · (x @ up.T)) @ down.T`` with factors and gradients in FP8; ``config`` is torchao's."""
-    made: torch.Tensor = _FeedForward.apply(x, gate, up, down, config)
+    made: torch.Tensor = _FeedForward.apply(_computed(x), gate, up, down, config)
     return made

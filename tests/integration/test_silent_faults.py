@@ -23,6 +23,7 @@ RECORD = Path(__file__).parents[2] / "benchmarks" / "results" / "silent-faults.j
 BACKENDS = ("torchtitan", "fsdp", "finetune", "megatron")
 # One of each class of fault, over all backends: CI runs these; `--slow` runs all.
 QUICK = (
+    "megatron_model_built_from_the_next_seed", "fsdp_one_tensor_learns_a_little_faster",
     "torchtitan_attention_not_causal", "torchtitan_rate_zero_later", "fsdp_labels_equal_inputs",
     "fsdp_tokens_counted_twice", "finetune_adapter_scaled_twice", "megatron_output_projections_as_large_as_others",
     "torchtitan_gradients_summed_in_bf16", "fsdp_moments_not_saved", "megatron_stale_copies",

@@ -25,6 +25,7 @@ class Outcome:
     is what the run itself resolved; ``cause`` is the first cause of a failure. A judged run has a ``proof``, what the
     reference found, ``arrivals`` (step → the launcher's clock in seconds) and ``busy`` (step → seconds that
     writing the evidence took). ``slow_rank`` names the rank that the others wait for, in a sentence.
+    ``peak_gib`` is the most resident memory that one process of the job had, as the system counted it.
     """
 
     job: Job
@@ -39,6 +40,7 @@ class Outcome:
     arrivals: Mapping[int, float] = field(default_factory=dict)
     busy: Mapping[int, float] = field(default_factory=dict)
     slow_rank: str | None = None
+    peak_gib: float | None = None
 
 
 def read(job: Job, result: JobResult) -> Outcome:
@@ -60,6 +62,7 @@ def read(job: Job, result: JobResult) -> Outcome:
         proof=document(folder / "proof.json"),
         arrivals={int(step): float(at) for step, at in document(folder / "clock.json").items()},
         busy={int(step): float(spent) for step, spent in document(folder / "witness" / "seconds.json").items()},
+        peak_gib=float(peak) if (peak := left.get("host_memory_gib")) else None,
         slow_rank=str(slow) if (slow := straggler.find(straggler.read(job.output))) else None,
         cause=result.said or str(failure.cause(folder, exit_code, job.output) or ""),
     )
@@ -108,7 +111,7 @@ def _proven(outcome: Outcome) -> list[Verdict]:
     tokens = recipe.global_batch * recipe.seq_len // recipe.world_size
     return [
         *proof.verdicts(outcome.proof, outcome.series),
-        proof.figures(outcome.facts, outcome.proof, outcome.series, recipe),
+        proof.figures(outcome.facts, outcome.proof, outcome.series, recipe, outcome.peak_gib),
         proof.clock(outcome.series, outcome.arrivals, outcome.busy, tokens),
     ]
 

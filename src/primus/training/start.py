@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -139,7 +140,12 @@ def start(
         time.sleep(_OTHERS_NAME_IT)
     elif ended.exit_code and several:
         failure.share(job.output, own / "log.txt", _OTHERS_SAY_WHY)
-    left = {"exit_code": ended.exit_code, "seconds": round(ended.seconds, 2), "argv": argv}
+    left = {
+        "exit_code": ended.exit_code,
+        "seconds": round(ended.seconds, 2),
+        "argv": argv,
+        "host_memory_gib": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 3),
+    }
     write_file(own / "result.json", json.dumps(left, indent=2) + "\n")
     first = own == job.output
     if first and job.judged and ended.exit_code == 0:

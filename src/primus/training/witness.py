@@ -2,8 +2,8 @@
 
 The files of ``OUTPUT/witness`` are written from the tensors that the model, its loss and its optimizer really use:
 
-- ``batch-STEP-RANK.pt``: ``inputs`` and ``labels``, or what images are trained with, a tensor per micro-batch; and
-  ``data_rank``, which share of the data the rank takes;
+- ``batch-STEP-RANK.pt``: ``inputs`` and ``labels``, or what images are trained with, a tensor per micro-batch;
+  ``data_rank``, which share of the data the rank takes; and ``seed``, that of its random numbers;
 - ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped), ``rates``, the learning rate of each
   parameter or group, and ``stale``, the parameters that are not the rounded weights of the optimizer; absent when no
   optimizer ran;
@@ -67,6 +67,7 @@ class Witness:
         self._hook = register_optimizer_step_pre_hook(self._before_update)
         self._seconds: dict[int, float] = {}
         self._random = torch.get_rng_state()
+        self._seed = torch.initial_seed()
 
     def batch(self, **parts: torch.Tensor) -> None:
         """Take a micro-batch of the step in progress."""
@@ -92,7 +93,8 @@ class Witness:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
 
     def _step(self, step: int) -> None:
-        torch.save({"data_rank": self._data_rank, **self._batch}, self._folder / f"batch-{step}-{_rank()}.pt")
+        seen = {"data_rank": self._data_rank, "seed": self._seed, **self._batch}
+        torch.save(seen, self._folder / f"batch-{step}-{_rank()}.pt")
         self._batch = {}
         taken = self._trained.taken() if self._trained else None
         if taken is None and self._rates:

@@ -83,8 +83,11 @@ def train(folder: Path, fault: str, port: int) -> None:
         for line in lines:
             clock.line(line)
             log.write(line)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in ranks]
-    result = {"exit_code": max(codes, key=abs), "seconds": time.monotonic() - began, "argv": []}
+    ended = [os.wait4(child, 0) for child in ranks]
+    codes = [os.waitstatus_to_exitcode(status) for _, status, _ in ended]
+    peak = max(used.ru_maxrss for _, _, used in ended) / 2**20
+    seconds = time.monotonic() - began
+    result = {"exit_code": max(codes, key=abs), "seconds": seconds, "host_memory_gib": peak, "argv": []}
     (folder / "result.json").write_text(json.dumps(result))
     (folder / "clock.json").write_text(json.dumps(clock.arrivals))
     if result["exit_code"] == 0:

@@ -13,9 +13,8 @@ from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
 from primus.training import proof, suite
-from primus.training.flops import of_recipe_unit
 from primus.training.logs import Series, Step
-from proof_kit import evidence
+from proof_kit import FLOPS, evidence
 
 STEPS = 6
 SEEN = {step: (7.0 - step, 1.0) for step in range(1, STEPS + 1)}
@@ -56,7 +55,7 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("reference gradients", lambda e: e["steps"][3].update(rounded=1.0)),
     ("reference update", lambda e: e["steps"][2]["biases"].append("a did not move towards balance")),
     ("reference learning rate", lambda e: e["steps"][1].update(rates=[0.01, 0.0])),
-    ("reference update", lambda e: e["steps"][1]["update"].update(gap=0.1)),
+    ("reference update", lambda e: e["steps"][1]["update"].update(gap=2e-5)),
     ("reference update", lambda e: e["steps"][1]["stale"].append("a")),
 ]
 
@@ -133,6 +132,12 @@ EPSILON = "norm epsilon + 0.001"
         ),
         # What rounding alone may show is no fault, and is no proof either.
         ({EPSILON: {"share": 1.0, "rounding": 0.1, "deviation": 0.3}}, ""),
+        # A rounding that the reference repeats is judged from where the reference finds itself.
+        ({EPSILON: {"share": 0.45, "rounding": 0.41, "deviation": 0.02, "centred": True}}, ""),
+        (
+            {EPSILON: {"share": 0.45, "rounding": 0.05, "deviation": 0.02, "centred": True}},
+            f"{EPSILON}: the gradients show 0.45 of it",
+        ),
         ({}, "the reference did not compare this"),
     ],
 )
@@ -184,23 +189,38 @@ FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10}
 
 
 @pytest.mark.parametrize(
-    ("change", "memory", "told"),
+    ("change", "memory", "peak", "told"),
     [
-        ({}, 1.0, ""),
-        ({"parameters": 8}, 1.0, "parameters: 8, not 10"),
-        ({"trainable_parameters": None}, 1.0, "trainable_parameters: None, not 10"),
-        ({"flops_per_unit": 5.63e12}, 1.0, "FLOPs of a token or image: 5.63e+12, not"),
-        ({"flops_per_unit": None}, 1.0, "FLOPs of a token or image: nan, not"),
-        ({}, 0.0, "step 1: 0 GiB of memory"),
+        ({}, 1.0, 1.0, ""),
+        ({}, 1.0, None, ""),
+        ({"parameters": 8}, 1.0, 1.0, "parameters: 8, not 10"),
+        ({"trainable_parameters": None}, 1.0, 1.0, "trainable_parameters: None, not 10"),
+        ({"flops_per_unit": 5.63e12}, 1.0, 1.0, "FLOPs of a token or image: 5.63e+12, not 3e+06"),
+        ({"flops_per_unit": None}, 1.0, 1.0, "FLOPs of a token or image: nan, not"),
+        ({}, 0.0, None, "step 1: 0 GiB of memory"),
+        ({}, 1.0, 2.0, "1 GiB of memory, and the largest rank had 2"),
+        ({}, 1.0, 0.5, "1 GiB of memory, and the largest rank had 0.5"),
     ],
 )
-def test_reported_figures_are_those_of_the_recipe(change: dict[str, Any], memory: float, told: str) -> None:
+def test_reported_figures_are_those_of_the_recipe(
+    change: dict[str, Any], memory: float, peak: float | None, told: str
+) -> None:
     recipe = resolve("llama3.1-8b", (), Asked(gpu="cpu", proxy=True))
-    facts = {**FIGURES, "flops_per_unit": of_recipe_unit(recipe.architecture, recipe.seq_len).non_causal, **change}
+    facts = {**FIGURES, "flops_per_unit": FLOPS, **change}
     steps = tuple(replace(step, memory_gib=memory) for step in series().steps)
-    verdict = proof.figures({k: v for k, v in facts.items() if v}, evidence(SEEN), Series(steps=steps), recipe)
+    found = evidence(SEEN)
+    verdict = proof.figures({k: v for k, v in facts.items() if v}, found, Series(steps=steps), recipe, peak)
     assert verdict.passed == (not told)
     assert verdict.reason.startswith(told)
+
+
+@pytest.mark.parametrize(("images", "passed"), [(50.0, True), (100.0, False)])
+def test_images_per_second_are_tokens_per_second(images: float, passed: bool) -> None:
+    recipe = resolve("flux.1-dev", (), Asked(gpu="cpu", proxy=True))
+    rate = 50.0 * recipe.seq_len
+    steps = tuple(replace(step, images_per_second=images, tokens_per_second=rate) for step in series().steps)
+    verdict = proof.figures(FIGURES | {"flops_per_unit": FLOPS}, evidence(SEEN), Series(steps=steps), recipe, None)
+    assert verdict.passed is passed
 
 
 def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:

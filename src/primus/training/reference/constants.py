@@ -38,6 +38,8 @@ _BOTH = {
     "shares of attention rounded to FP8": Constants(shares=_fp8),
     _ROUNDED: Constants(angles=bfloat),
 }
+# These changes are in what FP8 rounds, and not in what it is applied to.
+_OF_EIGHT = ("products not rounded to FP8", "gradients of products rounded to E4M3")
 _LANGUAGE = {
     "z-loss of 0.0003": Constants(z_loss=3e-4),
     "labels smoothed by 0.01": Constants(smoothing=0.01),
@@ -60,6 +62,15 @@ def trials(model: AnyModel) -> dict[str, AnyModel]:
     if sizes.window:
         changed["window + 1"] = replace(sizes, window=sizes.window + 1)
     return found | {name: _fresh(plain, sizes=other) for name, other in changed.items()}
+
+
+def trials_of_eight(model: AnyModel) -> dict[str, AnyModel]:
+    """``model`` with another rounding to FP8, by the name of the change; none where it does not round to FP8."""
+    if isinstance(model, Diffusion) or not model.eight:
+        return {}
+    back = replace(model.constants, back=torch.float8_e4m3fn)
+    changed = (_fresh(model, eight=False), _fresh(model, constants=back))
+    return dict(zip(_OF_EIGHT, changed, strict=True))
 
 
 def _fresh(model: AnyModel, **changes: Any) -> AnyModel:
@@ -105,12 +116,13 @@ class Fit:
                 self._parts.append((moved @ moved.T / least, moved @ error / least, moved @ rounding / least))
                 self._steps.append(step)
 
-    def found(self) -> dict[str, dict[str, float]]:
+    def found(self) -> dict[str, dict[str, Any]]:
         """Name of a change → how far the run went (``share``), how far rounding alone does, and a standard deviation.
 
         ``rounding`` is that of the reference in the run's precision. The deviation is how much the tensors disagree, or
-        with experts the steps, in the run or in this reference, whichever is most. Changes without an effect are left
-        out.
+        with experts the steps, in the run or in this reference, whichever is most. ``centred``: what rounding shows is
+        no error, but where a healthy run lies; the deviation is then that of the reference. Changes without an effect
+        are left out.
         """
         if not self._parts:
             return {}
@@ -136,9 +148,12 @@ class Fit:
             return shares, of_tensors.maximum(squared).sqrt()
 
         (shares, own), (rounding, other) = fitted(errors), fitted(noise)
-        rows = zip(seen, shares.tolist(), rounding.tolist(), own.maximum(other).tolist(), strict=True)
+        centred = torch.tensor([self._names[n] in _OF_EIGHT for n in seen])
+        # A run that loses FP8 at some steps disagrees with itself, which must not excuse it.
+        deviations = torch.where(centred, other, own.maximum(other))
+        rows = zip(seen, *(each.tolist() for each in (shares, rounding, deviations, centred)), strict=True)
         return {
-            self._names[n]: {"share": share, "rounding": alone, "deviation": deviation}
-            for n, share, alone, deviation in rows
+            self._names[n]: {"share": share, "rounding": alone, "deviation": deviation, "centred": known}
+            for n, share, alone, deviation, known in rows
             if self._names[n] != _ROUNDED or self.backend in _EXACT_ANGLES
         }

@@ -198,6 +198,13 @@ def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> t
     return torch.stack((left * cosine - right * sine, right * cosine + left * sine), -1).flatten(-2)
 
 
+def operations(model: Architecture) -> float:
+    """Floating-point operations to train on one image: 12 h² weights in each block and token, and attention."""
+    tokens = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens
+    width, blocks = model.hidden_size, model.dit.double_layers + model.dit.single_layers
+    return blocks * tokens * (6 * 12 * width**2 + 12 * width * tokens)
+
+
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
     """Every parameter that the model has, by diffusers' name, with its shape."""
     width, dit, size = model.hidden_size, model.dit, model.head_size

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from primus.recipes.architecture import Architecture
+from primus.training.reference.names import to_canonical
 
 # The mean and the standard deviation of random numbers stay within so many standard errors of theirs.
 _ERRORS = 6.0
 # Standard deviation of N(0, 1) without what lies beyond ±3.
 _CUT_AT_3 = 0.98658
 _BIAS = ".e_score_correction_bias"
+# The same standard deviation computed twice may differ in its last bits, so the weights differ by as little.
+_SAME = 1e-5
+# torchtitan's matrices of a layer, in the order in which they are drawn.
+_DRAWN = (
+    *(f"attention.w{kind}.weight" for kind in ("kv_a", "kv_b", "q_a", "q_b", "q", "k", "v", "o")),
+    *(f"feed_forward.w{number}.weight" for number in "123"),
+    *(f"moe.experts.w{number}" for number in "123"),
+    "moe.router.gate.weight",
+    *(f"moe.shared_experts.w{number}.weight" for number in "123"),
+)
+# The parts that PEFT adds to the names of weights.
+_ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
 # Names of matrices whose products are added to the residual stream.
 _INTO_STREAM = re.compile(r"\.(o_proj|down_proj)\.weight$")
 
@@ -40,6 +55,78 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
         elif abs(mean) > _ERRORS * std / math.sqrt(count):
             found.append(f"{name} begins with a mean of {mean:.4g}, not 0")
     return found
+
+
+def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> list[str]:
+    """Which weights in ``folder/weights-0.pt``, and which ranks, have random numbers of another seed than the job's."""
+    if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
+        return []
+    key = "debug.seed" if job["backend"] == "torchtitan" else "training.seed"
+    seed, found = int(job["config"].get(key) or 0), []
+    # Our own loop draws dropout from another seed on each rank. Megatron and torchtitan seed all ranks alike.
+    apart = job["backend"] not in ("torchtitan", "megatron")
+    for rank in range(job["world_size"]):
+        seen = torch.load(folder / f"batch-1-{rank}.pt", weights_only=True)["seed"]
+        if seen != (wanted := seed + rank * apart):
+            found.append(f"rank {rank} draws random numbers from seed {seen}, not {wanted}")
+    stored = torch.load(folder / "weights-0.pt", weights_only=True)["weights"]
+    drawn = _of_torchtitan if job["backend"] == "torchtitan" else _by_name
+    for name, wanted in drawn(job, sizes, stored, seed):
+        tensor = stored[name].float()
+        if float((tensor - wanted).abs().max()) > _SAME * float(wanted.abs().max()):
+            found.append(f"{name} is not what seed {seed} draws")
+    return found
+
+
+def _by_name(
+    job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The random weights of Megatron and of our own loop: each from a generator seeded with its name."""
+    for name, tensor in stored.items():
+        plain, mark = name, "/"
+        if job["backend"] != "megatron":
+            plain, mark = _ADAPTED.sub("", name.removeprefix("model.") if job["backend"] == "finetune" else name), " "
+        canonical = to_canonical(job["backend"], sizes, {name: tensor})
+        ours, part = next(iter(canonical.items()), ("", tensor))
+        if not ours or constant(job, ours, part) is not None:
+            continue
+        number = int.from_bytes(hashlib.sha256(f"{seed}{mark}{plain}".encode()).digest()[:7], "big")
+        wanted = torch.empty(tensor.shape).normal_(
+            0, _deviation(job, sizes, ours, part), generator=torch.Generator().manual_seed(number)
+        )
+        # Megatron's float32 weights are widened from those of the model.
+        narrow = tensor.dtype == torch.bfloat16 or (job["backend"] == "megatron" and job["precision"] != "fp32")
+        yield name, wanted.bfloat16().float() if narrow else wanted
+
+
+def _of_torchtitan(
+    job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """torchtitan's random weights: one after the other from one generator, the same numbers for each rank's rows."""
+    ranks = job["world_size"]
+    if job["data_parallel"] != ranks or any(tensor.dtype == torch.bfloat16 for tensor in stored.values()):
+        return
+    plain = {name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): name for name in stored}
+    names = ["tok_embeddings.weight"]
+    names += [f"layers.{layer}.{part}" for layer in range(sizes.layers) for part in _DRAWN]
+    generator = torch.Generator().manual_seed(seed)
+    for name in (*names, "output.weight"):
+        if name not in plain:
+            continue
+        tensor = stored[plain[name]]
+        if tensor.shape[0] % ranks:
+            return
+        share = torch.empty(tensor.shape[0] // ranks, *tensor.shape[1:])
+        ours, part = next(iter(to_canonical("torchtitan", sizes, {name: tensor}).items()))
+        std = _deviation(job, sizes, ours, part)
+        if name == "tok_embeddings.weight":
+            share.normal_(0, std, generator=generator)
+        elif name == "output.weight":
+            std /= _CUT_AT_3
+            torch.nn.init.trunc_normal_(share, 0, std, -3 * std, 3 * std, generator=generator)
+        else:
+            torch.nn.init.trunc_normal_(share, 0, std, -2, 2, generator=generator)
+        yield plain[name], torch.cat([share] * ranks)
 
 
 def constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float | None:

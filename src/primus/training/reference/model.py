@@ -29,24 +29,21 @@ def bfloat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.bfloat16).to(tensor.dtype)
 
 
-def _plain(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return states @ weight.T
-
-
 class _EightBits(torch.autograd.Function):
-    """A product whose factors are rounded to float8_e4m3fn, its gradient to e5m2, each by its largest value."""
+    """A product whose factors are rounded to float8_e4m3fn, its gradient to ``back``, each by its largest value."""
 
     @staticmethod
-    def forward(context: Any, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(context: Any, states: torch.Tensor, weight: torch.Tensor, back: torch.dtype) -> torch.Tensor:
         states, weight = _scaled(states, torch.float8_e4m3fn), _scaled(weight, torch.float8_e4m3fn)
         context.save_for_backward(states, weight)
+        context.back = back
         return states @ weight.T
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         states, weight = context.saved_tensors
-        gradient = _scaled(gradient, torch.float8_e5m2)
-        return gradient @ weight, gradient.flatten(0, -2).T @ states.flatten(0, -2)
+        gradient = _scaled(gradient, context.back)
+        return gradient @ weight, gradient.flatten(0, -2).T @ states.flatten(0, -2), None
 
 
 def _scaled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -81,7 +78,7 @@ class Constants:
     ``angles`` is applied to the table of rotary angles. ``norm_eps`` is added to the epsilon of every norm.
     ``attention`` multiplies the attention logits, and ``shares`` is applied to their softmax. ``z_loss`` is the
     coefficient of the squared log-sum-exp of the logits; ``smoothing`` is the share of each label that is spread over
-    the vocabulary.
+    the vocabulary. ``back`` is the FP8 format of the gradients of linear layers.
     """
 
     angles: Rounding = exact
@@ -90,6 +87,7 @@ class Constants:
     shares: Rounding = exact
     z_loss: float = 0.0
     smoothing: float = 0.0
+    back: torch.dtype = torch.float8_e5m2
 
 
 @dataclass
@@ -146,7 +144,11 @@ class Model:
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         # Routed experts multiply in groups, which stay in the precision of the weights.
-        multiply = _EightBits.apply if self.eight and ".experts." not in name else _plain
+        eight = self.eight and ".experts." not in name
+
+        def multiply(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return _EightBits.apply(states, weight, self.constants.back) if eight else states @ weight.T
+
         out = multiply(states, weights[name + ".weight"])
         if (bias := weights.get(name + ".bias")) is not None:
             out = out + bias
@@ -392,6 +394,27 @@ def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
         else:
             swiglu(layer + "mlp.", model.ffn_size)
     return found
+
+
+def operations(model: Architecture, length: int, adapters: int | None = None) -> float:
+    """Floating-point operations to train on one token of a sequence of ``length``, with attention counted in full.
+
+    Each weight multiplies once forward (2 operations) and twice backward (4), an expert for the tokens that choose it.
+    The embedding multiplies nothing. ``adapters`` is the number of weights that LoRA trains; the gradients of the
+    others are not computed.
+    """
+    count = 0.0
+    for name, shape in shapes(model).items():
+        share = model.moe.top_k / model.moe.experts if ".experts." in name else 1.0
+        count += 0.0 if name == "model.embed_tokens.weight" and not model.tied_embeddings else share * math.prod(shape)
+    mla = model.mla
+    # Of queries with keys, and of their shares with values.
+    sizes = (model.head_size, model.head_size)
+    if mla.kv_lora_rank:
+        sizes = (mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.v_head_dim)
+    seen = min(model.window or length, length)
+    weights = 6 * count if adapters is None else 4 * count + 6 * adapters
+    return weights + 6 * model.layers * model.heads * sum(sizes) * seen
 
 
 def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:

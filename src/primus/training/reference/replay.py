@@ -18,7 +18,7 @@ import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
 from primus.training.reference import constants, data, diffusion, first, saved, update
-from primus.training.reference.model import Dialect, Model, adapter_shapes, bfloat, exact, shapes
+from primus.training.reference.model import Dialect, Model, adapter_shapes, bfloat, exact, operations, shapes
 from primus.training.reference.names import UnknownWeight, kind_of, to_canonical
 
 Tensors = dict[str, torch.Tensor]
@@ -44,7 +44,7 @@ def replay(output: Path) -> dict[str, Any]:
     try:
         before = _weights(job, sizes, folder, began_at - 1)
         found["parameters"] = _parameters(job, sizes, before)
-        found["first"] = first.strange(job, sizes, before)
+        found["first"] = first.strange(job, sizes, before) + first.other_seeds(job, sizes, folder)
         if found["parameters"]["missing"] or found["parameters"]["shapes"]:
             # Another model: there is nothing to repeat.
             return found
@@ -87,7 +87,7 @@ class _Replay:
         self._dialect = _dialect(job)
         self._fit = constants.Fit(job["backend"], routed=sizes.moe.experts > 0)
 
-    def constants(self) -> dict[str, dict[str, float]]:
+    def constants(self) -> dict[str, dict[str, Any]]:
         """What :class:`.constants.Fit` found in the steps so far. In FP32, other limits are close enough."""
         return self._fit.found()
 
@@ -162,6 +162,9 @@ class _Replay:
         model = self._model()
         plain = gradients(replace(model, eight=False)) if isinstance(model, Model) and model.eight else own
         changed = {name: gradients(trial) for name, trial in constants.trials(model).items()}
+        for name, trial in constants.trials_of_eight(model).items():
+            # These differ from the reference with its rounding, and the others from that without.
+            changed[name] = {key: plain[key] + (other - own[key]) for key, other in gradients(trial).items()}
         self._fit.add(used, own, rounded, plain, changed)
 
     def _biases(self, before: Tensors, after: Tensors, closest: float) -> list[str]:
@@ -386,13 +389,17 @@ def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -
                 # On a CPU torchtitan draws the same numbers on every rank, so ranks share out equal experts.
                 strange += [f"{name} equals {other}" for other in same[:1]]
             matrices.setdefault(tuple(tensor.shape), []).append((name, tensor))
+    trained = sum(tensor.numel() for name, tensor in weights.items() if _trained(job, name))
+    length = int(job["config"].get("training.seq_len", 2048))
+    adapters = trained if job["mode"] == "lora" else None
     return {
+        "flops": diffusion.operations(sizes) if sizes.family == "flux" else operations(sizes, length, adapters),
         "missing": sorted(set(expected) - set(present)),
         "besides": sorted(set(present) - set(expected)),
         "shapes": [f"{n}: {list(present[n])}, not {list(s)}" for n, s in expected.items() if present.get(n, s) != s],
         "first_values": strange,
         "count": sum(math.prod(shape) for shape in expected.values()),
-        "trained": sum(tensor.numel() for name, tensor in weights.items() if _trained(job, name)),
+        "trained": trained,
     }
 
 

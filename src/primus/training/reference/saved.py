@@ -11,12 +11,19 @@ from typing import Any
 import torch
 
 from primus.recipes.architecture import Architecture
+from primus.training.reference.model import adapter_shapes
 from primus.training.reference.names import to_canonical
 
 # Hugging Face's configuration key → the size of the recipe that it must equal.
 _SIZES = {
     "hidden_size": "hidden_size", "num_hidden_layers": "layers", "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads", "vocab_size": "vocab_size", "rms_norm_eps": "norm_eps",
+    "intermediate_size": "ffn_size", "tie_word_embeddings": "tied_embeddings", "rope_theta": "rope_theta",
+}  # fmt: skip
+# The same for the scaling of rotary positions.
+_SCALING = {
+    "factor": "factor", "original_max_position_embeddings": "original_max_position",
+    "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
 }  # fmt: skip
 
 
@@ -51,6 +58,9 @@ def _exported(folder: Path, job: Mapping[str, Any], sizes: Architecture, last: M
     ]
     file = folder / ("adapter_config.json" if adapters else "config.json")
     said = json.loads(file.read_text(encoding="utf-8"))
+    said |= said.get("rope_parameters") or {}
+    if adapters:
+        said["target_modules"] = sorted(said["target_modules"])
     return found + [
         f"{file.name}: {key} is {said.get(key)}, not {value}"
         for key, value in _described(job, sizes).items()
@@ -62,8 +72,21 @@ def _described(job: Mapping[str, Any], sizes: Architecture) -> dict[str, Any]:
     """What the file beside the weights must say."""
     if job["mode"] == "lora":
         config = job["config"]
-        return {"r": int(config.get("lora.rank", 16)), "lora_alpha": float(config.get("lora.alpha", 32.0))}
-    return {key: getattr(sizes, name) for key, name in _SIZES.items()}
+        rank = int(config.get("lora.rank", 16))
+        adapted = adapter_shapes(sizes, rank, config.get("lora.targets") or ())
+        return {
+            "r": rank, "lora_alpha": float(config.get("lora.alpha", 32.0)), "use_rslora": False, "use_dora": False,
+            "rank_pattern": {}, "alpha_pattern": {}, "target_modules": sorted({n.split(".")[-3] for n in adapted}),
+        }  # fmt: skip
+    found = {key: getattr(sizes, name) for key, name in _SIZES.items()}
+    if sizes.moe.experts:
+        found["intermediate_size"] = sizes.moe.ffn_size or sizes.ffn_size
+    scaling = sizes.rope_scaling
+    if scaling.kind == "llama3":
+        found |= {key: getattr(scaling, name) for key, name in _SCALING.items()}
+    if scaling.kind in ("none", "llama3"):
+        found["rope_type"] = "default" if scaling.kind == "none" else scaling.kind
+    return found
 
 
 def _experts(name: str) -> str:

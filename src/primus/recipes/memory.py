@@ -8,7 +8,7 @@ prediction with what was measured. One *element* below is one value per token; G
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from primus.gpus.table import generation
 from primus.recipes.architecture import Architecture
@@ -39,7 +39,8 @@ class Memory:
 
     ``weights``, ``gradients`` and ``optimizer`` are the rank's shards. ``unsharded`` are the gathered weights of the
     layers at work, and their gradients before they are reduced. ``activations`` are kept for the backward pass,
-    ``loss`` are the logits and their gradients.
+    ``loss`` are the logits and their gradients. ``reused`` is memory of gradients that activations and logits take
+    before the gradients exist.
     """
 
     weights: float
@@ -48,16 +49,23 @@ class Memory:
     unsharded: float
     activations: float
     loss: float
+    reused: float = 0.0
 
     @property
     def peak(self) -> float:
         """What the allocator reserves when it never has to give memory back.
 
-        Gradients count in full although they do not exist while activations are at their largest: they are allocated
-        on the stream of the collectives, and what is freed there is not used again elsewhere.
+        Sharded gradients count in full although they do not exist while activations are at their largest: they are
+        allocated on the stream of the collectives, and what is freed there is not used again elsewhere.
         """
-        states = self.weights + self.gradients + self.optimizer
-        return states + self.unsharded + self.activations + self.loss
+        return sum(self.terms.values())
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """Name → bytes of what adds up to ``peak``. What is reused counts negative, and only where there is any."""
+        found = asdict(self)
+        reused = found.pop("reused")
+        return found | ({"reused": -reused} if reused else {})
 
     @property
     def least(self) -> float:

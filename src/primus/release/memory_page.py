@@ -32,7 +32,9 @@ def memory_page(result: Mapping[str, Any]) -> str:
             f"{within} of {len(result['rows'])} predictions are within ± 5 %, and all are within ± "
             f"{max(abs(_error(row)) for row in result['rows']):.1%}. Terms are counted from the model's sizes. The "
             "factors that no counting gives were fitted; for FP8, to the runs with 8192 tokens per sequence on two "
-            "and more GPUs and to the one with 2048. The other FP8 runs were not used.",
+            "and more GPUs and to the one with 2048. The formula for one GPU was derived from the allocator's record "
+            "of five of the runs of Llama 3.1 8B with eight layers in [memory-1xh200.json]"
+            "(../../benchmarks/results/memory-1xh200.json). The other runs were not used.",
             "",
             *table(_HEAD, map(_row, result["rows"])),
             "",

@@ -1,9 +1,11 @@
 """Print the types of what FP8 layers return and keep under autocast, and how far they are from PyTorch's layers."""
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import linear as plain
 from torch.nn.functional import silu
 
@@ -27,15 +29,24 @@ LAYERS = {
     ),
 }
 found = {}
-for name, (layer, same) in LAYERS.items():
+
+
+def kept_by(layer: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor) -> tuple[torch.Tensor, set[str]]:
+    """What ``layer`` makes of ``given`` under autocast, and the types of what it keeps but for weights and scales."""
     kept: set[str] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() > 1 and tensor.shape[0] == given.shape[0] * given.shape[1] and tensor is not down:
+            kept.add(str(tensor.dtype))
+        return tensor
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), saved_tensors_hooks(note, lambda tensor: tensor):
+        return layer(given), kept
+
+
+for name, (layer, same) in LAYERS.items():
     given = x.clone().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(
-        # Weights and scales stay as they are.
-        lambda t: (kept.add(str(t.dtype)) if t.numel() > 1 and t.shape[0] == 64 and t is not down else None, t)[1],
-        lambda t: t,
-    ):
-        made = layer(given)
+    made, kept = kept_by(layer, given)
     made.sum().backward()
     assert given.grad is not None
     wanted = same(x)

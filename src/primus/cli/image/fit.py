@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import InputError
@@ -30,6 +29,7 @@ _WHAT = {
     "unsharded": "layers at work: their whole weights and gradients",
     "activations": "kept from the forward for the backward pass",
     "loss": "logits and their gradients",
+    "reused": "gradients' memory that activations and logits use before",
 }
 
 
@@ -68,7 +68,7 @@ def _document(recipe: Recipe, memory: Memory, available: float, largest: int) ->
         "micro_batch": recipe.local_batch,
         "max_micro_batch": largest,
         "fits": memory.peak <= available,
-        "bytes": {name: round(value) for name, value in asdict(memory).items()},
+        "bytes": {name: round(value) for name, value in memory.terms.items()},
         "peak_bytes": round(memory.peak),
         "least_bytes": round(memory.least),
         "available_bytes": round(available),
@@ -82,7 +82,7 @@ def _lines(recipe: Recipe, memory: Memory, available: float, largest: int, scree
         f"{recipe.name}: {readable(size(recipe.architecture).total)} parameters, {recipe.backend} {recipe.mode} "
         f"{recipe.precision}, {recipe.world_size} × {gpu.title}, micro batch {recipe.local_batch}"
     )
-    rows = [(name, f"{value / _GIB:,.1f} GiB", _WHAT[name]) for name, value in asdict(memory).items()]
+    rows = [(name, f"{value / _GIB:,.1f} GiB", _WHAT[name]) for name, value in memory.terms.items()]
     yield from screen.table([*rows, ("peak", f"{memory.peak / _GIB:,.1f} GiB", f"± {band:.0%}")], indent="  ")
     there = f"{available / _GIB:,.1f} GiB, {USABLE:.0%} of the GPU's {gpu.memory.gb:,.0f}"
     if memory.peak <= available:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from primus.recipes.memory import (
     EAGER,
     EAGER_LOSS,
+    FLOAT32,
     RECOMPUTED,
     Memory,
     chunked_loss,
@@ -43,21 +44,32 @@ def predict(recipe: Recipe, batch: int) -> Memory:
     # One rank gathers nothing, and reads the rows of a frozen embedding from where they are.
     ends = 2 if trained or recipe.world_size > 1 else 1
     stay = not recipe.find(f"{head}.sharding.reshard_after_forward", True)
+    gathered = unsharded(
+        model,
+        compute,
+        1,
+        alone=not trained,
+        ends=ends,
+        world=recipe.world_size // recipe.degree("replicas"),
+        cast=width != compute,
+    )
+    activations = kept * tokens * compute + copies
+    reused = 0.0
+    if stay and recipe.world_size == 1 and not trained:
+        # All weights but the embedding stay as they are computed with, the output layer and the blocks among them.
+        gathered = compute * (total - model.vocab_size * model.hidden_size)
+    elif stay:
+        gathered += compute * total
+    if recipe.world_size == 1 and trained and recipe.accumulation == 1:
+        # The embedding's gradient comes last, and takes the place of activations in both precisions.
+        reused = min(activations, model.vocab_size * model.hidden_size * float(compute + FLOAT32))
     return Memory(
         weights=width * shard,
         gradients=trained * width * shard,
         optimizer=trained * 2 * width * shard,
-        unsharded=unsharded(
-            model,
-            compute,
-            1,
-            alone=not trained,
-            ends=ends,
-            world=recipe.world_size // recipe.degree("replicas"),
-            cast=width != compute,
-        )
-        + (compute * total if stay else 0),
-        activations=kept * tokens * compute + copies,
+        unsharded=gathered,
+        activations=activations,
+        reused=reused,
         loss=fused_loss(model, tokens) if chunked_loss(recipe) else chunk * model.vocab_size * EAGER_LOSS,
     )
 

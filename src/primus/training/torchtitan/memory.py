@@ -20,7 +20,8 @@ from primus.recipes.memory import (
 from primus.recipes.recipe import Recipe
 from primus.recipes.size import size
 
-# Bytes per logit if the loss is compiled: the logits in BF16 alone.
+# Bytes per logit if the loss is compiled: the logits in BF16 alone. Their gradients, of the same size, take the place
+# of gradients of weights, which count as well but do not exist yet.
 _COMPILED_LOSS = 2
 
 
@@ -47,6 +48,8 @@ def predict(recipe: Recipe, batch: int) -> Memory:
     else:
         kept, once = layer, 0.0
     copies = copies_in_eight(model) / tensor / stages if eight and mode == "none" else 0.0
+    if recipe.world_size == 1:
+        return _alone(recipe, tokens, kept=kept, once=once, copies=copies, compiled_loss=fused)
     if stages > 1:
         # A pipeline splits the local batch into micro batches of its own.
         part = recipe.find("torchtitan.parallelism.pipeline_parallel_microbatch_size", 1)
@@ -78,6 +81,38 @@ def predict(recipe: Recipe, batch: int) -> Memory:
         if chunked_loss(recipe)
         else tokens * model.vocab_size * (_COMPILED_LOSS if fused else EAGER_LOSS) / tensor,
     )
+
+
+def _alone(recipe: Recipe, tokens: float, *, kept: float, once: float, copies: float, compiled_loss: bool) -> Memory:
+    """Predict one rank alone: torchtitan then uses autocast instead of FSDP.
+
+    The residual stream is float32, and without recomputation the backward pass finds every weight cast to BF16. There
+    are no collectives: activations use the memory of gradients that do not exist yet. Logits and their gradients are
+    two large blocks, which fit there only as a whole. All this was read off the allocator's history of such runs.
+    """
+    model, accumulates = recipe.architecture, recipe.accumulation > 1
+    total = float(size(model).total)
+    width = width_of(recipe.find("torchtitan.training.dtype", "float32"))
+    compute = width_of(recipe.find("torchtitan.training.mixed_precision_param", "bfloat16"))
+    cast = unsharded(model, compute, 1, alone=True)
+    if recipe.find("torchtitan.activation_checkpoint.mode", "none") == "none" and not copies and width != compute:
+        cast = max(cast, compute * (total - model.vocab_size * model.hidden_size))
+    if recipe.precision in ("fp8", "mxfp8") and not recipe.find("torchtitan.compile.enable", False):
+        # Each FP8 layer casts its input for itself and keeps it: three of queries, keys, values; gate and up.
+        kept += 3 * model.hidden_size
+    kept_bytes = model.layers * tokens * (kept * compute + (width - compute) * model.hidden_size) + copies
+    per_logit = 2 * _COMPILED_LOSS if compiled_loss else EAGER_LOSS
+    loss = tokens * model.vocab_size * per_logit
+    # The last layer is recomputed when the logits are gone.
+    activations = kept_bytes + max(0.0, once * tokens * compute - loss)
+    gradients = 0.0 if recipe.find("torchtitan.optimizer.early_step_in_backward", False) else width * total
+    reused = 0.0
+    if not accumulates:
+        reused = min(gradients, activations)
+        for block in (loss / 2, loss / 2):
+            reused += block if block <= gradients - reused else 0.0
+    states = {"weights": width * total, "gradients": gradients, "optimizer": 2 * width * total}
+    return Memory(**states, unsharded=cast, activations=activations, loss=loss, reused=reused)
 
 
 def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: bool) -> float:

@@ -15,6 +15,7 @@ from primus.build import heap
 from primus.build.execute import Workshop
 from primus.build.image import Built, Composed, LayerLine, Options, compose, current
 from primus.build.kinds import load
+from primus.build.recipes import check_recipes
 from primus.build.rehash import find_damage
 from primus.build.space import require_space_for
 from primus.display import choose_progress
@@ -64,13 +65,15 @@ def build_images(
     """Make every image of ``plans``; independent actions side by side, each blob once. ``gates`` judge each image
     before it gets its name; None lets any pass.
 
-    Raises CheckFailed for a failed action or a refused image, HostError for a source, disk or sandbox that fails.
+    Raises InputError for a recipe that does not load, CheckFailed for a failed action or a refused image, HostError for
+    a source, disk or sandbox that fails.
     """
     store = workspace.store
     store.prepare()
     if options.rehash:
         for fault in find_damage(store, (action for plan in plans for action in plan.actions())):
             print(f"! {fault}", file=sys.stderr)
+    check_recipes(store, plans)
     with choose_progress(options.quiet) as progress, contextlib.ExitStack() as stack:
         judge = gates(workspace, progress) if gates else None
         if judge:

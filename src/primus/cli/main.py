@@ -32,6 +32,12 @@ IMAGE_VERBS = {
     "turbo": ("image.turbo", "manage optimizations and kernels compiled ahead of time"),
 }
 
+# The verbs of `cli.host`, which an image does not contain. A test compares the two.
+HOST_VERBS = (
+    "plan", "build", "explain", "lock", "run", "launch", "load", "validate", "check", "verify", "publish", "sbom",
+    "why-size", "releases", "diff", "clean", "docs",
+)  # fmt: skip
+
 
 def verbs() -> dict[str, tuple[str, str]]:
     """Return verb → (module, one line) for all installed verbs."""
@@ -151,6 +157,12 @@ def _main(args: list[str]) -> int:
 
         if nothing_to_do(args[1:]):
             return 0
+    if verb not in here and verb in HOST_VERBS:
+        _report(
+            f"primus: `{verb}` manages images from outside; this installation only has what ships inside an image\n"
+            "  → run it on the host, in a checkout of the project"
+        )
+        return 2
     if verb not in here:
         _report(f"primus: no verb {verb!r}{nearest(verb, here)}\n  → primus --help lists the verbs")
         return 2

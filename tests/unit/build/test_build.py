@@ -298,3 +298,28 @@ def test_lost_list_of_paths_is_made_again(kit: Kit, damage: str) -> None:
     assert "3 layers built" in again.err
     kit.edit("images/demo.yaml", "blue", "red")
     assert kit.build().digest == first
+
+
+def test_a_recipe_that_does_not_load_is_refused_before_anything_is_built(kit: Kit) -> None:
+    kit.write("recipes/two.yaml", "a: 1\nb: [1\nc: 2\n")
+    kit.write("parts/beta/blob", b"new")
+    refused = kit.primus("build", "demo")
+    assert refused.code == 2
+    assert "recipes/two.yaml:3:2" in refused.err
+    assert not (kit.root / ".primus/store/index.json").exists() or not blobs(kit)
+    kit.write("recipes/two.yaml", "a: 1\n")
+    digest = kit.build().digest
+    # A recipe that is as it was is broken by the file that it uses.
+    kit.write("recipes/two.yaml", "uses: [shared/three.yaml]\n")
+    kit.write("recipes/shared/three.yaml", "c: 1\n")
+    kit.build()
+    for text in ("c: 1\nc: 2\n", None):
+        if text is None:
+            (kit.root / "recipes/shared/three.yaml").unlink()
+        else:
+            kit.write("recipes/shared/three.yaml", text)
+        refused = kit.primus("build", "demo")
+        assert refused.code == 2
+        assert ("recipes/shared/three.yaml:2:1" if text else "recipes/two.yaml:1:8") in refused.err
+    kit.write("recipes/two.yaml", "a: 1\n")
+    assert kit.build().digest == digest

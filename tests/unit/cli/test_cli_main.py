@@ -12,7 +12,7 @@ import pytest
 
 from primus import __version__
 from primus.cli.host import VERBS
-from primus.cli.main import main, verbs
+from primus.cli.main import HOST_VERBS, main, verbs
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
 
 ROOT = Path(__file__).parents[3]
@@ -69,11 +69,19 @@ def test_inside_the_image_host_verbs_do_not_exist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "primus.cli.host", None)
-    assert main(["build"]) == 2
+    for verb in HOST_VERBS:
+        assert main([verb]) == 2
+        error = capsys.readouterr().err
+        assert f"`{verb}` manages images from outside" in error
+        assert "run it on the host" in error
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "  train " in out
     assert "  build " not in out
+
+
+def test_host_verbs_are_known_inside_the_image() -> None:
+    assert set(HOST_VERBS) == set(VERBS)
 
 
 def test_a_verbs_own_exit_code(verb: types.ModuleType) -> None:

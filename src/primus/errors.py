@@ -14,7 +14,9 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
     # Seam "suggestion": only a wrong name costs these 5 ms.
     from difflib import get_close_matches
 
-    near = get_close_matches(word, list(known), most)
+    names = list(known)
+    same = [name for name in names if name.lower() == word.lower()]
+    near = same[:most] or get_close_matches(word, names, most)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

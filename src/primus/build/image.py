@@ -80,12 +80,19 @@ class Composed:
         return sum(layer.blob.size for layer in self.layers)
 
 
+def judged_by(plan: ImagePlan, rules: str) -> str:
+    """What the verdict on an image depends on besides its bytes: the gates' code, and the limits of the target."""
+    return f"{rules} budget {plan.resolved.budget_gb} arch {plan.resolved.arch}"
+
+
 def current(store: Store, plan: ImagePlan, judged: str | None = None) -> Built | None:
     """The image if the store holds exactly this plan's, whole; the no-op build ends here. With ``judged`` only when
     the gates of this mark judged it.
     """
     state = store.record("targets", plan.state)
-    if state is None or state.get("key") != plan.key or judged not in (None, state.get("judged")):
+    if state is None or state.get("key") != plan.key:
+        return None
+    if judged is not None and state.get("judged") != judged_by(plan, judged):
         return None
     try:
         return _current(store, plan, state)

@@ -38,4 +38,4 @@ def _changed(store: Store, plan: ImagePlan, action: Action) -> Iterator[str]:
     now = {name: f"{kind} {value}" for name, kind, value in action.tree if name.endswith(".yaml")}
     differ = {name for name in (*now, *before) if now.get(name) != before.get(name) and name.endswith(".yaml")}
     several = any("/" in name or name not in now for name in differ)
-    yield from (name for name in now if "/" not in name and (several or name in differ))
+    yield from (name for name in now if not name.startswith(".") and "/" not in name and (several or name in differ))

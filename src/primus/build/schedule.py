@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from primus.build import heap
 from primus.build.execute import Workshop
-from primus.build.image import Built, Composed, LayerLine, Options, compose, current
+from primus.build.image import Built, Composed, LayerLine, Options, compose, current, judged_by
 from primus.build.kinds import load
 from primus.build.recipes import check_recipes
 from primus.build.rehash import find_damage
@@ -235,7 +235,7 @@ def assemble(store: Store, plan: ImagePlan, built: set[str], gates: Gates | None
             "content": config_blob.digest,
             "blobs": [asdict(b) for b in (manifest_blob, config_blob, *(layer.blob for layer in image.layers))],
             "layers": [asdict(line) for line in lines],
-            "judged": gates.mark if gates else None,
+            "judged": judged_by(plan, gates.mark) if gates else None,
             "failed": failed,
             "apart": apart,
             "inputs": tree_record(plan),

@@ -72,7 +72,7 @@ def _answered(resolved: ResolvedTarget, *, locked: bool, offline: bool, quiet: b
     sentence = f"the lock of {name} is stale: {what}" if resolved.lock else f"{name} has no lock yet"
     if locked or offline:
         raise InputError(sentence, where=_place(resolved), hint=f"{resolved.lock_command}, and commit the result")
-    print(f"! {sentence}; locking it again", file=sys.stderr)
+    print(f"! {sentence}; {'locking it again' if resolved.lock else 'creating one'}", file=sys.stderr)
     with choose_progress(quiet) as progress:
         return lock_target(resolved, progress)
 

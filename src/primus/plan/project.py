@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from primus.yamlfile import Document, read
 
 _CACHE_FORMAT = 2
 _ALL_RECIPES = "all"
+_TARGET = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 class Project:
@@ -43,7 +45,11 @@ class Project:
         """The project at ``start``, or, when none is given, of the current folder or its nearest parent that is one."""
         folder = start.absolute() if start else cls.here()
         if folder is None or not os.path.lexists(folder / "versions.yaml"):
-            raise InputError(f"there is no versions.yaml in {folder or Path.cwd()}" + ("" if start else " or above it"))
+            if folder and folder.exists() and not folder.is_dir():
+                raise InputError(f"{folder} is not a folder", hint="--project names the folder that has versions.yaml")
+            where = f"{folder}" if folder else f"{Path.cwd()} or above it"
+            hint = "change to a checkout of the project, or name its folder with --project"
+            raise InputError(f"there is no versions.yaml in {where}", hint=hint)
         return cls(folder, store=store, channel=channel)
 
     @staticmethod
@@ -79,8 +85,8 @@ class Project:
         return self._versions[1]
 
     def target_names(self) -> list[str]:
-        """The targets: one file each in images/."""
-        return sorted(p.stem for p in (self.root / "images").glob("*.yaml"))
+        """The targets: one file each in images/. Hidden files are those of editors."""
+        return sorted(p.stem for p in (self.root / "images").glob("*.yaml") if not p.name.startswith("."))
 
     def target(self, name: str) -> Target:
         """The target called ``name``; InputError names the nearest one there is."""
@@ -89,10 +95,16 @@ class Project:
     def _target(self, name: str) -> tuple[Target, Document]:
         if name not in self._targets:
             path = self.root / "images" / f"{name}.yaml"
-            if not path.exists() and not path.is_symlink():
-                names = self.target_names()
+            names = self.target_names()
+            if name not in names:
                 hint = did_you_mean(name, names) or "targets: " + (", ".join(names) or "none; images/ has no NAME.yaml")
                 raise InputError(f"no target is called {name!r}", hint=hint)
+            if not _TARGET.fullmatch(name):
+                raise InputError(
+                    f"{name!r} cannot be the name of a target, because it is part of an image's tag",
+                    where=f"images/{path.name}",
+                    hint="use lower-case letters, digits, '-', '_' and '.', as in mi300x",
+                )
             document = self._document(path)
             target = build(Target, document)
             self._targets[name] = (replace(target, recipes=tuple(self._recipes(target, document))), document)
@@ -103,7 +115,7 @@ class Project:
 
         Raises InputError, with the place, for one that the project's recipes/ does not have.
         """
-        known = sorted(path.stem for path in (self.root / "recipes").glob("*.yaml"))
+        known = sorted(p.stem for p in (self.root / "recipes").glob("*.yaml") if not p.name.startswith("."))
         for index, name in enumerate(target.recipes):
             if name == _ALL_RECIPES:
                 yield from (other for other in known if other not in target.recipes)

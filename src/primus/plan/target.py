@@ -73,8 +73,13 @@ class Target:
     def __post_init__(self) -> None:
         if not self.channels:
             raise WrongValue("channels must name at least one channel", "channels")
-        if twice := next((i for i, one in enumerate(self.channels) if one in self.channels[:i]), None):
-            raise WrongValue(f"channel {self.channels[twice]} is listed twice", "channels", twice)
+        lists = {"channel": self.channels, "component": self.components, "recipe": self.recipes}
+        for what, listed in lists.items():
+            for index, one in enumerate(listed):
+                if one in listed[:index]:
+                    raise WrongValue(f"{what} {one} is listed twice", f"{what}s", index)
+        if ".." in self.workdir.split("/"):
+            raise WrongValue(f"workdir must not contain '..', as in {self.workdir!r}", "workdir")
         budgets = [(("budgets_gb", channel), budget) for channel, budget in self.budgets_gb.items()]
         for key, budget in [(("budget_gb",), self.budget_gb), *budgets]:
             if budget is not None and budget <= 0:

@@ -37,8 +37,8 @@ def folder() -> Path:
 
 
 def names(among: Path | None = None) -> list[str]:
-    """Return the sorted names of the recipes in ``among`` (default: :func:`folder`)."""
-    return sorted(path.stem for path in (among or folder()).glob("*.yaml"))
+    """Return the sorted names of the recipes in ``among`` (default: :func:`folder`), without editors' hidden files."""
+    return sorted(path.stem for path in (among or folder()).glob("*.yaml") if not path.name.startswith("."))
 
 
 def find(name: str, among: Path | None = None) -> Path:

@@ -80,10 +80,13 @@ def _version(pin: Pin) -> str:
 
 
 def _versions(pins: Iterable[Pin]) -> str:
-    """Return every pinned version, with the targets that use it if there are several versions."""
+    """Return every pinned version, with the targets or the channel that use it if there are several versions."""
+    pins = list(pins)
+    several = len({pin.channel for pin in pins}) > 1
     takers: dict[str, list[str]] = {}
     for pin in pins:
-        takers.setdefault(_version(pin), []).extend(pin.targets or ("every other target",))
+        rest = f"channel {pin.channel}" if several else "every other target"
+        takers.setdefault(_version(pin), []).extend(pin.targets or (rest,))
     if len(takers) == 1:
         return next(iter(takers))
     return ", ".join(f"{version} ({', '.join(dict.fromkeys(names))})" for version, names in takers.items())

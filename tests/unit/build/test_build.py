@@ -323,3 +323,58 @@ def test_a_recipe_that_does_not_load_is_refused_before_anything_is_built(kit: Ki
         assert ("recipes/shared/three.yaml:2:1" if text else "recipes/two.yaml:1:8") in refused.err
     kit.write("recipes/two.yaml", "a: 1\n")
     assert kit.build().digest == digest
+
+
+def test_a_lower_budget_is_judged_although_no_byte_changed(kit: Kit) -> None:
+    kit.write("images/demo.yaml", (kit.root / "images/demo.yaml").read_text() + "budget_gb: 1\n")
+    kit.build()
+    assert "nothing to do" in kit.build().err
+    kit.edit("images/demo.yaml", "budget_gb: 1\n", "budget_gb: 0.0000001\n")
+    refused = kit.primus("build", "demo")
+    assert refused.code == 1
+    assert "its budget is 100 B" in refused.err
+    kit.edit("images/demo.yaml", "budget_gb: 0.0000001\n", "budget_gb: 2\n")
+    kit.build()
+
+
+def test_hidden_files_of_editors_are_neither_targets_nor_recipes(kit: Kit) -> None:
+    (kit.root / "images/.#demo.yaml").symlink_to("user@host.1234:1")
+    kit.write("images/.demo.yaml", "half: [writ")
+    (kit.root / "recipes/.#one.yaml").symlink_to("user@host.1234:1")
+    result = kit.primus("plan", "--all")
+    assert result.code == 0, result.err
+    assert ".demo" not in result.out
+    (kit.root / "recipes/.#one.yaml").unlink()
+    kit.write("recipes/.one.yaml", "half: [writ")
+    kit.build()
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "asked"),
+    [
+        ("my cpu.yaml", "images/my cpu.yaml: 'my cpu' cannot be the name of a target", "my cpu"),
+        ("CPU2.yaml", "images/CPU2.yaml: 'CPU2' cannot be the name of a target", "CPU2"),
+        ("demo.yaml", "no target is called './demo'", "./demo"),
+        ("demo.yaml", "did you mean 'demo'?", "DEMO"),
+    ],
+)
+def test_names_that_are_no_targets(kit: Kit, file: str, said: str, asked: str) -> None:
+    kit.write(f"images/{file}", (kit.root / "images/demo.yaml").read_text())
+    result = kit.primus("plan", asked)
+    assert result.code == 2
+    assert said in result.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("[alpha, beta, recipes]", "[alpha, beta, alpha]", "images/demo.yaml:3:27: component alpha is listed twice"),
+        ("command: [sh]", "command: [sh]\nrecipes: [one, one]", "recipe one is listed twice"),
+        ("command: [sh]", "command: [sh]\nworkdir: /a/../b", "workdir must not contain '..'"),
+    ],
+)
+def test_a_target_that_says_something_twice_or_climbs(kit: Kit, old: str, new: str, said: str) -> None:
+    kit.edit("images/demo.yaml", old, new)
+    result = kit.primus("plan", "demo")
+    assert result.code == 2
+    assert said in result.err

@@ -15,6 +15,7 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         {
             "step": step, "data": [], "loss": loss, "grad_norm": norm, "rate": 0.01, "rates": [0.01],
             "own_gradient": True, "gaps": {"a.weight": (1e-6, "a.1.weight")}, "missing": [], "stale": [], "biases": [],
+            "apart": [],
             "used_norm": norm, "rounded": 0.0,
             "update": {"gap": 0.0, "name": ""}, "closest": 1.0, "regular": step == 1,
             "noise": {"loss": 1e-9, "grad_norm": 1e-8, "gaps": {"a.weight": (1e-7, "a.0.weight")}},

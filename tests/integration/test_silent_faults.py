@@ -87,7 +87,7 @@ def test_the_references_models_are_those_of_transformers_and_diffusers(python: l
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_every_silent_fault_is_named(run: Run, request: pytest.FixtureRequest) -> None:
-    assert len(SILENT) >= 264
+    assert len(SILENT) >= 371
     jobs = run({name: (case.backend, case.words, name) for name, case in SILENT.items()})
     assert _missed(jobs) == []
     if request.config.getoption("--record-faults"):

@@ -160,6 +160,7 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
     """Each kind of tensor has a limit of its own, from its noise at the steps where the reference found it."""
     rows = [step for step in found["steps"] if step["own_gradient"]]
     wrong = [f"step {row['step']}: {name} has no gradient" for row in rows for name in row["missing"]]
+    wrong += [f"step {row['step']}: ranks that share {name} disagree" for row in rows for name in row["apart"]]
     if len(rows) < len(found["steps"]):
         wrong.append(f"the optimizer made {len(rows)} updates in {len(found['steps'])} steps")
     usual: dict[str, float] = {}

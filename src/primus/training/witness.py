@@ -5,8 +5,8 @@ The files of ``OUTPUT/witness`` are written from the tensors that the model, its
 - ``batch-STEP-RANK.pt``: ``inputs`` and ``labels``, or what images are trained with, a tensor per micro-batch;
   ``data_rank``, which share of the data the rank takes; and ``seed``, that of its random numbers;
 - ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped), ``rates``, the learning rate of each
-  parameter or group, and ``stale``, the parameters that are not the rounded weights of the optimizer; absent when no
-  optimizer ran;
+  parameter or group, ``stale``, the parameters that are not the rounded weights of the optimizer, and ``apart``, those
+  of which ranks hold different weights or gradients; absent when no optimizer ran;
 - ``random-RANK.json``: ``kept``, whether the rank's random state after loading a checkpoint was that at its saving;
 - ``seconds.json``: how long writing all this took after each step;
 - ``weights-STEP.pt``: ``weights`` after the step, whole, by the backend's own names; step 0 before the first update.
@@ -31,11 +31,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What one update took: gradients by name, rates by name or group, and the parameters that it left behind."""
+    """What one update took: gradients by name, rates by name or group, and the parameters that it left behind.
+
+    ``apart`` are parameters that differ between ranks that must hold the same.
+    """
 
     gradients: Mapping[str, torch.Tensor]
     rates: Mapping[str, float]
     stale: Sequence[str] = field(default_factory=list)
+    apart: Sequence[str] = field(default_factory=list)
 
 
 class Trained(Protocol):

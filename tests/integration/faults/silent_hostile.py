@@ -1067,11 +1067,11 @@ def last_layer_runs_twice_late(module: Any) -> None:
 
 
 @silent("model", "fsdp", LLAMA, LOSS, GRADIENTS)
-def second_half_of_a_head_not_rotated(module: Any) -> None:
+def one_pair_of_a_head_not_rotated(module: Any) -> None:
     def rotation(run: Any, *given: Any) -> Any:
         cosine, sine = run(*given)
-        size = cosine.shape[-1] // 2
-        cosine[:, [size - 1, -1]], sine[:, [size - 1, -1]] = 1.0, 0.0
+        half = cosine.shape[-1] // 2
+        cosine[:, [half // 2, half + half // 2]], sine[:, [half // 2, half + half // 2]] = 1.0, 0.0
         return cosine, sine
 
     wrap(module, "_rotation", rotation)
@@ -1100,8 +1100,11 @@ def one_row_lost_by_the_checkpoint(module: Any) -> None:
 
 
 @silent("data", "torchtitan", "primus.training.corpus", DATA)
-def last_line_of_the_corpus_lost(module: Any) -> None:
-    wrap(module, "documents", lambda run, *given: list(run(*given))[:-1])
+def second_document_lost(module: Any) -> None:
+    def documents(run: Any, *given: Any) -> Any:
+        return (text for number, text in enumerate(run(*given)) if number != 1)
+
+    wrap(module, "documents", documents)
 
 
 @silent("data", "flux", LATENTS, DATA, words=(*FLUX, *BF16))

@@ -50,6 +50,7 @@ CHANGES: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("reference gradient norm", lambda e: e["steps"][0].update(grad_norm=1.001)),
     ("reference gradients", lambda e: e["steps"][5]["gaps"].update({"b.weight": (1e-3, "b.0.weight")})),
     ("reference gradients", lambda e: e["steps"][5]["missing"].append("a")),
+    ("reference gradients", lambda e: e["steps"][5]["apart"].append("a")),
     ("reference gradients", lambda e: e["steps"][3].update(own_gradient=False)),
     ("reference gradients", lambda e: e["steps"][3].update(used_norm=1.01)),
     ("reference gradients", lambda e: e["steps"][3].update(rounded=1.0)),

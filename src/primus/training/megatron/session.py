@@ -160,17 +160,18 @@ class MegatronSession:
         if self._ddp.overlap_param_gather:
             for part in self.model_parts:
                 part.start_param_sync(force_sync=True)
-        updates = self._updates()
-        updated = self.whole()
+        updates, apart = self._updates(), set[str]()
+        updated = weights.whole(self.model_parts, tied=self._tied, value=updates.weight, apart=apart)
         computing = weights.whole(self.model_parts, tied=self._tied)
         return Taken(
-            gradients=weights.whole(self.model_parts, tied=self._tied, value=updates.gradient),
+            gradients=weights.whole(self.model_parts, tied=self._tied, value=updates.gradient, apart=apart),
             rates={
                 f"{number}.{place}": float(group["lr"])
                 for number, inner in enumerate(self._inner())
                 for place, group in enumerate(inner.param_groups)
             },
             stale=[name for name, own in computing.items() if not torch.equal(own, updated[name].to(own.dtype))],
+            apart=sorted(apart),
         )
 
     def _updates(self) -> Updates:

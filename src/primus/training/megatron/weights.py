@@ -56,12 +56,16 @@ def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool)
 
 
 def whole(
-    parts: Sequence[Any], *, tied: bool, value: Callable[[torch.nn.Parameter], torch.Tensor] = _nothing
+    parts: Sequence[Any],
+    *,
+    tied: bool,
+    value: Callable[[torch.nn.Parameter], torch.Tensor] = _nothing,
+    apart: set[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """On rank 0, every parameter and router bias of ``parts`` as one rank would hold it; all ranks call this.
 
-    ``value`` gives what to gather for a parameter: itself, or a tensor of its shape, such as its gradient. Raises
-    SystemExit when ranks that must hold the same values do not.
+    ``value`` gives what to gather for a parameter: itself, or a tensor of its shape, such as its gradient. Where ranks
+    that must hold the same values do not, the name is added to ``apart``, and the first rank's values count.
     """
     mine: list[tuple[str, int, int, int, torch.Tensor]] = []
     for part in parts:
@@ -81,8 +85,8 @@ def whole(
     for row in gathered or ():
         for name, split, halves, place, tensor in row:
             known = pieces.setdefault(name, {}).setdefault(place if split >= 0 else 0, (split, halves, tensor))
-            if not torch.equal(known[2], tensor):
-                raise SystemExit(f"the ranks do not hold the same values of {name}")
+            if apart is not None and not torch.equal(known[2].nan_to_num(), tensor.nan_to_num()):
+                apart.add(name)
     return {name: _joined([row[place] for place in sorted(row)]) for name, row in pieces.items()}
 
 

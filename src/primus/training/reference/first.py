@@ -61,8 +61,11 @@ def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> li
     """Which weights in ``folder/weights-0.pt``, and which ranks, have random numbers of another seed than the job's."""
     if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
         return []
-    key = "debug.seed" if job["backend"] == "torchtitan" else "training.seed"
-    seed, found = int(job["config"].get(key) or 0), []
+    key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)
+    seed, found = job["config"].get(key, usual), []
+    if seed is None:
+        # torchtitan then takes any.
+        return []
     # Our own loop draws dropout from another seed on each rank. Megatron and torchtitan seed all ranks alike.
     apart = job["backend"] not in ("torchtitan", "megatron")
     for rank in range(job["world_size"]):
@@ -115,6 +118,7 @@ def _of_torchtitan(
             continue
         tensor = stored[plain[name]]
         if tensor.shape[0] % ranks:
+            # Ranks with unequal shares draw differently many numbers; more ranks than experts share them otherwise.
             return
         share = torch.empty(tensor.shape[0] // ranks, *tensor.shape[1:])
         ours, part = next(iter(to_canonical("torchtitan", sizes, {name: tensor}).items()))

@@ -107,6 +107,7 @@ class _Replay:
             # Some steps amplify rounding more than others do.
             figures, limited = self._figures(step, before, used, noisy=True)
         row |= figures | {"regular": regular, "own_gradient": seen is not None, "stale": seen["stale"] if seen else []}
+        row["apart"] = seen["apart"] if seen else []
         if seen is not None:
             row["rates"] = sorted(set(seen["rates"].values()))
         if used is not None:

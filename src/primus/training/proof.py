@@ -47,6 +47,8 @@ _ROUNDED = {1: 1.0, 2: 0.7, 3: 0.35}
 # Where the scores of two experts are closer than float32 tells apart, a token may go to either.
 _TIE = 3e-6
 _TIED = {"loss": 1e-3, "grad_norm": 2e-2, "gradient": 0.3}
+# What every token in doubt moves the gradients of experts by when it goes to another expert, with room for rounding.
+_ALL_IN_DOUBT = 1.1
 # How far a backend's count of FLOPs may be from the recipe's.
 _FLOPS = 0.01
 # How far images per second, times the tokens of an image, may be from tokens per second: the log rounds both.
@@ -170,8 +172,10 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
     gaps = [(0.0, 0.0, _LEAST["gradient"], 0, "")]
     for row in rows:
         for kind, (gap, name) in row["gaps"].items():
-            own, _ = row.get("noise", {}).get("gaps", {}).get(kind, (0.0, ""))
+            noise = row.get("noise", {})
+            own, _ = noise.get("gaps", {}).get(kind, (0.0, ""))
             limit = _limit("gradient", max(usual.get(kind, 0.0), own), row)
+            limit = max(limit, _ALL_IN_DOUBT * noise.get("experts", {}).get(kind, 0.0))
             gaps.append((gap / limit, gap, limit, row["step"], name))
     for kind, (gap, limit) in _means(found["steps"]).items():
         if gap > limit:

@@ -82,7 +82,7 @@ class Fit:
     """Least squares over the steps that were added: direction of each change → how far the run went in it.
 
     ``routed``: the model has experts. Rounding sends tokens to other experts, which changes the gradients of all
-    tensors of that step together.
+    tensors of that step together, now and then by a lot. A constant is wrong at every step, so the median step decides.
     """
 
     backend: str
@@ -145,7 +145,11 @@ class Fit:
             of_steps = torch.zeros(count, len(shares), dtype=left.dtype).index_add(0, steps, left)
             # What is left of all steps together is zero, so one step shows nothing, and two show half of it.
             squared = of_steps.square().sum(0) * count / max(1, count - 1)
-            return shares, of_tensors.maximum(squared).sqrt()
+            each = [
+                torch.linalg.pinv(squares[steps == n].sum(0) / scale) / scale @ products[steps == n].sum(0)
+                for n in range(count)
+            ]
+            return torch.stack(each).quantile(0.5, dim=0), of_tensors.maximum(squared).sqrt()
 
         (shares, own), (rounding, other) = fitted(errors), fitted(noise)
         centred = torch.tensor([self._names[n] in _OF_EIGHT for n in seen])

@@ -96,7 +96,8 @@ class Model:
 
     ``between`` is applied to all that passes from one operation to the next. With a cast to a narrow type and back, the
     model shows how far that precision moves its results. ``twice``: so does a norm's result before it is multiplied by
-    its weight. ``eight``: linear layers multiply in FP8, scaled by tensor.
+    its weight. ``eight``: linear layers multiply in FP8, scaled by tensor. ``doubt``: a token goes to the next best
+    expert instead of the last chosen one where their scores differ by less than this share.
     """
 
     sizes: Architecture
@@ -104,6 +105,7 @@ class Model:
     between: Rounding = exact
     twice: bool = False
     eight: bool = False
+    doubt: float = 0.0
     constants: Constants = field(default_factory=Constants)
     # How close the scores of an expert that was chosen and of one that was not have come, relative to the former.
     closest: float = math.inf
@@ -270,7 +272,11 @@ class Model:
         best = scores.topk(min(count + 1, scores.shape[-1]), -1)
         if scores.shape[-1] > count:
             last, other = best.values[:, count - 1], best.values[:, count]
-            self.closest = min(self.closest, float(((last - other) / last.abs().clamp(min=1e-9)).min()))
+            apart = (last - other) / last.abs().clamp(min=1e-9)
+            self.closest = min(self.closest, float(apart.min()))
+            if self.doubt:
+                swapped = torch.where(apart < self.doubt, best.indices[:, count], best.indices[:, count - 1])
+                return torch.cat([best.indices[:, : count - 1], swapped.unsqueeze(1)], 1)
         return best.indices[:, :count]
 
     def _limited(self, choice: torch.Tensor) -> torch.Tensor:

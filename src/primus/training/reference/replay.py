@@ -29,6 +29,9 @@ _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 _NOISY = 4
 # At other steps, it does so when a gap exceeds so many times the noise of these.
 _SUSPECT = 3.0
+# Scores of experts may be this much apart, relative to the larger one, and rounding still decides between them. In each
+# of two runs, one token that went to the other expert was the whole gap of 0.6 of an expert with few tokens.
+_DOUBT = 2.0**-8
 # Other roundings that it then tries, as scales of the numbers to which it rounds.
 _GRIDS = (1.17, 1.33, 1.5, 1.67, 1.83)
 
@@ -76,6 +79,7 @@ class _Replay:
         self._given = update.settings(job)
         self._optimizer = update.AdamW(self._given)
         self._usual: dict[str, float] = {}
+        self._usual_norm = 0.0
         self._norms = _reported_norms(folder.parent / "exact.jsonl")
         self._exact = job["precision"] == "fp32"
         self._rounding = _ROUNDING[_kept_dtype(job)]
@@ -103,8 +107,8 @@ class _Replay:
         if regular:
             for kind, (gap, _) in figures["noise"]["gaps"].items():
                 self._usual[kind] = max(self._usual.get(kind, 0.0), gap)
-        elif any(gap > 1e-5 + _SUSPECT * self._usual[kind] for kind, (gap, _) in figures.get("gaps", {}).items()):
-            # Some steps amplify rounding more than others do.
+            self._usual_norm = max(self._usual_norm, figures["noise"]["grad_norm"])
+        elif self._amplified(step, figures):
             figures, limited = self._figures(step, before, used, noisy=True)
         row |= figures | {"regular": regular, "own_gradient": seen is not None, "stale": seen["stale"] if seen else []}
         row["apart"] = seen["apart"] if seen else []
@@ -116,6 +120,14 @@ class _Replay:
         expected = self._optimizer.update(_wide(_without_bias(before)), _wide(limited if used is None else used), rate)
         row["update"] = self._update_gap(before, expected, after)
         return row
+
+    def _amplified(self, step: int, figures: Mapping[str, Any]) -> bool:
+        """Whether this step may amplify rounding more than those do whose noise is known."""
+        gaps: Mapping[str, tuple[float, str]] = figures.get("gaps", {})
+        norm = figures["grad_norm"]
+        return abs(self._norms.get(step, norm) - norm) > (1e-5 + self._usual_norm) * norm or any(
+            gap > 1e-5 + _SUSPECT * self._usual[kind] for kind, (gap, _) in gaps.items()
+        )
 
     def _figures(
         self, step: int, before: Tensors, used: Tensors | None, *, noisy: bool
@@ -141,9 +153,24 @@ class _Replay:
                 found["noise"]["gaps"] = {
                     kind: max(gap, _typical([one[kind] for one in others])) for kind, gap in gaps.items()
                 }
+                found["noise"]["experts"] = self._other_experts(step, weights, limited, scales)
             if used is not None and not self._exact and step in self._noisy:
                 self._fit_constants(step, weights, used, limited, rounded)
         return found, limited
+
+    def _other_experts(
+        self, step: int, weights: Tensors, limited: Tensors, scales: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Kind of experts' tensor → how far its gradient moves when every token in doubt goes to the other expert.
+
+        Rounding sends a few of these tokens there, now and then: no repetition with rounding shows which ones.
+        """
+        model = self._model()
+        if not isinstance(model, Model) or not self._sizes.moe.experts:
+            return {}
+        gradients = self._gradients(step, weights, replace(model, doubt=_DOUBT))[2]
+        clipped = update.clipped(gradients, update.norm_of(gradients), self._given.max_norm)
+        return {kind: gap for kind, (gap, _) in _gaps(clipped, limited, scales).items() if ".experts." in kind}
 
     @staticmethod
     def _doubtful(found: Mapping[str, Any]) -> bool:

@@ -68,6 +68,8 @@ def test_healthy_runs_pass_and_one_fault_of_each_class_is_named(run: Run) -> Non
     # Weights and gradients in bfloat16, and weight decay that is added to the gradients.
     narrow_words = ("--precision=bf16", "training.dtype=bfloat16", "optimizer.name=Adam")
     healthy["healthy_narrow_torchtitan"] = ("torchtitan", narrow_words, "-")
+    # Ranks that share sequences: Megatron then weighs the balancing loss by the tokens of one of them.
+    healthy["healthy_experts_tensor_parallel"] = ("megatron", ("--recipe=mixtral-8x7b", "tp=2", "ep=1"), "-")
     faulty = {name: (SILENT[name].backend, SILENT[name].words, name) for name in QUICK}
     jobs = run(healthy | faulty)
     assert {name: failed(jobs[name]) for name in healthy} == {name: [] for name in healthy}

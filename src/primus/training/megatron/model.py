@@ -62,10 +62,13 @@ def configure(
         "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
         **keys,
     }
-    if given.get("moe_router_load_balancing_type") == "seq_aux_loss" and given.get("moe_aux_loss_coeff"):
-        # With a loss per token, Megatron 0.16.1 weighs this loss by the tokens of one sequence, not by those of the
-        # micro-batch: it would be too small by the number of sequences.
-        given["moe_aux_loss_coeff"] *= training.micro_batch_size
+    if given.get("moe_aux_loss_coeff"):
+        # With a loss per token, Megatron 0.16.1 weighs this loss by the tokens of the rank, not by those of the
+        # micro-batch: it would be too small by the number of ranks that share a sequence, and if it is counted by
+        # sequences, by their number.
+        given["moe_aux_loss_coeff"] *= given.get("tensor_model_parallel_size", 1)
+        if given.get("moe_router_load_balancing_type") == "seq_aux_loss":
+            given["moe_aux_loss_coeff"] *= training.micro_batch_size
     if given.get("fp8") and layers != "transformer_engine":
         raise SystemExit("megatron: FP8 needs Transformer Engine, which is not installed here")
     return (MLATransformerConfig if model.mla.kv_lora_rank else TransformerConfig)(**given)

@@ -31,7 +31,7 @@ _NOISY = 4
 _SUSPECT = 3.0
 # Scores of experts may be this much apart, relative to the larger one, and rounding still decides between them. In each
 # of two runs, one token that went to the other expert was the whole gap of 0.6 of an expert with few tokens.
-_DOUBT = 2.0**-8
+_DOUBT = 2.0**-6
 # Other roundings that it then tries, as scales of the numbers to which it rounds.
 _GRIDS = (1.17, 1.33, 1.5, 1.67, 1.83)
 

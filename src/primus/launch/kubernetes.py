@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from primus.errors import InputError
 from primus.gpus.table import generation
-from primus.launch.plan import Plan, refuse_secrets, refuse_unfit, vendor
+from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, refuse_secrets, refuse_unfit, vendor
 
 Kind = Literal["job", "trainjob", "jobset", "pytorchjob", "vcjob"]
 Manifest = dict[str, Any]
@@ -28,8 +28,10 @@ _RUNS = "/workspace/runs"
 # A label that Kubernetes gives to every pod of a Job: the Job's own id.
 _JOB_ID = "batch.kubernetes.io/controller-uid"
 _DNS = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?")
-_RESOURCE = re.compile(r"[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+(=\d+)?")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
+_TOKEN = re.compile(rf"({_NAME.pattern})(:[-._a-zA-Z0-9]+)?")
+_QUANTITY = re.compile(r"(?=.*[1-9])\d+(\.\d+)?(m|[kMGTPE]i?)?")
+_RESOURCE = re.compile(r"[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+(=[1-9]\d*)?")
 _LABEL = re.compile(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*")
 
 
@@ -63,6 +65,13 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.image:
             raise InputError("--image is missing", hint="--image rocm/primus:v26.11-mi300x")
+        secrets = (*self.environment, self.image, self.token_secret, self.pull_secret)
+        refuse_secrets(secrets, "create a Secret in the cluster, and pass its name: --hf-token-secret NAME")
+        refuse_unfit({"image": self.image}, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
+        objects = {"claim": self.claim, "pull-secret": self.pull_secret}
+        refuse_unfit(objects, _NAME, "a name of Kubernetes", "lower-case letters, digits, hyphens and dots")
+        hint = "NAME or NAME:KEY; the name has lower-case letters, digits, hyphens and dots"
+        refuse_unfit({"hf-token-secret": self.token_secret}, _TOKEN, "a Secret of Kubernetes", hint)
         names = {"name": self.name, "namespace": self.namespace, "queue": self.queue}
         hint = "at most 42 lower-case letters, digits and hyphens, beginning with a letter"
         refuse_unfit(names, _DNS, "a name of Kubernetes", hint)
@@ -75,7 +84,6 @@ class Cluster:
         for word in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", word, re.DOTALL):
                 raise InputError(f"--env: {word!r} is not NAME=VALUE", hint="secrets: --hf-token-secret NAME")
-        refuse_secrets((*self.environment, self.image))
 
 
 def name_of(plan: Plan, cluster: Cluster) -> str:

@@ -73,7 +73,7 @@ class Plan:
         # A file of the user's own is mounted at the same path.
         name = str(recipe.path) if "/" in recipe.name else recipe.name
         found = ("train", name, *chosen, f"--nodes={self.nodes}", *stall, proxy, *words)
-        refuse_secrets(found)
+        refuse_secrets(found, "export it in the shell that starts the job, and leave it out of the settings")
         return found
 
     def document(self) -> dict[str, Any]:
@@ -116,6 +116,15 @@ def vendor(gpu: str) -> str:
     return next(one.vendor for one in load_table().archs if one.arch == arch)
 
 
+# An image's name as container engines read it: [HOST[:PORT]/]PATH[:TAG][@DIGEST].
+REFERENCE = re.compile(
+    r"([A-Za-z0-9.-]+(:\d+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
+    r"(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?",
+    re.ASCII,
+)
+EXAMPLE_IMAGE = "for example rocm/primus:v26.11-mi300x"
+
+
 def refuse_unfit(options: Mapping[str, str], pattern: re.Pattern[str], what: str, hint: str) -> None:
     """InputError for the first option whose text is given and does not match: it is not ``what``."""
     for option, text in options.items():
@@ -123,12 +132,14 @@ def refuse_unfit(options: Mapping[str, str], pattern: re.Pattern[str], what: str
             raise InputError(f"--{option}: {text!r} is not {what}", hint=hint)
 
 
-def refuse_secrets(words: Sequence[str]) -> None:
-    """InputError when a word holds what looks like a secret: scripts and manifests are read by others."""
+def refuse_secrets(words: Sequence[str], hint: str) -> None:
+    """InputError when a word holds what looks like a secret: scripts and manifests are read by others. ``hint`` says
+    how to pass one.
+    """
     for word in words:
         name, equals, value = word.partition("=")
         if _SECRET.search(word) or (equals and value and _NAME.fullmatch(name) and _SECRET_NAME.search(name)):
             raise InputError(
                 f"{name[:40] if equals else word[:6] + '…'}: this looks like a secret, and others can read job files",
-                hint="export it, and pass its name only: --env HF_TOKEN",
+                hint=hint,
             )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from primus.errors import HostError, InputError
-from primus.launch.plan import Plan, refuse_secrets, refuse_unfit, vendor
+from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, refuse_secrets, refuse_unfit, vendor
 
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
@@ -79,7 +79,13 @@ class Site:
         ):
             if any(not character.isprintable() for character in text):
                 raise InputError(f"{text!r} contains a control character")
-        refuse_secrets((*self.environment, *self.extra, self.image))
+        secrets = (*self.environment, *self.extra, self.image)
+        refuse_secrets(secrets, "export it, and pass its name only: --env HF_TOKEN")
+        # Pyxis and apptainer also take files.
+        if self.container in ("docker", "podman"):
+            refuse_unfit({"image": self.image}, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
+        if self.port > 65535:
+            raise InputError(f"--port: {self.port} is not a port", hint="at most 65535")
 
 
 def container_here() -> Container:

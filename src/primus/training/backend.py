@@ -23,10 +23,12 @@ DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}
 class Rules:
     """The rules of a backend that trains text with our own loop. Other backends override what differs.
 
-    ``memory`` names the module that predicts memory, a :class:`primus.recipes.rules.MemoryModel`.
+    ``memory`` names the module that predicts memory, a :class:`primus.recipes.rules.MemoryModel`. With
+    ``divides_documents``, every data-parallel rank needs a document of its own.
     """
 
     memory = "primus.training.loop.memory"
+    divides_documents = False
 
     def precision(self, recipe: Recipe) -> str:
         """Return the precision of the linear layers' matrix products, derived from the backend's own settings."""
@@ -74,7 +76,8 @@ class Rules:
             from primus.training import corpus
 
             column = recipe.find("data.column", "") or None
-            corpus.check(corpus.Corpus(path=path, column=column, tokenizer=tokenizer))
+            given = corpus.Corpus(path=path, column=column, tokenizer=tokenizer)
+            corpus.check(given, ranks=recipe.data_parallel if self.divides_documents else 1)
 
     def check_weights(self, recipe: Recipe) -> None:
         """Raise InputError if the initial weights are missing, damaged or of another model."""

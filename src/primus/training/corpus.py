@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from primus.errors import HostError, InputError, nearest
 from primus.files import refuse_special
+from primus.terminal import counted
 
 COLUMN = "text"
 HUB = "hf:"
@@ -56,10 +57,11 @@ class Corpus:
     tokenizer: Path | None = None
 
 
-def check(corpus: Corpus) -> None:
+def check(corpus: Corpus, *, ranks: int = 1) -> None:
     """Read a sample: the beginning of the files, and places spread over them.
 
-    InputError with file and line where a document cannot be read. HostError where the library for Parquet is missing.
+    InputError with file and line where a document cannot be read, or when there are fewer documents than ``ranks``,
+    each of which needs one. HostError where the library for Parquet is missing.
     """
     files = _files(corpus.path)
     chosen = dict.fromkeys(files[number * (len(files) - 1) // (_FILES - 1)] for number in range(_FILES))
@@ -69,6 +71,12 @@ def check(corpus: Corpus) -> None:
     # The sample leaves out very long lines.
     if not found and next(documents(corpus), None) is None:
         raise InputError("the corpus contains no text", where=str(corpus.path), hint=_HINT)
+    if ranks > 1 and (few := sum(1 for _ in islice(documents(corpus), ranks))) < ranks:
+        raise InputError(
+            f"the corpus has {counted(few, 'document')}, and each of the {ranks} data-parallel ranks needs one",
+            where=str(corpus.path),
+            hint=f"add documents, or train on fewer ranks (--ranks {few})",
+        )
 
 
 def documents(corpus: Corpus) -> Iterator[str]:

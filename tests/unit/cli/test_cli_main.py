@@ -182,3 +182,9 @@ def test_verbs_and_targets_complete(tmp_path: Path) -> None:
     assert completions("primus pl", tmp_path) == ["plan"]
     assert completions("primus build c", tmp_path) == ["cpu"]
     assert completions("primus validate cpu --eng", tmp_path) == ["--engine"]
+
+
+def test_a_missing_recipe_alone_is_called_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit"])
+    assert "required: RECIPE\n" in capsys.readouterr().err

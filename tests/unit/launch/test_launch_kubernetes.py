@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from primus.cli.main import main
+from primus.errors import InputError
 from primus.launch.kubernetes import KINDS, Cluster, Kind, manifests
 from primus.launch.plan import Plan
 from primus.recipes.resolve import resolve
@@ -304,3 +306,29 @@ def test_wrong_words_for_the_service(
 ) -> None:
     assert main(["compat", "run_k8s_pretrain.sh", *words]) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"image": "foo bar"}, "not the name of an image"),
+        ({"image": "rocm/Primus:v1"}, "not the name of an image"),
+        ({"claim": "my claim"}, "--claim: 'my claim' is not a name"),
+        ({"pull_secret": "a_b"}, "--pull-secret: 'a_b' is not a name"),
+        ({"token_secret": "a b"}, "--hf-token-secret: 'a b' is not a Secret"),
+        ({"token_secret": "hf_" + "verysecret" * 3}, "looks like a secret"),
+        ({"cpu": "0"}, "--cpu: '0' is not a quantity"),
+        ({"rdma": "rdma/hca=0"}, "not a resource"),
+    ],
+)
+def test_a_manifest_that_the_cluster_would_refuse_later(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)) as caught:
+        made("job", **options)
+    assert "verysecret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "image", ["a", "localhost:5000/a/b-c:v1", "r.io/a__b@sha256:" + "0" * 64, "docker.io/rocm/primus:v26.11-mi300x"]
+)
+def test_names_of_images_that_engines_take(image: str) -> None:
+    assert pods("job", made("job", image=image))[0]["spec"]["containers"][0]["image"] == image

@@ -72,6 +72,8 @@ def test_no_value_of_the_environment_reaches_the_script(
         (["--partition", "a b"], "not a name of Slurm"),
         (["--env", "1A=2"], "neither NAME nor NAME=VALUE"),
         (["--container", "docker"], "needs --image"),
+        (["--container", "podman", "--image", "foo bar"], "not the name of an image"),
+        (["--port", "70000"], "70000 is not a port"),
         (["--nodes", "0"], "nodes"),
         (["--sbatch=--comment=\nrm"], "control character"),
         (["steps=0"], "steps"),

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from primus.errors import InputError
+from primus.recipes.resolve import resolve
+from primus.recipes.rules import rules_of
+from primus.recipes.setting import Asked
 from primus.training.corpus import Corpus, check, documents
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
@@ -110,3 +113,21 @@ def test_the_size_of_a_corpus_costs_no_time(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="binary data"):
         check(Corpus(path=path))
     assert time.monotonic() - started < 5
+
+
+def test_fewer_documents_than_ranks_that_each_need_one(tmp_path: Path) -> None:
+    path = written(tmp_path, "few.jsonl", rows({"text": "a"}, {"text": "b"}))
+    check(Corpus(path=path), ranks=2)
+    with pytest.raises(InputError, match="has 2 documents, and each of the 3 data-parallel ranks needs one") as caught:
+        check(Corpus(path=path), ranks=3)
+    assert "--ranks 2" in str(caught.value)
+
+
+def test_torchtitan_divides_documents_among_ranks(tmp_path: Path) -> None:
+    path = written(tmp_path, "one.jsonl", rows({"text": "a"}))
+    given = [f"assets.corpus={path}", "ranks=2"]
+    recipe = resolve("llama3-proxy", given, Asked(gpu="cpu"))
+    with pytest.raises(InputError, match="has 1 document,"):
+        rules_of(recipe).check_data(recipe)
+    own_loop = resolve("mistral-7b", given, Asked(gpu="cpu", backend="fsdp", proxy=True))
+    rules_of(own_loop).check_data(own_loop)

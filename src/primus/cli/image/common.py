@@ -23,7 +23,10 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
     recipe = parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe, or path of its file")
     recipe.completer = complete_recipe  # type: ignore[attr-defined]
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that override the recipe's")
+    # Without a default, argparse names it among the arguments that are required.
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="settings that override the recipe's"
+    )
 
 
 def complete_recipe(prefix: str, **_: object) -> list[str]:

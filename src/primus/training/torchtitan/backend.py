@@ -20,6 +20,7 @@ _FILE = "torchtitan.toml"
 
 class _Torchtitan(Rules):
     memory = "primus.training.torchtitan.memory"
+    divides_documents = True
 
     def precision(self, recipe: Recipe) -> str:
         """Converters replace linear layers, and determine their precision.

@@ -24,7 +24,7 @@ from primus.training.logs import Series
 from primus.training.outcome import Outcome
 
 # Raised when a rule or the plan changes its meaning: a record of another suite proves something else.
-FORMAT = 4
+FORMAT = 5
 _PRECISION_JOB = "precision-"
 _NORM = "base: reference gradient norm"
 

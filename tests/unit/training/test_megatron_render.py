@@ -127,6 +127,11 @@ def test_what_megatron_does_not_compute_is_refused(words: list[str], said: str) 
         proxy(*words)
 
 
+def test_latent_attention_is_not_shared_by_tensor_parallelism() -> None:
+    with pytest.raises(InputError, match="wrong gradients of kv_a_proj_with_mqa"):
+        proxy("tp=2", "ranks=2", "ep=1", name="deepseek-v2-lite")
+
+
 def test_the_recipe_s_own_size_is_meant_where_megatron_has_a_key_of_that_name() -> None:
     assert proxy("model.hidden_size=64").architecture.hidden_size == 64
 

@@ -164,5 +164,9 @@ def faults(recipe: Recipe) -> Iterator[Fault]:
             if value and key != "grad_reduce_in_fp32":
                 why = "is about Megatron's own buffers, and torch_fsdp2 has none"
                 yield f"megatron.ddp.{key}", why, f"ddp.{key}=false"
+    if latent and recipe.degree("tp") > 1:
+        # megatron-core 0.16.1 without Transformer Engine, found by the reference: gradients off by 1 to 3 %.
+        key = f"megatron.{recipe.knows.degrees['tp']}"
+        yield key, "Megatron's latent attention gets wrong gradients of kv_a_proj_with_mqa with tensor parallelism", "tp=1"
     if latent and recipe.find("megatron.attention", "torch") == "unfused":
         yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"

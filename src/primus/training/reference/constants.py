@@ -136,6 +136,8 @@ class Fit:
         steps = torch.tensor(self._steps)
         count = int(steps[-1]) + 1
 
+        centred = torch.tensor([self._names[n] in _OF_EIGHT for n in seen])
+
         def fitted(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             shares = inverse @ products.sum(0)
             left = (products - squares @ shares) @ inverse
@@ -149,10 +151,11 @@ class Fit:
                 torch.linalg.pinv(squares[steps == n].sum(0) / scale) / scale @ products[steps == n].sum(0)
                 for n in range(count)
             ]
-            return torch.stack(each).quantile(0.5, dim=0), of_tensors.maximum(squared).sqrt()
+            # A run may lose FP8 at some steps, and the median would not show it.
+            median = torch.stack(each).quantile(0.5, dim=0)
+            return torch.where(centred, shares, median), of_tensors.maximum(squared).sqrt()
 
         (shares, own), (rounding, other) = fitted(errors), fitted(noise)
-        centred = torch.tensor([self._names[n] in _OF_EIGHT for n in seen])
         # A run that loses FP8 at some steps disagrees with itself, which must not excuse it.
         deviations = torch.where(centred, other, own.maximum(other))
         rows = zip(seen, *(each.tolist() for each in (shares, rounding, deviations, centred)), strict=True)

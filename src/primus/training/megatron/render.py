@@ -167,6 +167,6 @@ def faults(recipe: Recipe) -> Iterator[Fault]:
     if latent and recipe.degree("tp") > 1:
         # megatron-core 0.16.1 without Transformer Engine, found by the reference: gradients off by 1 to 3 %.
         key = f"megatron.{recipe.knows.degrees['tp']}"
-        yield key, "Megatron's latent attention gets wrong gradients of kv_a_proj_with_mqa with tensor parallelism", "tp=1"
+        yield key, "latent attention shared by Megatron's ranks gets wrong gradients of kv_a_proj_with_mqa", "tp=1"
     if latent and recipe.find("megatron.attention", "torch") == "unfused":
         yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"

@@ -88,7 +88,11 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(python: list[str], tmp_path
     kept = base.output / "checkpoint" / "step-2"
     again = proxy(tmp_path / "again", "checkpoint=2", backend=backend, resume_from=kept)
     assert outcome.read(again, train(python, again)).series.losses == whole.series.losses[2:]
-    assert (again.output / "checkpoint" / "step-4" / "recipe.json").is_file(), "a resumed run saves checkpoints, too"
+    end = again.output / "checkpoint" / "step-4"
+    assert (end / "recipe.json").is_file(), "a resumed run saves checkpoints, too"
+    recipe = resolve("llama3.1-8b", ["steps=5"], Asked(backend=backend, gpu="cpu", proxy=True))
+    longer = Job(name="job", recipe=recipe, output=tmp_path / "longer", resume_from=end)
+    assert len(outcome.read(longer, train(python, longer)).series.losses) == 1, "the last one can be resumed"
     other = proxy(tmp_path / "other", "model.rope_theta=7.0", backend=backend, resume_from=kept)
     refused = subprocess.run(
         [*python, "-m", "primus.cli.main", *other.arguments()], env=os.environ | {"PYTHONPATH": str(ROOT / "src")},

@@ -255,7 +255,11 @@ def test_the_toml_is_what_torchtitan_reads(jobs: tuple[Job, ...]) -> None:
     assert config["checkpoint"]["initial_load_path"].endswith("/base/checkpoint/step-10")
     assert config["checkpoint"]["initial_load_model_only"] is False
     assert config["model"]["flavor"] == "recipe"
-    assert tomllib.loads(render.toml(jobs[0]))["checkpoint"] == {"enable": True, "interval": 10}
+    assert tomllib.loads(render.toml(jobs[0]))["checkpoint"] == {
+        "enable": True,
+        "interval": 10,
+        "last_save_model_only": False,
+    }
 
 
 def test_the_environment_allows_no_network_and_writes_only_to_the_output(jobs: tuple[Job, ...]) -> None:

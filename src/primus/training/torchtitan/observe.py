@@ -84,6 +84,11 @@ def observed_trainer(
                     self._forget_place(folder)
                 loaded: bool = self._load(*given, **named)
             except (CheckpointException, Exception) as error:
+                if "Missing key in checkpoint state_dict" in str(error):
+                    raise SystemExit(
+                        f"{folder}: the checkpoint lacks a part of the run's state ({text_of(error)}). One that was "
+                        "saved with checkpoint.last_save_model_only=true has only weights. Resume from an earlier one"
+                    ) from error
                 raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error
             if loaded:
                 for group, settings in zip(self._parameter_groups(), ours, strict=True):

@@ -133,6 +133,9 @@ def _owned(job: Job) -> dict[str, Value]:
         "metrics.disable_color_printing": True,
         "checkpoint.enable": recipe.find("torchtitan.checkpoint.interval", 0) > 0,
     }
+    if "torchtitan.checkpoint.last_save_model_only" not in recipe.settings:
+        # By default, torchtitan 0.2.2 saves only weights after the last step, and no run can resume from those.
+        owned["checkpoint.last_save_model_only"] = False
     if job.resume_from is not None:
         owned |= {
             "checkpoint.load_only": not owned["checkpoint.enable"],

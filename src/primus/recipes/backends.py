@@ -47,6 +47,7 @@ class Backend:
     warmup: str = "training.warmup_steps"
     resharding: bool = False
     sharded_precision: bool = False
+    latent_tp: bool = False
     needs: Mapping[str, str] = field(default_factory=dict)
     bounds: Mapping[str, str] = field(default_factory=dict)
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -90,6 +90,8 @@ def _splits_in_two(recipe: Recipe) -> bool:
     if recipe.knows.sharded_precision and recipe.precision != "fp32":
         return False
     model = recipe.architecture
+    if model.mla.kv_lora_rank and not recipe.knows.latent_tp:
+        return False
     sizes = (model.heads, model.kv_heads, model.vocab_size, model.ffn_size, model.hidden_size)
     return "tp" in recipe.knows.degrees and recipe.data_parallel == recipe.world_size and not any(s % 2 for s in sizes)
 

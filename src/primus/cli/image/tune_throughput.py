@@ -20,7 +20,7 @@ from primus.gpus.detect import detect
 from primus.recipes.memory import USABLE, gpu_bytes
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.terminal import Screen
+from primus.terminal import Screen, counted
 from primus.training import machine, start
 from primus.training.job import Job
 from primus.tuning import bench, store
@@ -28,7 +28,8 @@ from primus.tuning.throughput import Point, candidates, different, gain, overlay
 from primus.tuning.trial import Result, Trials, ending
 from primus.turbo.optimizations import missing_packages
 
-OPTIONS = ("output", "dry_run", "pairs", "limit", "warmup")
+OPTIONS = ("output", "dry_run", "pairs", "limit", "total_limit", "warmup")
+_NOT_TRIED = "not tried: --total-limit"
 _GIB = 2**30
 
 
@@ -44,6 +45,9 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--limit", type=whole(least=1), default=900, metavar="S", help="seconds one run may take (default: 900)"
+    )
+    group.add_argument(
+        "--total-limit", type=whole(least=1), metavar="S", help="seconds for the whole search (default: no limit)"
     )
 
 
@@ -107,9 +111,16 @@ class _Rows:
         self._most = sum(not point.out for point in points) + 2 * options.pairs
         self._runs = 0
         self._spent = 0.0
+        self._longest = 0.0
+        self._began = time.monotonic()
 
     def measure(self, point: Point) -> float | None:
-        """The rate of one point, or None where it failed or does not compute what the start does."""
+        """The rate of one point, or None where it failed, does not compute what the start does, or has no time left."""
+        # The final runs decide, so the search leaves time for them.
+        if not self._has_time(point, 0, runs=1 + 2 * self._options.pairs):
+            nothing = Result(tokens_per_second=None, memory_gib=None, losses=(), reason=_NOT_TRIED, seconds=0)
+            self.rows.append((point, nothing))
+            return None
         result = self._run(point, 0)
         if not result.reason and point is not self._start and point.recipe:
             tolerance = point.recipe.find("validation.accumulation_tolerance", 0.01)
@@ -122,6 +133,11 @@ class _Rows:
         """Run the start and ``winner`` in turns: gain and spread. CheckFailed if a run fails."""
         for number in range(1, self._options.pairs + 1):
             for point, rates in zip((self._start, winner), self.finals, strict=True):
+                if not self._has_time(point, number, runs=1):
+                    raise CheckFailed(
+                        f"--total-limit {self._options.total_limit}: no time is left for the final runs",
+                        hint="run the same command again to continue: finished runs are kept",
+                    )
                 result = self._run(point, number)
                 if result.reason or result.tokens_per_second is None:
                     raise CheckFailed(
@@ -130,6 +146,13 @@ class _Rows:
                     )
                 rates.append(result.tokens_per_second)
         return gain(*self.finals)
+
+    def _has_time(self, point: Point, number: int, runs: int) -> bool:
+        """Whether the result is kept already, or ``runs`` runs, each as long as the longest, fit in --total-limit."""
+        total = self._options.total_limit
+        if total is None or not self._runs or (point.recipe and self._trials.known(point.recipe, number)):
+            return True
+        return time.monotonic() - self._began + runs * self._longest <= total
 
     def _run(self, point: Point, number: int) -> Result:
         if point.recipe is None:
@@ -140,6 +163,7 @@ class _Rows:
             self._say(f"run {self._runs + 1} of at most {self._most}{self._left()}: {point.title}")
             result = self._trials.run(point.recipe, number)
         self._runs, self._spent = self._runs + 1, self._spent + result.seconds
+        self._longest = max(self._longest, result.seconds)
         rate = f"{result.tokens_per_second:,.0f} tokens/s/rank" if result.tokens_per_second else result.reason
         self._say(f"  {point.title}: {rate}{' (kept from before)' if kept else ''}")
         return result
@@ -212,6 +236,7 @@ def _show_end(
             "spread": evidence[1] if evidence else None,
             "better": better,
             "output": written,
+            "not_tried": sum(one.reason == _NOT_TRIED for _, one in rows.rows),
         }
         print(json.dumps(document, indent=2, ensure_ascii=False))
         return
@@ -225,8 +250,10 @@ def _show_end(
     ]  # fmt: skip
     head = ("micro batch", "checkpointing", "turbo", "tokens/s/rank", "GiB", "")
     print("\n" + "\n".join(Screen.of().table(table, head=head, right={0, 3, 4})))
+    if untried := sum(one.reason == _NOT_TRIED for _, one in rows.rows):
+        print(f"{counted(untried, 'candidate')} not tried within {options.total_limit} s; run again to continue")
     if evidence is None:
-        print("the recipe's own settings are the fastest")
+        print(f"the recipe's own settings are the fastest{' of those tried' if untried else ''}")
     elif not better:
         change = f"{abs(evidence[0]):.1%} {'faster' if evidence[0] > 0 else 'slower'}"
         print(f"no change: in alternating runs, {winner.title} is {change}; the spread is {evidence[1]:.1%}")

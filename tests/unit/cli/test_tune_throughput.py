@@ -1,0 +1,81 @@
+"""The time limit of a whole search, with made results."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from primus.cli.image import tune_throughput
+from primus.errors import CheckFailed
+from primus.recipes.recipe import Recipe
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Asked
+from primus.tuning.throughput import Point
+from primus.tuning.trial import Result
+
+
+@dataclass
+class MadeTrials:
+    """Every run takes 10 s of ``clock``; later points are faster."""
+
+    clock: list[float]
+    folder: Path = Path("made")
+    runs: list[tuple[int, int]] = field(default_factory=list)
+
+    def known(self, recipe: Recipe, number: int) -> Result | None:
+        return None
+
+    def run(self, recipe: Recipe, number: int) -> Result:
+        self.clock[0] += 10
+        self.runs.append((recipe.local_batch, number))
+        return Result(tokens_per_second=recipe.local_batch, memory_gib=1, losses=(7.0,), reason="", seconds=10)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(tune_throughput.time, "monotonic", lambda: now[0])
+    return now
+
+
+def rows(clock: list[float], total: int | None) -> tuple[tune_throughput._Rows, list[Point], MadeTrials]:
+    asked = Asked(gpu="cpu")
+    words = ("validation.accumulation=1", "torchtitan.training.local_batch_size={}")
+    points = [
+        Point(
+            turbo="off",
+            checkpointing="none",
+            batch=size,
+            recipe=resolve("llama3-proxy", (), asked, [word.format(size) for word in words]),
+        )
+        for size in (1, 2, 4)
+    ]
+    options = argparse.Namespace(pairs=3, total_limit=total, json=True)
+    trials = MadeTrials(clock)
+    return tune_throughput._Rows(points, trials, options), points, trials  # type: ignore[arg-type]
+
+
+def test_the_search_leaves_time_for_the_final_runs(clock: list[float]) -> None:
+    made, points, trials = rows(clock, 85)
+    # 10 s for the start, 10 s for the next; a third and six final runs would end after 90 s.
+    assert [made.measure(point) for point in points] == [1, 2, None]
+    assert made.rows[2][1].reason == "not tried: --total-limit"
+    made.pairs(points[1])
+    assert clock == [80]
+    assert trials.runs[2:] == [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3)]
+
+
+def test_no_limit_tries_everything(clock: list[float]) -> None:
+    made, points, _ = rows(clock, None)
+    assert [made.measure(point) for point in points] == [1, 2, 4]
+
+
+def test_final_runs_without_time_are_refused(clock: list[float]) -> None:
+    made, points, _ = rows(clock, 90)
+    made.measure(points[0])
+    clock[0] = 85
+    with pytest.raises(CheckFailed, match="no time is left for the final runs"):
+        made.pairs(points[1])

@@ -149,7 +149,7 @@ class _Rows:
 
     def _has_time(self, point: Point, number: int, runs: int) -> bool:
         """Whether the result is kept already, or ``runs`` runs, each as long as the longest, fit in --total-limit."""
-        total = self._options.total_limit
+        total: float | None = self._options.total_limit
         if total is None or not self._runs or (point.recipe and self._trials.known(point.recipe, number)):
             return True
         return time.monotonic() - self._began + runs * self._longest <= total

@@ -98,8 +98,8 @@ def test_the_optimizer_takes_the_shared_section() -> None:
 EXPERTS = ("model.moe.experts=4", "model.moe.top_k=2", "model.moe.ffn_size=64")
 
 
-def proxy(*words: str, name: str = "llama3.1-8b", precision: str | None = None) -> Recipe:
-    return resolve(name, words, Asked(backend="megatron", gpu="cpu", proxy=True, precision=precision))
+def proxy(*words: str, name: str = "llama3.1-8b", precision: str | None = None, gpu: str = "cpu") -> Recipe:
+    return resolve(name, words, Asked(backend="megatron", gpu=gpu, proxy=True, precision=precision))
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8b", "deepseek-v2-lite", "mixtral-8x7b"])
@@ -130,6 +130,13 @@ def test_what_megatron_does_not_compute_is_refused(words: list[str], said: str) 
 def test_latent_attention_is_not_shared_by_tensor_parallelism() -> None:
     with pytest.raises(InputError, match="wrong gradients of kv_a_proj_with_mqa"):
         proxy("tp=2", "ranks=2", "ep=1", name="deepseek-v2-lite")
+
+
+def test_gloo_does_not_gather_the_unequal_shares_of_experts() -> None:
+    words = ("ranks=4", "tp=2", "ep=2", "global_batch=16")
+    with pytest.raises(InputError, match="gloo"):
+        proxy(*words, name="mixtral-8x7b")
+    assert proxy(*words, name="mixtral-8x7b", gpu="mi355x").degree("ep") == 2
 
 
 def test_the_recipe_s_own_size_is_meant_where_megatron_has_a_key_of_that_name() -> None:

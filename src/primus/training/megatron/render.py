@@ -168,5 +168,8 @@ def faults(recipe: Recipe) -> Iterator[Fault]:
         # megatron-core 0.16.1 without Transformer Engine, found by the reference: gradients off by 1 to 3 %.
         key = f"megatron.{recipe.knows.degrees['tp']}"
         yield key, "latent attention shared by Megatron's ranks gets wrong gradients of kv_a_proj_with_mqa", "tp=1"
+    if recipe.gpu == "cpu" and recipe.degree("tp") > 1 and recipe.degree("ep") > 1:
+        key = f"megatron.{recipe.knows.degrees['ep']}"
+        yield key, "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP with EP", "tp=1 or ep=1"
     if latent and recipe.find("megatron.attention", "torch") == "unfused":
         yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"

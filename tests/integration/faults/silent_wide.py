@@ -303,8 +303,8 @@ def flops_counted_half_more(module: Any) -> None:
 
 @silent("metrics", "torchtitan", "primus.training.facts", FIGURES)
 def embeddings_left_out_of_the_count(module: Any) -> None:
-    def static(original: Any, parts: Any, device: str) -> Any:
-        found = original(parts, device)
+    def static(original: Any, parts: Any, *given: Any, **named: Any) -> Any:
+        found = original(parts, *given, **named)
         return found | {"parameters": found["parameters"] - next(parts[0].parameters()).numel()}
 
     wrap(module, "static", static)

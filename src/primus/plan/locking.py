@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from primus.display import choose_progress
-from primus.errors import InputError
+from primus.errors import InputError, PrimusError
 from primus.files import write_file
 from primus.plan.action import ImagePlan
 from primus.plan.layers import plan_image
@@ -30,7 +30,10 @@ def lock_target(
     gone: Sequence[LockedFile] = (),
     known: Known | None = None,
 ) -> ResolvedTarget:
-    """Resolve the target's request to exact files and write its lock; see :func:`primus.versions.relock.resolve`."""
+    """Resolve the target's request to exact files and write its lock; see :func:`primus.versions.relock.resolve`.
+
+    An error about a package, an image or a repository gets the line of its pin.
+    """
     # Seam "sources": pip's and apt's sides and requests, 150 ms that a plan over a fresh lock does not need.
     from primus.sandbox.tools import with_packages
     from primus.versions import relock
@@ -39,7 +42,12 @@ def lock_target(
     call = partial(
         relock.resolve, request, previous=previous, refresh=refresh, gone=gone, known=known, progress=progress
     )
-    lock = with_packages(call, say=progress.say)
+    try:
+        lock = with_packages(call, say=progress.say)
+    except PrimusError as error:
+        if error.where is None and error.about:
+            error.where = resolved.pin_of(error.about)[1] or None
+        raise
     if lock != previous:
         write_file(resolved.lock_path, dumps(lock))
     return replace(resolved, lock=lock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from primus.gpus.table import generation
 from primus.plan.channel import Choice
 from primus.plan.project import Project
 from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
-from primus.versions.components import Pin, Versions
+from primus.versions.components import Pin, Versions, normalised
 from primus.versions.lock import Drift, Lock, LockedFile, Request, drift
 from primus.versions.suites import name_of
 from primus.yamlfile import Document
@@ -105,12 +106,38 @@ class ResolvedTarget:
         """``versions.yaml:line:col`` of a base, or of a key of it."""
         return self.versions_document.where(("bases", base, *key))
 
+    def pin_of(self, about: str) -> tuple[str, str]:
+        """Return the component that pins the package, image, repository or file ``about``, and its place.
+
+        Both are empty if no pin names it, as for a dependency of a pinned package.
+        """
+        word = about.partition(" ")[0]
+        package = normalised(word)
+        # A file name begins with the package's name, in which hyphens may have become underscores.
+        stem = normalised(re.split(r"-(?=[0-9])", word, maxsplit=1)[0])
+        for component, pin in self.pins.items():
+            if {package, stem} & _names(pin):
+                return component, self.pin_place(component, pin)
+        for name, base in self.request.bases.items():
+            if base.image and base.image.partition("@")[0] in (word, word.partition("@")[0]):
+                known = name in self.versions.bases
+                return f"base {name}", self.base_place(name, "image") if known else ""
+        for component, pin in self.pins.items():
+            if pin.build and stem in {normalised(tool.partition("==")[0]) for tool in pin.build.wheels}:
+                return f"build of {component}", self.pin_place(component, pin)
+        return "", ""
+
     def better_locks(self) -> Iterator[Path]:
         """Folders in which a lock of a better channel would lie; it would take over as soon as it is there."""
         for better in self.target.channels:
             if better == self.choice.channel:
                 return
             yield self.lock_path.parents[1] / better
+
+
+def _names(pin: Pin) -> set[str]:
+    repository = pin.git.rstrip("/").rpartition("/")[2].removesuffix(".git") if pin.git else None
+    return {normalised(name) for name in (pin.wheel, pin.sdist, pin.package, pin.deb, repository) if name}
 
 
 def resolve(project: Project, name: str) -> ResolvedTarget:

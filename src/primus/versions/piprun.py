@@ -95,8 +95,17 @@ def explain(output: str, urls: Sequence[str] = ()) -> InputError | HostError:
     # ResolutionImpossible: the lines between the heading and the advice are the conflict itself.
     conflict = re.search(r"The conflict is caused by:\n(.*?)\n\n", output, re.S)
     if conflict:
-        lines = [line.strip() for line in conflict[1].splitlines() if line.strip()]
-        return InputError("the pins do not fit together: " + "; ".join(lines), hint="change one pin in versions.yaml")
+        pinned = re.search(r"The user requested (\S+?)==", conflict[1])
+        lines = [
+            re.sub(r"^The user requested (?:\(constraint\) )?(.*)", r"\1 is required", line.strip())
+            for line in conflict[1].splitlines()
+            if line.strip()
+        ]
+        return InputError(
+            "the pins do not fit together: " + "; ".join(lines),
+            hint="change one pin in versions.yaml",
+            about=pinned[1] if pinned else None,
+        )
     python = re.search(r"ERROR: (Package .* requires a different Python[^\n]*)", output)
     if python:
         return InputError(python[1], hint="pin a version for the base's Python")

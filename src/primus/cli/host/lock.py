@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from primus.cli.host.common import open_project, targets_of
-from primus.cli.host.lock_report import Report, pin_of
+from primus.cli.host.lock_report import Report
 from primus.display import choose_progress
-from primus.errors import InputError, PrimusError
+from primus.errors import InputError
 from primus.plan.locking import lock_target
 from primus.plan.resolve import ResolvedTarget, resolve_all
 from primus.terminal import counted
@@ -21,8 +21,7 @@ from primus.versions.components import normalised
 from primus.versions.lock import Drift, Lock, Request
 
 if TYPE_CHECKING:
-    from primus.progress import Progress
-    from primus.versions.relock import Known
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +84,7 @@ def _lock(targets: Sequence[ResolvedTarget], as_json: bool, *, refresh: bool, re
         for resolved in targets:
             name = resolved.lock_name
             with report.of(resolved) if report else nullcontext():
-                lock = _placed(resolved, progress, refresh, known)
+                lock = lock_target(resolved, progress, refresh=refresh, known=known).lock
             assert lock is not None
             changes = compare(resolved.lock, lock)
             outcome.append({"lock": name, "files": len(lock.distinct), "changes": [asdict(c) for c in changes]})
@@ -94,16 +93,6 @@ def _lock(targets: Sequence[ResolvedTarget], as_json: bool, *, refresh: bool, re
     if as_json:
         print(json.dumps(outcome, ensure_ascii=False, indent=2))
     return 0
-
-
-def _placed(resolved: ResolvedTarget, progress: Progress, refresh: bool, known: Known) -> Lock | None:
-    """Lock the target. An error about a package, an image or a repository gets the line of its pin."""
-    try:
-        return lock_target(resolved, progress, refresh=refresh, known=known).lock
-    except PrimusError as error:
-        if error.where is None and error.about:
-            error.where = pin_of(resolved, error.about)[1] or None
-        raise
 
 
 def compare(old: Lock | None, new: Lock) -> tuple[Change, ...]:

@@ -17,36 +17,8 @@ from primus.errors import InputError, PrimusError
 from primus.files import write_file
 from primus.plan.resolve import ResolvedTarget
 from primus.versions.asked import Asked, listening
-from primus.versions.components import Pin, normalised
 
 FORMAT = 1
-
-
-def pin_of(resolved: ResolvedTarget, about: str) -> tuple[str, str]:
-    """Return the component, and its place in versions.yaml, that pins the package, image, repository or file ``about``.
-
-    Both are empty if no pin names it, as for a dependency of a pinned package.
-    """
-    word = about.partition(" ")[0]
-    package = normalised(word)
-    # A file name begins with the package's name, in which hyphens may have become underscores.
-    stem = normalised(re.split(r"-(?=[0-9])", word, maxsplit=1)[0])
-    for component, pin in resolved.pins.items():
-        if {package, stem} & _names(pin):
-            return component, resolved.pin_place(component, pin)
-    for name, base in resolved.request.bases.items():
-        if base.image and base.image.partition("@")[0] in (word, word.partition("@")[0]):
-            known = name in resolved.versions.bases
-            return f"base {name}", resolved.base_place(name, "image") if known else ""
-    for component, pin in resolved.pins.items():
-        if pin.build and stem in {normalised(tool.partition("==")[0]) for tool in pin.build.wheels}:
-            return f"build of {component}", resolved.pin_place(component, pin)
-    return "", ""
-
-
-def _names(pin: Pin) -> set[str]:
-    repository = pin.git.rstrip("/").rpartition("/")[2].removesuffix(".git") if pin.git else None
-    return {normalised(name) for name in (pin.wheel, pin.sdist, pin.package, pin.deb, repository) if name}
 
 
 @dataclass
@@ -69,7 +41,7 @@ class Report:
                 self.rows += [self._row(resolved, one) for one in tuple(asked)]
 
     def _row(self, resolved: ResolvedTarget, one: Asked) -> dict[str, Any]:
-        component, place = pin_of(resolved, one.about)
+        component, place = resolved.pin_of(one.about)
         row = one.row()
         return {"target": resolved.name, "pin": component, "where": place, **row}
 

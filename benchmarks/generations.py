@@ -31,8 +31,8 @@ from benchmarks.measure import PRIMUS, machine, peak_megabytes, run
 from primus.build.kinds.kernels import KernelFiles
 from primus.build.wheel import wheel_entries
 from primus.errors import CheckFailed, PrimusError
-from primus.gates.contents import walk
 from primus.gpucode.elf import AMDGPU, read_elf
+from primus.oci.contents import walk
 from primus.oci.layer import write_layer
 from primus.oci.roots import reference
 from primus.oci.store import Layer, Store

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from primus.gates.contents import Member
+from primus.oci.contents import Member
 
 HOST = "host-x86_64-unknown-linux-gnu-"
 

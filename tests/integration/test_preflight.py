@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from loopback import make_deb
-from primus.build.rootfs import root_entries
+from primus.build.kinds.debs import root_entries
 from primus.build.space import require_space
 from primus.errors import HostError
 from primus.fetch.filecache import FileCache

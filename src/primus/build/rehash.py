@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tarfile
-import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from primus.errors import HostError
+from primus.oci.contents import walk
 from primus.oci.roots import reference
 from primus.oci.store import Layer, Store
 from primus.plan.action import Action
-from primus.sandbox.blobs import BlobReader
 
 
 def find_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
@@ -69,17 +67,12 @@ def _differs(store: Store, action: Action, layer: Layer) -> str | None:
         return None
     to = str(action.spec.get("to", "")).strip("/")
     found: dict[str, str] = {}
-    reader = BlobReader(reference(layer), store.blob_path(layer.blob.digest))
     try:
-        with tarfile.open(fileobj=cast("Any", reader), mode="r|") as archive:
-            for member in archive:
-                if member.isreg() and (stream := archive.extractfile(member)):
-                    name = member.name.removeprefix(f"{to}/") if to else member.name
-                    found[name] = hashlib.file_digest(cast("Any", stream), "sha256").hexdigest()
-        reader.finish()
-    except (tarfile.TarError, zlib.error, HostError) as error:
-        return f"its layer cannot be read: {error.args[0]}"
-    finally:
-        reader.close()
+        for member in walk(reference(layer), store.blob_path(layer.blob.digest)):
+            if member.kind == "file":
+                name = member.path.removeprefix(f"{to}/") if to else member.path
+                found[name] = hashlib.file_digest(cast("Any", member.open()), "sha256").hexdigest()
+    except HostError as error:
+        return f"its layer cannot be read: {error.message}"
     bad = next((name for name, value in wanted.items() if found.get(name) != value), None)
     return f"{bad} in its layer is not the file of its key" if bad else None

@@ -17,12 +17,12 @@ from typing import IO, Any, cast
 
 from primus.files import read_sealed, write_sealed
 from primus.gates.codeobjects import Code, code_in, is_kernel_file, is_triton_metadata
-from primus.gates.contents import Kind, Member, walk
 from primus.gates.libraries import Library, library_of
 from primus.gates.rules import rules
 from primus.gates.stated import Stated, stated_in, stated_in_library, states_versions
 from primus.gates.traces import Scanner, Trace, path_traces, reads_text, text_traces
 from primus.gpucode.archs import in_path
+from primus.oci.contents import Member, walk
 from primus.sandbox.container import LayerRef
 
 _CHUNK = 1 << 20
@@ -58,7 +58,7 @@ class Examiner:
         self._unreadable: dict[str, str] = {}
         self._file: _File | None = None
 
-    def begin(self, path: str, kind: Kind, size: int) -> None:
+    def begin(self, path: str, kind: str, size: int) -> None:
         """The next entry; what was said before is all there is of the last one."""
         self._end()
         self._traces += path_traces(path, kind)

@@ -14,10 +14,8 @@ from primus.gates.facts import Examiner, LayerFacts
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from primus.gates.contents import Kind
     from primus.oci.tar import Entry
 
-_KINDS: dict[str, Kind] = {"file": "file", "hardlink": "hardlink", "symlink": "symlink", "dir": "dir"}
 _BATCH = 1 << 20
 _BATCHES = 4
 
@@ -67,7 +65,7 @@ class Watch:
                     if isinstance(part, bytes):
                         examiner.feed(part)
                     else:
-                        examiner.begin(part.path, _KINDS.get(part.kind, "other"), part.size)
+                        examiner.begin(part.path, part.kind, part.size)
             return examiner.facts()
         except BaseException:
             # The builder must not wait for a reader that is gone.

@@ -12,18 +12,22 @@ from typing import IO, Any, cast
 
 from primus.errors import CheckFailed, InputError
 from primus.files import open_regular
-from primus.oci.budget import require_sane
+from primus.oci.contents import KINDS, members
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
-from primus.oci.tar import Entry, Kind
+from primus.oci.tar import Entry
 
-_KINDS: Mapping[bytes, Kind] = {
-    tarfile.REGTYPE: "file",
-    tarfile.AREGTYPE: "file",
-    tarfile.LNKTYPE: "hardlink",
-    tarfile.SYMTYPE: "symlink",
-    tarfile.DIRTYPE: "dir",
-}
 _CHUNK = 1 << 18
+_FREE = 100 << 20
+# Real archives reach about 20: the text of licences, and GPU libraries padded with zeros.
+_MOST_RATIO = 100
+
+
+def require_sane(unpacked: int, packed: int) -> None:
+    """Raise ValueError when ``packed`` bytes unpack to implausibly many (``unpacked``, so far or in all): a few
+    kilobytes can stand for more than any disk holds.
+    """
+    if unpacked > _FREE + _MOST_RATIO * packed:
+        raise ValueError(f"it is a decompression bomb: {packed:,} bytes unpack to {unpacked:,} or more")
 
 
 class _Plain:
@@ -104,8 +108,7 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
 def _lines(plain: _Plain) -> Iterator[str]:
     seen: set[str] = set()
     with tarfile.open(fileobj=cast("Any", plain), mode="r|", bufsize=1 << 16) as archive:
-        for member in archive:
-            archive.members.clear()  # type: ignore[attr-defined]
+        for member in members(archive):
             path = member.name.removeprefix("./").strip("/")
             if path and path != ".":
                 entry = _entry(member, path)
@@ -120,7 +123,7 @@ def _lines(plain: _Plain) -> Iterator[str]:
 
 def _entry(member: tarfile.TarInfo, path: str) -> Entry:
     """The member under the rule for paths. InputError for what may not enter an image."""
-    kind = _KINDS.get(member.type)
+    kind = KINDS.get(member.type)
     if kind is None:
         raise InputError(f"/{path} is not a file, folder or link")
     link = member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import IO, BinaryIO, Literal, Protocol
 
 from primus.errors import CheckFailed, InputError
 from primus.files import open_regular
@@ -107,6 +108,27 @@ class Entry:
         return CheckFailed(
             f"{what} changed while the build read it", hint="build again, and do not change the files meanwhile"
         )
+
+
+class _Part(io.RawIOBase):
+    def __init__(self, path: Path, offset: int, size: int) -> None:
+        self._file = path.open("rb")
+        self._file.seek(offset)
+        self._left = size
+
+    def read(self, amount: int = -1) -> bytes:
+        data = self._file.read(self._left if amount < 0 else min(amount, self._left))
+        self._left -= len(data)
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_part(path: Path, offset: int, size: int) -> BinaryIO:
+    """The ``size`` bytes of the file from ``offset`` on, as a source of an entry."""
+    return _Part(path, offset, size)  # type: ignore[return-value]
 
 
 class Watch(Protocol):

@@ -14,7 +14,6 @@ import pytest
 from gpu_files import bundle, elf, member
 from primus.errors import HostError
 from primus.gates import facts as facts_module
-from primus.gates.contents import walk
 from primus.gates.facts import LayerFacts, facts_of, observe
 from primus.gates.rules.litter import judge, litter
 from primus.gates.rules.overlap import shared_names
@@ -23,6 +22,7 @@ from primus.gates.size import size_text, size_tree
 from primus.gates.stated import Stated, stated_in, stated_in_library
 from primus.gates.traces import Scanner, Trace, secrets_in
 from primus.gates.watch import Watch
+from primus.oci.contents import walk
 from primus.oci.layer import write_layer
 from primus.oci.store import Store
 from primus.oci.tar import Entry

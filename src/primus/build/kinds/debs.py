@@ -1,21 +1,50 @@
-"""``debs``: locked Debian packages as the base of an image, or over an image that a registry gave."""
+"""``debs``: locked Debian packages as the base of an image, or over an image that a registry gave.
+
+A base is installed by mmdebstrap, without any network. It sees one repository: a folder with exactly the locked
+packages. What depends on the moment or the machine (logs, caches, machine id, device nodes, apt's sources) is left out
+of the layer, what remains is what dpkg installed.
+
+Over an image, packages are laid straight from their archives, and no maintainer script runs. dpkg's own database
+belongs to the image below and stays as it is; each package leaves its record in ``var/lib/dpkg/status.d``, where
+scanners look for packages of images that have no dpkg.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import fnmatch
+import functools
+import os
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from primus.build.kinds import Made
-from primus.build.rootfs import root_entries
-from primus.build.unpacked import over_entries
-from primus.errors import HostError
+from primus.build.kinds.kernels import unlisted
+from primus.build.space import disk_is_full
+from primus.errors import CheckFailed, HostError
+from primus.oci.contents import KINDS, members
+from primus.oci.store import storage_error
+from primus.oci.tar import MTIME, Entry, open_part
+from primus.plan.trim import LEFT_OUT, NOT_UNPACKED, UNPACKED_STILL, VARIANT
 from primus.sandbox import userns
+from primus.sandbox.isolated import log_tail
+from primus.sandbox.running import tracked
 from primus.sandbox.tools import need
+from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
     from primus.build.execute import Workshop
     from primus.plan.action import Action
+
+# On a merged /usr these are links, below which nothing may be laid.
+_MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
@@ -30,7 +59,7 @@ def prepare(actions: Sequence[Action], shop: Workshop) -> None:
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:
     """Install the packages with mmdebstrap, or unpack them if they lie over an image."""
     if "over" in action.spec:
-        return shop.write(action, over_entries(action.files, scratch, find=shop.file))
+        return shop.write(action, _over_entries(action.files, scratch, find=shop.file))
     entries = root_entries(
         action.files,
         str(action.spec["suite"]),
@@ -41,3 +70,193 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Made:
         kernels=cast("Mapping[str, Sequence[str]]", action.spec.get("kernels", {})),
     )
     return shop.write(action, entries)
+
+
+def root_entries(
+    debs: Sequence[LockedFile],
+    suite: str,
+    scratch: Path,
+    *,
+    find: Callable[[LockedFile], Path],
+    mmdebstrap: str,
+    log: Path,
+    kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> list[Entry]:
+    """Build the root file system in ``scratch`` and return its entries; their bytes stay in a tar there.
+
+    ``find`` gives a locked file's path on disk; ``kernels`` are package and patterns of files that stay packed. Raises
+    HostError when the disk is full, CheckFailed with the log's tail when a package fails to install, and for kernel
+    files of a package that ``kernels`` does not name.
+    """
+    tar = scratch / "root.tar"
+    mode = "root" if os.geteuid() == 0 else "unshare"
+    with _workplace(scratch) as place, log.open("wb") as out:
+        archive = place / "archive"
+        archive.mkdir()
+        paragraphs = [_publish(deb, find(deb), archive) for deb in sorted(debs, key=lambda d: d.name)]
+        (archive / "Packages").write_bytes(b"\n".join(paragraphs))
+        # By this name mmdebstrap finds the essential packages.
+        (archive / "Release").write_text(f"Codename: {suite}\n", encoding="ascii")
+        apart = _own_processes()
+        command = [
+            *apart,
+            mmdebstrap,
+            f"--mode={mode}",
+            f"--variant={VARIANT}",
+            "--format=tar",
+            "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
+            *(f"--dpkgopt=path-exclude={path}" for path in NOT_UNPACKED),
+            *(f"--dpkgopt=path-include={path}" for path in UNPACKED_STILL),
+            *(f"--dpkgopt=path-exclude={path}" for patterns in kernels.values() for path in patterns),
+            "--include=" + ",".join(sorted(d.name for d in debs)),
+            suite,
+            str(tar),
+            f"deb [trusted=yes] copy:{archive} ./",
+        ]
+        env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": str(place)}
+        # An interrupted base is thrown away: dpkg need not wait for the disk after every file.
+        env["DPKG_FORCE"] = "unsafe-io"
+        # What packages compile on purpose comes out the same each time, what an import leaves behind does not.
+        env["PYTHONDONTWRITEBYTECODE"] = "1"
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env,
+            start_new_session=bool(apart),
+        )  # fmt: skip
+        # Without namespaces some of its processes may have ids that this user cannot signal, but the terminal can.
+        with tracked(process) if apart else process:
+            code = process.wait()
+        # While the half-made root still takes the space.
+        full = disk_is_full(log, place, scratch) if code != 0 else None
+    if full is not None:
+        raise full
+    if code != 0:
+        raise CheckFailed(f"the base could not be installed (mmdebstrap ended with {code}):\n{log_tail(log)}")
+    entries = list(_tar_entries(tar, LEFT_OUT))
+    if kernels and (packages := unlisted(entries, kernels)):
+        raise CheckFailed(
+            f"{' and '.join(packages)} has files where a pattern of `kernels` leaves them out",
+            hint="name it under `kernels` of the base, too",
+        )
+    return entries
+
+
+def _own_processes() -> list[str]:
+    """What root starts mmdebstrap with: in namespaces of its own, none of its processes and mounts outlives this one.
+
+    Nothing for an ordinary user, whose mmdebstrap makes its own, and where root may make none.
+    """
+    words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
+        return []
+    return words if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0 else []
+
+
+@contextlib.contextmanager
+def _workplace(scratch: Path) -> Iterator[Path]:
+    """Where the root file system grows: for an ordinary user a folder that the user's mapped ids may enter too, which
+    a home usually is not.
+    """
+    if os.geteuid() == 0:
+        yield scratch
+        return
+    with tempfile.TemporaryDirectory(prefix="primus-base-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
+    """Put one package into the repository folder and return its paragraph of the Packages file."""
+    name = f"{deb.sha256[:16]}.deb"
+    try:
+        (archive / name).hardlink_to(path)
+    except OSError:
+        try:
+            shutil.copyfile(path, archive / name)
+        except OSError as error:
+            raise storage_error(error, archive) from None
+    fields = f"Filename: ./{name}\nSize: {deb.size}\nSHA256: {deb.sha256}\n"
+    return _control(deb, path) + fields.encode()
+
+
+def _control(deb: LockedFile, path: Path) -> bytes:
+    """What the package says of itself. HostError when it is none."""
+    control = subprocess.run(["dpkg-deb", "-f", str(path)], capture_output=True, check=False)
+    if control.returncode != 0:
+        raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")
+    return control.stdout.rstrip(b"\n") + b"\n"
+
+
+def _tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
+    """The files, folders and links of a tar of a root file system, but for patterns ``left_out``; CheckFailed for
+    anything else.
+    """
+    with tarfile.open(tar, "r:") as archive:
+        for member in members(archive):
+            path = member.name.removeprefix("./").strip("/")
+            if not path or path == "." or any(fnmatch.fnmatchcase(path, pattern) for pattern in left_out):
+                continue
+            kind = KINDS.get(member.type)
+            if kind is None:
+                raise CheckFailed(f"the base holds /{path}, which is not a file, folder or link")
+            yield Entry(
+                path=path,
+                kind=kind,
+                mode=member.mode,
+                uid=member.uid,
+                gid=member.gid,
+                size=member.size if kind == "file" else 0,
+                link=member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname,
+                xattrs=_xattrs(member),
+                source=functools.partial(open_part, tar, member.offset_data, member.size) if kind == "file" else None,
+            )
+
+
+def _xattrs(member: tarfile.TarInfo) -> dict[str, bytes]:
+    prefix = "SCHILY.xattr."
+    return {
+        key.removeprefix(prefix): value.encode("utf-8", "surrogateescape")
+        for key, value in member.pax_headers.items()
+        if key.startswith(prefix)
+    }
+
+
+def _over_entries(debs: Sequence[LockedFile], scratch: Path, *, find: Callable[[LockedFile], Path]) -> list[Entry]:
+    """The files of the packages; their bytes stay in tars in ``scratch``. ``find`` gives a package's path on disk.
+
+    Raises HostError for a file that is no package.
+    """
+    found: dict[str, Entry] = {}
+    for deb in sorted(debs, key=lambda d: d.name):
+        for entry in _entries(deb, find(deb), scratch):
+            # Packages share folders; what else two of them have, dpkg would refuse, and the layer does too.
+            if entry.kind != "dir" or entry.path not in found:
+                if entry.path in found:
+                    raise HostError(
+                        f"/{entry.path} is in two packages, one of which is {deb.name}", hint="leave one out"
+                    )
+                found[entry.path] = entry
+    return list(found.values())
+
+
+def _entries(deb: LockedFile, path: Path, scratch: Path) -> Iterator[Entry]:
+    tar = scratch / f"{deb.sha256}.tar"
+    with tar.open("wb") as out:
+        files = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(path)], stdout=out, check=False)
+    record = _control(deb, path) + b"Status: install ok installed\n"
+    if files.returncode:
+        raise HostError(f"{deb.file} is not a Debian package", hint="remove it from the file cache and fetch it again")
+    for entry in _tar_entries(tar):
+        if entry.path not in _MERGED and _unpacked("/" + entry.path):
+            link = _merged(entry.link) if entry.kind == "hardlink" else entry.link
+            yield replace(entry, path=_merged(entry.path), link=link)
+    yield Entry(path=f"var/lib/dpkg/status.d/{deb.name}", size=len(record), source=record)
+
+
+def _merged(path: str) -> str:
+    return f"usr/{path}" if path.partition("/")[0] in _MERGED else path
+
+
+def _unpacked(path: str) -> bool:
+    """dpkg's rule for the options that a base is made with."""
+    left_out = any(fnmatch.fnmatchcase(path, pattern) for pattern in NOT_UNPACKED)
+    return not left_out or any(fnmatch.fnmatchcase(path, pattern) for pattern in UNPACKED_STILL)

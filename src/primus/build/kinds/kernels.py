@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, cast
 from primus.build.kinds import Made
 from primus.errors import CheckFailed, HostError
 from primus.gpucode.fatbinary import keep_only
+from primus.oci.contents import members
 from primus.oci.left_out import LeftOut
 from primus.oci.tar import Entry
 
@@ -112,10 +113,8 @@ def _members(deb: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as process:
         try:
             with tarfile.open(fileobj=cast("IO[bytes]", process.stdout), mode="r|", bufsize=1 << 20) as archive:
-                for member in archive:
+                for member in members(archive):
                     yield member, archive.extractfile(member) if member.isreg() else None
-                    # tarfile remembers every member it has seen.
-                    archive.members.clear()  # type: ignore[attr-defined]
         except tarfile.TarError as error:
             raise HostError(f"{deb.name} cannot be unpacked: {error}", hint="fetch it again") from None
         finally:

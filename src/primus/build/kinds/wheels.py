@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from primus.build import sandboxed
-from primus.build.bytecode import bytecode_entries
 from primus.build.kinds import Made
 from primus.build.wheel import wheel_entries
-from primus.oci.tar import Entry
+from primus.errors import CheckFailed
+from primus.jsonfile import read_json
+from primus.oci.tar import Entry, open_part
+from primus.plan.compile_bytecode import is_compiled
 from primus.plan.prefix import Prefix
 from primus.plan.source import BYTECODE
 
@@ -45,3 +49,35 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Made:
         )
 
     return shop.write(action, [*entries, *bytecode_entries(entries, prefix.site, scratch, run)])
+
+
+def bytecode_entries(
+    entries: Sequence[Entry], site: str, scratch: Path, run: Callable[[dict[str, Path], Path, str], None]
+) -> Iterator[Entry]:
+    """The bytecode of the modules among ``entries`` that lie below ``site``.
+
+    ``run`` starts :data:`primus.plan.source.BYTECODE`. It gets what is mounted where, the folder for /out, and the
+    script's argument.
+    Raises CheckFailed when the script leaves something that is not bytecode of these modules.
+    """
+    modules = [e for e in entries if e.path.startswith(site + "/") and is_compiled(e.path)]
+    if not modules:
+        return
+    source, out = scratch / "source", scratch / "out"
+    source.mkdir()
+    out.mkdir()
+    with (source / "modules").open("wb") as stream:
+        for entry in modules:
+            stream.writelines(entry.chunks())
+    index = [(entry.path.removeprefix(site + "/"), entry.size) for entry in modules]
+    (source / "index.json").write_text(json.dumps(index), encoding="utf-8")
+    run({"/in": source}, out, f"/{site}")
+    rows: Any = read_json(out / "index.json").data
+    (source / "modules").unlink()
+    sizes = {pack: (out / str(pack)).stat().st_size for pack in {int(row[1]) for row in rows}}
+    for path, pack, offset, size in rows:
+        if offset + size > sizes[pack]:
+            raise CheckFailed(f"the bytecode of {path} was cut short")
+        yield Entry(
+            path=f"{site}/{path}", size=size, source=functools.partial(open_part, out / str(pack), offset, size)
+        )

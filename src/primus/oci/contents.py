@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
 from primus.errors import HostError
+from primus.oci.tar import Kind
 from primus.sandbox.blobs import BlobReader, damaged
 from primus.sandbox.container import LayerRef
 
-Kind = Literal["file", "hardlink", "symlink", "dir", "other"]
-
-_KINDS: dict[bytes, Kind] = {
+KINDS: Mapping[bytes, Kind] = {
     tarfile.REGTYPE: "file",
     tarfile.AREGTYPE: "file",
     tarfile.LNKTYPE: "hardlink",
@@ -28,10 +27,16 @@ class Member:
     """One path of a layer, without leading slash. ``open`` streams a file's bytes once, while it is the current one."""
 
     path: str
-    kind: Kind = "file"
+    kind: Kind | Literal["other"] = "file"
     size: int = 0
-    link: str = ""
     open: Callable[[], IO[bytes]]
+
+
+def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The archive's members in their order; tarfile itself would remember every one, and a layer may have a million."""
+    while (member := archive.next()) is not None:
+        yield member
+        archive.members.clear()  # type: ignore[attr-defined]
 
 
 def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
@@ -44,16 +49,13 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
     try:
         # Small buffers: the stream reader copies what is left of one at every header.
         with tarfile.open(fileobj=cast("Any", reader), mode="r|", bufsize=1 << 16) as archive:
-            for info in archive:
+            for info in members(archive):
                 yield Member(
                     path=info.name.removeprefix("./").strip("/"),
-                    kind=_KINDS.get(info.type, "other"),
+                    kind=KINDS.get(info.type, "other"),
                     size=info.size if info.isreg() else 0,
-                    link=info.linkname,
                     open=lambda info=info: _open(archive, info),  # type: ignore[misc]
                 )
-                # tarfile remembers every member it has seen.
-                archive.members.clear()  # type: ignore[attr-defined]
         reader.finish()
     except tarfile.TarError as error:
         raise damaged(layer, blob, f"no tar is in it ({error})") from None

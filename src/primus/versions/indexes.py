@@ -23,8 +23,9 @@ import urllib3
 from requests.adapters import HTTPAdapter
 
 from primus.errors import HostError
+from primus.versions import asked
 from primus.versions.answers import ABSENT, LASTING, PASSING, PLAIN, SafeSession, file_length, retry_after, short
-from primus.versions.asked import PATIENCE, Patience, asking, bare_url, tell
+from primus.versions.asked import asking, bare_url, tell
 from primus.versions.pages import Link, NotAPage, folder, local_path, parse_page
 
 if TYPE_CHECKING:
@@ -45,15 +46,12 @@ class Indexes:
     proxy: str | None = None
     trusted_hosts: tuple[str, ...] = ()
     credentials: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
-    patience: Patience = PATIENCE
 
     @classmethod
-    def of_host(cls, patience: Patience = PATIENCE) -> Indexes:
+    def of_host(cls) -> Indexes:
         """The configuration of this host's pip (files and PIP_* variables). Raises HostError when pip is missing."""
-        listing = _pip("config", "list")
-        settings = parse_config(listing)
-        default = _pip_default_index() if "index-url" not in settings else ""
-        return replace(cls.from_settings(settings, default), patience=patience)
+        settings = parse_config(_pip("config", "list"))
+        return cls.from_settings(settings, _pip_default_index() if "index-url" not in settings else "")
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str], default_index: str) -> Indexes:
@@ -101,7 +99,7 @@ class Indexes:
         """One streamed request with the right CA and credentials. Raises ``requests`` errors as they are."""
         host = urlsplit(url).netloc
         trusted = host in self.trusted_hosts or (urlsplit(url).hostname or "") in self.trusted_hosts
-        with asking("primus", url, about or url.rpartition("/")[2], method) as asked:
+        with asking("primus", url, about or url.rpartition("/")[2], method) as request:
             try:
                 response = session.request(
                     method,
@@ -113,14 +111,14 @@ class Indexes:
                     # Not on the session: there the environment's proxies would win over pip's own setting.
                     proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
                     verify=False if trusted else self._ca(),
-                    timeout=(self.patience.connect_s, self.patience.read_s),
+                    timeout=(asked.PATIENCE.connect_s, asked.PATIENCE.read_s),
                 )
             except requests.RequestException as error:
-                asked.verdict = f"failed: {short(error)}"
+                request.verdict = f"failed: {short(error)}"
                 raise
             length = response.headers.get("Content-Length", "")
             kind = response.headers.get("Content-Type", "")
-            asked.answer(response.status_code, kind, int(length) if length.isdigit() else None)
+            request.answer(response.status_code, kind, int(length) if length.isdigit() else None)
         return response
 
     def _patient(
@@ -134,12 +132,14 @@ class Indexes:
         probe: bool = False,
     ) -> requests.Response:
         """The answer to :meth:`get`, asked again while a fault may pass; one that says "not here" counts as an answer.
+        A ``probe`` asks once, and takes a fault that may pass for an answer, too.
 
         Raises HostError, which names ``what`` was asked and ``about`` which package.
         """
         cause, hint = "", "check the network, or point pip at a mirror (pip config set global.index-url URL)"
-        for number in range(1, self.patience.tries + 1):
-            pause = self.patience.pause_s * 2 ** (number - 1)
+        patience, tries = asked.PATIENCE, 1 if probe else asked.PATIENCE.tries
+        for number in range(1, tries + 1):
+            pause = patience.pause_s * 2 ** (number - 1)
             try:
                 response = self.get(session, url, headers=headers, about=about)
             except requests.RequestException as error:
@@ -161,12 +161,11 @@ class Indexes:
                 if status not in PASSING:
                     break
                 pause = retry_after(response) or pause
-                if pause > self.patience.longest_pause_s:
+                if pause > patience.longest_pause_s:
                     cause, hint = f"{cause}, asked to come back in {pause:g} s", f"run it again in {pause:g} s"
                     break
-            if number < self.patience.tries:
-                tries = f"try {number + 1} of {self.patience.tries}"
-                tell(f"{redact(url)} ({about}): {cause}; asking again in {pause:g} s, {tries}")
+            if number < tries:
+                tell(f"{redact(url)} ({about}): {cause}; asking again in {pause:g} s, try {number + 1} of {tries}")
                 time.sleep(pause)
         raise HostError(
             f"{what} at {redact(url)}, asked for {about}, does not answer: {cause}", hint=hint, about=_name(about)
@@ -214,11 +213,10 @@ class Indexes:
         may pass is an answer here; whoever wants the page asks again.
         """
         session = self.session()
-        once = replace(self, patience=replace(self.patience, tries=1))
         for url in self.remote:
             page = url.rstrip("/") + f"/{name}/"
             headers = {"Accept": _ACCEPT}
-            once._patient(session, page, name, what="the Python index", headers=headers, probe=True).close()
+            self._patient(session, page, name, what="the Python index", headers=headers, probe=True).close()
 
     @property
     def remote(self) -> tuple[str, ...]:
@@ -301,9 +299,9 @@ class Indexes:
                     size, digest = 0, hashlib.sha256()
                 try:
                     response.raise_for_status()
-                    with asking("primus", url, about, record=False) as asked:
+                    with asking("primus", url, about, record=False) as request:
                         for block in response.raw.stream(1 << 20, decode_content=False):
-                            asked.hear()
+                            request.hear()
                             size += len(block)
                             digest.update(block)
                     return size, digest.hexdigest()
@@ -312,14 +310,14 @@ class Indexes:
             # A server that starts over each time makes no progress.
             faults = 1 if size > most else faults + 1
             most = max(most, size)
-            if faults >= self.patience.tries:
+            if faults >= asked.PATIENCE.tries:
                 raise HostError(
                     f"the file at {redact(url)}, asked for {about}, cannot be read: {cause}, {faults} times",
                     hint="run it again",
                     about=_name(about),
                 )
             tell(f"{redact(url)} ({about}): {cause} after {size:,} bytes; continuing from there")
-            time.sleep(self.patience.pause_s)
+            time.sleep(asked.PATIENCE.pause_s)
 
     def _must_be_file(self, response: requests.Response, url: str, about: str) -> None:
         """HostError for an address that has no such file, or a page in its place."""

@@ -18,7 +18,8 @@ from typing import Any
 
 from primus.errors import HostError, InputError
 from primus.files import text_if_readable
-from primus.versions.asked import PATIENCE, Asked, Patience, asking, tell
+from primus.versions import asked
+from primus.versions.asked import Asked, asking, tell
 from primus.versions.lock import LockedFile
 
 _GZIP = {
@@ -37,14 +38,14 @@ def probe(image: str) -> None:
     skopeo("--command-timeout", "3.5s", "inspect", "--raw", f"docker://{image}")
 
 
-def resolve_image(base: str, image: str, architecture: str, patience: Patience = PATIENCE) -> tuple[LockedFile, ...]:
+def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile, ...]:
     """The layers of ``image`` (``name@sha256:…``), lowest first.
 
     Raises InputError for an image of another platform or with layers of a kind that is not taken, HostError when the
     registry does not answer or sends other bytes.
     """
     name, _, digest = image.partition("@")
-    manifest = _manifest(name, digest, patience)
+    manifest = _manifest(name, digest)
     if "manifests" in manifest:
         wanted = {"os": "linux", "architecture": architecture}
         fits = [m for m in manifest["manifests"] if wanted.items() <= m.get("platform", {}).items()]
@@ -52,7 +53,7 @@ def resolve_image(base: str, image: str, architecture: str, patience: Patience =
             raise InputError(
                 f"{image} has no image for linux/{architecture}", hint=f"choose another for base {base}", about=name
             )
-        manifest = _manifest(name, str(fits[0]["digest"]), patience)
+        manifest = _manifest(name, str(fits[0]["digest"]))
     if not manifest.get("layers"):
         kind = manifest.get("mediaType") or f"schema {manifest.get('schemaVersion', 'unknown')}"
         raise InputError(
@@ -82,17 +83,15 @@ def resolve_image(base: str, image: str, architecture: str, patience: Patience =
     return tuple(layers)
 
 
-def copy_image(image: str, architecture: str, folder: Path, patience: Patience = PATIENCE) -> None:
+def copy_image(image: str, architecture: str, folder: Path) -> None:
     """Bring the image into ``folder``: one file per layer, called by the 64 digits of its digest, bytes unchanged."""
     platform = ("--override-os", "linux", "--override-arch", architecture)
-    skopeo(*platform, "copy", "--quiet", f"docker://{image}", f"dir:{folder}", grows=folder, patience=patience)
+    skopeo(*platform, "copy", "--quiet", f"docker://{image}", f"dir:{folder}", grows=folder)
 
 
-def installed(
-    image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path, patience: Patience = PATIENCE
-) -> str:
+def installed(image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path) -> str:
     """dpkg's status in the image: the packages that it brings already. Empty for an image without dpkg."""
-    copy_image(image, architecture, folder, patience)
+    copy_image(image, architecture, folder)
     status = ""
     for layer in layers:
         with tarfile.open(folder / layer.sha256, "r:gz") as archive:
@@ -102,8 +101,8 @@ def installed(
     return status
 
 
-def _manifest(name: str, digest: str, patience: Patience) -> dict[str, Any]:
-    data = skopeo("inspect", "--raw", f"docker://{name}@{digest}", patience=patience)
+def _manifest(name: str, digest: str) -> dict[str, Any]:
+    data = skopeo("inspect", "--raw", f"docker://{name}@{digest}")
     if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
         raise HostError(
             f"the registry of {name} sent different bytes for {digest}", hint="do not trust that registry", about=name
@@ -117,18 +116,19 @@ def _manifest(name: str, digest: str, patience: Patience) -> dict[str, Any]:
     return manifest
 
 
-def skopeo(*words: str, grows: Path | None = None, patience: Patience = PATIENCE) -> bytes:
+def skopeo(*words: str, grows: Path | None = None) -> bytes:
     """What ``skopeo WORDS`` prints. HostError says why the registry does not do it.
 
-    ``inspect`` is given up after ``patience.read_s`` seconds, a copy to ``grows`` when that folder has not grown for as
+    ``inspect`` is given up after ``PATIENCE.read_s`` seconds, a copy to ``grows`` when that folder has not grown for as
     long, and a copy to a registry when nothing has been sent for ``_COMMIT_S``.
     """
     if shutil.which("skopeo") is None:
         raise HostError("skopeo is missing; it is needed to copy images", hint="apt-get install skopeo")
     address = next((word for word in words if word.startswith("docker://")), words[-1])
     image = address.removeprefix("docker://").partition("@")[0]
+    patience = asked.PATIENCE
     for number in range(1, patience.tries + 1):
-        out, cause = _skopeo(words, address, image, grows, patience)
+        out, cause = _skopeo(words, address, image, grows)
         if out is not None:
             return out
         # A token that ran out looks like a missing login; the next run asks for a new one.
@@ -146,17 +146,15 @@ def skopeo(*words: str, grows: Path | None = None, patience: Patience = PATIENCE
 _PASSING = ("it wants credentials", "the connection was reset", "it ended early")
 
 
-def _skopeo(
-    words: Sequence[str], address: str, image: str, grows: Path | None, patience: Patience
-) -> tuple[bytes | None, str]:
+def _skopeo(words: Sequence[str], address: str, image: str, grows: Path | None) -> tuple[bytes | None, str]:
     """What one run prints, or None and the cause of its failure."""
     # Its log names a rate limit that it waits out by itself, for minutes.
-    with tempfile.TemporaryFile() as log, asking("skopeo", address, image, words[-2]) as asked:
+    with tempfile.TemporaryFile() as log, asking("skopeo", address, image, words[-2]) as request:
         command = ["skopeo", "--debug", *words]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as process:
             try:
                 out = _while_it_answers(
-                    process, asked, grows, patience.read_s if grows or "inspect" in words else _COMMIT_S
+                    process, request, grows, asked.PATIENCE.read_s if grows or "inspect" in words else _COMMIT_S
                 )
             except BaseException:
                 process.kill()
@@ -164,16 +162,16 @@ def _skopeo(
         log.seek(0)
         text = log.read().decode("utf-8", "replace")
         if process.returncode == 0 and out is not None:
-            asked.answer(None, size=len(out))
+            request.answer(None, size=len(out))
             return out, ""
         text = text.replace(image, "IMAGE")
         cause = _reason(text if out is not None else f"{text} deadline exceeded")
-        asked.verdict = f"failed: {cause}"
+        request.verdict = f"failed: {cause}"
     return None, cause
 
 
 def _while_it_answers(
-    process: subprocess.Popen[bytes], asked: Asked, grows: Path | None, silence_s: float
+    process: subprocess.Popen[bytes], request: Asked, grows: Path | None, silence_s: float
 ) -> bytes | None:
     """What the tool prints; None when it was ended because nothing came for ``silence_s`` seconds."""
     size = -1
@@ -189,8 +187,8 @@ def _while_it_answers(
                 now = int(text_if_readable(sent).partition("wchar: ")[2].partition("\n")[0] or 0)
             if now > size:
                 size = now
-                asked.hear()
-            if time.monotonic() - asked.heard > silence_s:
+                request.hear()
+            if time.monotonic() - request.heard > silence_s:
                 process.kill()
                 process.communicate()
                 return None

@@ -6,13 +6,13 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from primus.errors import InputError
 from primus.progress import Progress
 from primus.versions.ask import ask
-from primus.versions.asked import PATIENCE, Patience, listening
+from primus.versions.asked import listening
 from primus.versions.debs import resolve_debs
 from primus.versions.indexes import Indexes
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, drift
@@ -100,62 +100,50 @@ def resolve(
     gone: Collection[LockedFile] = (),
     known: Known | None = None,
     progress: Progress,
-    patience: Patience = PATIENCE,
 ) -> Lock:
     """The lock that answers ``request``. With ``refresh`` nothing of ``previous`` is kept.
 
     ``gone`` are files of ``previous`` that no source offers any more: they and what hangs on them are taken anew.
-    ``known`` gathers what is found, for the targets that are locked after this one. ``patience`` is how long a source
-    is waited for; ``progress`` hears of a silent one within seconds.
+    ``known`` gathers what is found, for the targets that are locked after this one. ``progress`` hears of a silent
+    source within seconds.
 
     Raises InputError when the pins cannot be met and HostError when a source is out of reach.
     """
+    known = Known() if known is None else known
     with listening(progress.say):
-        return _resolve(request, previous, refresh, gone, Known() if known is None else known, progress, patience)
-
-
-def _resolve(
-    request: Request,
-    previous: Lock | None,
-    refresh: bool,
-    gone: Collection[LockedFile],
-    known: Known,
-    progress: Progress,
-    patience: Patience,
-) -> Lock:
-    parts = stale(request, previous, refresh, gone)
-    keep: dict[str, str] = {}
-    if previous is not None and not refresh:
-        keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
-    if parts:
-        sources, host = Sources.of_request(request), cache(partial(Indexes.of_host, patience))
-        ask(sources.probes(host), request.channel, abouts=sources.abouts(host))
-    ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
-        "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep, patience=patience),
-        "sdists": lambda: resolve_sdists(request, progress=progress, patience=patience),
-        "gits": lambda: _commits(request.gits, known, patience),
-        "bases": lambda: _bases(request, parts, known, progress, patience),
-    }
-    work = [way for part, way in ways.items() if part in (*parts, "bases")]
-    files = previous.files if previous is not None else ()
-    here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
-    kept = [f for f in files if _part(f) in here - parts]
-    with ThreadPoolExecutor(max(1, len(work))) as pool:
-        futures = [pool.submit(one) for one in work]
-        found = [file for future in futures for file in future.result()]
-    for name, base in request.bases.items():
-        if base.over and f"base {name}" in parts:
-            found = _without(name, base.over, found)
-    image = {f.name: f.version for f in (*kept, *found) if f.kind == "wheel"}
-    for name in request.builds:
-        before = previous.of("wheel", name) if previous is not None else ()
-        if f"build {name}" in parts:
-            held = {} if refresh else {f.name: f.version for f in before if f not in gone}
-            found += _build(request, name, image, held, known, progress, patience)
-        else:
-            kept += before
-    answer = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
-    return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
+        parts = stale(request, previous, refresh, gone)
+        keep: dict[str, str] = {}
+        if previous is not None and not refresh:
+            keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
+        if parts:
+            sources, host = Sources.of_request(request), cache(Indexes.of_host)
+            ask(sources.probes(host), request.channel, abouts=sources.abouts(host))
+        ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
+            "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
+            "sdists": lambda: resolve_sdists(request, progress=progress),
+            "gits": lambda: _commits(request.gits, known),
+            "bases": lambda: _bases(request, parts, known, progress),
+        }
+        work = [way for part, way in ways.items() if part in (*parts, "bases")]
+        files = previous.files if previous is not None else ()
+        here = {"wheels", "sdists", "gits", *(f"base {name}" for name in request.bases)}
+        kept = [f for f in files if _part(f) in here - parts]
+        with ThreadPoolExecutor(max(1, len(work))) as pool:
+            futures = [pool.submit(one) for one in work]
+            found = [file for future in futures for file in future.result()]
+        for name, base in request.bases.items():
+            if base.over and f"base {name}" in parts:
+                found = _without(name, base.over, found)
+        image = {f.name: f.version for f in (*kept, *found) if f.kind == "wheel"}
+        for name in request.builds:
+            before = previous.of("wheel", name) if previous is not None else ()
+            if f"build {name}" in parts:
+                held = {} if refresh else {f.name: f.version for f in before if f not in gone}
+                found += _build(request, name, image, held, known, progress)
+            else:
+                kept += before
+        answer = sorted([*kept, *found], key=lambda f: (f.kind, f.base or "", f.name))
+        return Lock(target=request.target, channel=request.channel, pins=request.flat(), files=tuple(answer))
 
 
 def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedFile]:
@@ -181,7 +169,6 @@ def _build(
     keep: Mapping[str, str],
     known: Known,
     progress: Progress,
-    patience: Patience,
 ) -> tuple[LockedFile, ...]:
     """The wheels of the build root ``root``, as found for a target before this one if they answer for this one, too."""
     wheels = request.builds[root]
@@ -191,41 +178,37 @@ def _build(
     )  # fmt: skip
     found = next((one for one in known.builds if one.answers(asked, image)), None)
     if found is None:
-        files = resolve_build(request, root, wheels, image=image, keep=keep, progress=progress, patience=patience)
+        files = resolve_build(request, root, wheels, image=image, keep=keep, progress=progress)
         found = _Build(asked=asked, image=image, files=files)
         known.builds.append(found)
     return found.files
 
 
-def _commits(commits: Mapping[str, Commit], known: Known, patience: Patience) -> list[LockedFile]:
+def _commits(commits: Mapping[str, Commit], known: Known) -> list[LockedFile]:
     for name, one in commits.items():
         if one not in known.sources:
-            known.sources[one] = (resolve_commit(name, one, patience),)
+            known.sources[one] = (resolve_commit(name, one),)
     return [file for one in commits.values() for file in known.sources[one]]
 
 
-def _bases(request: Request, parts: Stale, known: Known, progress: Progress, patience: Patience) -> list[LockedFile]:
+def _bases(request: Request, parts: Stale, known: Known, progress: Progress) -> list[LockedFile]:
     """The files of every base in ``parts``; bases that ask the same are asked for once."""
     wanted = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
     lacking = {base: name for name, base in reversed(wanted.items()) if base not in known.sources}
     with ThreadPoolExecutor(max(1, len(lacking))) as pool:
-        found = pool.map(
-            lambda item: _base(item[1], item[0], request.architecture, progress, patience), lacking.items()
-        )
+        found = pool.map(lambda item: _base(item[1], item[0], request.architecture, progress), lacking.items())
         known.sources.update(zip(lacking, found, strict=True))
     return [replace(file, base=name) for name, base in wanted.items() for file in known.sources[base]]
 
 
-def _base(
-    name: str, base: BaseRequest, architecture: str, progress: Progress, patience: Patience
-) -> tuple[LockedFile, ...]:
+def _base(name: str, base: BaseRequest, architecture: str, progress: Progress) -> tuple[LockedFile, ...]:
     """The packages of a base, below them the layers of its image."""
     given = _FOR_SCRIPTS if base.over else ""
     if base.image is None:
         return resolve_debs(name, base, architecture, progress=progress, status=given)
-    layers = resolve_image(name, base.image, architecture, patience)
+    layers = resolve_image(name, base.image, architecture)
     if not base.packages:
         return layers
     with tempfile.TemporaryDirectory(prefix="primus-image-") as folder:
-        status = installed(base.image, architecture, layers, Path(folder), patience)
+        status = installed(base.image, architecture, layers, Path(folder))
     return (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status + given))

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from primus.errors import HostError, InputError
-from primus.versions.asked import PATIENCE, Patience, asking, bare_url, tell
+from primus.versions import asked
+from primus.versions.asked import asking, bare_url, tell
 from primus.versions.lock import Commit, LockedFile
 
 # 1980-01-01, the oldest time a wheel can hold.
@@ -38,11 +39,11 @@ def named(url: str) -> str:
     return url.rstrip("/").rpartition("/")[2].removesuffix(".git")
 
 
-def resolve_commit(name: str, one: Commit, patience: Patience = PATIENCE) -> LockedFile:
+def resolve_commit(name: str, one: Commit) -> LockedFile:
     """The archive of the commit of package ``name``. Raises InputError when the repository has no such commit."""
     with tempfile.TemporaryDirectory(prefix="primus-git-") as folder:
         path = Path(folder, "archive.tar")
-        archive_commit(one.url, one.commit, path, patience)
+        archive_commit(one.url, one.commit, path)
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         size = path.stat().st_size
@@ -51,14 +52,14 @@ def resolve_commit(name: str, one: Commit, patience: Patience = PATIENCE) -> Loc
     )
 
 
-def archive_commit(url: str, commit: str, target: Path, patience: Patience = PATIENCE) -> None:
+def archive_commit(url: str, commit: str, target: Path) -> None:
     """Write the archive of the commit to ``target``. InputError for an unknown commit, HostError without an answer."""
     pointers: list[str] = []
     with (
         tempfile.TemporaryDirectory(prefix="primus-git-") as folder,
         tarfile.open(target, "w", format=tarfile.GNU_FORMAT) as archive,
     ):
-        for path, mode, data in _files(url, commit, "source/", Path(folder), patience):
+        for path, mode, data in _files(url, commit, "source/", Path(folder)):
             if data.startswith(_POINTER):
                 pointers.append(path.removeprefix("source/"))
             member = tarfile.TarInfo(path)
@@ -78,12 +79,12 @@ def archive_commit(url: str, commit: str, target: Path, patience: Patience = PAT
         )
 
 
-def _files(url: str, commit: str, prefix: str, folder: Path, patience: Patience) -> Iterator[tuple[str, str, bytes]]:
+def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[str, str, bytes]]:
     """(path, mode, bytes) of every file of the commit, in the tree's own order."""
     here = folder / commit
     if not here.is_dir():
         _git("init", "--quiet", "--bare", str(here), about=url)
-        _bring(here, url, commit, patience)
+        _bring(here, url, commit)
     listing = _git("-C", str(here), "ls-tree", "-r", "-z", "--full-tree", commit, about=url)
     places = dict(_submodules(here, commit, url))
     with subprocess.Popen(
@@ -103,7 +104,7 @@ def _files(url: str, commit: str, prefix: str, folder: Path, patience: Patience)
                 if not (folder / digest).is_dir():
                     # Its host may be another one, which nobody has asked yet.
                     probe(places[path])
-                yield from _files(places[path], digest, f"{prefix}{path}/", folder, patience)
+                yield from _files(places[path], digest, f"{prefix}{path}/", folder)
                 continue
             batch.stdin.write(f"{digest}\n".encode())
             batch.stdin.flush()
@@ -113,9 +114,9 @@ def _files(url: str, commit: str, prefix: str, folder: Path, patience: Patience)
             yield prefix + path, mode, data
 
 
-def _bring(here: Path, url: str, commit: str, patience: Patience) -> None:
+def _bring(here: Path, url: str, commit: str) -> None:
     """Fetch the commit alone; where the server gives no single commit, everything that its branches and tags reach."""
-    waits = (f"http.lowSpeedTime={max(1, round(patience.read_s))}", "http.lowSpeedLimit=1")
+    waits = (f"http.lowSpeedTime={max(1, round(asked.PATIENCE.read_s))}", "http.lowSpeedLimit=1")
     fetch = ["-C", str(here), *(word for wait in waits for word in ("-c", wait)), "fetch", "--quiet", "--no-tags"]
     try:
         _git(*fetch, "--depth=1", "--", url, commit, about=url)
@@ -163,13 +164,13 @@ def _no_commit(url: str, commit: str) -> InputError:
 def _git(*words: str, about: str, timeout: float | None = None) -> bytes:
     """What git prints. ``about`` is the repository's address; HostError says why it does not answer."""
     remote = next((word for word in ("ls-remote", "fetch") if word in words), None)
-    with asking("git", about, named(about), remote or "", record=remote is not None) as asked:
+    with asking("git", about, named(about), remote or "", record=remote is not None) as request:
         done = _run(words, about, timeout)
         text = done.stderr.decode("utf-8", "replace")
         if done.returncode == 0:
-            asked.answer(None)
+            request.answer(None)
             return done.stdout
-        asked.verdict = f"failed: {_reason(text)}"
+        request.verdict = f"failed: {_reason(text)}"
     if "--depth=1" in words and any(mark in text for mark in _REFUSALS):
         raise _NoSingleCommit
     if "not our ref" in text:

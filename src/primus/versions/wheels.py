@@ -23,8 +23,8 @@ from packaging.version import InvalidVersion, Version
 from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.terminal import counted
+from primus.versions import asked
 from primus.versions.ask import HOST_DEADLINE_S, ask
-from primus.versions.asked import PATIENCE, Patience
 from primus.versions.components import normalised
 from primus.versions.indexes import Indexes, pip_failure_hides_network, redact
 from primus.versions.lock import LockedFile, Request
@@ -67,7 +67,7 @@ def platforms(suite: str, architecture: str) -> tuple[str, ...]:
 
 
 def resolve_wheels(
-    request: Request, *, progress: Progress, keep: Mapping[str, str] | None = None, patience: Patience = PATIENCE
+    request: Request, *, progress: Progress, keep: Mapping[str, str] | None = None
 ) -> tuple[LockedFile, ...]:
     """The pinned wheels and all they need. ``keep`` maps names to versions that should stay if they can.
 
@@ -75,7 +75,7 @@ def resolve_wheels(
     """
     if not request.wheels and not request.requires:
         return ()
-    indexes = Indexes.of_host(patience)
+    indexes = Indexes.of_host()
     name = next(iter((*request.wheels, *request.requires)))
     probes = {f"the Python index at {redact(url)}": partial(indexes.only(url).probe, name) for url in indexes.remote}
     ask(
@@ -143,7 +143,6 @@ def resolve_build(
     image: Mapping[str, str],
     keep: Mapping[str, str],
     progress: Progress,
-    patience: Patience = PATIENCE,
 ) -> tuple[LockedFile, ...]:
     """The wheels of the build root ``root`` and all they need, in the image's versions (``image``) where it has them.
 
@@ -158,7 +157,7 @@ def resolve_build(
     own = {normalised(name.partition("==")[0]) for name in wheels}
     fixed = [f"{n}=={v}" for n, v in image.items() if n not in own]
     kept = [f"{n}=={v}" for n, v in keep.items() if n not in own and n not in image]
-    indexes = Indexes.of_host(patience)
+    indexes = Indexes.of_host()
     report = _report(request, pins, [*fixed, *kept], indexes) or _report(request, pins, fixed, indexes)
     if report is None:
         raise InputError(
@@ -170,12 +169,12 @@ def resolve_build(
     return tuple(replace(file, base=root) for file in files)
 
 
-def resolve_sdists(request: Request, *, progress: Progress, patience: Patience = PATIENCE) -> tuple[LockedFile, ...]:
+def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile, ...]:
     """The one source archive of each sdist pin (what it needs is pinned on its own)."""
     if not request.sdists:
         return ()
     progress.start("sdists", "find source archives", unit="files")
-    indexes = Indexes.of_host(patience)
+    indexes = Indexes.of_host()
     session = indexes.session()
     found: list[Found] = []
     for name, version in request.sdists.items():
@@ -264,14 +263,9 @@ def _report(
         args += _provided(request, Path(folder, "provided"))
         args += [word for url in request.indexes.values() for word in ("--extra-index-url", url)]
         args += ["--target", str(Path(folder, "target")), "--constraint", str(held)]
-        patience = indexes.patience
+        patience = asked.PATIENCE
         args += ["--retries", str(patience.tries - 1), "--timeout", f"{patience.read_s / 2:g}"]
-        args += [
-            "--no-input",
-            "--disable-pip-version-check",
-            "--no-color",
-            *pins,
-        ]
+        args += ["--no-input", "--disable-pip-version-check", "--no-color", *pins]
         # These would change what is resolved or clash with --target; indexes, CA and proxies stay the host's.
         off = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "PIP_QUIET": "0", "PIP_PRE": "0"}
         shim = [sys.executable, "-P", str(Path(__file__).with_name("pipfor.py"))]

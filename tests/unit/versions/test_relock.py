@@ -83,9 +83,7 @@ def test_a_builds_wheels_are_not_the_images() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
 
-    def wheels(
-        request: Request, *, progress: object, keep: Mapping[str, str], patience: object
-    ) -> tuple[LockedFile, ...]:
+    def wheels(request: Request, *, progress: object, keep: Mapping[str, str]) -> tuple[LockedFile, ...]:
         seen.append(("wheels", dict(keep)))
         return (_file("wheel", "numpy", "9"), _file("wheel", "torch", request.wheels["torch"]))
 

@@ -17,7 +17,7 @@ import pytest
 
 from primus.errors import PrimusError
 from primus.progress import QuietProgress
-from primus.versions import registry, relock, wheels
+from primus.versions import asked, registry, relock, wheels
 from primus.versions.asked import Patience, listening
 from primus.versions.indexes import Indexes
 from primus.versions.lock import BaseRequest, Commit, LockedFile, Request
@@ -78,13 +78,14 @@ def outcomes(served: Twins, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return known(host, *args, **more)
 
-    def of_host(patience: Patience = QUICK) -> Indexes:
+    def of_host() -> Indexes:
         login = {f"127.0.0.1:{served.port}": ("me", "secret")}
-        return Indexes(index_urls=(), cert=str(served.certificate), credentials=login, patience=patience)
+        return Indexes(index_urls=(), cert=str(served.certificate), credentials=login)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", resolve)
         patch.setattr(Indexes, "of_host", of_host)
+        patch.setattr(asked, "PATIENCE", QUICK)
         patch.setenv("HOME", str(home))
         patch.delenv("XDG_CONFIG_HOME", raising=False)
         patch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{served.port}/nowhere/simple")
@@ -113,13 +114,13 @@ def _locked(one: Behaviour, here: Twins, home: Path) -> Outcome:
             request = Request(**common, bases={"b": base}, wheels={one.package: one.version},
                               indexes={"core": address}, indexed=frozenset({one.package}))  # fmt: skip
             with listening(progress.say) as rows:
-                outcome.files = wheels.resolve_wheels(request, progress=progress, patience=QUICK)
+                outcome.files = wheels.resolve_wheels(request, progress=progress)
             outcome.rows = sum(row.tool == "pip" for row in rows)
         elif one.way == "image":
             base = BaseRequest(suite="noble", python="3.12.3", packages=(), image=address)
             request = Request(**common, bases={"b": base})
-            outcome.files = relock.resolve(request, previous=None, progress=progress, patience=QUICK).files
-            copy_image(address, "amd64", home / one.name, QUICK)
+            outcome.files = relock.resolve(request, previous=None, progress=progress).files
+            copy_image(address, "amd64", home / one.name)
         else:
             sdist = one.way == "sdist"
             commit = here.commits["with-pointer" if one.name == "lfs-pointer" else "with-submodule"]
@@ -132,7 +133,7 @@ def _locked(one: Behaviour, here: Twins, home: Path) -> Outcome:
                 indexed=frozenset({one.package}) if sdist else frozenset(),
                 gits={} if sdist else {"main": Commit(url=address, commit=commit, version="1.0")},
             )
-            outcome.files = relock.resolve(request, previous=None, progress=progress, patience=QUICK).files
+            outcome.files = relock.resolve(request, previous=None, progress=progress).files
     except PrimusError as error:
         outcome.error = error
     outcome.ended = time.monotonic()
@@ -184,10 +185,11 @@ def test_two_indexes_of_which_one_says_403(served: Twins, monkeypatch: pytest.Mo
     """AMD divides its packages among several indexes, and each says 403 for those of the others."""
     urls = {"rocm-core": f"http://127.0.0.1:{served.port}/page-403/simple",
             "rocm-pytorch": f"http://127.0.0.1:{served.port}/html/simple"}  # fmt: skip
-    monkeypatch.setattr(Indexes, "of_host", lambda patience: Indexes(index_urls=(), patience=patience))
+    monkeypatch.setattr(Indexes, "of_host", lambda: Indexes(index_urls=()))
+    monkeypatch.setattr(asked, "PATIENCE", QUICK)
     request = Request(target="mi300x", channel="amd", python="3.12", sdists={"rocm": "10.0.0"}, indexes=urls,
                       indexed=frozenset({"rocm"}))  # fmt: skip
-    (file,) = relock.resolve(request, previous=None, progress=QuietProgress(), patience=QUICK).files
+    (file,) = relock.resolve(request, previous=None, progress=QuietProgress()).files
     assert file.index == "rocm-pytorch"
 
 

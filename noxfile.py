@@ -1,7 +1,7 @@
-"""The sessions: each one runs a command line of the project.
+"""Nox sessions. Each session runs a command of the project.
 
-nox may come from anywhere: the project's own environment, pipx, Debian. Where its interpreter has this checkout
-installed, the sessions use that. Otherwise they share one environment under `.nox`, made by the first session.
+nox may come from the project's own environment, pipx or Debian. If nox's interpreter has this checkout installed, the
+sessions use that interpreter. Otherwise they share one environment under `.nox`, which the first session creates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import nox
 HERE = Path(__file__).resolve().parent
 TARGETS = sorted(path.stem for path in HERE.glob("images/*.yaml"))
 OLDEST = (3, 11)
-# Each set of dependencies contains the one before it; modules that show that an interpreter has it.
+# Each set of dependencies includes the previous one. The modules listed show whether an interpreter has the set.
 NEEDS = {"images": ("zstandard", "docker", "rich"), "dev": ("pytest", "mypy", "hypothesis", "kubernetes_validate")}
 MEANING = {
     1: "a check failed",
@@ -32,22 +32,24 @@ MEANING = {
     3: "the machine lacks something",
 }
 
-# The sessions use one environment, so nox makes none for each of them.
+# All sessions share one environment, so nox must not create one per session.
 nox.options.default_venv_backend = "none"
-# Newer versions of nox look for uv before every run, and say that it is not there.
+# Newer versions of nox look for uv before every run and print a message if it is missing.
 logging.getLogger("nox").addFilter(lambda record: "uv binary not found" not in record.getMessage())
 nox.options.sessions = ["lint", "tests"]
 
 
 def interpreter(session: nox.Session, extra: str = "images") -> str:
-    """The Python that has the project and its dependencies ``extra``: this one, or the shared environment's."""
+    """Return the Python that has the project and its dependencies ``extra``: this one or that of the shared
+    environment.
+    """
     if _holds(extra):
         return sys.executable
     folder, base = _base(session)
     try:
         folder.parent.mkdir(exist_ok=True)
         with Path(f"{folder}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another nox may be making it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # Another nox may be creating the environment.
             _make(session, folder, base, extra)
     except OSError as error:
         session.error(f"no environment can be made in {folder.parent}: {error.strerror}")
@@ -55,7 +57,7 @@ def interpreter(session: nox.Session, extra: str = "images") -> str:
 
 
 def _holds(extra: str) -> bool:
-    """Whether this interpreter has the checkout itself, not a copy, and its dependencies."""
+    """Whether this interpreter has the checkout installed in editable mode, with its dependencies."""
     spec = importlib.util.find_spec("primus")
     if spec is None or spec.origin is None or not Path(spec.origin).resolve().is_relative_to(HERE):
         return False
@@ -64,13 +66,15 @@ def _holds(extra: str) -> bool:
 
 
 def _base(session: nox.Session) -> tuple[Path, str]:
-    """The shared environment's folder, and the Python that it is made with: nox's own, or a newer one on PATH."""
+    """Return the folder of the shared environment and the Python to create it with: nox's own, or a newer one on
+    PATH.
+    """
     version, base = tuple(sys.version_info[:2]), sys.executable
     for minor in range(14, OLDEST[1] - 1, -1):
         if version >= OLDEST:
             break
         name = f"python3.{minor}"
-        # pyenv's commands stand on PATH for versions that are not chosen, and fail.
+        # pyenv puts commands for unselected versions on PATH; those commands fail.
         if shutil.which(name) and subprocess.run([name, "-V"], capture_output=True, check=False).returncode == 0:
             version, base = (3, minor), name
     if version < OLDEST:
@@ -79,7 +83,7 @@ def _base(session: nox.Session) -> tuple[Path, str]:
 
 
 def _make(session: nox.Session, folder: Path, base: str, extra: str) -> None:
-    """Make or complete the shared environment unless its note says that it is as pyproject.toml asks."""
+    """Create or update the shared environment, unless its stamp matches pyproject.toml."""
     note, python = folder / "made-from", folder / "bin/python"
     project = hashlib.sha256((HERE / "pyproject.toml").read_bytes()).hexdigest()
     wanted = {name: f"{HERE} {project} {name}\n" for name in NEEDS}
@@ -91,7 +95,7 @@ def _make(session: nox.Session, folder: Path, base: str, extra: str) -> None:
     else:
         session.log(f"Installing the project into {folder.relative_to(HERE)}, once")
         shutil.rmtree(folder, ignore_errors=True)
-        # virtualenv comes with nox and brings pip; Debian's venv lacks it until python3-venv is installed.
+        # virtualenv is installed with nox and brings pip. Debian's venv has no pip until python3-venv is installed.
         _install(session, sys.executable, "virtualenv", "--quiet", "--no-periodic-update", "-p", base, str(folder))
     note.unlink(missing_ok=True)
     pip = ("pip", "install", "-q", "--disable-pip-version-check")
@@ -105,14 +109,14 @@ def _install(session: nox.Session, python: str, *words: str) -> None:
 
 
 def _run(command: Iterable[str]) -> int:
-    """The exit code of a command that shares this terminal."""
+    """Run a command that shares this terminal, and return its exit code."""
     with subprocess.Popen(list(command)) as process:
         while True:
             try:
                 return process.wait()
             except KeyboardInterrupt:
-                # A terminal sends Ctrl-C to the command, too; a signal for nox alone must be passed on. Either way the
-                # command ends when it has left everything in order.
+                # A terminal sends Ctrl-C to the command, too. A signal for nox alone must be forwarded. In both
+                # cases, wait until the command has cleaned up.
                 if not _in_foreground():
                     process.send_signal(signal.SIGINT)
 
@@ -126,7 +130,7 @@ def _in_foreground() -> bool:
 
 
 def primus(session: nox.Session, *words: str, fine: tuple[int, ...] = (0,)) -> None:
-    """One `primus` command line; an exit code that is not ``fine`` fails the session with its meaning."""
+    """Run one `primus` command. An exit code that is not in ``fine`` fails the session with the meaning of the code."""
     code = _run([interpreter(session), "-m", "primus.cli.main", *words, *session.posargs])
     if code in (130, -signal.SIGINT):
         raise KeyboardInterrupt
@@ -135,7 +139,7 @@ def primus(session: nox.Session, *words: str, fine: tuple[int, ...] = (0,)) -> N
 
 
 def python(session: nox.Session, *words: str) -> None:
-    """A module of the environment for development, whether or not that is activated."""
+    """Run a module in the development environment, whether or not that environment is activated."""
     _tool(session, words[0], interpreter(session, "dev"), "-u", "-m", *words)
 
 
@@ -164,7 +168,7 @@ for _target in TARGETS:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style, types and import contracts."""
+    """Check style, types and import contracts."""
     python(session, "ruff", "check", ".")
     python(session, "ruff", "format", "--check", ".")
     python(session, "mypy", "src", "benchmarks", "noxfile.py")
@@ -173,12 +177,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Tests, those with real root file systems, engines and registries too (`-- --slow`: those that train for long)."""
+    """Run the tests, including those that need root file systems, engines and registries (`-- --slow`: also long
+    training).
+    """
     # A run without integration tests starts none of these programs.
     if "not integration" not in session.posargs:
         _tool(session, "tests/host_tools.py", interpreter(session, "dev"), "tests/host_tools.py")
-    # One worker leaves a third of two cores idle. A file's tests share what they set up, so it stays with one worker;
-    # the longest files come early by name.
+    # One worker would leave a third of two cores idle. Tests of one file share fixtures, so a file stays with one
+    # worker. The names of the longest files sort first.
     python(
         session,
         "pytest",
@@ -192,13 +198,13 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def plan(session: nox.Session) -> None:
-    """Show what a build would do, layer by layer: for every target, or for one (`-- cpu`)."""
+    """Show what a build would do, layer by layer, for every target or for one (`-- cpu`)."""
     primus(session, "plan", *([] if session.posargs else ["--all"]))
 
 
 @nox.session
 def explain(session: nox.Session) -> None:
-    """Name the inputs that changed since the last build: of every target, or of one (`-- cpu`)."""
+    """List the inputs that changed since the last build of every target or of one (`-- cpu`)."""
     primus(session, "explain", *([] if session.posargs else ["--all"]), fine=(0, 1))
 
 
@@ -210,20 +216,20 @@ def lock(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Write every generated file again (`-- --check`: fail when one differs)."""
+    """Regenerate all generated files (`-- --check`: fail if one differs)."""
     primus(session, "docs")
 
 
 @nox.session
 def clean(session: nox.Session) -> None:
-    """Free disk space: remove what no image, lock or last build needs (`-- --dry-run`: only show it)."""
+    """Free disk space: remove what no image, lock or last build needs (`-- --dry-run`: only list it)."""
     primus(session, "clean")
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure the engine against BuildKit (`-- --quick`: only see that it runs)."""
-    # A process of its own: the memory of a builder's parent shows up in the builder's own peak.
+    """Compare the engine with BuildKit (`-- --quick`: a smoke test)."""
+    # Run it in its own process: a child's peak memory starts at that of its parent.
     python(session, "benchmarks.engine", *session.posargs)
     if not session.posargs:
         python(session, "primus.cli.main", "docs")
@@ -231,21 +237,23 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(name="bench-generations")
 def bench_generations(session: nox.Session) -> None:
-    """Measure what building the AMD generations costs and shares; their files must be fetched."""
+    """Measure what building the AMD generations costs and shares. All files must be fetched before."""
     python(session, "benchmarks.generations", *session.posargs)
     python(session, "primus.cli.main", "docs")
 
 
 @nox.session(name="bench-assembly")
 def bench_assembly(session: nox.Session) -> None:
-    """Measure a whole image's assembly against `docker build`: gigabytes and many minutes (`-- cpu --repeats 1`)."""
+    """Compare the assembly of a whole image with `docker build`: gigabytes and many minutes (`-- cpu --repeats 1`)."""
     python(session, "benchmarks.assembly", *session.posargs)
     python(session, "primus.cli.main", "docs")
 
 
 @nox.session(name="bench-launcher")
 def bench_launcher(session: nox.Session) -> None:
-    """Measure how fast `primus train` starts against torchtitan alone, in the cpu image (`-- --repeats 1`: a look)."""
+    """Compare the start-up of `primus train` with torchtitan alone, in the cpu image (`-- --repeats 1`: a quick
+    look).
+    """
     python(session, "benchmarks.launcher", *session.posargs)
     if not session.posargs:
         python(session, "primus.cli.main", "docs")

@@ -1,6 +1,6 @@
 """Free disk space: find what no image, build or lock of a workspace needs, and remove it.
 
-Nothing in a workspace is input, so a file that is removed by mistake costs time, never a result.
+A workspace contains no input, so removing a file by mistake costs time but never a result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PARTIAL = ".tmp"
 
 @dataclass(frozen=True, kw_only=True)
 class Waste:
-    """Files and folders of one kind that nothing needs, and their size on disk in bytes."""
+    """Files and folders of one kind that nothing needs, with their size on disk in bytes."""
 
     kind: str
     paths: tuple[Path, ...]
@@ -44,11 +44,11 @@ def find_waste(
 ) -> list[Waste]:
     """Return what can be removed, in the order in which it is safe to remove it.
 
-    ``locked`` are the SHA-256 hashes of the files in all locks, ``without`` the names of images that shall go, too.
-    ``caches`` adds what the images do not consist of: downloaded files, unpacked layers, findings of gates. A later
-    command makes or downloads them again.
+    ``locked`` are the SHA-256 hashes of the files in all locks. ``without`` are the names of images to remove as
+    well. ``caches`` adds downloaded files, unpacked layers and results of gates, which a later command downloads or
+    creates again.
 
-    Raises HostError if the index, a manifest or a configuration is damaged: the layers it needs are then unknown.
+    Raises HostError if the index, a manifest or a config is damaged, because the layers it needs are then unknown.
     """
     store = workspace.store
     needed = _needed(store, without)
@@ -70,7 +70,7 @@ def find_waste(
         "downloaded files": [p for p in _inside(workspace.files.root / "sha256") if p.name not in files],
         "findings of gates": [p for p in _inside(workspace.facts) if p.name.partition("-")[0] not in judged],
         "logs": [p for p in _inside(workspace.logs) if p.stem.rpartition("-")[2] not in logs],
-        # `primus verify` was killed, or was told to keep a store that differs.
+        # `primus verify` was killed, or was asked to keep a store that differs.
         "stores of verify": [p for p in _inside(folder) if p.name.startswith("verify-")],
     }
     if caches:
@@ -84,9 +84,10 @@ def find_waste(
 
 
 def remove(waste: Sequence[Waste]) -> None:
-    """Remove the files. An interrupt leaves a valid store: a record goes before the blobs that it names.
+    """Remove the files. An interrupt leaves a valid store, because a record is removed before the blobs that it
+    names.
 
-    Raises OSError or HostError when a file cannot be removed.
+    Raises OSError or HostError if a file cannot be removed.
     """
     for one in waste:
         for path in one.paths:
@@ -98,7 +99,7 @@ def remove(waste: Sequence[Waste]) -> None:
 
 def _remove_tree(path: Path) -> None:
     if path.suffix != _PARTIAL:
-        # A layer's folder without this suffix counts as unpacked whole.
+        # A layer's folder without this suffix is unpacked completely.
         partial = path.with_name(f"{path.name}{_PARTIAL}")
         userns.remove(partial)
         path = path.rename(partial)
@@ -147,12 +148,12 @@ def _hex(digest: str) -> str:
 
 
 def _size(path: Path, seen: set[tuple[int, int]]) -> int:
-    """The bytes that the tree takes on disk, each inode once."""
+    """Return the bytes that the tree uses on disk; each inode counts once."""
     try:
         status = path.lstat()
         inside = sorted(path.iterdir()) if path.is_dir() and not path.is_symlink() else []
     except OSError:
-        return 0  # of another user, or gone
+        return 0  # owned by another user, or gone
     if (status.st_dev, status.st_ino) in seen:
         return 0
     seen.add((status.st_dev, status.st_ino))

@@ -1,4 +1,4 @@
-"""Two images that should be one: the first layer and the first file that differ."""
+"""The first layer and file in which two builds of the same image differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from primus.oci.store import Store
 
 
 def first_difference(one: tuple[Store, Built], other: tuple[Store, Built]) -> str | None:
-    """One sentence on where the images part, or None when they are the same bytes."""
+    """Return one sentence that names the first difference between the images, or None if they have the same bytes."""
     (store_a, a), (store_b, b) = one, other
     if a.digest == b.digest:
         return None
@@ -39,7 +39,7 @@ def _first_path(one: Iterator[tuple[str, str]], other: Iterator[tuple[str, str]]
 
 
 def _members(store: Store, digest: str) -> Iterator[tuple[str, str]]:
-    """(path, what it is) of every entry of a layer blob, in its order."""
+    """Yield the path and a description of every entry of a layer blob, in its order."""
     with (
         store.blob_path(digest).open("rb") as raw,
         _plain(raw) as stream,

@@ -1,4 +1,4 @@
-"""Run one action: make its layer or its wheel, and record it. :mod:`primus.build.kinds` does what differs by kind."""
+"""Run one action: create its layer or wheel, and record it. :mod:`primus.build.kinds` has the code for each kind."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Workshop:
 
     @property
     def files(self) -> FileCache:
-        """The fetched files."""
+        """The cache of fetched files."""
         return self.workspace.files
 
     def run(self, action: Action) -> bool:
-        """Run the action unless another builder just did; True when it ran here.
+        """Run the action, unless another builder has just done so. Returns True if it ran here.
 
-        A second builder of the same action waits for the first and takes its result.
+        A second builder of the same action waits for the first one and uses its result.
         """
         store = self.workspace.store
         with store.lock(action.key):
@@ -55,7 +55,7 @@ class Workshop:
                 with self._verified(action), store.folder("work") as scratch:
                     made = load(action.kind).make(action, self, scratch)
             except InputError as error:
-                # A file that a pin asks for is wrong, so the pin's line is the place to change.
+                # A file that a pin requests is wrong, so report the pin's line.
                 where = error.where or next((i.where for i in action.inputs if i.where), None)
                 raise InputError(f"{action.name}: {error.message}", where=where, hint=error.hint) from None
             record = {"name": action.name, "kind": action.kind}
@@ -87,29 +87,33 @@ class Workshop:
         return Made(layer=layer, watch=watch)
 
     def done(self, action: Action) -> bool:
-        """Whether the action's outcome is in the store."""
+        """Whether the store has the action's result."""
         if action.makes_layer:
             return self.workspace.store.layer(action.key) is not None
         record = self.workspace.store.record("actions", action.key)
         return record is not None and self.files.has(record["wheel"]["sha256"], record["wheel"]["size"])
 
     def file(self, file: LockedFile) -> Path:
-        """Where a fetched file lies."""
+        """Return the path of a fetched file."""
         return self.files.path(file.sha256)
 
     def read_by(self, action: Action) -> tuple[LockedFile, ...]:
-        """The locked files that the action reads, and for ``wheels`` those that ``build`` actions made."""
+        """Return the locked files that the action reads; for ``wheels``, also the wheels that ``build`` actions
+        created.
+        """
         return (*action.files, *self._built(action)) if action.kind == "wheels" else action.files
 
     @contextlib.contextmanager
     def _verified(self, action: Action) -> Iterator[None]:
-        """Verify the fetched files that the action reads, and afterwards that nobody has written to them meanwhile."""
+        """Verify the fetched files that the action reads, before and after the action, in case they are changed
+        meanwhile.
+        """
         marks: dict[str, tuple[int, ...]] = {}
         for file in self.read_by(action):
             marks[file.sha256] = self.files.mark(file.sha256)
             self._verify(file)
         yield
-        # apt compares each package of a root file system with its hash as it takes it, and links change its inode.
+        # apt compares each package with its hash as it reads it, and hard links change the inode's times.
         if action.kind != "debs" or "over" in action.spec:
             for file in self.read_by(action):
                 if self.files.mark(file.sha256) != marks[file.sha256]:
@@ -132,14 +136,14 @@ class Workshop:
             yield LockedFile(kind="wheel", name=str(needed.spec["package"]), version="", **wheel)
 
     def layer(self, action: Action) -> Layer:
-        """The layer that the action made. Raises HostError when the store lost it."""
+        """Return the layer that the action created. Raises HostError if it is no longer in the store."""
         layer = self.workspace.store.layer(action.key)
         if layer is None:
             raise HostError(f"the layer of {action.name} is not in the store", hint="build again")
         return layer
 
     def log(self, action: Action) -> Path:
-        """Where the output of the action's commands goes."""
+        """Return the path of the log of the action's commands."""
         folder = self.workspace.logs
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"{action.name.replace(' ', '-')}-{action.key[:12]}.log"

@@ -1,4 +1,4 @@
-"""Memory that the C library keeps although nothing uses it, asked back. Where it is not glibc nothing happens."""
+"""Return freed memory that the C library holds on to. Does nothing on systems without glibc."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _M_ARENA_MAX = -8
 
 
 def share() -> None:
-    """Let threads allocate from the main thread's heap, as far as they have none yet.
+    """Make threads that have no heap yet allocate from the main thread's heap.
 
-    Each would get its own, and the last free piece of those, tens of megabytes, is never given back.
+    Otherwise each thread gets its own heap, whose last free block, tens of megabytes, is never returned.
     """
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_M_ARENA_MAX, 1)
 
 
 def give_back() -> None:
-    """Return what was freed to the system: a layer's buffers, once per thread."""
+    """Return freed memory to the system, such as the layer buffers of finished threads."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

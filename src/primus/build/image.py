@@ -1,4 +1,4 @@
-"""What an image in the store is: its config and manifest over layers, and the record of how it was built."""
+"""An image in the store: its config, its manifest, and the record of how it was built."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from primus.plan.action import ImagePlan
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to build. ``locked``: a stale lock is an error. ``offline``: use downloaded files only. ``rehash``: read all
-    files and layers again. ``engine``: what runs build actions. ``quiet``: show no progress.
+    """Options of a build.
+
+    ``locked``: a stale lock is an error. ``offline``: use downloaded files only. ``rehash``: read all files and
+    layers again. ``engine``: the engine that runs build actions. ``quiet``: show no progress.
     """
 
     locked: bool = False
@@ -27,8 +29,8 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLine:
-    """One row of the summary: sizes in bytes, seconds as this build spent them (0 when reused); ``left_out`` is
-    what stayed out, since it is for other GPUs.
+    """One row of the summary. Sizes are in bytes; ``seconds`` is the time this build spent on the layer (0 if
+    reused); ``left_out`` counts GPU code for other GPUs that the layer does not contain.
     """
 
     name: str
@@ -42,8 +44,10 @@ class LayerLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """An image in the store. ``content`` is the config's digest: it does not depend on how layers are compressed.
-    ``failed`` are the gates that it failed, a sentence each.
+    """An image in the store.
+
+    ``content`` is the config's digest, which does not depend on how layers are compressed. ``failed`` has one
+    sentence for each gate that the image failed.
     """
 
     target: str
@@ -62,7 +66,9 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """An image without a name: all its layers are in the store, and these are the bytes of its config and manifest."""
+    """An image without a name. All its layers are in the store; the fields hold the bytes of its config and
+    manifest.
+    """
 
     plan: ImagePlan
     layers: tuple[Layer, ...]
@@ -71,7 +77,7 @@ class Composed:
 
     @property
     def digest(self) -> str:
-        """The manifest's digest, by which the image is known."""
+        """The digest of the manifest, which identifies the image."""
         return canonical.digest_of(self.manifest)
 
     @property
@@ -81,13 +87,16 @@ class Composed:
 
 
 def judged_by(plan: ImagePlan, rules: str) -> str:
-    """What the verdict on an image depends on besides its bytes: the gates' code, and the limits of the target."""
+    """Return what the verdict on an image depends on besides its bytes: the gates' code and the limits of the
+    target.
+    """
     return f"{rules} budget {plan.resolved.budget_gb} arch {plan.resolved.arch}"
 
 
 def current(store: Store, plan: ImagePlan, judged: str | None = None) -> Built | None:
-    """The image if the store holds exactly this plan's, whole; the no-op build ends here. With ``judged`` only when
-    the gates of this mark judged it.
+    """Return the image if the store holds all of this plan's image, else None. A no-op build ends here.
+
+    With ``judged``, the image must have been judged by the gates with this hash.
     """
     state = store.record("targets", plan.state)
     if state is None or state.get("key") != plan.key:
@@ -97,7 +106,7 @@ def current(store: Store, plan: ImagePlan, judged: str | None = None) -> Built |
     try:
         return _current(store, plan, state)
     except (KeyError, TypeError, ValueError):
-        # A record that another version wrote is like none.
+        # Treat a record written by another version as missing.
         return None
 
 
@@ -124,7 +133,7 @@ def _current(store: Store, plan: ImagePlan, state: Mapping[str, Any]) -> Built |
 
 
 def compose(store: Store, plan: ImagePlan) -> Composed | None:
-    """The image of the plan, or None when one of its layers is not in the store."""
+    """Return the image of the plan, or None if one of its layers is not in the store."""
     found = [store.layer(action.key) for action in plan.layers]
     layers = tuple(layer for layer in found if layer is not None)
     if len(layers) < len(found):

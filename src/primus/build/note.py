@@ -1,4 +1,4 @@
-"""The note that a build leaves, so that the next one can answer from it; see :mod:`primus.build.unchanged`."""
+"""The note that a build writes so that the next build can answer from it; see :mod:`primus.build.unchanged`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _MARGIN_NS = 50_000_000
 
 
 def remember(workspace: Workspace, plan: ImagePlan, built: Built, name: str, began_ns: int) -> None:
-    """Leave the note for a build whose planning began at ``began_ns`` (wall clock), or none when a file it read
-    was touched since, or too shortly before. ``name`` is what the image is called in the answer.
+    """Write the note for a build whose planning began at ``began_ns`` (wall clock).
+
+    Writes no note if a file that the build read was modified since then or shortly before. ``name`` is the image's
+    name in the answer.
     """
     read = [list(_files(plan.resolved)), *_trees(plan), list(_engine())]
     path = note_path(str(plan.resolved.root), plan.target)
@@ -49,22 +51,22 @@ def _files(resolved: ResolvedTarget) -> Iterable[str]:
 
 
 def _trees(plan: ImagePlan) -> Iterable[list[str]]:
-    """Files and folders of each local tree."""
+    """Yield the files and folders of each local tree."""
     for action in plan.actions():
         if action.tree:
             yield [*(f"{action.root}/{name}" for name, _, _ in action.tree), *_folders(action.root)]
 
 
 def _folders(root: str) -> Iterable[str]:
-    """Every folder of a tree: an added or removed file changes its folder's time."""
+    """Yield every folder of a tree. Adding or removing a file changes its folder's mtime."""
     for folder, names, _ in os.walk(root):
         names[:] = [name for name in names if name not in ("__pycache__", ".git")]
         yield folder
 
 
 def _engine() -> Iterable[str]:
-    """The code and the table that plan and judge, and the compressor: with another of them the same files give another
-    answer.
+    """Yield the files of the code and the GPU table that plan and judge, and the compressor: if they change, the
+    same inputs may give another image.
     """
     for name in ("plan", "build", "build/kinds", "oci", "gpucode", "versions", "gpus", "gates", "gates/rules"):
         folder = f"{os.path.dirname(os.path.dirname(__file__))}/{name}"

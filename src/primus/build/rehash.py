@@ -1,4 +1,4 @@
-"""Compare everything that a store holds with its hashes; what differs leaves the store and is built again."""
+"""Compare everything in a store with its hashes. Damaged blobs are removed, and the next build recreates them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from primus.plan.action import Action
 
 
 def find_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
-    """One sentence per fault found and removed; afterwards everything in the store is what its name says.
+    """Yield one sentence per damaged blob, and remove it. Afterwards all remaining blobs match their digests.
 
-    Reads every blob that an image of ``index.json`` or one of ``actions`` needs: manifests, configs, layers and lists
-    of paths. Layers of local folders are also compared with the hashes of the files in their keys.
+    Reads every blob that an image of ``index.json`` or one of ``actions`` needs: manifests, configs, layers and
+    lists of paths. Layers of local folders are also compared with the file hashes in their keys.
     """
     try:
         images = store.images()
@@ -44,7 +44,7 @@ def find_damage(store: Store, actions: Iterable[Action]) -> Iterator[str]:
 
 
 def _fault(store: Store, digest: str, faults: dict[str, str | None]) -> str | None:
-    """What is wrong with the blob, which then has left the store; each blob is read once."""
+    """Return what is wrong with the blob, and remove it from the store. Each blob is read once."""
     if digest not in faults:
         faults[digest] = store.check(digest)
         if faults[digest]:
@@ -55,13 +55,13 @@ def _fault(store: Store, digest: str, faults: dict[str, str | None]) -> str | No
 def _blobs(store: Store, manifest: str, faults: dict[str, str | None]) -> list[str]:
     if _fault(store, manifest, faults):
         return [manifest]
-    # Its bytes are those that were written, so its shape is, too.
+    # Its bytes are those that were written, so its structure is valid, too.
     data: dict[str, Any] = json.loads(store.read(manifest))
     return [str(entry["digest"]) for entry in (data["config"], *data["layers"])]
 
 
 def _differs(store: Store, action: Action, layer: Layer) -> str | None:
-    """The first file of a layer made of a local folder that is not the one in its key."""
+    """Return the first file of a local folder's layer whose hash is not the one in the action's key."""
     wanted = {name: value for name, kind, value in action.tree if kind != "link"}
     if not wanted or action.kind != "files":
         return None

@@ -1,4 +1,4 @@
-"""Run a command of an action in the root file system that earlier actions made."""
+"""Run a command of an action in the root file system that other actions created."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def prepare(shop: Workshop) -> None:
-    """Check that this machine can isolate a command. Raises HostError with what is missing."""
+    """Check that this machine can isolate a command. Raises HostError that names what is missing."""
     choose(shop.engine, shop.progress.say).prepare_host()
 
 
@@ -34,9 +34,9 @@ def run(
     what: str,
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Run ``argv`` on the layers of the action's tools, without network; ``outputs`` is /out inside.
+    """Run ``argv`` on the layers of the action's tools, without network. ``outputs`` is mounted at /out.
 
-    Raises CheckFailed with the end of the log when the command fails, HostError when the disk is full.
+    Raises CheckFailed with the end of the log if the command fails, HostError if the disk is full.
     """
     log = shop.log(action)
     code = run_isolated(
@@ -55,7 +55,9 @@ def run(
 
 
 def own_code(action: Action, name: str, path: Path, scratch: Path) -> Path:
-    """A copy of a file of this package that runs in the sandbox, with the bytes that the action's key names."""
+    """Copy a file of this package to ``scratch`` to run it in the sandbox. Its bytes are those that the action's
+    key names.
+    """
     data = path.read_bytes()
     if f"sha256:{hashlib.sha256(data).hexdigest()}" not in (i.value for i in action.inputs if i.name == name):
         raise CheckFailed(f"{path} changed while the build read it", hint="build again")

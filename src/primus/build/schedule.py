@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
 
 class Gates(Protocol):
-    """What an image must pass before its name points to it. ``mark`` changes with the rules."""
+    """The checks that an image must pass before a name points to it. ``mark`` is a hash of their code."""
 
     mark: str
 
     def watch(self) -> Watch:
-        """Someone to see a layer while it is written."""
+        """Return an observer that examines a layer while it is written."""
 
     def look(self, layer: Layer, watch: Watch | None) -> None:
-        """Take note of a layer that the build just made; ``watch`` saw it, if anyone did."""
+        """Examine a layer that the build has just created. ``watch``, if given, has already seen its bytes."""
 
     def judge(self, image: Composed) -> tuple[str, ...]:
-        """The failed gates, a sentence each; raises CheckFailed when the image must not get its name."""
+        """Return one sentence for each failed gate. Raises CheckFailed if the image must not get its name."""
 
     def close(self) -> None:
-        """The build is over."""
+        """Release all resources. Called when the build ends."""
 
 
 def build_images(
@@ -62,11 +62,12 @@ def build_images(
     gates: Callable[[Workspace, Progress], Gates] | None,
     options: Options,
 ) -> list[Built]:
-    """Make every image of ``plans``; independent actions side by side, each blob once. ``gates`` judge each image
-    before it gets its name; None lets any pass.
+    """Build the images of ``plans``. Independent actions run in parallel, and each blob is built once.
 
-    Raises InputError for a recipe that does not load, CheckFailed for a failed action or a refused image, HostError for
-    a source, disk or sandbox that fails.
+    ``gates`` judge each image before it gets its name; None accepts all images.
+
+    Raises InputError for a recipe that does not load, CheckFailed for a failed action or a rejected image,
+    HostError for a failing source, disk or sandbox.
     """
     store = workspace.store
     store.prepare()
@@ -103,8 +104,10 @@ def build_images(
 
 
 def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], options: Options) -> Sequence[ImagePlan]:
-    """Fetch what the plans still lack; returns the plans, new ones where a file was gone and had to be locked again."""
-    # Seam "sources": the network's libraries take a third of the start of a build that fetches nothing.
+    """Fetch the missing files. Returns the plans; if a source no longer has a file, its target is locked and
+    planned again.
+    """
+    # Seam "sources": the network libraries take a third of the start-up time of a build that fetches nothing.
     from primus.fetch.files import GoneError, fetch
     from primus.versions.sources import Sources
 
@@ -132,7 +135,7 @@ def _fetch(workshop: Workshop, plans: Sequence[ImagePlan], options: Options) -> 
 
 
 def _relock(workshop: Workshop, plans: Sequence[ImagePlan], gone: Sequence[LockedFile]) -> list[ImagePlan]:
-    """Resolve again what no source has any more, and plan anew."""
+    """Lock again the targets whose files no source has any more, and plan them again."""
     progress = workshop.progress
     progress.say(f"! no source has {', '.join(f.label for f in gone)} any more; locking again")
     result = []
@@ -145,7 +148,9 @@ def _relock(workshop: Workshop, plans: Sequence[ImagePlan], gone: Sequence[Locke
 
 
 def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:
-    """Actions that must run, each once, those needed first. What is needed only by done work is not run."""
+    """Return the actions to run, dependencies first and each once. Actions that only finished actions depend on are
+    skipped.
+    """
     wanted: dict[str, Action] = {}
     for plan in plans:
         for action in reversed(plan.actions()):
@@ -157,12 +162,12 @@ def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[
 
 
 def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
-    """Run the actions, independent ones side by side; returns the keys of those done here.
+    """Run the actions, independent ones in parallel, and return the keys of those that ran here.
 
-    The first failure stops what has not begun; what was finished stays.
+    After the first failure, no further action starts; finished actions are kept.
     """
-    # Hashing and compressing wait for the interpreter a thousand times per gigabyte, behind gates that search text: for
-    # up to 5 ms each time, if it were not told.
+    # Hashing and compressing acquire the GIL a thousand times per gigabyte and compete with gates that search text.
+    # With the default switch interval, each time takes up to 5 ms.
     sys.setswitchinterval(0.0005)
     waiting = {a.key: a for a in actions}
     done_here: set[str] = set()
@@ -173,7 +178,7 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
             while waiting or running:
                 busy = set(running.values()) | set(waiting)
                 ready = [a for a in waiting.values() if not any(n.key in busy for n in (*a.needs, *a.tools))]
-                # The largest first: the long pole decides the whole.
+                # Start the largest action first, since it decides how long the build takes.
                 for action in sorted(ready, key=lambda a: -sum(f.size for f in a.files)):
                     del waiting[action.key]
                     running[pool.submit(workshop.run, action)] = action.key
@@ -182,12 +187,13 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
                     key = running.pop(future)
                     if future.result():
                         done_here.add(key)
-                # What runs in the sandbox next needs it.
+                # Free memory for the next action in the sandbox.
                 heap.give_back()
         except BaseException:
             for future in running:
                 future.cancel()
-            # Ctrl-C reaches only the main thread, and the pool waits for its workers. One may just be starting another.
+            # Ctrl-C reaches only the main thread, while the pool waits for its workers. A worker may be about to
+            # start another process.
             while wait(running, timeout=0.2).not_done:
                 stop_all()
             raise
@@ -195,15 +201,16 @@ def run_actions(workshop: Workshop, actions: Sequence[Action]) -> set[str]:
 
 
 def assemble(store: Store, plan: ImagePlan, built: set[str], gates: Gates | None) -> Built:
-    """Overlap rule, gates, config, manifest; then the name. All layers must be in the store.
+    """Check overlaps and run the gates, write config and manifest, then tag the image. All layers must be in the
+    store.
 
-    Raises CheckFailed when layers overlap or the gates refuse the image; the name then is as before.
+    Raises CheckFailed if layers overlap or the gates reject the image; the tag then stays unchanged.
     """
     image = compose(store, plan)
     if image is None:
         raise CheckFailed(f"a layer of {plan.ref} was removed from the store while it was in use", hint="build again")
     pairs = list(zip(plan.layers, image.layers, strict=True))
-    # Most changes keep the paths of every layer, and the lists of a whole image are long.
+    # Most changes keep the paths of all layers, and the path lists of a whole image are long.
     apart = [[a.kind == "image", layer.paths] for a, layer in pairs]
     if (store.record("targets", plan.state) or {}).get("apart") != apart:
         paths = [(a, read_paths(store, layer)) for a, layer in pairs]

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.versions.lock import LockedFile
 
-# Measured on the images of this repository, rounded down, so that no build is refused that would fit: a layer has at
-# least this part of the bytes of its packages, and a base is unpacked once and packed into a tar once.
+# Measured on the images of this repository and rounded down, so that no build that would fit is refused. A layer is
+# at least this fraction of the size of its packages; a base is unpacked once and written to a tar once.
 _LAYER, _BASE_SCRATCH = 0.8, 5
 _NO_SPACE = (b"No space left on device", b"Disk quota exceeded", b"You don't have enough free space in")
 
 
 def require_space_for(workspace: Workspace, todo: Sequence[Action], absent: Iterable[LockedFile]) -> None:
-    """Raise HostError when ``todo``, with ``absent`` files still to be fetched, needs more space than is free."""
+    """Raise HostError if ``todo`` and the files in ``absent``, which must be fetched, need more space than is free."""
     bases = [action for action in todo if action.kind == "debs" and "over" not in action.spec]
     scratch = max((_BASE_SCRATCH * sum(f.size for f in action.files) for action in bases), default=0)
     require_space(
@@ -37,7 +37,7 @@ def require_space_for(workspace: Workspace, todo: Sequence[Action], absent: Iter
 
 
 def require_space(needs: Iterable[tuple[Path, int]]) -> None:
-    """Raise HostError when a file system has less free space than the bytes that all paths on it need."""
+    """Raise HostError if a file system has less free space than all paths on it need. ``needs`` are paths and bytes."""
     wanted: dict[int, int] = {}
     places: dict[int, Path] = {}
     for path, size in needs:
@@ -57,7 +57,9 @@ def require_space(needs: Iterable[tuple[Path, int]]) -> None:
 
 
 def disk_is_full(log: Path, *places: Path) -> HostError | None:
-    """The error for a tool that failed because the disk is full, by the end of its log or by the disk itself."""
+    """Return an error if a tool failed because the disk is full, judging by the end of its log or by the disk
+    itself.
+    """
     full = next((place for place in places if place.exists() and os.statvfs(place).f_bavail == 0), None)
     try:
         with log.open("rb") as stream:

@@ -1,10 +1,10 @@
-"""The shortest way to "nothing to do": since the last build nothing it read and nothing it made was touched.
+"""The fast path of a no-op build: no file that the last build read or wrote has been modified.
 
-A no-op build is mostly start-up, and most of that is imports. So a build that ends leaves a note: the size, times,
-inode and mode of every file and folder it read (pins, target, lock, local trees, the engine's own code) and of every
-blob it made, and the image's name and digest. While all of them are as noted, planning anew would give the same
-plan; any difference only leads to the plan. The note trusts what git's index trusts, and like it refuses files
-touched after the build began. Imports stay at the bare minimum on purpose.
+A no-op build is mostly start-up time, most of which is imports. Therefore, each build writes a note: size, times, inode
+and mode of every file and folder that it read (pins, target, lock, local trees, the engine's own code) and of every
+blob that it wrote, and the image's name and digest. If nothing differs from the note, planning would give the same
+plan. Any difference only leads to planning. The note relies on what git's index relies on and, like git, rejects files
+modified after the build began. Imports are kept to a minimum on purpose.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-# As in the module stat, which costs an import.
+# As in the module stat, which would cost an import.
 _TYPE, _REGULAR = 0o170000, 0o100000
 
 
 def nothing_to_do(words: Sequence[str]) -> bool:
-    """Answer ``primus build WORDS`` from the notes of its targets, if they all still hold; False leaves it undone.
+    """Answer ``primus build WORDS`` from the notes of its targets if all notes are valid; otherwise return False.
 
-    Options that cannot change the answer are understood, any other word that is not a target takes the long way.
+    Accepts options that cannot change the answer. Any other word that is not a target returns False.
     """
     begin = time.monotonic()
     targets, places = _parse(words)
@@ -41,7 +41,7 @@ def nothing_to_do(words: Sequence[str]) -> bool:
     for target in targets:
         try:
             note = _note(note_path(root, target))
-            # Targets share most of what they read: each group is looked at once.
+            # Targets share most of the files they read, so each group is checked once.
             groups = {(paths, marks) for paths, marks in note["groups"]} - seen
             if note["store"] != store or any(marks != marks_of(paths) for paths, marks in groups):
                 return False
@@ -54,9 +54,9 @@ def nothing_to_do(words: Sequence[str]) -> bool:
 
 
 def say_unchanged(images: Sequence[tuple[str, str]], seconds: float) -> None:
-    """Say of each image (its name, its digest) that there is nothing to do: one line, which ends in the digest.
+    """Report for each image (name, digest) that there is nothing to do, in one line that ends with the digest.
 
-    The digest alone goes to standard output. Where that leads elsewhere than standard error, each gets a line.
+    Only the digest goes to standard output. If standard output and standard error differ, each gets a line.
     """
     end = "  " if _one_stream() else "\n"
     for name, digest in images:
@@ -67,7 +67,7 @@ def say_unchanged(images: Sequence[tuple[str, str]], seconds: float) -> None:
 
 
 def _one_stream() -> bool:
-    """Whether standard output and standard error are one terminal, file or pipe."""
+    """Whether standard output and standard error are the same terminal, file or pipe."""
     try:
         out, err = os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):
@@ -76,7 +76,7 @@ def _one_stream() -> bool:
 
 
 def _parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Targets and the places given; no targets when there is a word this module does not know."""
+    """Return targets and path options; no targets if there is a word that this module does not know."""
     targets: dict[str, None] = {}
     places: dict[str, str] = {}
     rest = iter(words)
@@ -103,8 +103,10 @@ def _absolute(path: str) -> str:
 
 
 def _note(path: str) -> Any:
-    """What :func:`primus.files.read_sealed` reads, without its imports; ValueError for a damaged note."""
-    # A pipe in its place must not be waited for, and a device may have no end.
+    """Read what :func:`primus.files.read_sealed` would read, without its imports. Raises ValueError for a damaged
+    note.
+    """
+    # A pipe would block, and a device may be endless.
     if os.stat(path).st_mode & _TYPE != _REGULAR:
         raise ValueError("the note is not a regular file")
     with open(path, "rb") as stream:
@@ -115,12 +117,12 @@ def _note(path: str) -> Any:
 
 
 def note_path(root: str, target: str) -> str:
-    """Where the note of a target lies."""
+    """Return the path of a target's note."""
     return f"{root}/.primus/cache/unchanged-{target}.json"
 
 
 def marks_of(paths: str) -> str:
-    """One text for size, times, inode and mode of all the paths (one per line)."""
+    """Return size, times, inode and mode of all paths (one per line) as one text."""
     lstat = os.lstat
     return " ".join(
         f"{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}.{s.st_ino}.{s.st_mode}" for s in map(lstat, paths.split("\n"))

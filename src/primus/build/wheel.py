@@ -1,7 +1,7 @@
-"""A wheel → entries of a layer, straight from the archive (PEP 427), as pip would have laid them out.
+"""A wheel → the entries of a layer, read from the archive (PEP 427) and laid out as pip would install them.
 
-Scripts get the interpreter of the image's environment, ``entry_points.txt`` becomes console scripts, ``INSTALLER``
-and ``RECORD`` are written so that pip inside the image lists and removes the package.
+Scripts get the interpreter of the image's environment, and ``entry_points.txt`` becomes console scripts. ``INSTALLER``
+and ``RECORD`` let pip in the image list and remove the package.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from primus.versions.components import normalised
 
 _UNIX = 3
 _READ = 1 << 19
-# Its types say that it were an instance.
+# Its type stubs declare it as an instance.
 _INFLATE_ERROR = cast("type[Exception]", igzip_lib.error)
-# The header before a file's bytes; the lengths of its name and of its further fields come last (APPNOTE 4.3.7).
+# The header before a file's bytes; it ends with the lengths of its name and of its extra fields (APPNOTE 4.3.7).
 _HEADER = struct.Struct("<4s22xHH")
 _MOST_TEXT = 64 << 20
 _OBJECT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -48,17 +48,20 @@ if __name__ == "__main__":
 
 
 def wheel_entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str] = ()) -> Iterator[Entry]:
-    """The wheel's files as entries, sources still in the archive; ``file_name`` is the wheel's real name.
+    """Yield the wheel's files as entries, whose bytes are still in the archive. ``file_name`` is the wheel's
+    original name.
 
-    Its folders that ``without`` names are left out, of its ``RECORD`` too. Raises InputError when the archive is no
-    wheel or holds what may not enter an image, CheckFailed when it has no folder to leave out.
+    Folders in ``without`` are left out, also of ``RECORD``.
+
+    Raises InputError if the archive is not a wheel or contains paths that an image may not contain, CheckFailed if
+    a folder in ``without`` does not exist.
     """
     try:
         yield from _entries(path, file_name, prefix, without)
     except InputError as error:
         raise InputError(f"the wheel {file_name} cannot be used: {error.message}", hint="pin another wheel") from None
     except (zipfile.BadZipFile, configparser.Error, csv.Error, zlib.error, KeyError, ValueError) as error:
-        # Of names and texts that a wheel must have: KeyError's text is the missing file in quotes.
+        # For the names and texts that a wheel must have, KeyError's text is the missing file in quotes.
         raise InputError(f"the wheel {file_name} cannot be used: {error}", hint="pin another wheel") from None
     except (NotImplementedError, RuntimeError, EOFError) as error:
         raise InputError(f"the wheel {file_name} cannot be read: {error}", hint="pin another wheel") from None
@@ -105,10 +108,12 @@ def _entries(path: Path, file_name: str, prefix: Prefix, without: Collection[str
 
 
 def _members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInfo]:
-    """The archive's files. InputError for entries that may not enter an image, ValueError for a decompression bomb."""
+    """Return the archive's files. Raises InputError for entries that an image may not contain, ValueError for a
+    decompression bomb.
+    """
     files = [i for i in archive.infolist() if not i.is_dir()]
     for info in files:
-        # zipfile has turned what Windows calls a path into one already.
+        # zipfile has already converted Windows paths.
         if fault := path_fault(info.filename) or path_fault(info.orig_filename):
             raise InputError(f"the path {info.orig_filename[:200]!r} in it cannot be in an image: {fault}")
         kind = stat.S_IFMT(info.external_attr >> 16)
@@ -122,7 +127,7 @@ def _members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInfo]:
 
 
 def _text(archive: zipfile.ZipFile, name: str) -> bytes:
-    """A file of text. KeyError when there is none, ValueError when it is too large to be one."""
+    """Return a text file. Raises KeyError if it does not exist, ValueError if it is too large."""
     if archive.getinfo(name).file_size > _MOST_TEXT:
         raise ValueError(f"{name} is larger than {_MOST_TEXT >> 20} MiB")
     return archive.read(name)
@@ -205,7 +210,7 @@ class _Member:
         self._file.seek(info.header_offset + _HEADER.size + name + more)
 
     def read(self, size: int) -> bytes:
-        """At most ``size`` bytes; none at the end."""
+        """Return at most ``size`` bytes; none at the end."""
         if not self._left:
             return b""
         data = self._next(min(size, self._left))
@@ -244,7 +249,7 @@ class _Member:
 
 
 def open_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
-    """The bytes of one file of the archive."""
+    """Open one file of the archive."""
     if info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) and not info.flag_bits & 1:
         return cast("IO[bytes]", _Member(Path(str(archive.filename)), info))
     return archive.open(info)

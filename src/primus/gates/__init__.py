@@ -1,1 +1,1 @@
-"""Rules that a finished image must keep, read off its layers: what is inside, not what was asked for."""
+"""Rules that a finished image must satisfy, checked against the contents of its layers, not against the pins."""

@@ -1,7 +1,7 @@
-"""The gates of a build: which images get their name.
+"""The gates of a build decide which images get their name.
 
-Layers are looked into aside: those that the build makes while they are written, others while it runs. A release that
-fails a gate gets no name; a preview gets its own, and the build says what it failed.
+Worker threads examine the layers: new layers while they are written, cached layers while the build runs. A release that
+fails a gate gets no name. A preview gets its name, and the build reports the failed gates.
 """
 
 from __future__ import annotations
@@ -31,31 +31,33 @@ if TYPE_CHECKING:
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
-# One for each builder (see run_actions), which waits for the one that looks at its layer.
+# One for each builder thread (see run_actions), which waits for the thread that examines its layer.
 _READERS = max(2, os.cpu_count() or 2)
 
 
 class Gatekeeper:
-    """Judges the images of one build; ``mark`` names the rules it does so by."""
+    """Judges the images of one build. ``mark`` is the hash of the gates' code; a verdict is valid only for the same
+    hash.
+    """
 
     def __init__(self, workspace: Workspace, progress: Progress) -> None:
         self.mark = rules()
         self._workspace = workspace
         self._progress = progress
-        # Starts no thread before there is something to look into.
+        # The pool starts no thread before the first submission.
         self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="gates")
         self._facts: dict[str, Future[LayerFacts]] = {}
         self._stop = Event()
 
     def watch(self) -> Watching:
-        """Look at a layer while it is written, aside."""
+        """Return an observer, with which a worker thread examines a layer while it is written."""
         watch = Watch()
         watch.facts = self._pool.submit(watch.observe, needles_of(self._workspace))
         return watch
 
     def look(self, layer: Layer, watch: Watching | None = None) -> None:
-        """Take note of a layer, which ``watch`` saw, or else look into it, aside; what is wrong with it is said when an
-        image with it is judged.
+        """Use what ``watch`` found in the layer, or else examine the layer in a worker thread. Errors are
+        raised when an image with the layer is judged.
         """
         if layer.blob.digest in self._facts:
             return
@@ -70,8 +72,9 @@ class Gatekeeper:
             keep(seen.result(), layer.blob.digest, self._workspace.facts, needles_of(self._workspace))
 
     def judge(self, image: Composed) -> tuple[str, ...]:
-        """The gates that the image fails, a sentence each. Raises CheckFailed with all findings when it is a release
-        and fails one, HostError when a layer is damaged.
+        """Return one sentence for each gate that the image fails.
+
+        Raises CheckFailed with all findings if a release fails a gate, HostError if a layer is damaged.
         """
         for layer in image.layers:
             self.look(layer)
@@ -88,7 +91,7 @@ class Gatekeeper:
         return tuple(_sentence(report) for report in outcome.reports if not report.passed)
 
     def close(self) -> None:
-        """Leave off looking: the build is over, or was interrupted."""
+        """Stop all examinations. Called when the build ends or is interrupted."""
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
@@ -100,9 +103,9 @@ def _sentence(report: GateReport) -> str:
 
 
 def build_gated(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
-    """Build the images under all gates. Pins of a release that do not belong together are refused before any fetch.
+    """Build the images and run all gates. For a release, contradicting pins are refused before anything is fetched.
 
-    See :func:`primus.build.schedule.build_images` for what it raises.
+    See :func:`primus.build.schedule.build_images` for the exceptions.
     """
     for plan in plans:
         if not plan.resolved.choice.preview:

@@ -1,4 +1,4 @@
-"""All gates on one built image."""
+"""Run all gates on one built image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the gates say of one image; ``libraries`` are its GPU libraries with the targets each has code for."""
+    """The verdict of the gates on one image. ``libraries`` are its GPU libraries, each with the targets it has code
+    for.
+    """
 
     target: str
     ref: str
@@ -33,7 +35,7 @@ class Outcome:
         return all(report.passed for report in self.reports)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``--json`` and for evidence."""
+        """Return the outcome as JSON data, for ``--json`` and for evidence."""
         return {
             "target": self.target,
             "ref": self.ref,
@@ -53,7 +55,7 @@ class Outcome:
 
 
 def check_image(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Outcome:
-    """Run every gate on the built image; see :func:`primus.gates.examined.examine` for what it raises."""
+    """Run every gate on the built image; see :func:`primus.gates.examined.examine` for the exceptions."""
     return judge(examine(plan, workspace, progress))
 
 
@@ -74,7 +76,7 @@ _SIGNS = {"error": Styled("✗", "red"), "warning": Styled("!", "yellow"), "note
 
 
 def outcome_text(outcome: Outcome, screen: Screen = PLAIN) -> str:
-    """One line per gate, and below it its findings: ✗ error, ! warning, · note."""
+    """Return one line per gate, followed by its findings: ✗ error, ! warning, · note."""
     width = max(len(report.gate) for report in outcome.reports)
     lines = [f"{outcome.ref} {outcome.digest}"]
     for report in outcome.reports:

@@ -1,4 +1,4 @@
-"""GPU code in a file: which forms it takes, and for which architectures it is there.
+"""GPU code in a file: its forms, and the architectures that it is for.
 
 Forms and their sources:
 
@@ -47,11 +47,11 @@ _KERNEL_ENDINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """GPU code that one file holds or names.
+    """GPU code that one file contains or refers to.
 
-    ``targets`` are target ids (``gfx942``, ``gfx90a:xnack-``, ``sm_90``). A host of a pack has none of its own: its
-    code is ``kernel`` in one of ``packs``, paths relative to its folder with ``@GFXARCH@`` for the architecture. A
-    pack lists in ``kernels`` the targets of each such library.
+    ``targets`` are target ids (``gfx942``, ``gfx90a:xnack-``, ``sm_90``). A host library whose code is in a kernel
+    pack has none: its code is ``kernel`` in one of ``packs``, paths relative to its folder with ``@GFXARCH@`` for
+    the architecture. For a pack, ``kernels`` lists the targets of each such library.
     """
 
     path: str
@@ -64,24 +64,24 @@ class Code:
 
 
 def is_kernel_file(path: str) -> bool:
-    """Whether files called so hold GPU code or tuning for one architecture, and nothing else."""
+    """Whether files with this name contain only GPU code or tuning data for one architecture."""
     return path.endswith(_KERNEL_ENDINGS)
 
 
 def is_triton_metadata(path: str, head: bytes) -> bool:
-    """Whether this is the metadata that Triton keeps beside each compiled kernel of its cache."""
+    """Whether this is the metadata that Triton's cache stores beside each compiled kernel."""
     return path.endswith(".json") and b'"target"' in head and b'"backend"' in head and b'"warp_size"' in head
 
 
 def code_in(path: str, stream: IO[bytes], size: int) -> Code | None:
-    """The GPU code of a seekable file, or None when it has none.
+    """Return the GPU code of a seekable file, or None if it has none.
 
-    Raises ValueError when the file begins like one of the forms and cannot be read as one.
+    Raises ValueError if the file begins like one of the forms but is damaged.
     """
     try:
         return _code(path, stream, size)
     except (OverflowError, struct.error) as error:
-        # Offsets of a damaged file may be beyond what a file can have.
+        # Offsets in a damaged file may exceed the largest offset of a file.
         raise ValueError(f"a damaged file: {error}") from None
 
 
@@ -122,9 +122,9 @@ def _of_elf(path: str, stream: IO[bytes], size: int) -> Code | None:
 
 
 def bundle_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
-    """The target ids of all bundles in that part of the stream; entries without bytes do not count.
+    """Return the target ids of all bundles in this part of the stream; empty entries do not count.
 
-    Only headers are read, so the part may be large. Raises ValueError when a bundle is damaged.
+    Reads headers only, so the part may be large. Raises ValueError if a bundle is damaged.
     """
     parts = (part for bundle in bundles_in(stream, offset, size) for part in bundle.parts if part.size)
     return tuple(dict.fromkeys(target for part in parts if (target := part.target)))
@@ -168,7 +168,7 @@ def _of_pack(path: str, stream: IO[bytes], size: int) -> Code:
 
 
 def _cuda_targets(stream: IO[bytes], offset: int, size: int) -> tuple[str, ...]:
-    """``sm_NN`` for machine code, ``compute_NN`` for PTX."""
+    """Return ``sm_NN`` for machine code, ``compute_NN`` for PTX."""
     found: dict[str, None] = {}
     at, end = offset, offset + size
     while (at := next_magic(stream, at, end, (_CUDA_FATBIN,))) >= 0 and at + 16 <= end:

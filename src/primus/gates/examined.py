@@ -1,4 +1,4 @@
-"""What the gates look at: an image and what lies in its layers."""
+"""The input of the gates: an image and the contents of its layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """An image, the facts of its layers by name (bottom first), and the workspace with its store."""
+    """An image, the facts about its layers by name (bottom first), and the workspace with its store."""
 
     image: Composed
     facts: Mapping[str, LayerFacts]
@@ -49,15 +49,17 @@ class Examined:
 
 
 def look_into(workspace: Workspace, layer: Layer, stop: Event | None = None) -> LayerFacts:
-    """What lies in the layer, read once and kept; see :func:`primus.gates.facts.facts_of` for what it raises."""
+    """Return the facts about a layer, which is read once; see :func:`primus.gates.facts.facts_of` for the
+    exceptions.
+    """
     blob = workspace.store.blob_path(layer.blob.digest)
     return facts_of(reference(layer), blob, workspace.facts, needles_of(workspace), stop)
 
 
 def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examined:
-    """Look into every layer of the plan's image, bottom first.
+    """Examine every layer of the plan's image, bottom first.
 
-    Raises InputError when the store does not hold exactly this image, HostError when a layer is damaged.
+    Raises InputError if the store does not hold exactly this image, HostError if a layer is damaged.
     """
     store = workspace.store
     image = compose(store, plan) if current(store, plan) else None
@@ -77,6 +79,8 @@ def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examin
 
 
 def needles_of(workspace: Workspace) -> Sequence[bytes]:
-    """Paths of this machine that no image may hold; short ones are left out, an image may have folders called so."""
+    """Return the paths of this machine that no image may contain. Short paths are left out: folders in an image may
+    have the same names.
+    """
     paths = {workspace.folder.parent, workspace.store.root.absolute(), Path.home() / ".cache"}
     return sorted(str(path).encode() for path in paths if len(path.parts) > 3)

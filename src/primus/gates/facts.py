@@ -1,7 +1,7 @@
-"""What the gates know of a layer, gathered in one pass over its files, and kept by digest.
+"""What the gates know about a layer, collected in one pass over its files and cached by digest.
 
-Facts depend on the layer's bytes and on the rules alone, not on the target: they are kept under the digest and the
-hash of this package's code, so that a second check reads no blob and a changed rule reads each again.
+Facts depend only on the layer's bytes and on the rules, not on the target. The cache key is the digest and the hash of
+this package's code. A second check therefore reads no blob, and after a change of a rule every layer is read again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from primus.oci.contents import Member, walk
 from primus.sandbox.container import LayerRef
 
 _CHUNK = 1 << 20
-# Files whose whole text a gate wants are short; dpkg's status of a large image stays well below this.
+# Files that a gate reads as a whole are short; even the dpkg status of a large image is well below this limit.
 _TEXT_SIZE = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """What lies in a layer. ``folders`` give bytes and number of the files directly in each, ``unreadable`` reasons."""
+    """Facts about a layer. ``folders`` maps each folder to the bytes and number of its files, ``unreadable`` paths
+    to reasons.
+    """
 
     folders: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     code: tuple[Code, ...] = ()
@@ -43,9 +45,9 @@ class LayerFacts:
 
 
 class Examiner:
-    """Looks at the entries of a layer one after the other, as their bytes pass by.
+    """Examines the entries of a layer one after the other, as their bytes are streamed.
 
-    ``needles`` are paths of the machine that built, which may stand in no file.
+    ``needles`` are paths of the build machine, which no file may contain.
     """
 
     def __init__(self, needles: Sequence[bytes] = ()) -> None:
@@ -59,7 +61,7 @@ class Examiner:
         self._file: _File | None = None
 
     def begin(self, path: str, kind: str, size: int) -> None:
-        """The next entry; what was said before is all there is of the last one."""
+        """Begin the next entry and finish the previous one."""
         self._end()
         self._traces += path_traces(path, kind)
         if kind == "file":
@@ -69,18 +71,18 @@ class Examiner:
             self._file = _File(path, size, Scanner(path, self._needles))
 
     def feed(self, chunk: bytes) -> None:
-        """The next bytes of the file; the first of them should be a megabyte, if it has so many."""
+        """Take the next bytes of the file. The first chunk should have a megabyte, if the file is that large."""
         if self._file is not None:
             self._file.feed(chunk)
 
     def close(self) -> None:
-        """Forget the file that was begun, when nothing more will come of it."""
+        """Discard the current file; no more bytes of it will follow."""
         if self._file is not None:
             self._file.copy.close()
             self._file = None
 
     def facts(self) -> LayerFacts:
-        """What was seen."""
+        """Return the facts collected so far."""
         self._end()
         return LayerFacts(
             folders=self._folders,
@@ -119,7 +121,7 @@ class Examiner:
 
 
 class _File:
-    """The file that passes by; ``copy`` holds it when a gate needs to read it again out of order."""
+    """The file that is being streamed. ``copy`` keeps its bytes if a gate needs random access."""
 
     def __init__(self, path: str, size: int, scanner: Scanner) -> None:
         self.path, self.size, self.scanner = path, size, scanner
@@ -127,7 +129,7 @@ class _File:
         self.copy = tempfile.SpooledTemporaryFile(max_size=16 << 20)  # noqa: SIM115 (closed by the examiner)
 
     def feed(self, chunk: bytes) -> None:
-        """The file's next bytes."""
+        """Take the file's next bytes."""
         if self.first:
             self._first(chunk)
         self.scanner.feed(chunk)
@@ -143,13 +145,13 @@ class _File:
         )
         named = is_kernel_file(self.path) and bool(in_path(self.path))
         if named and not self._whole:
-            # Its name says it all, and these files may be large.
+            # The name is enough, and these files may be large.
             self.copy.write(head[:64])
         self.kept = self._whole or named
 
 
 def observe(members: Iterable[Member], needles: Sequence[bytes] = ()) -> LayerFacts:
-    """Look at every member once; see :class:`Examiner`."""
+    """Examine every member once; see :class:`Examiner`."""
     examiner = Examiner(needles)
     try:
         for member in members:
@@ -170,9 +172,9 @@ def _wants_text(path: str) -> bool:
 def facts_of(
     layer: LayerRef, blob: Path, folder: Path, needles: Sequence[bytes] = (), stop: Event | None = None
 ) -> LayerFacts:
-    """The layer's facts, from ``folder`` when they are kept there, else by reading the blob, whose digest it proves.
+    """Return the layer's facts: from the cache in ``folder``, or by reading the blob, whose digest is verified.
 
-    Raises HostError when the blob cannot be read or is damaged, InterruptedError once ``stop`` is set.
+    Raises HostError if the blob cannot be read or is damaged, InterruptedError once ``stop`` is set.
     """
     kept = _kept(layer.digest, folder, needles)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -183,12 +185,12 @@ def facts_of(
 
 
 def known(digest: str, folder: Path, needles: Sequence[bytes] = ()) -> bool:
-    """Whether :func:`facts_of` has nothing to read for the layer with this digest."""
+    """Whether the cache of :func:`facts_of` has the layer with this digest."""
     return _kept(digest, folder, needles).is_file()
 
 
 def keep(facts: LayerFacts, digest: str, folder: Path, needles: Sequence[bytes] = ()) -> None:
-    """Keep what was seen of the layer with this digest, for :func:`facts_of`."""
+    """Store the facts about the layer with this digest in the cache of :func:`facts_of`."""
     kept = _kept(digest, folder, needles)
     with contextlib.suppress(OSError):
         for old in folder.glob(kept.name.partition("-")[0] + "-*"):

@@ -1,4 +1,4 @@
-"""What a gate says: findings, and one report per gate."""
+"""The result of a gate: findings, and one report per gate."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One sentence about one thing. An ``error`` fails the gate; ``layer`` and ``path`` are empty where none is meant.
+    """One sentence about one thing. An ``error`` fails the gate. ``layer`` and ``path`` may be empty.
 
-    ``path`` is a path in the image without leading slash, or ``file:line:col`` of the project for gates that judge
-    the pins.
+    ``path`` is a path in the image without a leading slash or, for gates that judge the pins, ``file:line:col`` of
+    the project.
     """
 
     gate: str
@@ -25,7 +25,9 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class GateReport:
-    """One gate's outcome; ``summary`` says in a few words what was looked at, so that silence is no pass."""
+    """One gate's result. ``summary`` states briefly what was examined, so that an empty list of findings is not
+    misread.
+    """
 
     gate: str
     summary: str
@@ -37,5 +39,5 @@ class GateReport:
         return not any(f.severity == "error" for f in self.findings)
 
     def count(self, severity: Severity) -> int:
-        """How many findings have this severity."""
+        """Return the number of findings with this severity."""
         return sum(f.severity == severity for f in self.findings)

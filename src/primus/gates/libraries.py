@@ -1,4 +1,4 @@
-"""What the dynamic loader sees of a file: shared libraries, extension modules, programs."""
+"""Files as the dynamic loader sees them: shared libraries, extension modules, programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import IO
 from primus.gpucode.elf import AMDGPU, DYN, linked_in, read_elf
 
 _LIBRARY = re.compile(r"lib[^/]*\.so(\.[0-9.]+)?")
-# Python opens an extension module by its path and keeps its symbols apart.
+# Python opens an extension module by its path and keeps its symbols private.
 _MODULE = re.compile(r".*\.(?:cpython-[^/]+|abi3)\.so")
 _SITE = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 
@@ -18,8 +18,8 @@ _SITE = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
 class Library:
     """A file that the dynamic loader can load: a shared library, an extension module, or a program.
 
-    ``soname`` is the name it gives itself (empty when it gives none), ``needed`` are the names it needs, ``machine``
-    is the ELF number of its processor, ``size`` its bytes.
+    ``soname`` is its DT_SONAME (empty without one), ``needed`` its DT_NEEDED names, ``machine`` the ELF number of
+    its processor, ``size`` its size in bytes.
     """
 
     path: str
@@ -30,15 +30,15 @@ class Library:
 
     @property
     def names(self) -> set[str]:
-        """The names by which a loader may find it: its soname, and its file name when that is a library's."""
+        """The names by which a loader may find it: its soname and, if it is named like a library, its file name."""
         file = self.path.rpartition("/")[2]
         return {n for n in (self.soname, file if _LIBRARY.fullmatch(file) else "") if n and not _MODULE.fullmatch(n)}
 
 
 def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
-    """The ELF file as the loader sees it; None for a kernel or an object file, which it does not load.
+    """Return the ELF file as the loader sees it; None for a kernel or an object file, which it does not load.
 
-    Raises ValueError when the file is damaged.
+    Raises ValueError if the file is damaged.
     """
     elf = read_elf(stream)
     if elf.kind != DYN or elf.machine == AMDGPU:
@@ -48,6 +48,6 @@ def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
 
 
 def owner_of(layer: str, path: str) -> str:
-    """Who ships a path: the layer, and in site-packages the top folder below it."""
+    """Return the owner of a path: its layer or, in site-packages, its top folder."""
     found = _SITE.match(path)
     return f"{layer} ({found[1]})" if found else layer

@@ -1,4 +1,6 @@
-"""MessagePack, read only: what ROCm's kernel packs use of it. See https://github.com/msgpack/msgpack/blob/master/spec.md."""
+"""A reader for the part of MessagePack that ROCm's kernel packs use. See
+https://github.com/msgpack/msgpack/blob/master/spec.md.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _LENGTHS = {0: ">B", 1: ">H", 2: ">I"}
 
 
 def unpack(data: bytes) -> Any:
-    """The first value in ``data`` (what follows it is padding). Raises ValueError when it is cut short or unknown."""
+    """Return the first value in ``data``; padding may follow it. Raises ValueError if it is truncated or of an
+    unknown type.
+    """
     try:
         return _Reader(data).value()
     except (struct.error, IndexError, TypeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Which of some short texts a piece of data holds: one pass at several gigabytes a second, other threads going on."""
+"""Search data for several short texts in one pass, at several gigabytes per second and without the GIL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import hyperscan
 
 
 class Needles:
-    """Looks for ``texts``; several threads may use one."""
+    """A search for ``texts``. Threads may share it."""
 
     def __init__(self, texts: Sequence[bytes]) -> None:
         self._database = hyperscan.Database(mode=hyperscan.HS_MODE_BLOCK)
@@ -25,7 +25,7 @@ class Needles:
         self._of_thread = threading.local()
 
     def found_in(self, data: bytes) -> frozenset[bytes]:
-        """Those of the texts that ``data`` holds."""
+        """Return the texts that ``data`` contains."""
         if (scratch := getattr(self._of_thread, "scratch", None)) is None:
             scratch = self._of_thread.scratch = hyperscan.Scratch(self._database)
         found: list[int] = []
@@ -35,5 +35,5 @@ class Needles:
 
 @cache
 def needles(*texts: bytes) -> Needles:
-    """Those for ``texts``; made once, as that takes milliseconds."""
+    """Return the search for ``texts``. It is cached, because compiling it takes milliseconds."""
     return Needles(texts)

@@ -1,4 +1,4 @@
-"""Why an image is as large as it is: layer → folder, unpacked bytes, largest first."""
+"""Why an image is large: layer → folder, with unpacked bytes, largest first."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from primus.terminal import PLAIN, Screen, bytes_text
 
-# Below this share of the image a folder explains nothing; the rest is summed up.
+# Folders below this fraction of the image are summed up.
 _SHARE = 0.005
-# A folder that holds this share of the one above is no level of its own.
+# A folder that contains this fraction of its parent is not shown as a level.
 _NEARLY_ALL = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
 class Branch:
-    """A layer or folder with all that is below it; ``path`` is relative to the branch above."""
+    """A layer or folder with everything below it; ``path`` is relative to the parent branch."""
 
     path: str
     size: int
@@ -24,7 +24,7 @@ class Branch:
     branches: tuple[Branch, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the branch as JSON data."""
         return {
             "path": self.path,
             "bytes": self.size,
@@ -34,10 +34,10 @@ class Branch:
 
 
 def size_tree(name: str, layers: Iterable[tuple[str, Mapping[str, tuple[int, int]]]], depth: int = 3) -> Branch:
-    """The image as a tree; ``layers`` map a folder to bytes and number of the files directly in it.
+    """Return the image as a tree; ``layers`` map each folder to the bytes and number of its files.
 
-    ``depth`` counts levels below a layer. A folder with nearly everything in one other folder is no level: the branch
-    is called by the inner one's path, and its size is all of it.
+    ``depth`` counts levels below a layer. A folder with nearly everything in one subfolder is not a level: the
+    branch gets the inner folder's path and the size of both.
     """
     tops = tuple(_branch(layer, _nested(folders), depth) for layer, folders in layers)
     return Branch(
@@ -84,7 +84,7 @@ def _ordered(branches: Iterable[Branch]) -> tuple[Branch, ...]:
 
 
 def size_text(tree: Branch, screen: Screen = PLAIN) -> str:
-    """The tree as text; folders below half a percent of the image are summed up."""
+    """Return the tree as text. Folders below half a percent of the image are summed up."""
     lines: list[str] = []
     least = tree.size * _SHARE
 

@@ -10,12 +10,12 @@ from primus.versions.components import normalised
 
 Kind = Literal["wheel", "deb", "header", "library"]
 
-# A package inside another one (setuptools/_vendor) is no package of the image; one of a deb is judged as a deb.
+# A package vendored in another one (setuptools/_vendor) does not count; one from a deb is judged as a deb.
 _METADATA = re.compile(r"(?!usr/lib/python3).*/(?:site|dist)-packages/[^/]+\.dist-info/METADATA")
 # Nine of ten requirements are for an extra, and parsing them is slow. Markers with `or` are left to the parser.
 _OF_EXTRA = re.compile(r"^(?!.*\sor\s).*;.*\bextra\s*==\s*[\"']")
 _STATUS = "var/lib/dpkg/status"
-# One file per package, in images whose database belongs to another layer.
+# One file per package, in images whose dpkg database belongs to another layer.
 _STATUS_OF_ONE = f"{_STATUS}.d/"
 # File name → (component, the three macros of its version).
 _HEADERS = {
@@ -31,8 +31,8 @@ _HEADERS = {
 }
 
 
-# Library → (component, how its own text states the version). Libraries come without their headers. hipBLASLt and MIOpen
-# state theirs in no text; a distribution's file name ends in it.
+# Library → (component, how its own text states the version). Libraries are installed without headers. hipBLASLt and
+# MIOpen contain no such text; a distribution's file name ends with their version.
 _LIBRARIES = {
     "librccl.so": ("rccl", re.compile(rb"(?:RCCL version ?:? ?|NCCL version )([0-9]+\.[0-9]+\.[0-9]+)")),
     "librocblas.so": ("rocblas", re.compile(rb"(?<![0-9.])([0-9]+\.[0-9]+\.[0-9]+)\.[0-9a-f]{7,40}(?:-dirty)?\x00")),
@@ -42,9 +42,10 @@ _NAMED = re.compile(r"lib(hipblaslt|MIOpen)\.so\.([0-9]+\.[0-9]+(?:\.[0-9]{1,3})
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """A version that a file of the image states. ``name`` is normalised for wheels, the component for headers and
-    libraries. ``requires`` are the requirements of a wheel as its metadata states them (PEP 508), without those of
-    its extras.
+    """A version that a file of the image states.
+
+    ``name`` is normalised for wheels, the component for headers and libraries. ``requires`` are a wheel's
+    requirements (PEP 508) without those of its extras.
     """
 
     kind: Kind
@@ -55,7 +56,7 @@ class Stated:
 
 
 def states_versions(path: str) -> bool:
-    """Whether :func:`stated_in` reads files of this name."""
+    """Whether :func:`stated_in` reads files with this name."""
     return (
         path == _STATUS
         or path.startswith(_STATUS_OF_ONE)
@@ -65,7 +66,7 @@ def states_versions(path: str) -> bool:
 
 
 def stated_in(path: str, text: str) -> list[Stated]:
-    """The versions in the file's text; none for a file of another name."""
+    """Return the versions in the file's text; none for other files."""
     if path == _STATUS or path.startswith(_STATUS_OF_ONE):
         return [
             Stated(kind="deb", name=fields["Package"], version=fields["Version"], path=path)
@@ -92,7 +93,7 @@ def stated_in(path: str, text: str) -> list[Stated]:
 
 
 def stated_in_library(path: str, file: IO[bytes]) -> list[Stated]:
-    """The version that a library's own text states; none for other libraries, and for one that states none or two."""
+    """Return the version in a library's own text; none for other libraries, and if the text has no version or two."""
     stem = path.rpartition("/")[2]
     if named := _NAMED.fullmatch(stem):
         return [Stated(kind="library", name=named[1].lower(), version=named[2], path=path)]
@@ -102,7 +103,7 @@ def stated_in_library(path: str, file: IO[bytes]) -> list[Stated]:
     found: set[bytes] = set()
     file.seek(0)
     rest = b""
-    # Libraries weigh gigabytes; a version is short.
+    # Libraries have gigabytes; a version is short.
     while block := file.read(8 << 20):
         found |= set(pattern.findall(rest + block))
         rest = block[-128:]

@@ -1,4 +1,4 @@
-"""Traces in the files of a layer: secrets, insecure apt settings, caches, paths of the machine that built it."""
+"""Traces in the files of a layer: secrets, insecure apt settings, caches, paths of the build machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from primus.gates.needles import needles as texts_of
 
 Rule = Literal["secret", "insecure apt", "credentials", "cache", "build path"]
 
-# What a secret is, the plain texts that one begins with or holds, and the pattern, whose group is the secret's body.
+# Each kind of secret, the plain texts that it begins with or contains, and its pattern, whose group is the secret's
+# body.
 _SECRETS: tuple[tuple[str, tuple[bytes, ...], re.Pattern[bytes]], ...] = (
     (
         "a Hugging Face token",
@@ -40,7 +41,7 @@ _SECRETS: tuple[tuple[str, tuple[bytes, ...], re.Pattern[bytes]], ...] = (
 )
 _TEMPORARY, _HOMES = (b"/tmp/pip-", b"/tmp/build-env-"), (b"/home/", b"/root/")
 _PATHS = re.compile(rb"/tmp/(?:pip-[a-z][\w./+-]*|build-env-[\w./+-]+)")
-# Paths of homes are examples in text as a rule; in a compiled file they are where it was compiled.
+# In text, home folders are usually examples; in a compiled file, they are where it was compiled.
 _PATHS_IN_ELF = re.compile(
     rb"/(?:tmp/(?:pip-[a-z][\w./+-]*|build-env-[\w./+-]+)|(?<![\w.]/)(?:home/[\w.-]+/[\w./+-]+|root/[\w./+-]+))"
 )
@@ -77,7 +78,7 @@ _NO_CACHE = re.compile(r"(?:.*/)?(?:lock|partial|auxfiles)")
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One piece of litter: which rule, where, and what was seen (a secret is never shown whole)."""
+    """One piece of litter: the rule, the path, and what was found (a secret is never shown in full)."""
 
     rule: Rule
     path: str
@@ -85,7 +86,7 @@ class Trace:
 
 
 class Scanner:
-    """Looks for secrets and build paths in a file that passes by in chunks."""
+    """Searches a file, streamed in chunks, for secrets and build paths."""
 
     def __init__(self, path: str, needles: Sequence[bytes] = ()) -> None:
         self._path = path
@@ -97,14 +98,14 @@ class Scanner:
         self.elf = False
 
     def feed(self, chunk: bytes) -> None:
-        """The next bytes of the file."""
+        """Take the next bytes of the file."""
         if self._first:
             self.elf = chunk.startswith(b"\x7fELF")
             self._first = False
-        # What lies across two chunks is in neither. To put them together would copy every byte of the image.
+        # A text that spans two chunks is not found. Joining chunks would copy every byte of the image.
         across = self._tail + chunk[:_AHEAD]
         for data in (across, chunk) if len(chunk) > _AHEAD else (across,):
-            # A seventh of a second per gigabyte; each pattern takes three times as long, and other threads wait for it.
+            # This takes a seventh of a second per gigabyte. Each pattern takes three times as long and holds the GIL.
             if held := self._texts.found_in(data):
                 self._look(data, held)
         self._tail = chunk[-_OVERLAP:] if len(chunk) >= _OVERLAP else across[-_OVERLAP:]
@@ -115,7 +116,7 @@ class Scanner:
         if not held.isdisjoint((*_TEMPORARY, *_HOMES) if self.elf else _TEMPORARY):
             for match in (_PATHS_IN_ELF if self.elf else _PATHS).finditer(data):
                 text = match[0][:120].decode("utf-8", "replace")
-                # One per kind and file tells enough; the rest is the same tree.
+                # One trace per kind and file is enough; others are usually below the same folder.
                 if not any(rule == "build path" and seen[:6] == text[:6] for rule, seen in self._seen):
                     self._seen["build path", text] = None
         needles = held & self._needles
@@ -123,13 +124,13 @@ class Scanner:
             self._seen["build path", needle.decode("utf-8", "replace")] = None
 
     def traces(self) -> list[Trace]:
-        """What was found, each once."""
+        """Return the traces, each once."""
         return [Trace(rule=rule, path=self._path, seen=seen) for rule, seen in self._seen]
 
 
 def secrets_in(data: bytes, held: Collection[bytes] | None = None) -> list[str]:
-    """What looks like a secret in ``data``, in words that do not give it away. ``held`` says which of the texts that
-    secrets hold it has, if that is known.
+    """Describe what looks like a secret in ``data``, without revealing it. ``held`` are the marker texts that
+    ``data`` contains, if known.
     """
     found = []
     for what, texts, pattern in _SECRETS:
@@ -144,17 +145,17 @@ def secrets_in(data: bytes, held: Collection[bytes] | None = None) -> list[str]:
 
 
 def _is_real(body: bytes) -> bool:
-    """Placeholders repeat themselves or say that they are examples."""
+    """Whether a body is a real secret: placeholders repeat themselves or call themselves examples."""
     return b"EXAMPLE" not in body.upper() and len(set(body)) >= 8
 
 
 def reads_text(path: str) -> bool:
-    """Whether :func:`text_traces` has a rule for files of this name."""
+    """Whether :func:`text_traces` has a rule for files with this name."""
     return path.startswith("etc/apt/") or _CREDENTIAL_FILES.fullmatch(path) is not None
 
 
 def text_traces(path: str, text: str) -> list[Trace]:
-    """What the settings in a small file allow or give away."""
+    """Return what the settings in a small file allow or reveal."""
     found: list[Trace] = []
     if path.startswith("etc/apt/"):
         for pattern in _APT:
@@ -169,7 +170,7 @@ def text_traces(path: str, text: str) -> list[Trace]:
 
 
 def path_traces(path: str, kind: str) -> list[Trace]:
-    """What is litter by its name alone; empty folders are none."""
+    """Return the litter that a path's name alone identifies; empty folders do not count."""
     if kind == "dir":
         return []
     return [

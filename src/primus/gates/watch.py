@@ -1,6 +1,7 @@
-"""A layer's entries on their way from the builder that writes them to the gates, which look at them in a thread aside.
+"""Pass a layer's entries from the builder that writes them to the gates, which examine them in another thread.
 
-So nobody reads and unpacks again what was just compressed. The builder waits once the gates are some megabytes behind.
+Data that was just compressed is therefore not read and decompressed again. The builder waits if the gates are some
+megabytes behind.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _BATCHES = 4
 
 
 class Watch:
-    """What the builder writes goes in; :meth:`observe`, in another thread, says what was seen once it is all.
-    ``facts`` is what that thread will say, if one was started.
+    """Takes what the builder writes. :meth:`observe`, in another thread, returns the facts at the end. ``facts`` is
+    the future of that thread, if one was started.
     """
 
     facts: Future[LayerFacts] | None = None
@@ -33,20 +34,20 @@ class Watch:
         self._size = 0
 
     def begin(self, entry: Entry) -> None:
-        """The next entry."""
+        """Begin the next entry."""
         self._add(entry, 512)
 
     def feed(self, chunk: bytes) -> None:
-        """Its next bytes."""
+        """Take the entry's next bytes."""
         self._add(chunk, len(chunk))
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Mark the end of the layer."""
         self._pass_on()
         self._queue.put(None)
 
     def _add(self, item: Entry | bytes, size: int) -> None:
-        # Many files are smaller than waking another thread is worth.
+        # Many files are too small to justify waking another thread.
         self._batch.append(item)
         self._size += size
         if self._size >= _BATCH:
@@ -57,7 +58,7 @@ class Watch:
         self._batch, self._size = [], 0
 
     def observe(self, needles: Sequence[bytes]) -> LayerFacts:
-        """Look at everything until the builder closes; see :class:`Examiner`."""
+        """Examine everything until the builder closes the layer; see :class:`Examiner`."""
         examiner = Examiner(needles)
         try:
             for item in iter(self._queue.get, None):
@@ -68,7 +69,7 @@ class Watch:
                         examiner.begin(part.path, part.kind, part.size)
             return examiner.facts()
         except BaseException:
-            # The builder must not wait for a reader that is gone.
+            # The builder must not wait for a reader that has ended.
             while self._queue.get() is not None:
                 pass
             raise

@@ -1,4 +1,4 @@
-"""What lies in a layer blob: one pass over the stream, member by member, nothing unpacked."""
+"""The contents of a layer blob, read in one pass over the stream. Nothing is unpacked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ KINDS: Mapping[bytes, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One path of a layer, without leading slash. ``open`` streams a file's bytes once, while it is the current one."""
+    """One path of a layer, without a leading slash. ``open`` streams a file's bytes, once, while the file is the
+    current member.
+    """
 
     path: str
     kind: Kind | Literal["other"] = "file"
@@ -40,14 +42,14 @@ def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 
 
 def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
-    """Every member of the layer, in its order, in bounded memory.
+    """Yield every member of the layer, in its order, in bounded memory.
 
-    Raises HostError when the blob cannot be read, is no tar, or, once it is read to its end, has other bytes than its
-    digest says.
+    Raises HostError if the blob cannot be read, is not a tar file or, after its end was read, does not match its
+    digest.
     """
     reader = BlobReader(layer, blob)
     try:
-        # Small buffers: the stream reader copies what is left of one at every header.
+        # Use small buffers: the stream reader copies the rest of a buffer at every header.
         with tarfile.open(fileobj=cast("Any", reader), mode="r|", bufsize=1 << 16) as archive:
             for info in members(archive):
                 yield Member(

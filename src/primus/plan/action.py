@@ -1,4 +1,4 @@
-"""One unit of build work. Its key is a hash of all that can affect its bytes."""
+"""One unit of build work. Its key is a hash of everything that can affect its bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["image", "debs", "kernels", "wheels", "files", "build", "turbo"]
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """One thing that decides bytes: ``value`` is a version and hash, ``where`` the line that set it."""
+    """One thing that affects the bytes: ``value`` is a version and hash, ``where`` the line that set it."""
 
     name: str
     value: str
@@ -25,12 +25,14 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """What to do, from what. ``spec`` holds the instructions for the kind's executor as plain JSON data.
+    """The instructions and inputs of one unit of work. ``spec`` holds the instructions for the kind's executor as
+    JSON data.
 
-    ``files`` are the locked files it reads, ``tree`` the local files (path, kind, sha256) of a folder at ``root``;
-    they enter the key through ``inputs``, by hash. ``needs`` are the actions whose outcome decides its bytes,
-    ``tools`` those it only runs in: their own key stays out, what matters of them is among the inputs. ``job_bytes``
-    is the memory that one compiler of a ``build`` may need; how many run at once changes no bytes.
+    ``files`` are the locked files that it reads. ``tree`` are the local files (path, kind, sha256) of the folder
+    ``root``. Both enter the key as hashes in ``inputs``. ``needs`` are the actions whose result affects its bytes.
+    ``tools`` are the actions in whose result it runs; their keys are not part of its key, because what matters of
+    them is among the inputs. ``job_bytes`` is the memory that one compiler process of a ``build`` may need; the
+    number of processes does not affect the bytes.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Action:
 
     @cached_property
     def key(self) -> str:
-        """SHA-256 over kind, inputs, instructions and the keys of what it needs."""
+        """SHA-256 over the kind, the inputs, the instructions and the keys of ``needs``."""
         return key_of(
             {
                 "kind": self.kind,
@@ -58,15 +60,16 @@ class Action:
 
     @property
     def makes_layer(self) -> bool:
-        """Whether the outcome is a layer of the image (a ``build`` makes a wheel instead)."""
+        """Whether the result is a layer of the image (a ``build`` creates a wheel instead)."""
         return self.kind != "build"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePlan:
-    """All of one image: its layers' actions bottom first, and what its config and manifest say besides layers.
+    """The plan of one image: the actions of its layers, bottom first, and the other contents of its config and
+    manifest.
 
-    ``resolved`` is what it was planned from. No later step looks anything up elsewhere.
+    ``resolved`` is the target that was planned. Later steps look nothing up elsewhere.
     """
 
     resolved: ResolvedTarget = field(repr=False, compare=False)
@@ -86,16 +89,16 @@ class ImagePlan:
 
     @property
     def state(self) -> str:
-        """The name under which the store remembers what was built last."""
+        """The name under which the store records the last build."""
         return f"{self.target}{self.resolved.choice.suffix}"
 
     @cached_property
     def key(self) -> str:
-        """SHA-256 over all that decides the image's bytes."""
+        """SHA-256 over everything that affects the image's bytes."""
         return key_of({"layers": [a.key for a in self.layers], "config": self.config, "annotations": self.annotations})
 
     def actions(self) -> list[Action]:
-        """Every action once, each after those it needs."""
+        """Return every action once, each after those that it needs."""
         found: dict[str, Action] = {}
 
         def visit(action: Action) -> None:
@@ -110,7 +113,9 @@ class ImagePlan:
 
 
 def tree_record(plan: ImagePlan) -> dict[str, Any]:
-    """Everything the plan was made from, for a later ``explain``: per action its inputs, and files of local trees."""
+    """Return everything that the plan was made from, for a later ``explain``: the inputs of each action, and the
+    files of local trees.
+    """
     return {
         "actions": {
             a.name: {

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
     from primus.plan.stats import StatIndex
 
-# As in primus.aot.cache, which needs Triton to be imported.
+# The same as in primus.aot.cache, which requires Triton to be imported.
 BAKED = "/opt/primus/triton"
 _PACKAGE = Path(primus.__file__).parent
-# All that compiles the catalogue: it sees no other module of ours, so no other can change what it does.
+# All modules that compile the catalogue. The compiler sees no other module of this package, so no other can affect it.
 _SOURCES = (
     "__init__.py",
     "errors.py",
@@ -30,7 +30,7 @@ _SOURCES = (
     *(f"aot/{name}" for name in ("__init__.py", "ask.py", "asked.py", "bake.py", "catalogue.py")),
     *(f"aot/{name}" for name in ("catalogue.yaml", "gpu.py", "note.py", "pages.py", "pretend.py", "workloads.py")),
 )
-# Variables that Triton or the libraries read when they compile; where the cache lies is none of them.
+# Variables that Triton or the libraries read when they compile, except the path of the cache.
 _DECIDE = ("AMDGCN_", "DISABLE_", "FLASH_ATTENTION_", "LIGER_", "LLVM_", "MLIR_", "TRITON_")
 _PLACES = ("TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER", "TRITON_HOME")
 
@@ -42,9 +42,10 @@ def turbo_action(
     prefix: Prefix,
     tool: str,
 ) -> Action:
-    """The action that compiles what ``images/NAME.yaml`` lists under ``turbo``, in the root of ``layers``.
+    """Return the action that compiles the kernels listed under ``turbo`` in ``images/NAME.yaml``, in the root of
+    ``layers``.
 
-    Raises InputError where the target lacks a GPU, Triton or a listed component.
+    Raises InputError if the target has no GPU, or lacks Triton or a listed component.
     """
     components, gpu, pins = resolved.target.turbo, resolved.gpu, resolved.pins
     where = resolved.place("turbo")
@@ -64,7 +65,7 @@ def turbo_action(
         Input(name="gpu", value=f"{gpu.arch}, {gpu.compute_units} compute units", where=resolved.place("gpu")),
         Input(name="catalogue", value="tree:" + key_of(tree)),
         *(Input(name=k, value=v, where=resolved.place("environment")) for k, v in environment.items()),
-        # The interpreter decides what Triton reads of a kernel's source.
+        # The interpreter affects how Triton reads a kernel's source.
         *(i for i in base if i.name.startswith(("python3.", "libpython3."))),
     ]
     for component in dict.fromkeys(("triton", "pytorch", *components)):
@@ -81,7 +82,7 @@ def turbo_action(
             "components": list(components),
             "environment": environment,
         },
-        # Kernel files of the base's own libraries are of no use here.
+        # Kernel files of the base's own libraries are not needed here.
         tools=tuple(layer for layer in layers if layer.kind != "kernels"),
         root=str(_PACKAGE),
         tree=tree,
@@ -89,7 +90,7 @@ def turbo_action(
 
 
 def _of(pin: Pin, layer: Action | None, base: Sequence[Input]) -> Iterator[Input]:
-    """What decides a component's bytes: its files, what it is built from, or its package in the base."""
+    """Yield what affects a component's bytes: its files, what it is built from, or its package in the base."""
     if pin.deb is not None:
         yield from (i for i in base if i.name == pin.deb)
     if layer is not None:
@@ -99,7 +100,9 @@ def _of(pin: Pin, layer: Action | None, base: Sequence[Input]) -> Iterator[Input
 
 
 def command_of(action: Action) -> list[str]:
-    """What to run in the sandbox; it writes below /out what will lie below :data:`BAKED`."""
+    """Return the command to run in the sandbox. Below /out it writes the files that the image has below
+    :data:`BAKED`.
+    """
     spec = action.spec
     components = spec["components"]
     assert isinstance(components, list)

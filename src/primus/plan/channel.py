@@ -1,4 +1,4 @@
-"""Which of a target's channels builds it, and why. The choice is printed; files of two channels never mix."""
+"""Which of a target's channels builds it, and why. An image never mixes files of two channels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from primus.errors import InputError
 from primus.plan.target import Target
 
-# Pure Python packages are on PyPI whatever the channel; local folders serve all.
+# Pure Python packages come from PyPI in every channel, and every channel uses local folders.
 SOURCES: dict[str, tuple[str, ...]] = {
     "amd": ("amd", "pypi", "local"),
     "debian": ("debian", "pypi", "local"),
@@ -19,8 +19,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The channel that builds a target. ``base`` is its root file system, ``preview`` says why it is no release,
-    ``reason`` why it was chosen.
+    """The channel that builds a target. ``base`` is its root file system, ``preview`` the reason why its image is
+    not a release, ``reason`` why the channel was chosen.
     """
 
     channel: str
@@ -30,20 +30,20 @@ class Choice:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Channels of the pins it may take, best first."""
+        """The channels whose pins it may use, best first."""
         return SOURCES[self.channel]
 
     @property
     def suffix(self) -> str:
-        """What the image's name ends in."""
+        """The suffix of the image's name."""
         return "-preview" if self.preview else ""
 
 
 def choose(name: str, target: Target, asked: str | None, locked: Callable[[str], bool]) -> Choice:
-    """The channel asked for, else the best one with a committed lock, else the best one.
+    """Return the requested channel, else the best one with a committed lock, else the best one.
 
-    Locks decide, not the network: the same checkout chooses the same channel on every machine.
-    ``locked`` tells whether a channel has a lock. Raises InputError for a channel the target does not have.
+    The choice depends on locks, not on the network, so the same checkout chooses the same channel on every machine.
+    ``locked`` returns whether a channel has a lock. Raises InputError for a channel that the target does not have.
     """
     if asked is not None:
         if asked not in target.channels:

@@ -1,12 +1,12 @@
-"""Runs inside the image's own interpreter: compile every module in /in to bytecode in /out, reproducibly.
+"""Compile every module in /in to bytecode in /out, reproducibly. Runs in the image's own interpreter.
 
-Started as a script in a sandbox with nothing but the standard library. ``argv[1]`` is where the modules will lie in
-the image, for tracebacks. Checked hashes, not times, tie bytecode to source: layers carry no times, and a user who
-edits a module in a container still gets what he wrote.
+Runs as a script in a sandbox and uses the standard library only. ``argv[1]`` is the modules' folder in the image, for
+tracebacks. Bytecode is tied to its source by checked hashes, not by times: layers have no times, and if a user edits a
+module in a container, the edit takes effect.
 
-Modules come and go in packs, many to a file: to make and unmake a file for each costs as much as to compile it.
-/in/modules holds their sources one after the other, /in/index.json ``[path, size]`` of each; /out/index.json says
-``[path, pack, offset, size]`` of each compiled one in /out/PACK.
+Modules are packed, many to a file, because creating and removing a file for each would cost as much as compiling it.
+/in/modules contains their concatenated sources, /in/index.json lists ``[path, size]`` of each, and /out/index.json
+lists ``[path, pack, offset, size]`` of each compiled module in /out/PACK.
 """
 
 import json
@@ -20,23 +20,24 @@ from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
 from types import CodeType
 
 CHECKED_HASH = (3).to_bytes(4, "little")
-# Sources of one pack: a quarter of a second's work.
+# Source bytes of one pack: a quarter of a second's work.
 PACK = 1 << 18
 TESTS = frozenset(("test", "tests"))
 
 
 def is_compiled(path: str) -> bool:
-    """Whether ``path`` gets bytecode (the builder asks): modules do, but for tests of libraries, a sixth of all
-    modules, which nothing that an image is for imports.
+    """Whether ``path`` gets bytecode; the builder calls this, too. Tests of libraries, a sixth of all modules, get
+    none, because training never imports them.
     """
     *folders, name = path.split("/")
     return name.endswith(".py") and TESTS.isdisjoint(folders)
 
 
 def compile_pack(work: tuple[int, int, list[tuple[str, int]]]) -> list[tuple[str, int, int, int]]:
-    """Compile the modules of pack ``number``, whose sources begin at ``offset``; returns their rows of the index.
+    """Compile the modules of pack ``number``, whose sources begin at ``offset``, and return their rows of the
+    index.
 
-    One that is not valid for this Python (templates, tests of parsers) stays source only.
+    A module that is not valid for this Python (templates, tests of parsers) gets no bytecode.
     """
     number, offset, modules = work
     rows, at = [], 0
@@ -56,10 +57,12 @@ def compile_pack(work: tuple[int, int, list[tuple[str, int]]]) -> list[tuple[str
 
 
 def serialized(code: CodeType) -> bytes:
-    """The code's bytes, the same in every run. ``marshal`` version 2 where it can: newer ones flag references by
-    reference count, and strings by whether something interned them (python/cpython#78274). Since Python 3.14 code
-    holds slices, which version 2 has no form for: then every string is interned, and reading the bytes back first
-    gives each object the reference count that the bytes imply.
+    """Serialize the code to the same bytes in every run.
+
+    Uses ``marshal`` version 2 if possible. Newer versions flag references by reference count, and strings by
+    whether they happen to be interned (python/cpython#78274). Since Python 3.14, code contains slices, which
+    version 2 cannot represent. In this case every string is interned, and reading the bytes back first gives each
+    object the reference count that the bytes imply.
     """
     try:
         return marshal.dumps(code, 2)
@@ -68,7 +71,7 @@ def serialized(code: CodeType) -> bytes:
 
 
 def interned(value: object) -> object:
-    """The constant with all strings in it interned."""
+    """Return the constant with all its strings interned."""
     if type(value) is str:
         return sys.intern(value)
     if type(value) is tuple:
@@ -84,7 +87,7 @@ def interned(value: object) -> object:
 
 
 def packs(index: list[tuple[str, int]]) -> Iterator[tuple[int, int, list[tuple[str, int]]]]:
-    """The modules in portions of about PACK bytes, as :func:`compile_pack` takes them."""
+    """Yield the modules in portions of about PACK bytes, as arguments of :func:`compile_pack`."""
     number, begin, at = 0, 0, 0
     modules: list[tuple[str, int]] = []
     for path, size in index:
@@ -105,7 +108,7 @@ def main() -> None:
     if len(work) < 3:
         rows = [row for one in work for row in compile_pack(one)]
     else:
-        # The compiler keeps the memory of the largest module it met; short-lived workers give it back.
+        # A process keeps the memory of the largest module it compiled; short-lived workers return it.
         with multiprocessing.Pool(maxtasksperchild=8) as pool:
             rows = [row for done in pool.imap(compile_pack, work) for row in done]
     with open("/out/index.json", "w", encoding="utf-8") as stream:

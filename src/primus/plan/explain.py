@@ -1,4 +1,4 @@
-"""Why a build would do something: the inputs that changed since the last one, old → new, with their lines."""
+"""Why a build would do something: the inputs that changed since the last build, old → new, with their lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primus.terminal import PLAIN, Screen
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One input that differs; ``old`` or ``new`` is None when it is absent on that side."""
+    """One input that differs; ``old`` or ``new`` is None if it does not exist on that side."""
 
     action: str
     input: str
@@ -33,7 +33,7 @@ class Change:
 
 
 def short(value: str) -> str:
-    """The value with hashes cut to 12 digits."""
+    """Return the value with hashes shortened to 12 digits."""
     words = []
     for word in value.split(" "):
         head, colon, digits = word.rpartition(":")
@@ -43,10 +43,10 @@ def short(value: str) -> str:
 
 
 def changes(state: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:
-    """What differs between the last build's record and the plan; empty when there is nothing to do.
+    """Return the differences between the last build's record and the plan; empty if there is nothing to do.
 
-    A change of a local tree is told file by file. Actions that are rebuilt only because one they need is are left
-    out: the cause is named, not its echo.
+    Changes of a local tree are listed by file. Actions that are rebuilt only because of an action they need are
+    left out: only the cause is listed.
     """
     if state is None:
         return [Change(action="image", input=plan.ref, old=None, new="its first build")]
@@ -128,7 +128,7 @@ def _values(part: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[C
 
 
 def explain_text(plan: ImagePlan, found: Sequence[Change], store: Store, screen: Screen = PLAIN) -> str:
-    """The changes as text, then the layers that a build would make."""
+    """Return the changes as text, then the layers that a build would create."""
     if not found:
         return f"{plan.ref}: nothing to do"
     build = [a.name for a in plan.layers if store.layer(a.key) is None]

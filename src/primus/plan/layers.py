@@ -1,4 +1,4 @@
-"""Pins, lock and local files → the actions of an image. Pure, but for hashing local files by stat."""
+"""Pins, lock and local files → the actions of an image. Pure, except that local files are hashed (by stat)."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from primus.versions.suites import upstream
 if TYPE_CHECKING:
     from primus.plan.stats import StatIndex
 
-# A wheel of the closure at least this large gets a layer of its own: small ones change together, large ones rarely.
+# A wheel of the closure at least this large gets its own layer: small wheels change together, large ones rarely.
 _OWN_LAYER = 8_000_000
 _SOURCE = "https://github.com/AMD-AGI/Primus"
 
 
 def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
-    """The plan of one image; ``stats`` hashes local files.
+    """Return the plan of one image; ``stats`` hashes local files.
 
-    Raises InputError if the lock lacks what the target needs.
+    Raises InputError if the lock lacks a file that the target needs.
     """
     target, pins, versions, choice = resolved.target, resolved.pins, resolved.versions, resolved.choice
     tool = assembler(target.compression)
@@ -53,14 +53,14 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
         layers += _root(resolved, choice.base, tool)
         if base.kernels:
             layers.append(_kernels(resolved, choice.base, tool))
-        # What the base's own Python packages provide is seen from the environment only when one of them is pinned.
+        # The environment sees the base's own Python packages only if one of them is pinned.
         layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
     root = tuple(a for a in layers if a.kind in ("image", "debs"))
     layers += _components(resolved, stats, prefix, root, tool)
     if target.turbo:
         if prefix is None:
             raise InputError("kernels need a base to be compiled in", where=resolved.place("turbo"))
-        # In all but the local trees: those change most often, and no kernel is compiled from them.
+        # In all layers except the local trees, which change most often and from which no kernel is compiled.
         inside = [a for a in layers if not a.tree]
         local = [a for a in layers if a.tree]
         layers = [*inside, turbo_action(resolved, stats, inside, prefix, tool), *local]
@@ -138,7 +138,9 @@ def _inline(name: str, entries: Mapping[str, Mapping[str, object]], tool: str) -
 
 
 def _root(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> tuple[Action, ...]:
-    """The layers of ``base``, or of ``root``, a build's: those of its image as they are, over them its packages."""
+    """Return the layers of ``base``, or of the build's ``root``: those of its image unchanged, with its packages on
+    top.
+    """
     name, about, where = resolved.name, resolved.versions.bases[base], resolved.base_place(base)
     layers = tuple(
         Action(
@@ -157,7 +159,7 @@ def _root(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> tup
 
 
 def _base(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> Action:
-    """The root file system of ``base``, or ``root``, a build's, which holds more."""
+    """Return the root file system of ``base``, or of the build's ``root``, which contains more packages."""
     debs = _need(resolved).of("deb", root or base)
     if not debs:
         name = resolved.name
@@ -171,7 +173,7 @@ def _base(resolved: ResolvedTarget, base: str, tool: str, root: str = "") -> Act
         inputs=(
             Input(name="assembler", value=tool),
             Input(name="suite", value=about.suite, where=where),
-            # No part of the spec, which decides what is built in here, too: packages are the same by either way.
+            # Not part of the spec, which also affects builds in this root: both ways give the same packages.
             *([] if about.image else [Input(name="variant", value=VARIANT)]),
             *_locked(debs, where),
         ),
@@ -186,7 +188,7 @@ def _locked(files: Iterable[LockedFile], where: str) -> Iterator[Input]:
 
 
 def _extra(resolved: ResolvedTarget, base: str, extra: str, tool: str) -> Action:
-    """The packages of an extra, unpacked over the base."""
+    """Return the packages of an extra, unpacked on top of the base."""
     debs, where = _need(resolved).of("deb", extra_root(base, extra)), resolved.base_place(base, "extras", extra)
     if not debs:
         raise InputError(
@@ -207,7 +209,9 @@ def _extra(resolved: ResolvedTarget, base: str, extra: str, tool: str) -> Action
 
 
 def _kernels(resolved: ResolvedTarget, base: str, tool: str) -> Action:
-    """What the base's packages keep per architecture, and their libraries with several, for the target's one."""
+    """Return the layer with the base's GPU code for the target's architecture: separate files, and libraries
+    reduced to it.
+    """
     where, kernels, arch = resolved.base_place(base), resolved.versions.bases[base].kernels, resolved.arch
     if arch is None:
         raise InputError(
@@ -239,7 +243,7 @@ def _components(
     name, lock, pins = resolved.name, resolved.lock, resolved.pins
     wheels = {f.name: f for f in lock.of("wheel")} if lock else {}
     made: dict[str, Action] = {}
-    # What is built with something that is built comes after it, wherever the target lists the two.
+    # A component built with another built component follows it, whatever their order in the target.
     for component, pin in sorted(pins.items(), key=lambda item: bool(item[1].build and item[1].build.built)):
         where = resolved.pin_place(component, pin)
         if pin.deb is not None:
@@ -263,7 +267,7 @@ def _components(
             made[component] = _wheels(stats, component, (), where, root, prefix, tool, built)
     closure = _closure(stats, "python", wheels.values(), resolved.lock_name, root, prefix, tool) if prefix else []
     layers = [made[component] for component in pins if component in made]
-    # Local trees change most often: they lie on top of what rarely does.
+    # Local trees change most often, so they lie on top.
     local = [a for a in layers if a.kind == "files"]
     return [*closure, *(a for a in layers if a.kind != "files"), *local]
 
@@ -277,7 +281,7 @@ def _closure(
     prefix: Prefix,
     tool: str,
 ) -> list[Action]:
-    """Layers for wheels that no pin names: large ones each their own, small ones together."""
+    """Return layers for wheels that no pin names: one for each large wheel, one for all small ones."""
     wheels = tuple(wheels)
     small = tuple(f for f in wheels if f.size < _OWN_LAYER)
     layers = [
@@ -287,7 +291,7 @@ def _closure(
 
 
 def _check_deb(resolved: ResolvedTarget, pin: Pin, where: str) -> None:
-    """Raise InputError unless the base brings the package in the pinned version."""
+    """Raise InputError unless the base contains the package in the pinned version."""
     base = resolved.choice.base
     version = next((f.version for f in _need(resolved).of("deb", base) if f.name == pin.deb), None)
     if version is None:
@@ -342,7 +346,7 @@ def _wheels(
     built: Action | None = None,
     without: tuple[str, ...] = (),
 ) -> Action:
-    # Bytecode is compiled by the image's own interpreter: its packages, not the whole base, are an input.
+    # The image's own interpreter compiles the bytecode, so its packages, not the whole base, are an input.
     python = [i for a in root for i in a.inputs if "python3" in i.name]
     return Action(
         name=name,
@@ -392,7 +396,7 @@ def _build(
     built = [made[one] for one in build.built]
     variables = dict(build.environment)
     if pin.git:
-        # An archive has no history, from which setuptools-scm would tell the version.
+        # A source archive has no git history, from which setuptools-scm would derive the version.
         variables.setdefault("SETUPTOOLS_SCM_PRETEND_VERSION", pin.version or "")
     layers: list[Action] = []
     if wheels or built:
@@ -420,7 +424,8 @@ def _build(
             "root": [a.spec for a in own],
         },
         needs=tuple(n for a in built for n in a.needs),
-        # How they are compressed and laid out changes no wheel: their packages are the inputs, not their keys.
+        # The wheels do not depend on how the tools' layers are compressed, so their packages are inputs, not their
+        # keys.
         tools=(*own, *layers, *built),
         files=(source,),
         job_bytes=round(build.job_gb * 1e9),

@@ -1,4 +1,4 @@
-"""Resolved targets → plans over locks that answer their pins. A stale lock is resolved again, with a message."""
+"""Resolved targets → plans based on up-to-date locks. A stale lock is resolved again, with a message."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def lock_target(
 
     An error about a package, an image or a repository gets the line of its pin.
     """
-    # Seam "sources": pip's and apt's sides and requests, 150 ms that a plan over a fresh lock does not need.
+    # Seam "sources": pip's and apt's code and requests, 150 ms that a plan with an up-to-date lock does not need.
     from primus.sandbox.tools import with_packages
     from primus.versions import relock
 
@@ -61,15 +61,16 @@ def plan_images(
     offline: bool = False,
     quiet: bool = False,
 ) -> list[ImagePlan]:
-    """The plans of the targets, each over a lock that answers its pins.
+    """Return the plans of the targets.
 
-    A stale or missing lock is made again, with a message, unless ``locked`` (CI, releases) or ``offline`` forbids it.
+    A stale or missing lock is created again, with a message, unless ``locked`` (CI, releases) or ``offline``
+    forbids it.
     """
     return [plan_image(_answered(one, locked=locked, offline=offline, quiet=quiet), stats) for one in targets]
 
 
 def _answered(resolved: ResolvedTarget, *, locked: bool, offline: bool, quiet: bool) -> ResolvedTarget:
-    """The target with a lock that answers its request."""
+    """Return the target with an up-to-date lock."""
     stale = resolved.stale
     if not resolved.request.asks:
         return replace(resolved, lock=None)
@@ -86,7 +87,7 @@ def _answered(resolved: ResolvedTarget, *, locked: bool, offline: bool, quiet: b
 
 
 def _place(resolved: ResolvedTarget) -> str | None:
-    """The line of versions.yaml of the first pin that drifted and is still there."""
+    """Return the line of versions.yaml of the first changed pin that still exists."""
     for item in resolved.stale:
         kind, _, rest = item.pin.partition(" ")
         if kind == "base" and rest.split(" ")[0] in resolved.versions.bases:

@@ -1,4 +1,4 @@
-"""A plan as people and scripts read it: which layers are reused, which are built, and how many bytes that is."""
+"""A plan as text and as JSON: which layers are reused, which are built, and how many bytes that is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from primus.terminal import PLAIN, Screen, Styled, bytes_text
 if TYPE_CHECKING:
     from primus.plan.explain import Change
 
-_REASONS = 2  # so many reasons stand beside a layer; `primus explain` lists all
+_REASONS = 2  # The number of reasons listed beside a layer; `primus explain` lists all.
 
 
 def outline(store: Store, plan: ImagePlan) -> list[dict[str, Any]]:
-    """One row per layer: name, kind, key, ``build`` or ``reuse``, and the bytes known of it.
+    """Return one row per layer: name, kind, key, ``build`` or ``reuse``, and the known bytes.
 
-    ``bytes`` is the compressed layer when it is in the store, else the size of the files it is made from.
+    ``bytes`` is the compressed size of a layer in the store, else the size of the files it is made from.
     """
     rows = []
     for action in plan.layers:
@@ -51,9 +51,9 @@ def outline_text(
     *,
     full: bool = True,
 ) -> str:
-    """The layers as text: ``+`` to build, with the reason, ``=`` to reuse; then their number and bytes.
+    """Return the layers as text: ``+`` to build, with the reason, ``=`` to reuse; then their number and bytes.
 
-    ``found`` is what changed since the last build, None when there was none. Without ``full`` the layers to reuse are
+    ``found`` are the changes since the last build, None if there was none. Without ``full``, layers to reuse are
     only counted, and so are all layers of an image that was never built.
     """
     build = [r for r in rows if r["do"] == "build"]
@@ -87,7 +87,7 @@ def outline_text(
 
 
 def _origin(row: Mapping[str, Any], found: Sequence[Change] | None) -> str:
-    """A layer's digest, or what it is made from and why."""
+    """Return a layer's digest, or what it is made from and why."""
     if row["digest"]:
         return str(row["digest"])[7:19]
     words = [f"from {row['inputs']} file{'s' if row['inputs'] > 1 else ''}"] if row["inputs"] else []

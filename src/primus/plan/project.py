@@ -1,4 +1,4 @@
-"""A project folder on disk: finds and reads versions.yaml, images/*.yaml and the locks."""
+"""A project folder on disk: find and read versions.yaml, images/*.yaml and the locks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TARGET = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 class Project:
-    """The folder that holds versions.yaml. Everything is read once, when it is first asked for."""
+    """The folder that contains versions.yaml. Every file is read once, when it is first needed."""
 
     def __init__(self, root: Path, *, store: Path | None = None, channel: str | None = None) -> None:
         self.root = root
@@ -42,7 +42,7 @@ class Project:
 
     @classmethod
     def find(cls, start: Path | None = None, *, store: Path | None = None, channel: str | None = None) -> Project:
-        """The project at ``start``, or, when none is given, of the current folder or its nearest parent that is one."""
+        """Return the project at ``start``, or else the nearest one from the current folder upwards."""
         folder = start.absolute() if start else cls.here()
         if folder is None or not os.path.lexists(folder / "versions.yaml"):
             if folder and folder.exists() and not folder.is_dir():
@@ -54,7 +54,7 @@ class Project:
 
     @staticmethod
     def here() -> Path | None:
-        """The nearest folder, from the current one up, that holds a versions.yaml."""
+        """Return the nearest folder, from the current one upwards, that contains a versions.yaml."""
         current = Path.cwd()
         return next((f for f in (current, *current.parents) if os.path.lexists(f / "versions.yaml")), None)
 
@@ -68,7 +68,8 @@ class Project:
                 for number, target in enumerate(pin.targets):
                     if target in names or target in (one.name for one in self.gpus.generations):
                         continue
-                    # A GPU, or a name that resembles no target, may be a target that this checkout leaves out.
+                    # A GPU's name, or a name that resembles no target, may be a target that this checkout does not
+                    # contain.
                     if hint := did_you_mean(target, names):
                         where = document.where(("components", component, "pins", index, "targets", number))
                         raise InputError(f"no target is called {target!r}", where=where, hint=hint)
@@ -81,15 +82,15 @@ class Project:
 
     @property
     def versions_document(self) -> Document:
-        """The text of versions.yaml with its places."""
+        """The parsed text of versions.yaml, with places."""
         return self._versions[1]
 
     def target_names(self) -> list[str]:
-        """The targets: one file each in images/. Hidden files are those of editors."""
+        """The names of the targets, one file each in images/. Hidden files are ignored, since editors create them."""
         return sorted(p.stem for p in (self.root / "images").glob("*.yaml") if not p.name.startswith("."))
 
     def target(self, name: str) -> Target:
-        """The target called ``name``; InputError names the nearest one there is."""
+        """Return the target called ``name``. InputError suggests the nearest name."""
         return self._target(name)[0]
 
     def _target(self, name: str) -> tuple[Target, Document]:
@@ -113,7 +114,7 @@ class Project:
     def _recipes(self, target: Target, document: Document) -> Iterator[str]:
         """Yield the recipes of a target, with ``all`` replaced by the project's other recipes.
 
-        Raises InputError, with the place, for one that the project's recipes/ does not have.
+        Raises InputError, with the place, for a recipe that recipes/ does not contain.
         """
         known = sorted(p.stem for p in (self.root / "recipes").glob("*.yaml") if not p.name.startswith("."))
         for index, name in enumerate(target.recipes):
@@ -126,7 +127,7 @@ class Project:
                 yield name
 
     def target_document(self, name: str) -> Document:
-        """The text of the target's file with its places."""
+        """Return the parsed text of the target's file, with places."""
         return self._target(name)[1]
 
     @cached_property
@@ -135,11 +136,11 @@ class Project:
         return build(Table, self._document(TABLE_FILE, f"{TABLE_FILE.parent.name}/{TABLE_FILE.name}"))
 
     def choice(self, name: str) -> Choice:
-        """The channel that builds the target."""
+        """Return the channel that builds the target."""
         return choose(name, self.target(name), self.asked, lambda c: self._lock_path(name, c).is_file())
 
     def lock_path(self, name: str) -> Path:
-        """Where the target's lock is committed."""
+        """Return the path of the target's committed lock."""
         return self._lock_path(name, self.choice(name).channel)
 
     def _lock_path(self, name: str, channel: str) -> Path:
@@ -152,12 +153,12 @@ class Project:
         return {file.sha256 for lock in locks if lock for file in lock.files}
 
     def lock(self, name: str) -> Lock | None:
-        """The target's lock, or None when there is none yet."""
+        """Return the target's lock, or None if it has none yet."""
         path = self.lock_path(name)
         return load_lock(path, str(path.relative_to(self.root)))
 
     def _document(self, path: Path, name: str | None = None) -> Document:
-        """The file's parsed text, from the cache when the very same text was parsed before (yaml costs 40 ms)."""
+        """Parse a file. The result is cached by the file's exact text, because parsing YAML costs 40 ms."""
         name = name or str(path.relative_to(self.root))
         try:
             text = read_bytes(path, name)

@@ -1,4 +1,4 @@
-"""Project files → everything that planning, building, checking and publishing one image may know."""
+"""Project files → all the data that later steps need to plan, build, check and publish one image."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from primus.yamlfile import Document
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTarget:
-    """One target of a project, read and checked. Every later step takes this and nothing wider.
+    """One target of a project, read and checked. Later steps take this and nothing wider.
 
-    ``pins`` are by component, in the target's order; ``inside`` are those of components that come inside the files of
-    others. ``lock`` is the committed lock, None when there is none; it may
-    be stale (see :attr:`stale`). ``lock_path`` is where it is committed. ``environment`` is that of every container.
-    ``extras`` are the optional layers. ``root`` is the folder that paths of local components start from.
+    ``pins`` are by component, in the target's order. ``inside`` are the pins of components that are part of other
+    components' files. ``lock`` is the committed lock, or None; it may be stale (see :attr:`stale`). ``lock_path``
+    is its path. ``environment`` has the variables of every container. ``extras`` are the optional layers. ``root``
+    is the folder that paths of local components are relative to.
     """
 
     name: str
@@ -52,7 +52,9 @@ class ResolvedTarget:
 
     @property
     def arch(self) -> str | None:
-        """The GPU architecture that the target's libraries must have code for: its generation's, or as it says."""
+        """The GPU architecture that the target's libraries must contain code for: its generation's, or the
+        target file's.
+        """
         return self.gpu.arch if self.gpu else self.target.arch
 
     @property
@@ -73,13 +75,13 @@ class ResolvedTarget:
 
     @property
     def lock_command(self) -> str:
-        """The command that resolves its pins anew, for the channel that was chosen."""
+        """The command that locks the target again, for the chosen channel."""
         several = len(self.target.channels) > 1
         return f"primus lock {self.name}" + (f" --channel {self.choice.channel}" if several else "")
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """What the lock calls the base and its extras, whose packages are in the image."""
+        """The names in the lock of the base and its extras, whose packages are in the image."""
         base = self.choice.base
         return (base, *(extra_root(base, extra) for extra in self.extras)) if base else ()
 
@@ -90,20 +92,20 @@ class ResolvedTarget:
 
     @property
     def stale(self) -> tuple[Drift, ...]:
-        """The pins that the lock does not answer; none when there is no lock."""
+        """The pins that the lock does not match; none if there is no lock."""
         return drift(self.lock, self.request) if self.lock else ()
 
     def place(self, *key: str | int) -> str:
-        """``images/<target>.yaml:line:col`` of a key."""
+        """Return ``images/<target>.yaml:line:col`` of a key."""
         return self.target_document.where(key)
 
     def pin_place(self, component: str, pin: Pin) -> str:
-        """``versions.yaml:line:col`` of a pin."""
+        """Return ``versions.yaml:line:col`` of a pin."""
         index = pin.place if pin.place >= 0 else self.versions.components[component].pins.index(pin)
         return self.versions_document.where(("components", component, "pins", index))
 
     def base_place(self, base: str, *key: str) -> str:
-        """``versions.yaml:line:col`` of a base, or of a key of it."""
+        """Return ``versions.yaml:line:col`` of a base, or of one of its keys."""
         return self.versions_document.where(("bases", base, *key))
 
     def pin_of(self, about: str) -> tuple[str, str]:
@@ -128,7 +130,7 @@ class ResolvedTarget:
         return "", ""
 
     def better_locks(self) -> Iterator[Path]:
-        """Folders in which a lock of a better channel would lie; it would take over as soon as it is there."""
+        """Yield the lock folders of better channels. A lock in one of them would change the choice of the channel."""
         for better in self.target.channels:
             if better == self.choice.channel:
                 return
@@ -141,7 +143,7 @@ def _names(pin: Pin) -> set[str]:
 
 
 def resolve(project: Project, name: str) -> ResolvedTarget:
-    """Target ``name`` of the project.
+    """Resolve the target ``name`` of the project.
 
     Raises InputError, with its place, for an unknown target, component, base or GPU, for a component without a pin
     for this target, and for a lock that cannot be read.
@@ -185,5 +187,5 @@ def resolve(project: Project, name: str) -> ResolvedTarget:
 
 
 def resolve_all(project: Project, names: Sequence[str]) -> list[ResolvedTarget]:
-    """Every target of ``names``."""
+    """Resolve every target of ``names``."""
     return [resolve(project, name) for name in names]

@@ -1,5 +1,5 @@
-"""Which layers images share, and how many bytes are one image's own. Nothing is guessed: a layer that is not built has
-no bytes, and neither has any sum with it.
+"""Which layers images share, and how many bytes belong to one image alone. A layer that is not built has no size, and
+neither has any sum that includes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from primus.terminal import PLAIN, Screen, bytes_text
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOf:
-    """A layer as images share it: its blob where it is built, its action's key where not; ``size`` is compressed."""
+    """A layer for comparison between images: the digest of its blob if it is built, else its action's key. ``size``
+    is compressed.
+    """
 
     name: str
     identity: str
@@ -33,13 +35,13 @@ class Image:
 
     @property
     def size(self) -> int | None:
-        """Compressed bytes of all layers; None while one is not built."""
+        """The compressed bytes of all layers; None if one is not built."""
         return _sum(self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Compressed bytes of a target's image: all, those that another image has too, and its own."""
+    """Compressed bytes of a target's image: all, those shared with other images, and its own."""
 
     target: str
     size: int | None
@@ -49,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What two images have in common; ``share`` is the common part of the larger one, 0 to 1."""
+    """What two images have in common; ``share`` is the common fraction of the larger one, 0 to 1."""
 
     targets: tuple[str, str]
     shared: int | None
@@ -57,7 +59,7 @@ class Pair:
 
 
 def sharing_of(store: Store, plans: Sequence[ImagePlan]) -> list[Image]:
-    """The images of the plans, as far as the store has their layers."""
+    """Return the images of the plans with the layers that the store has."""
     images = []
     for plan in plans:
         layers = []
@@ -70,21 +72,21 @@ def sharing_of(store: Store, plans: Sequence[ImagePlan]) -> list[Image]:
 
 
 def parts(images: Sequence[Image]) -> list[Part]:
-    """Shared and own bytes of each image among these."""
+    """Return the shared and own bytes of each of the images."""
     result = []
     for image in images:
         elsewhere = {layer.identity for other in images if other is not image for layer in other.layers}
         shared = _sum([layer for layer in image.layers if layer.identity in elsewhere])
         own = _sum([layer for layer in image.layers if layer.identity not in elsewhere])
         if image.size is None:
-            # What is not built may turn out to be the same blob as another image's.
+            # A layer that is not built may turn out to be the same blob as another image's.
             shared = own = None
         result.append(Part(target=image.target, size=image.size, shared=shared, own=own))
     return result
 
 
 def pairs(images: Sequence[Image]) -> list[Pair]:
-    """Every two images."""
+    """Return a row for every two images."""
     result = []
     for a, b in combinations(images, 2):
         common = {layer.identity for layer in b.layers}
@@ -108,7 +110,7 @@ def _sum(layers: Sequence[LayerOf]) -> int | None:
 
 
 def sharing_json(images: Sequence[Image]) -> dict[str, dict[str, Any]]:
-    """Target → its bytes, and what it shares with each other one, as plain data; None means unknown."""
+    """Return each target's bytes, and what it shares with each other target, as JSON data; None means unknown."""
     result: dict[str, dict[str, Any]] = {
         part.target: {"bytes": part.size, "shared": part.shared, "own": part.own, "with": {}} for part in parts(images)
     }
@@ -119,9 +121,9 @@ def sharing_json(images: Sequence[Image]) -> dict[str, dict[str, Any]]:
 
 
 def sharing_text(images: Sequence[Image], screen: Screen = PLAIN, *, full: bool = True) -> str:
-    """Tables: layers × targets (= shared, + own; with ``full`` alone), bytes per target, share per pair.
+    """Return tables: layers × targets (= shared, + own; only with ``full``), bytes per target, share per pair.
 
-    Without ``full``, images that are not built are named in one line in place of rows that say "unknown".
+    Without ``full``, images that are not built are listed in one line instead of in rows of unknown figures.
     """
     lines = [*_layers(images, screen), ""] if full else []
     shown = [part for part in parts(images) if full or part.size is not None]
@@ -154,7 +156,7 @@ def _layers(images: Sequence[Image], screen: Screen) -> list[str]:
 
 
 def share_text(share: float | None) -> str:
-    """A share in percent, rounded down: all but a few bytes is not all."""
+    """Return a fraction as a percentage, rounded down, so that "100 %" means every byte."""
     return "unknown" if share is None else f"{math.floor(10_000 * share) / 100:.2f} %"
 
 

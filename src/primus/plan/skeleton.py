@@ -1,6 +1,6 @@
-"""The files of an image that no package brings: the Python environment, the ``primus`` command and its metadata.
+"""The files of an image that come from no package: the Python environment, the ``primus`` command and its metadata.
 
-Entries are plain data (path → text or link, mode), since they are part of an action's key.
+Entries are plain data (path → text or link, mode), because they are part of an action's key.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 Inline = Mapping[str, Mapping[str, object]]
 WORKSPACE = "workspace"
-# What pip and uv in the image may not replace.
+# Packages that pip and uv in the image must not replace.
 CONSTRAINTS = "etc/primus/constraints.txt"
 _OPEN: Mapping[str, object] = {"folder": True, "mode": 0o1777}
-# A login shell starts from the distribution's own PATH. Nothing is started here: a shell must open at once.
+# A login shell starts with the distribution's own PATH. Run no program here: a shell must open at once.
 _PROFILE = """\
 case ":$PATH:" in
 *:/{bin}:*) ;;
@@ -35,7 +35,7 @@ if [ -n "${{BASH_VERSION-}}" ]; then
     complete -F _primus_first_tab primus
 fi
 """
-# What the image's entry point gives to an interactive bash that is no login shell; such a bash reads no profile.
+# Setup for an interactive bash that is not a login shell and therefore reads no profile; the entry point passes it.
 _BASHRC = """\
 if [ -r ~/.bashrc ]; then . ~/.bashrc; fi
 . /etc/profile.d/primus.sh
@@ -43,11 +43,11 @@ if [ -r ~/.bashrc ]; then . ~/.bashrc; fi
 
 
 def environment(prefix: Prefix, system: bool = False) -> Inline:
-    """A virtual environment over the base's interpreter, as ``python -m venv`` lays it out.
+    """Return a virtual environment based on the base's interpreter, laid out as by ``python -m venv``.
 
-    A virtual environment, since Debian and Ubuntu mark their own site-packages as externally managed (PEP 668) and
-    users expect ``pip install`` to work. With ``system`` it sees the base's packages behind its own. The working
-    folder is open to every user id.
+    It is a virtual environment because Debian and Ubuntu mark their own site-packages as externally managed (PEP
+    668), and users expect ``pip install`` to work. With ``system``, it also sees the base's packages. The working
+    folder is writable for every user id.
     """
     root = prefix.root
     config = f"home = /usr/bin\ninclude-system-site-packages = {str(system).lower()}\nversion = {prefix.python}\n"
@@ -61,9 +61,10 @@ def environment(prefix: Prefix, system: bool = False) -> Inline:
 
 
 def working_folders(to: str, paths: Iterable[str]) -> Inline:
-    """The folders of a tree that lies in the working folder, and that one itself: open to every user id, too.
+    """Return the folders of a tree in the working folder, and the working folder itself, writable for every user
+    id.
 
-    Users change into them and start jobs there, which leave their results in the current folder.
+    Users change into them and start jobs there, which write results to the current folder.
     """
     if PurePosixPath(to).parts[:1] != (WORKSPACE,):
         return {}
@@ -72,7 +73,7 @@ def working_folders(to: str, paths: Iterable[str]) -> Inline:
 
 
 def distribution(package: str) -> Inline:
-    """Metadata of the ``primus`` package installed at ``package``, so that pip and importlib.metadata see it."""
+    """Return the metadata of the ``primus`` package at ``package``, so that pip and importlib.metadata find it."""
     site = PurePosixPath(package).parent
     folder = f"{site}/primus_images-{__version__}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: primus-images\nVersion: {__version__}\nRequires-Dist: PyYAML>=6.0\n"
@@ -84,16 +85,17 @@ def distribution(package: str) -> Inline:
 
 
 def console_script(package: str) -> Inline:
-    """The ``primus`` command of the environment that holds ``package``."""
+    """Return the ``primus`` command of the environment that contains ``package``."""
     root = PurePosixPath(package).parents[3]
     script = f"#!/{root}/bin/python3\nimport sys\n\nfrom primus.cli.main import main\n\nsys.exit(main())\n"
     return {f"{root}/bin/primus": {"text": script, "mode": 0o755}}
 
 
 def shell_setup(package: str) -> Inline:
-    """Files that make ``primus`` known to every bash, with completion on Tab, login shell or not.
+    """Return the files that give every bash the ``primus`` command with completion, whether or not it is a login
+    shell.
 
-    The entry point (``primus.system.banner``) names the second file to shells that are no login shells.
+    The entry point (``primus.system.banner``) passes the second file to shells that are not login shells.
     """
     bin_folder = PurePosixPath(package).parents[3] / "bin"
     return {
@@ -103,7 +105,9 @@ def shell_setup(package: str) -> Inline:
 
 
 def constraints(resolved: ResolvedTarget) -> str:
-    """The constraints file: the version of each held Python package. Empty when the target holds none."""
+    """Return the constraints file with the version of each protected Python package. Empty if the target protects
+    none.
+    """
     held = {
         normalised(pin.wheel or pin.source or (pin.deb or "").removeprefix("python3-")): pin.version
         for component, pin in resolved.pins.items()
@@ -116,7 +120,7 @@ def constraints(resolved: ResolvedTarget) -> str:
 
 
 def inline_entries(inline: Inline) -> list[Entry]:
-    """The data as layer entries."""
+    """Return the data as layer entries."""
     result = []
     for path, what in inline.items():
         if "link" in what:

@@ -1,7 +1,7 @@
-"""Folders in the order of their names: the ``sitecustomize`` of every build.
+"""Sorted folder listings: the ``sitecustomize`` module of every build.
 
-Each file system lists a folder in an order of its own. A build that links its objects in that order (``os.walk``,
-``glob``) would make other bytes on another disk. This file runs in the build root's Python, not in ours.
+Each file system lists folders in its own order. A build that links its objects in that order (``os.walk``, ``glob``)
+would create other bytes on another disk. This file runs in the build root's Python.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _listdir, _scandir = os.listdir, os.scandir
 
 
 class _Sorted:
-    """What ``os.scandir`` gives, sorted by name."""
+    """The result of ``os.scandir``, sorted by name."""
 
     def __init__(self, path: Any) -> None:
         with _scandir(path) as entries:
@@ -32,7 +32,7 @@ class _Sorted:
         self.close()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the listing is already closed."""
 
 
 def _names(path: Any = ".") -> Any:

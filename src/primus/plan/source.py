@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# Compiles a layer's modules; lists folders in sorted order while a wheel is built.
+# Compiles a layer's modules, and lists folders in sorted order while a wheel is built.
 BYTECODE = Path(__file__).with_name("compile_bytecode.py")
 ORDER = Path(__file__).with_name("sorted_folders.py")
 
-# Makes a wheel of a source archive. $1 is the archive, $2 the Python of the build root. Unpacked at a fixed place: pip
-# builds an archive in a folder with a random name, which debug information keeps. Tools that wheels bring (ninja) lie
-# beside the interpreter.
+# Builds a wheel from a source archive. $1 is the archive, $2 the Python of the build root. The archive is unpacked at a
+# fixed path: pip would build it in a folder with a random name, which debug information contains. Tools from wheels
+# (ninja) lie beside the interpreter.
 WHEEL_SCRIPT = """\
 set -e
 mkdir /tmp/source

@@ -1,7 +1,7 @@
-"""Content hashes of local files, remembered by stat: unchanged files are not read again.
+"""A cache of content hashes of local files, keyed by stat, so that unchanged files are not read again.
 
-Size, mtime, ctime and inode must all be as remembered. A file touched within the last moments before it was hashed
-is not remembered: a second write in the same clock tick would leave no trace (git's "racy" index entries).
+Size, mtime, ctime and inode must all match. A file that was modified immediately before it was hashed is not cached,
+because a second write in the same clock tick would go unnoticed (git's "racy" index entries).
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ TreeFile = tuple[str, str, str]
 
 
 class StatIndex:
-    """The memory, kept in one file; losing it costs only time."""
+    """The cache, stored in one file. Losing it costs only time."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # Without trust every file is read.
+        # If not trusted, every file is read.
         self.trusted = True
         self._changed = False
-        # Four targets that share their trees walk them once.
+        # Targets that share trees walk each tree once.
         self._trees: dict[tuple[str, tuple[str, ...]], list[TreeFile]] = {}
         known = read_sealed(path)
         self._known: dict[str, list[object]] = known if isinstance(known, dict) else {}
 
     def sha256(self, path: str, status: os.stat_result | None = None) -> str:
-        """SHA-256 of the file's content, as hex. InputError for what is no regular file or cannot be read."""
+        """Return the SHA-256 of the file's content, as hex. Raises InputError if it is not a regular file or
+        cannot be read.
+        """
         status = status or os.stat(path)
         mark: list[object] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         known = self._known.get(path)
@@ -58,10 +60,11 @@ class StatIndex:
         return found
 
     def tree(self, root: Path, include: tuple[str, ...] = ()) -> list[TreeFile]:
-        """Every file below ``root`` in order, without caches; ``include`` limits it to some of its children.
+        """Return every file below ``root`` in order, except caches. ``include`` restricts it to some of its
+        children.
 
-        Raises InputError when the folder or a child named in ``include`` is missing or unreadable, and for what may
-        not enter an image: pipes, devices, sockets and unclean paths.
+        Raises InputError if the folder or a child in ``include`` is missing or unreadable, and for files that
+        an image may not contain: pipes, devices, sockets and unclean paths.
         """
         if (str(root), include) in self._trees:
             return self._trees[str(root), include]
@@ -107,7 +110,7 @@ class StatIndex:
             found.append((name, kind, self.sha256(path, status)))
 
     def save(self) -> None:
-        """Keep the memory if it changed; a failure is silent, the next run just reads the files again."""
+        """Write the cache if it changed. Failures are ignored: the next run reads the files again."""
         if not self._changed:
             return
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""images/<target>.yaml: what one image holds, and what it asks of the pins."""
+"""images/<target>.yaml: the contents of one image, and its requirements for the pins."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ class Target:
 def pins_of(
     versions: Versions, name: str, sources: Sequence[str], arch: str | None, where: Mapping[str, str]
 ) -> dict[str, Pin]:
-    """Component → the one pin that target ``name`` takes, for the components of ``where`` and in their order.
+    """Return component → the pin that target ``name`` uses, for the components of ``where``, in their order.
 
     ``where`` gives the place of each component's line in the target file, for errors. The first of ``sources`` (the
-    channels that may serve this image) that has a pin for the component decides; ``arch`` fills in its ``{arch}``.
+    channels that may be used) that has a pin for the component decides. ``arch`` replaces ``{arch}``.
     """
     result: dict[str, Pin] = {}
     for component in where:
@@ -102,7 +102,7 @@ def pins_of(
             hint = did_you_mean(component, versions.components) or "pin it in versions.yaml"
             raise InputError(f"no component is called {component!r}", where=where.get(component), hint=hint)
         pins = [p for p in versions.components[component].pins if not p.inside and (not p.targets or name in p.targets)]
-        # A pin that names the target goes before one for all.
+        # A pin that names the target takes precedence over a pin for all targets.
         ranked = sorted(pins, key=lambda p: (not p.targets,))
         chosen = next((p for c in sources for p in ranked if p.channel == c), None)
         if chosen is None:
@@ -121,7 +121,7 @@ def pins_of(
 def inside_of(
     versions: Versions, name: str, sources: Sequence[str], pins: Mapping[str, Pin], packages: Collection[str]
 ) -> dict[str, Pin]:
-    """Component → pin of what comes inside the files of the target's own components (``pins``) or of its base's
+    """Return component → pin of what is part of the files of the target's components (``pins``) or of its base's
     ``packages``. The first of ``sources`` that has such a pin decides.
     """
     result: dict[str, Pin] = {}
@@ -133,7 +133,7 @@ def inside_of(
             if pin.inside
             and pin.channel == channel
             and (not pin.targets or name in pin.targets)
-            # What comes from the base is of the base's own channel.
+            # Parts of the base belong to the base's own channel.
             and (pin.inside in packages if pin.channel == "debian" else pin.inside in pins)
         ]
         if fits and component not in pins:
@@ -142,11 +142,11 @@ def inside_of(
 
 
 def environment_of(target: Target, table: Table | None, where: Callable[..., str]) -> dict[str, str]:
-    """Variable → value in every container: the GPU generation's, and over it the target file's own.
+    """Return variable → value in every container: the GPU generation's variables and the target file's own.
 
-    ``where`` gives the place of a key in the target file. Raises InputError for a generation that the table does not
-    hold and for what is said twice: a name in the file, or a value that the table has already. ``table`` is needed for
-    a target with a GPU.
+    ``where`` gives the place of a key in the target file. ``table`` is required for a target with a GPU. Raises
+    InputError for a generation that the table does not contain and for duplicates: a variable listed twice, or one
+    with the table's value.
     """
     result: dict[str, str] = {}
     if target.gpu is not None:
@@ -175,10 +175,10 @@ def environment_of(target: Target, table: Table | None, where: Callable[..., str
 def extras_of(
     versions: Versions, target: Target, channel: str, base: str | None, where: Callable[..., str]
 ) -> tuple[str, ...]:
-    """The target's extras on ``channel``. ``where`` gives the place of a key in the target file.
+    """Return the target's extras on ``channel``. ``where`` gives the place of a key in the target file.
 
-    Raises InputError for a channel that the target does not have, and for an extra that ``base`` does not have or that
-    is listed twice.
+    Raises InputError for a channel that the target does not have, and for an extra that ``base`` does not have or
+    that is listed twice.
     """
     if unknown := next((name for name in target.extras if name not in target.channels), None):
         hint = "its channels: " + ", ".join(target.channels)
@@ -198,7 +198,7 @@ def extras_of(
 def request_of(
     versions: Versions, name: str, channel: str, base: str | None, pins: Mapping[str, Pin], extras: Sequence[str] = ()
 ) -> Request:
-    """What the target asks of the sources: the input of its lock. Raises InputError for a base that is not there."""
+    """Return what the target requests of the sources: the input of its lock. Raises InputError for an unknown base."""
     if base and base not in versions.bases:
         raise InputError(f"{name}: no base is called {base!r}", hint="bases are defined in versions.yaml")
     python = versions.bases[base].python if base else ""
@@ -246,10 +246,10 @@ def request_of(
 
 
 def extra_root(base: str, extra: str) -> str:
-    """What the lock calls the packages of ``extra`` over ``base``."""
+    """Return the name in the lock of the packages of ``extra`` on top of ``base``."""
     return f"{base} {extra}"
 
 
 def build_root(package: str) -> str:
-    """What the lock calls the root file system that builds ``package``."""
+    """Return the name in the lock of the root file system that builds ``package``."""
     return f"{normalised(package)} build"

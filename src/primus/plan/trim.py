@@ -1,12 +1,13 @@
-"""How mmdebstrap installs a base and what the base leaves out. Part of its key."""
+"""How mmdebstrap installs a base, and what a base leaves out. Part of its key."""
 
 from __future__ import annotations
 
-# mmdebstrap unpacks the variant's own packages itself, to have a dpkg to run, which unpacks them again; all others dpkg
-# alone. So the smallest variant that has a dpkg: with all packages in it, half of a large base's work is done twice.
+# mmdebstrap unpacks the packages of the variant itself, to have a dpkg to run, and dpkg then unpacks them again. Other
+# packages are unpacked by dpkg only. So use the smallest variant that has a dpkg; otherwise, half of the work for a
+# large base is done twice.
 VARIANT = "essential"
 
-# Man pages and documentation help nobody in a training image; copyright files must stay with the binaries.
+# A training image needs no man pages or documentation. Copyright files must stay with the binaries.
 NOT_UNPACKED = (
     "/usr/share/man/*",
     "/usr/share/info/*",
@@ -14,12 +15,12 @@ NOT_UNPACKED = (
     "/usr/share/linda/*",
     "/usr/share/locale/*",
     "/usr/share/doc/*",
-    # A test server's private key: published, but a key in an image is a finding for every scanner.
+    # The private key of a test server. It is public, but every scanner reports a key in an image.
     "/usr/lib/python3/dist-packages/fsspec/implementations/tests/*",
 )
 UNPACKED_STILL = ("/usr/share/doc/*/copyright", "/usr/share/locale/locale.alias")
 
-# Patterns of paths that differ from machine to machine or run to run, or that the container runtime provides.
+# Patterns of paths that differ between machines or runs, or that the container runtime provides.
 LEFT_OUT = (
     "dev/*",
     "run/*",
@@ -40,7 +41,7 @@ LEFT_OUT = (
     "var/lib/dpkg/lock*",
     "var/lib/dpkg/triggers/Lock",
     "var/lib/systemd/*",
-    # Python writes these as it imports them while packages are configured, and not the same bytes each time.
+    # Python writes these when packages are configured, with other bytes each time.
     "usr/share/python3/debpython/__pycache__*",
     "usr/lib/python3/dist-packages/_distutils_hack/__pycache__*",
 )

@@ -1,4 +1,4 @@
-"""Where builds keep what they make: the image store, fetched files, unpacked layers, caches and logs."""
+"""The folders that a build writes to: the image store, fetched files, unpacked layers, caches and logs."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from primus.plan.stats import StatIndex
 
 @dataclass(frozen=True)
 class Workspace:
-    """The store, and the folder (``.primus`` of a project) that holds everything else. Nothing here is input."""
+    """The store, and the folder that contains everything else (``.primus`` of a project). It contains no input."""
 
     store: Store
     folder: Path
 
     @cached_property
     def files(self) -> FileCache:
-        """Files fetched by hash."""
+        """The cache of fetched files."""
         return FileCache(self.folder / "files")
 
     @cached_property
     def stats(self) -> StatIndex:
-        """Hashes of local files."""
+        """The cache of hashes of local files."""
         return StatIndex(self.folder / "cache" / "stats.json")
 
     @property
     def unpacked(self) -> Path:
-        """Layers as folders, for the sandbox."""
+        """The unpacked layers, for the sandbox."""
         return self.folder / "unpacked"
 
     @property
     def facts(self) -> Path:
-        """What gates know about layers."""
+        """The cached results of gates for each layer."""
         return self.folder / "cache" / "gates"
 
     @property
     def logs(self) -> Path:
-        """One log per action that ran in the sandbox."""
+        """The logs of actions that ran in the sandbox."""
         return self.folder / "logs"

@@ -1,4 +1,4 @@
-"""The kinds of action, one module for each. The module's name is the kind.
+"""The kinds of action, one module each. The module's name is the kind.
 
 To add a kind, add its name to :class:`primus.plan.action.Action` and a module here with the two functions of
 :class:`Kind`.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A layer in the store, and the observer that saw it while it was written."""
+    """A layer in the store, and the observer that examined it while it was written."""
 
     layer: Layer
     watch: Watch | None = None
@@ -30,7 +30,7 @@ class Made:
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """A wheel in the file cache; ``size`` in bytes."""
+    """A wheel in the file cache; ``size`` is in bytes."""
 
     file: str
     sha256: str
@@ -38,10 +38,10 @@ class Wheel:
 
 
 class Kind(Protocol):
-    """What the module of a kind offers."""
+    """The interface of a kind's module."""
 
     def prepare(self, actions: Sequence[Action], shop: Workshop) -> None:
-        """Check what this machine needs for these actions of the kind; called once, before long work begins.
+        """Check that this machine can run these actions of the kind. Called once, before long work begins.
 
         Raises HostError, in one sentence, for missing namespaces or a missing tool.
         """
@@ -54,8 +54,8 @@ class Kind(Protocol):
 
 
 def load(kind: str) -> Kind:
-    """The module of a kind.
+    """Import and return the module of a kind.
 
-    It is loaded here, because a build that changes one recipe needs neither the reader of wheels nor the sandbox.
+    The import happens here because a build that changes one recipe needs neither the wheel reader nor the sandbox.
     """
     return cast(Kind, import_module(f"{__name__}.{kind}"))

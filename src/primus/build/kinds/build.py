@@ -1,4 +1,4 @@
-"""``build``: the source of a component, built into a wheel in the sandbox. A ``wheels`` action then uses it."""
+"""``build``: build a component's source into a wheel in the sandbox. A ``wheels`` action then uses the wheel."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
-    """The sandbox that runs the script."""
+    """Check that the sandbox can run the script."""
     sandboxed.prepare(shop)
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Wheel:
-    """Run the build script without network, on a read-only source; take the one wheel that it leaves in /out."""
+    """Run the build script without network on a read-only source. The script must write one wheel to /out."""
     (source,) = action.files
     inside, out = f"/in/{source.file}", scratch / "out"
     sandboxed.run(
@@ -51,7 +51,7 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Wheel:
 
 
 def _environment(job_bytes: int) -> dict[str, str]:
-    """The environment of every build: as many compilers as there are cores, and as fit into memory."""
+    """Return the environment of every build. It allows as many compiler processes as cores and memory permit."""
     (line,) = [m for m in Path("/proc/meminfo").read_text().splitlines() if m.startswith("MemAvailable:")]
     memory = 1024 * int(line.split()[1])
     jobs = str(max(1, min(len(os.sched_getaffinity(0)), memory // max(job_bytes, 1))))

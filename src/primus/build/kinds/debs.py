@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from primus.build.execute import Workshop
     from primus.plan.action import Action
 
-# On a merged /usr these are links, below which nothing may be laid.
+# On a merged /usr these are links; nothing may be unpacked below them.
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
-    """mmdebstrap, and for an ordinary user the namespaces to run it in. Packages over an image need neither."""
+    """Check for mmdebstrap and, for an ordinary user, for user namespaces. Packages on top of an image need neither."""
     if all("over" in action.spec for action in actions):
         return
     if userns.needed() and (lack := userns.missing()) is not None:
@@ -57,7 +57,7 @@ def prepare(actions: Sequence[Action], shop: Workshop) -> None:
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:
-    """Install the packages with mmdebstrap, or unpack them if they lie over an image."""
+    """Install the packages with mmdebstrap, or unpack them if they go on top of an image."""
     if "over" in action.spec:
         return shop.write(action, _over_entries(action.files, scratch, find=shop.file))
     entries = root_entries(
@@ -82,7 +82,7 @@ def root_entries(
     log: Path,
     kernels: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[Entry]:
-    """Build the root file system in ``scratch`` and return its entries; their bytes stay in a tar there.
+    """Build the root file system in ``scratch`` and return its entries, whose bytes are in a tar file there.
 
     ``find`` gives a locked file's path on disk; ``kernels`` are package and patterns of files that stay packed. Raises
     HostError when the disk is full, CheckFailed with the log's tail when a package fails to install, and for kernel
@@ -95,7 +95,7 @@ def root_entries(
         archive.mkdir()
         paragraphs = [_publish(deb, find(deb), archive) for deb in sorted(debs, key=lambda d: d.name)]
         (archive / "Packages").write_bytes(b"\n".join(paragraphs))
-        # By this name mmdebstrap finds the essential packages.
+        # mmdebstrap finds the essential packages by this name.
         (archive / "Release").write_text(f"Codename: {suite}\n", encoding="ascii")
         apart = _own_processes()
         command = [
@@ -114,18 +114,18 @@ def root_entries(
             f"deb [trusted=yes] copy:{archive} ./",
         ]
         env = {**os.environ, "SOURCE_DATE_EPOCH": str(MTIME), "LC_ALL": "C.UTF-8", "TMPDIR": str(place)}
-        # An interrupted base is thrown away: dpkg need not wait for the disk after every file.
+        # An interrupted base is discarded, so dpkg need not flush every file to the disk.
         env["DPKG_FORCE"] = "unsafe-io"
-        # What packages compile on purpose comes out the same each time, what an import leaves behind does not.
+        # Bytecode that packages compile on purpose is reproducible; bytecode that imports leave behind is not.
         env["PYTHONDONTWRITEBYTECODE"] = "1"
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=env,
             start_new_session=bool(apart),
         )  # fmt: skip
-        # Without namespaces some of its processes may have ids that this user cannot signal, but the terminal can.
+        # Without namespaces, some of its processes may have ids that this user cannot signal, but the terminal can.
         with tracked(process) if apart else process:
             code = process.wait()
-        # While the half-made root still takes the space.
+        # The unfinished root still takes the space now.
         full = disk_is_full(log, place, scratch) if code != 0 else None
     if full is not None:
         raise full
@@ -141,9 +141,10 @@ def root_entries(
 
 
 def _own_processes() -> list[str]:
-    """What root starts mmdebstrap with: in namespaces of its own, none of its processes and mounts outlives this one.
+    """Return the command prefix with which root starts mmdebstrap: its own namespaces, so that no process or mount
+    outlives it.
 
-    Nothing for an ordinary user, whose mmdebstrap makes its own, and where root may make none.
+    Empty for an ordinary user, whose mmdebstrap creates its own namespaces, and if root may not create any.
     """
     words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
@@ -153,8 +154,8 @@ def _own_processes() -> list[str]:
 
 @contextlib.contextmanager
 def _workplace(scratch: Path) -> Iterator[Path]:
-    """Where the root file system grows: for an ordinary user a folder that the user's mapped ids may enter too, which
-    a home usually is not.
+    """Yield the folder in which to build the root file system. For an ordinary user, the user's mapped ids must be
+    able to enter it, which a home folder usually prevents.
     """
     if os.geteuid() == 0:
         yield scratch
@@ -165,7 +166,7 @@ def _workplace(scratch: Path) -> Iterator[Path]:
 
 
 def _publish(deb: LockedFile, path: Path, archive: Path) -> bytes:
-    """Put one package into the repository folder and return its paragraph of the Packages file."""
+    """Add one package to the repository folder and return its paragraph of the Packages file."""
     name = f"{deb.sha256[:16]}.deb"
     try:
         (archive / name).hardlink_to(path)
@@ -187,8 +188,9 @@ def _control(deb: LockedFile, path: Path) -> bytes:
 
 
 def _tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
-    """The files, folders and links of a tar of a root file system, but for patterns ``left_out``; CheckFailed for
-    anything else.
+    """Yield the files, folders and links of a tar of a root file system, except those that match ``left_out``.
+
+    Raises CheckFailed for other types.
     """
     with tarfile.open(tar, "r:") as archive:
         for member in members(archive):
@@ -221,14 +223,16 @@ def _xattrs(member: tarfile.TarInfo) -> dict[str, bytes]:
 
 
 def _over_entries(debs: Sequence[LockedFile], scratch: Path, *, find: Callable[[LockedFile], Path]) -> list[Entry]:
-    """The files of the packages; their bytes stay in tars in ``scratch``. ``find`` gives a package's path on disk.
+    """Return the files of the packages as entries, whose bytes are in tar files in ``scratch``. ``find`` returns a
+    package's path on disk.
 
-    Raises HostError for a file that is no package.
+    Raises HostError for a file that is not a package.
     """
     found: dict[str, Entry] = {}
     for deb in sorted(debs, key=lambda d: d.name):
         for entry in _entries(deb, find(deb), scratch):
-            # Packages share folders; what else two of them have, dpkg would refuse, and the layer does too.
+            # Packages share folders. dpkg would refuse any other path that two packages contain, and so does the
+            # layer.
             if entry.kind != "dir" or entry.path not in found:
                 if entry.path in found:
                     raise HostError(
@@ -257,6 +261,6 @@ def _merged(path: str) -> str:
 
 
 def _unpacked(path: str) -> bool:
-    """dpkg's rule for the options that a base is made with."""
+    """Whether a file is unpacked under the dpkg options that a base is built with."""
     left_out = any(fnmatch.fnmatchcase(path, pattern) for pattern in NOT_UNPACKED)
     return not left_out or any(fnmatch.fnmatchcase(path, pattern) for pattern in UNPACKED_STILL)

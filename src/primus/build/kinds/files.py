@@ -1,4 +1,4 @@
-"""``files``: a folder of the project, or files that the plan holds itself, as a layer."""
+"""``files``: a layer from a folder of the project or from files that the plan contains."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
-    """A copy of files needs nothing."""
+    """Do nothing: copying files has no requirements."""
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:
-    """Write the files as they are, with the modes of the plan."""
+    """Write the files unchanged, with the modes that the plan specifies."""
     return shop.write(action, list(entries(action)))
 
 
 def entries(action: Action) -> Iterator[Entry]:
-    """The files of the action's tree, then those that the plan holds."""
+    """Yield the files of the action's tree, then those that the plan contains."""
     to = str(action.spec.get("to", "")).strip("/")
     for name, kind, value in action.tree:
         path = f"{to}/{name}" if to else name
@@ -42,7 +42,7 @@ def entries(action: Action) -> Iterator[Entry]:
 
 
 def _size(path: Path) -> int:
-    """The file's size; 0 when it is gone, which the comparison of its hash reports."""
+    """Return the file's size; 0 if it is gone, which the comparison of its hash reports."""
     try:
         return os.lstat(path).st_size
     except OSError:

@@ -1,4 +1,4 @@
-"""``image``: a layer of a registry's image, taken as it is."""
+"""``image``: a layer of a registry's image, used unchanged."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
-    """A layer that comes finished needs nothing."""
+    """Do nothing: the layer is downloaded finished."""
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:
-    """Check the layer and take it into the store; its digest does not change."""
+    """Verify the layer and add it to the store. Its digest does not change."""
     (given,) = action.files
     return Made(layer=adopt_layer(shop.workspace.store, shop.file(given), given.sha256))

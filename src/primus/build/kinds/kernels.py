@@ -1,8 +1,8 @@
-"""``kernels``: the GPU code for one architecture, taken from Debian packages that hold it for many.
+"""``kernels``: GPU code for one architecture, from Debian packages that contain code for many.
 
-A base is the same for every GPU: what its packages keep per architecture stays out of it and becomes a layer here, with
-the files of one architecture alone, and with libraries whose fat binaries hold no other's code. Images for two GPUs
-then share every byte that is for neither.
+A base is the same for every GPU. Files of its packages that are specific to an architecture are left out of the base
+and go into a layer here: only the files for one architecture, and libraries whose fat binaries contain only its code.
+Images for two GPUs therefore share every byte that is not specific to one of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
-    """dpkg-deb, which unpacks the packages, is checked with the base that they belong to."""
+    """Do nothing: dpkg-deb, which unpacks the packages, is checked together with their base."""
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:
@@ -48,14 +48,14 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Made:
 
 
 def is_for(path: str, arch: str) -> bool:
-    """Whether the path names the architecture: gfx90 is no gfx90a."""
+    """Whether the path names the architecture. gfx90 does not match gfx90a."""
     return re.search(rf"{arch}(?![0-9a-f])", path) is not None
 
 
 @dataclass(kw_only=True)
 class KernelFiles:
-    """The GPU code for ``arch`` of some packages; ``left_out`` counts what is for other architectures. Without an
-    architecture everything is taken as it is.
+    """The GPU code for ``arch`` in some packages. ``left_out`` counts code for other architectures. Without an
+    architecture, all files are used unchanged.
     """
 
     arch: str | None
@@ -63,12 +63,14 @@ class KernelFiles:
     entries: list[Entry] = field(default_factory=list)
 
     def take(self, deb: Path, patterns: Sequence[str], folder: Path) -> None:
-        """Add the package's files and symbolic links whose absolute path matches one of ``patterns``; their bytes are
-        kept in ``folder``. A path that names architectures says whom the file is for; what names none must hold
-        offload bundles, and loses the code of other architectures.
+        """Add the package's files and symbolic links whose absolute path matches one of ``patterns``;
+        ``folder`` keeps their bytes.
 
-        Raises HostError for what is no Debian package, CheckFailed for a path that is no file or symbolic link, for a
-        file without GPU code and one that cannot be read.
+        A path that contains names of architectures shows which GPUs the file is for. Any other file must
+        contain offload bundles; code for other architectures is removed from it.
+
+        Raises HostError if ``deb`` is not a Debian package. Raises CheckFailed for a path that is neither a
+        file nor a symbolic link, a file without GPU code, and a file that cannot be read.
         """
         folder.mkdir(parents=True)
         whole: list[Entry] = []
@@ -88,11 +90,11 @@ class KernelFiles:
                     shutil.copyfileobj(stream, out, 1 << 20)
                 entry = Entry(path=path, mode=member.mode, size=member.size, source=copy)
                 (whole if self.arch and "gfx" not in path else self.entries).append(entry)
-        # Only now: dpkg-deb is gone, and its memory with it.
+        # Only now has dpkg-deb ended and freed its memory.
         self.entries += [replace(entry, source=self._pruned(entry.path, cast("Path", entry.source))) for entry in whole]
 
     def _pruned(self, path: str, whole: Path) -> Path:
-        """The file without other architectures' code, instead of ``whole``."""
+        """Return the file without code for other architectures, to replace ``whole``."""
         copy, size = whole.with_suffix(".pruned"), whole.stat().st_size
         try:
             with whole.open("rb") as source, copy.open("wb") as out:
@@ -108,7 +110,7 @@ class KernelFiles:
 
 def _members(deb: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
     command = ["dpkg-deb", "--fsys-tarfile", str(deb)]
-    # Each thread of dpkg-deb has a dictionary of its own.
+    # Each thread of dpkg-deb allocates its own dictionary.
     env = {**os.environ, "DPKG_DEB_THREADS_MAX": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as process:
         try:
@@ -122,8 +124,10 @@ def _members(deb: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes] | None]]:
 
 
 def unlisted(entries: Iterable[Entry], kernels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Packages that keep files where ``kernels`` has a pattern, and are none of its packages: those files would be in
-    no layer. ``entries`` are a base's; dpkg lists there what it left packed, too.
+    """Return the packages whose files match a pattern of ``kernels`` but that ``kernels`` does not list. No layer
+    would contain these files.
+
+    ``entries`` are those of a base, whose dpkg database also lists files that were not unpacked.
     """
     patterns = re.compile("|".join(fnmatch.translate(p) for of in kernels.values() for p in of))
     found = []

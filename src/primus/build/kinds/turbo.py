@@ -1,4 +1,4 @@
-"""``turbo``: Triton kernels, compiled ahead of time in the image's own root file system. No GPU is needed."""
+"""``turbo``: Triton kernels, compiled ahead of time in the image's own root file system. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
-    """The sandbox that runs the compiler."""
+    """Check that the sandbox can run the compiler."""
     sandboxed.prepare(shop)
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:
-    """Run the compiler on a copy of this package's sources, and write what it leaves in /out."""
+    """Run the compiler on a copy of this package's sources, and add the files it writes to /out."""
     out, sources = scratch / "out", scratch / "sources"
     for entry in files.entries(action):
         (sources / entry.path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``wheels``: locked and built wheels as a layer, with the bytecode of their modules."""
+"""``wheels``: a layer from locked and built wheels, with the bytecode of their modules."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
-    """The sandbox that compiles the bytecode."""
+    """Check that the sandbox can compile the bytecode."""
     sandboxed.prepare(shop)
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:
-    """Write the files of the wheels, and the bytecode that the image's own interpreter compiles from them."""
+    """Write the files of the wheels and the bytecode, which the image's own interpreter compiles."""
     python = str(action.spec["python"])
     prefix = Prefix(root=str(action.spec["prefix"]), python=python)
     without = cast("Collection[str]", action.spec.get("without", ()))
@@ -54,11 +54,12 @@ def make(action: Action, shop: Workshop, scratch: Path) -> Made:
 def bytecode_entries(
     entries: Sequence[Entry], site: str, scratch: Path, run: Callable[[dict[str, Path], Path, str], None]
 ) -> Iterator[Entry]:
-    """The bytecode of the modules among ``entries`` that lie below ``site``.
+    """Compile the modules among ``entries`` that lie below ``site``, and return the bytecode files as entries.
 
-    ``run`` starts :data:`primus.plan.source.BYTECODE`. It gets what is mounted where, the folder for /out, and the
-    script's argument.
-    Raises CheckFailed when the script leaves something that is not bytecode of these modules.
+    ``run`` runs :data:`primus.plan.source.BYTECODE` in the sandbox; its arguments are the mounts, the folder for
+    /out and the script's argument.
+
+    Raises CheckFailed if the script writes a file that is not bytecode of these modules.
     """
     modules = [e for e in entries if e.path.startswith(site + "/") and is_compiled(e.path)]
     if not modules:

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class Gate(Protocol):
-    """What the module of a gate offers."""
+    """The interface of a gate's module."""
 
     def judge(self, examined: Examined) -> GateReport | None:
-        """The gate's findings on an image; None when the gate has nothing to look at in such an image."""
+        """Return the gate's findings on an image, or None if the gate does not apply to such an image."""
 
 
 @cache
 def gates() -> Mapping[str, Gate]:
-    """Every gate by name, in alphabetical order."""
+    """Return every gate by name, in alphabetical order."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
     return {name: cast(Gate, import_module(f"{__name__}.{name}")) for name in names}
 
 
 @cache
 def rules() -> str:
-    """A hash of the code that reads GPU code and judges it. A verdict holds as long as this hash does."""
+    """Return a hash of the code that reads GPU code and judges it. A verdict is valid only for the same hash."""
     code, package = hashlib.sha256(), Path(__file__).parents[1]
     for path in (*sorted(package.rglob("*.py")), *sorted(package.with_name("gpucode").glob("*.py"))):
         code.update(path.read_bytes())

@@ -14,7 +14,7 @@ _GATE = "budget"
 
 
 def judge(examined: Examined) -> GateReport:
-    """Compare the size with ``budget_gb`` of the target; an error names the largest layers."""
+    """Compare the size with the target's ``budget_gb``. An error lists the largest layers."""
     image, resolved = examined.image, examined.image.plan.resolved
     summary = f"{bytes_text(image.size)} compressed"
     if resolved.budget_gb is None:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _GATE = "coherence"
 _SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
-# Packages that ROCm's own version numbers; rocm-bootstrap and the bindings have numbers of their own.
+# Packages with ROCm's own version numbers. rocm-bootstrap and the bindings have their own numbers.
 _ROCM_ITSELF = re.compile(r"rocm|rocm-sdk(?:-core|-devel|-libraries|-device-gfx[0-9a-z]+)?")
-# Debian numbers its ROCm packages like ROCm.
+# Debian gives its ROCm packages ROCm's version numbers.
 _DEBS = re.compile(
     r"rocminfo|rocm-.+|(?:lib)?(?:roc(?:m|blas|sparse|solver|fft|rand|alution|tx|thrust|prim)|rccl|miopen|amdhip64|"
     r"hsa-runtime|hsakmt|amd-comgr|amd-smi|hip(?:cc|blas|blaslt|sparse|sparselt|solver|fft|rand|rtc|tensor|cub))"
@@ -34,7 +34,7 @@ _DEBS = re.compile(
 )
 _LOCAL = re.compile(r"(?:^|[._-])rocm(?:sdk)?([0-9]+(?:\.[0-9]+)*)((?:a|b|rc)[0-9]+)?")
 _OWN = re.compile(r"([0-9]+(?:\.[0-9]+)*)((?:a|b|rc)[0-9]+)?")
-# A library package ends in the number of its soname: librocblas5, libamdhip64-7.
+# The name of a library package ends with the number of its soname: librocblas5, libamdhip64-7.
 _SONAME = re.compile(r"(?<=[a-z])[0-9.]+$|-[0-9.]+$")
 _DEVICE = re.compile(r"(?:^|-)device-(gfx[0-9a-z]+)$")
 _MAJOR = re.compile(r"-rocm([0-9]+)(?:-|$)")
@@ -43,7 +43,7 @@ _FLAVOUR = re.compile(r"^(cpu|cu[0-9]+|rocm)")
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package of the image, its exact version, and the line that set it."""
+    """A package of the image, its exact version, and the line that sets the version."""
 
     name: str
     version: str
@@ -52,7 +52,7 @@ class Package:
 
     @property
     def rocm(self) -> RocmVersion | None:
-        """The ROCm version it carries, None when it carries none."""
+        """The ROCm version in the package's version; None if there is none."""
         if self.kind == "deb":
             found = _OWN.match(upstream(self.version)) if _DEBS.fullmatch(self.name) else None
             return _parsed(found)
@@ -61,7 +61,7 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class RocmVersion:
-    """A ROCm version: its numbers, and the mark of a pre-release (``a20260720``)."""
+    """A ROCm version: its numbers, and the suffix of a pre-release (``a20260720``)."""
 
     numbers: tuple[int, ...]
     pre: str = ""
@@ -77,7 +77,9 @@ class RocmVersion:
         return (*self.numbers, 0, 0, 0)[: max(3, len(self.numbers))]
 
     def agrees(self, other: RocmVersion) -> bool:
-        """Whether both may be one version: ``7.2`` leaves the patch open, ``10`` alone says too little to differ."""
+        """Whether both may be the same version: ``7.2`` leaves the patch open, and ``10`` alone is too short to
+        differ.
+        """
         shared = min(len(self.numbers), len(other.numbers))
         if self.numbers[:shared] != other.numbers[:shared]:
             return False
@@ -85,7 +87,7 @@ class RocmVersion:
 
 
 def rocm_version(name: str, version: str) -> RocmVersion | None:
-    """The ROCm version that a package carries, in its own number or its local part; None when it carries none."""
+    """Return the ROCm version in a package's own number or in its local segment; None if there is none."""
     public, _, local = version.partition("+")
     found = _OWN.match(public) if _ROCM_ITSELF.fullmatch(name) else _LOCAL.search(local)
     return _parsed(found)
@@ -104,7 +106,7 @@ def judge(examined: Examined) -> GateReport:
 
 
 def coherence(packages: Iterable[Package], arch: str | None) -> GateReport:
-    """One error per package that is the odd one out, with the line that set its version."""
+    """Return one error per package that differs from the others, with the line that sets its version."""
     packages = list(packages)
     train = [(p, v) for p in packages if (v := p.rocm) is not None]
     findings = [*_versions(train), *(f for p in packages if p.kind == "wheel" for f in _device(p, arch))]
@@ -117,7 +119,7 @@ def coherence(packages: Iterable[Package], arch: str | None) -> GateReport:
 
 
 def check_pins(resolved: ResolvedTarget) -> None:
-    """Raise CheckFailed when the target's packages do not belong together; needs nothing that is built."""
+    """Raise CheckFailed if the target's packages contradict each other. Needs no built layer."""
     report = coherence(pinned_packages(resolved), resolved.arch)
     errors = [f for f in report.findings if f.severity == "error"]
     if errors:
@@ -129,14 +131,14 @@ def check_pins(resolved: ResolvedTarget) -> None:
 
 
 def _built_with(lock: Lock) -> tuple[LockedFile, ...]:
-    """Wheels that only lie in the roots of builds: what is built with another ROCm belongs to that one."""
+    """Return the wheels that only the roots of builds contain. What is built with another ROCm belongs to that ROCm."""
     own = {f.name for f in lock.python_packages}
     found = {(f.name, f.version): f for f in lock.files if f.kind == "wheel" and f.base and f.name not in own}
     return tuple(found.values())
 
 
 def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
-    """Every package of the image, with the line of versions.yaml or of the lock that set its version."""
+    """Return every package of the image, with the line of versions.yaml or of the lock that sets its version."""
     pinned = {
         normalised(pin.wheel or pin.source or pin.deb or ""): resolved.pin_place(component, pin)
         for component, pin in resolved.pins.items()
@@ -161,7 +163,7 @@ def pinned_packages(resolved: ResolvedTarget) -> list[Package]:
 def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
     if not train:
         return []
-    # What most carry is meant; where none has a majority, what ROCm itself says.
+    # The version of the majority is expected or, without a majority, that of ROCm itself.
     counted = Counter({v: sum(v.agrees(other) for _, other in train) for _, v in train})
     itself = {v for p, v in train if _ROCM_ITSELF.fullmatch(p.name)}
     meant = max(counted, key=lambda v: (counted[v], v in itself, len(v.numbers), str(v)))
@@ -192,8 +194,8 @@ def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
 def _beside(
     package: Package, version: RocmVersion, meant: RocmVersion, train: list[tuple[Package, RocmVersion]]
 ) -> bool:
-    """Whether the train's own release of this Debian library is there too: the older one, another soname, only serves
-    what Debian linked against it.
+    """Whether the release's own version of this Debian library is present, too. The older one, with another soname,
+    is then only used by what Debian linked against it.
     """
     stem = _SONAME.sub("", package.name)
     return (

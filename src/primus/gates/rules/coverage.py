@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
 _GATE = "coverage"
-# A folder of these is one library: each file is for one architecture, or for all.
+# Such a folder counts as one library: each file is for one architecture, or for all.
 _PARTS = ("code object", "bundle", "kernel file", "Triton cache")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLibrary:
-    """A file with GPU code, or a folder of kernel files; ``problem`` says why it has none that can be found."""
+    """A file with GPU code, or a folder of kernel files. ``problem`` is the reason why its code cannot be found, if
+    any.
+    """
 
     layer: str
     path: str
@@ -35,7 +37,9 @@ class GpuLibrary:
 
 
 def gpu_libraries(layers: Sequence[tuple[str, Iterable[Code]]], arch: str | None = None) -> tuple[GpuLibrary, ...]:
-    """The image's GPU libraries. With ``arch`` host libraries are followed into the pack of that architecture."""
+    """Return the image's GPU libraries. With ``arch``, the code of host libraries is looked up in that
+    architecture's pack.
+    """
     packs = {code.path: code for _, codes in layers for code in codes if code.form == "kernel pack"}
     found: list[GpuLibrary] = []
     folders: dict[str, list[tuple[str, Code]]] = {}
@@ -53,7 +57,9 @@ def gpu_libraries(layers: Sequence[tuple[str, Iterable[Code]]], arch: str | None
 
 
 def _folder_library(folder: str, parts: Sequence[tuple[str, Code]]) -> GpuLibrary:
-    """A folder of kernel files. Where it has code, the code counts: a catalogue alone (``.dat``) runs nothing."""
+    """Return a folder of kernel files as one library. If it has code, only the code counts: a catalogue (``.dat``)
+    alone runs nothing.
+    """
     code = [part for part in parts if part[1].form in ("code object", "bundle")]
     triton = all(part.form == "Triton cache" for _, part in parts)
     return GpuLibrary(
@@ -65,17 +71,17 @@ def _folder_library(folder: str, parts: Sequence[tuple[str, Code]]) -> GpuLibrar
 
 
 def _folder(code: Code) -> str:
-    """The folder whose files belong together: above the part of the path that names the architecture."""
+    """Return the folder whose files belong together: the part of the path above the architecture's name."""
     parts = code.path.split("/")[:-1]
     if code.form == "Triton cache":
-        # Each kernel has a folder of its own, called by a hash.
+        # Each kernel has its own folder, named by a hash.
         return "/".join(parts[:-1])
     named = next((i for i, part in enumerate(parts) if in_path(part)), len(parts))
     return "/".join(parts[:named])
 
 
 def _follow(code: Code, packs: Mapping[str, Code], arch: str | None) -> tuple[tuple[str, ...], str]:
-    """The targets that a host library's packs hold for it, and what is wrong with them."""
+    """Return the targets for which a host library's packs contain code, and what is wrong with them."""
     if arch is None:
         return (), ""
     wanted = [
@@ -115,14 +121,14 @@ def coverage(
     unreadable: Iterable[tuple[str, str, str]] = (),
     left_out: LeftOut = NOTHING,
 ) -> GateReport:
-    """One error per GPU library without code for ``arch``; for CUDA a warning.
+    """Return one error per GPU library without code for ``arch``; for CUDA, a warning.
 
-    CUDA libraries also carry code in forms that are not read here (compressed entries, link-time code), and PTX runs
-    on what came later, so a missing cubin proves nothing. HIP has neither.
+    CUDA libraries also contain code in forms that are not read here (compressed entries, link-time code), and PTX
+    runs on later GPUs, so a missing cubin proves nothing. HIP has neither.
 
-    ``unreadable`` are (layer, path, reason) of files that could not be examined; ``left_out`` is what was taken out of
-    files, so that a finding says what their package has. For an image without GPU architecture nothing has to be
-    covered, and the report says so.
+    ``unreadable`` are (layer, path, reason) of files that could not be examined. ``left_out`` counts the code
+    removed from files, so that a finding can state what their package contains. An image without GPU architecture
+    needs no coverage, which the report states.
     """
     libraries = gpu_libraries(layers, arch)
     findings = [

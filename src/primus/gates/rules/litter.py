@@ -30,12 +30,12 @@ def judge(examined: Examined) -> GateReport:
     here = [needle.decode("utf-8", "replace") for needle in needles_of(examined.workspace)]
 
     def is_ours(layer: str, trace: Trace) -> bool:
-        # A build sees no home folder but root's. A file with the path of another came with the source, as AITER's
-        # compiled kernels do.
+        # The only home folder that a build sees is root's. A file with another one's path got it from its source, as
+        # AITER's compiled kernels do.
         if layer in built and trace.rule == "build path" and trace.seen.startswith("/home/"):
             return any(trace.seen.startswith(needle) for needle in here)
-        # Packages put their own files below /usr, such as libgnutls with the key it tests itself with. Keys that are
-        # made when a package is installed are in /etc or /var.
+        # Packages install their own files below /usr, such as libgnutls with the key for its self-test. Keys that are
+        # generated when a package is installed are in /etc or /var.
         packaged = layer in bases and trace.rule == "secret" and trace.path.startswith("usr/")
         return layer not in published and not packaged
 
@@ -48,9 +48,9 @@ def judge(examined: Examined) -> GateReport:
 
 
 def litter(layers: Iterable[tuple[str, Iterable[Trace]]], is_ours: Callable[[str, Trace], bool]) -> GateReport:
-    """Errors for what must go; what published packages bring along is a warning, or one note per layer.
+    """Return errors for what must be removed. Traces from published packages are a warning, or one note per layer.
 
-    ``is_ours`` tells of a layer and a trace in it whether the build made the file.
+    ``is_ours`` returns, for a layer and a trace in it, whether the build created the file.
     """
     findings: list[Finding] = []
     for layer, traces in layers:

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
 _GATE = "loadable"
-# Toolkit → the library every image with it has, and how a path names one of its versions: cu12, cuda-12.4, _cuda118.
+# Toolkit → the library that every image with it has, and how a path names one of its versions: cu12, cuda-12.4,
+# _cuda118.
 _VERSION = r"[-_]?)(\d{2,3})(?:\.\d+)*(?![\d.]*\d)"
 _TOOLKITS = {
     "CUDA": (re.compile(r"libcudart\.so\.(\d+)"), re.compile(r"(?<![a-z])(cu(?:da)?" + _VERSION)),
     "ROCm": (re.compile(r"librocm-core\.so\.(\d+)"), re.compile(r"(?<![a-z])(rocm" + _VERSION)),
 }
-# The kernel driver's part of CUDA: the host's container toolkit brings it.
+# Part of the kernel driver, which the host's container toolkit mounts.
 _OF_THE_HOST = re.compile(r"libcuda\.so\.1|libcudadebugger\.so\.1|libnvidia-[a-z0-9-]+\.so\.\d+|libnvcuvid\.so\.1")
 _MACHINES = {3: "x86", 40: "Arm", 62: "x86-64", 183: "AArch64", 243: "RISC-V"}
 _IMAGE = 62
@@ -36,10 +37,11 @@ def judge(examined: Examined) -> GateReport:
 
 
 def loadable(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
-    """An error for each library beside which another one is loaded; a warning for one that cannot be loaded at all.
+    """Return an error for each library that is not loaded because of another one, a warning if it can never be
+    loaded.
 
-    An error: a variant for another major version of the image's own toolkit, with the right variant beside it. A
-    warning: a library for another processor. A note: a library that needs one which the image does not have.
+    Error: a variant for another major version of the image's own toolkit, next to the right variant. Warning: a
+    library for another processor. Note: a library that needs a library which the image does not have.
     """
     found = [(layer, library) for layer, libraries in layers for library in libraries]
     names = {name for _, one in found for name in (one.soname, one.path.rpartition("/")[2])}
@@ -75,7 +77,7 @@ def loadable(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
 
 
 def toolkit_of(path: str) -> dict[str, set[int]]:
-    """Toolkit → major versions that the path names."""
+    """Return toolkit → major versions that the path names."""
     return {
         name: {_major(name, match[2]) for match in pattern.finditer(path)}
         for name, (_, pattern) in _TOOLKITS.items()
@@ -84,7 +86,7 @@ def toolkit_of(path: str) -> dict[str, set[int]]:
 
 
 def _toolkits(names: Iterable[str]) -> dict[str, int]:
-    """Toolkit → its major version in the image; one that is there in several versions has none."""
+    """Return toolkit → its major version in the image. A toolkit with several versions is left out."""
     found: dict[str, set[int]] = {}
     for name in names:
         for toolkit, (runtime, _) in _TOOLKITS.items():
@@ -94,7 +96,9 @@ def _toolkits(names: Iterable[str]) -> dict[str, int]:
 
 
 def _other_variant(path: str, here: Mapping[str, int], paths: set[str]) -> tuple[str, str] | None:
-    """("CUDA 12", "CUDA 13") when the path names another version than ``here`` and its sibling has the right one."""
+    """Return for example ("CUDA 12", "CUDA 13") if the path names another version than ``here`` and its sibling has
+    the right one.
+    """
     named = toolkit_of(path)
     for toolkit, ours in here.items():
         theirs = named.get(toolkit, set())
@@ -111,7 +115,7 @@ def _generic(path: str, toolkit: str) -> str:
 
 
 def _major(toolkit: str, digits: str) -> int:
-    """12 of cu12 and of cuda124; 7 of rocm72, 10 of rocm10 and of rocm101."""
+    """Return the major version: 12 for cu12 and cuda124; 7 for rocm72, 10 for rocm10 and rocm101."""
     return int(digits[0]) if toolkit == "ROCm" and digits[0] > "4" else int(digits[:2])
 
 

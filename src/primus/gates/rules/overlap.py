@@ -24,7 +24,7 @@ def judge(examined: Examined) -> GateReport:
 
 
 def shared_names(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
-    """One warning per library name that two owners ship, with all its places."""
+    """Return one warning per library name that two owners ship, with all its paths."""
     places: dict[str, dict[str, tuple[str, str]]] = {}
     count = 0
     for layer, libraries in layers:

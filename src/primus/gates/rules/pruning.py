@@ -24,10 +24,11 @@ def judge(examined: Examined) -> GateReport:
 
 
 def pruning(layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None, left_out: LeftOut = NOTHING) -> GateReport:
-    """One warning per layer that carries kernel files of other architectures, with their number and bytes, and one per
-    library whose fat binary holds code for them. CUDA's fat binaries count as they are: nothing here takes them apart.
+    """Return one warning per layer with kernel files of other architectures, with their number and bytes, and one
+    per library whose fat binary contains code for them. CUDA's fat binaries count as a whole, because they are
+    never split.
 
-    ``left_out`` is what stayed out of the image.
+    ``left_out`` is what the build removed.
     """
     if arch is None:
         return GateReport(gate=_GATE, summary="no GPU architecture to prune for")

@@ -24,7 +24,7 @@ _GATE = "requirements"
 
 
 def judge(examined: Examined) -> GateReport:
-    """Hold the requirements in the metadata of the image's wheels against its wheels and Debian packages."""
+    """Compare the requirements in the metadata of the image's wheels with its wheels and Debian packages."""
     resolved = examined.image.plan.resolved
     request, base = resolved.request, resolved.choice.base
     python = request.bases[base].python if base is not None and base in request.bases else request.python
@@ -43,10 +43,10 @@ def judge(examined: Examined) -> GateReport:
 def unmet(
     wheels: Iterable[tuple[str, Stated]], *, others: Mapping[str, str], python: str, machine: str = "x86_64"
 ) -> GateReport:
-    """One error per requirement that is not met.
+    """Return one error per unmet requirement.
 
-    ``wheels`` are layer and wheel, ``others`` the packages of other origin (name → version). Requirements of extras do
-    not count, and neither do those that are for another Python or platform than ``python`` and ``machine``.
+    ``wheels`` are layer and wheel, ``others`` packages of other origin (name → version). Requirements of extras and
+    those for another Python or platform than ``python`` and ``machine`` are ignored.
     """
     rows = list(wheels)
     there = {**others, **{one.name: one.version for _, one in rows}}
@@ -78,5 +78,5 @@ def _accepts(wanted: Requirement, found: str) -> bool:
     try:
         return wanted.specifier.contains(Version(found), prereleases=True)
     except InvalidVersion:
-        # Debian's versions need not follow PEP 440.
+        # Debian versions need not follow PEP 440.
         return True

@@ -24,7 +24,7 @@ _COMMAND = ("primus", "turbo", "check", "--pretend", "--json")
 
 
 def judge(examined: Examined) -> GateReport | None:
-    """Let the image say what it compiles, where its target asks for compiled kernels."""
+    """Ask the image which kernels it would compile, if its target asks for compiled kernels."""
     image, workspace = examined.image, examined.workspace
     if not image.plan.resolved.target.turbo:
         return None
@@ -41,7 +41,7 @@ def judge(examined: Examined) -> GateReport | None:
 
 
 def turbo(answer: Mapping[str, Any]) -> GateReport:
-    """Judge what ``primus turbo check --json`` said inside the image."""
+    """Judge the output of ``primus turbo check --json`` inside the image."""
     findings = [
         Finding(
             gate=_GATE,
@@ -63,9 +63,9 @@ def turbo(answer: Mapping[str, Any]) -> GateReport:
 
 
 def ask_image(root: RootFs, digest: str, cache: Path) -> dict[str, Any]:
-    """Let the image itself ask for its kernels; the answer is kept under the image's ``digest`` in ``cache``.
+    """Run the check in the image. The answer is cached in ``cache`` under the image's ``digest``.
 
-    Raises HostError when the image gives no answer.
+    Raises HostError if the image gives no answer.
     """
     kept = cache / f"turbo-{digest.removeprefix('sha256:')}.json"
     known = read_sealed(kept)

@@ -28,7 +28,7 @@ def judge(examined: Examined) -> GateReport:
     """Compare what the files of the image state with the lock and the pins."""
     plan = examined.image.plan
     resolved, lock = plan.resolved, plan.resolved.lock
-    # The packages of a registry's image are locked as its layers, not one by one.
+    # The packages of a registry's image are locked as layers, not individually.
     given = {action.name for action in plan.layers if action.kind == "image"}
     wheels = {f.name: f.version for f in lock.python_packages} if lock else {}
     if "primus" in resolved.pins:
@@ -46,10 +46,10 @@ def judge(examined: Examined) -> GateReport:
 
 
 def _own_versions(resolved: ResolvedTarget) -> dict[str, str]:
-    """Component → version that a header or a library must state.
+    """Return component → version that a header or a library must state.
 
-    A component inside another's files may be pinned by the version of its holder, since its makers publish no other.
-    Then nothing is compared.
+    A component that is part of another one may be pinned by the version of its holder, if its makers publish no
+    other. Then nothing is compared.
     """
     debs = {f.name: upstream(f.version) for f in resolved.debs}
     holders = {**debs, **{component: pin.version for component, pin in resolved.pins.items()}}
@@ -67,12 +67,12 @@ def versions_inside(
     components: Mapping[str, str] | None = None,
     inside: Mapping[str, str] | None = None,
 ) -> GateReport:
-    """One error per difference, naming both versions.
+    """Return one error per difference, with both versions.
 
-    ``wheels`` and ``debs`` are the lock's, name → version; ``components`` are pins (``rccl`` → version), against
-    which library headers and libraries are held. One without a pin of its own is noted, so that its version is on
-    record. ``inside`` maps components without files of their own to what holds them; one whose version no header and no
-    library states is noted, too.
+    ``wheels`` and ``debs`` are the lock's, name → version. ``components`` are pins (``rccl`` → version), which are
+    compared with headers and libraries. A component without its own pin is noted, so that its version is on record.
+    ``inside`` maps components without their own files to their holder; if no header and no library states their
+    version, this is noted, too.
     """
     pins = components or {}
     locked: dict[Kind, Mapping[str, str]] = {"wheel": wheels, "deb": debs, "header": pins, "library": pins}
@@ -113,11 +113,11 @@ def versions_inside(
 
 def _same(kind: Kind, stated: str, locked: str) -> bool:
     if kind in ("header", "library"):
-        # A pin may say more than three numbers: a commit, a build.
+        # A pin may contain more than three numbers, such as a commit or a build.
         numbers = stated.split(".")
         return re.split(r"[.+~-]", locked)[: len(numbers)] == numbers
     if kind == "wheel":
-        # PEP 440 reads `1.0-1`, `1.0.post1` and `1.0.POST1` as one version.
+        # PEP 440 treats `1.0-1`, `1.0.post1` and `1.0.POST1` as the same version.
         try:
             return Version(stated) == Version(locked)
         except InvalidVersion:

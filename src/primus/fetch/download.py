@@ -15,7 +15,7 @@ from primus.errors import HostError
 from primus.fetch.filecache import FileCache, Part
 from primus.progress import Progress
 from primus.versions.answers import ABSENT, short
-from primus.versions.indexes import redact
+from primus.versions.asked import bare_url
 from primus.versions.lock import LockedFile
 from primus.versions.pages import local_path
 
@@ -39,7 +39,7 @@ class WrongBytes(HostError):
 
     def __init__(self, file: LockedFile, got: str, source: str) -> None:
         super().__init__(
-            f"{file.file} from {redact(source)} has {got}, but sha256 {file.sha256} ({file.size} bytes) is locked",
+            f"{file.file} from {bare_url(source)} has {got}, but sha256 {file.sha256} ({file.size} bytes) is locked",
             hint="do not trust that source; if its maker replaced the file on purpose: primus lock --refresh",
         )
 
@@ -136,13 +136,13 @@ class _Transfer:
                 reason = short(error)
                 if status is not None and status < 500 and status not in (408, 425, 429):
                     hint = "give the host's pip or apt the credentials for it" if status in (401, 407) else None
-                    raise HostError(f"{redact(self.url)} cannot be fetched: {reason}", hint=hint) from None
+                    raise HostError(f"{bare_url(self.url)} cannot be fetched: {reason}", hint=hint) from None
             # Measured against the most there ever was: a server that starts over each time makes no progress.
             faults = 1 if self.part.size > most else faults + 1
             most = max(most, self.part.size)
             if faults >= _FAULTS:
                 raise HostError(
-                    f"{redact(self.url)} cannot be fetched: {reason}, {_FAULTS} times",
+                    f"{bare_url(self.url)} cannot be fetched: {reason}, {_FAULTS} times",
                     hint="run it again to continue the download",
                 )
             if self.stop.wait(_FIRST_WAIT_S * 2 ** (faults - 1)):

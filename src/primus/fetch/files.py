@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -32,15 +31,8 @@ from primus.versions.sources import Sources, ask_host
 
 # Smaller files only move the bar of all: a line each for a hundred small debs hides what matters.
 _OWN_BAR = 16_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class FetchResult:
-    """What a fetch did; ``size`` counts the bytes of the files that came in."""
-
-    fetched: tuple[LockedFile, ...]
-    kept: int
-    size: int
+_JOBS = 4
+_ARCHITECTURE = "amd64"
 
 
 class GoneError(HostError):
@@ -55,33 +47,24 @@ class GoneError(HostError):
         self.files = tuple(files)
 
 
-def missing(files: Sequence[LockedFile], cache: FileCache) -> tuple[LockedFile, ...]:
-    """The files that the cache lacks, each content once."""
-    lacking = {f.sha256: f for f in files if not cache.has(f.sha256, f.size)}
-    return tuple(lacking.values())
-
-
 def fetch(
     files: Sequence[LockedFile],
     cache: FileCache,
     *,
     suites: Mapping[str, tuple[str, ...]],
     sources: Sources | None = None,
-    architecture: str = "amd64",
     offline: bool = False,
     progress: Progress,
-    jobs: int = 4,
-) -> FetchResult:
+) -> None:
     """Bring every file into the cache. ``suites`` maps base names to their Debian suites; ``sources`` are those
     beside pip's and apt's.
 
     Raises GoneError when sources no longer have files, HostError when a source is out of reach, offers other bytes,
     or the disk is full; WrongBytes is such a HostError. What was fetched before stays.
     """
-    wanted = missing(files, cache)
-    kept = len({f.sha256 for f in files}) - len(wanted)
+    wanted = list({f.sha256: f for f in files if not cache.has(f.sha256, f.size)}.values())
     if not wanted:
-        return FetchResult(fetched=(), kept=kept, size=0)
+        return
     if offline:
         raise HostError(
             f"offline, and {len(wanted)} file{'s are' if len(wanted) > 1 else ' is'} not here: {_names(wanted)}",
@@ -90,8 +73,8 @@ def fetch(
     began, size = time.monotonic(), sum(f.size for f in wanted)
     asked = (sources or Sources()).of_files(wanted)
     with _spill_folder(cache.root) as spill, listening(progress.say):
-        places = _Places(wanted, suites, architecture, spill, asked, progress)
-        ask(asked.probes(lambda: places.indexes), abouts=asked.abouts(lambda: places.indexes))
+        places = _Places(wanted, suites, spill, asked, progress)
+        ask(asked.probes(lambda: places.indexes))
         bases = {f.base for f in wanted if f.kind == "deb" and f.base}
         python = [f for f in wanted if f.kind in ("wheel", "sdist") and f.index is None]
         indexes = places.indexes if python else None
@@ -100,9 +83,8 @@ def fetch(
         progress.start("fetch", "fetch", size)
         work = _Work(places, cache, progress)
         # Long files first: the last one alone on the line would be the longest wait.
-        work.run(sorted(wanted, key=lambda f: -f.size), jobs)
+        work.run(sorted(wanted, key=lambda f: -f.size))
     progress.finish("fetch", f"{counted(len(wanted), 'file')}, {speed(size, began)}")
-    return FetchResult(fetched=wanted, kept=kept, size=size)
 
 
 class _Places:
@@ -112,12 +94,11 @@ class _Places:
         self,
         wanted: Sequence[LockedFile],
         suites: Mapping[str, tuple[str, ...]],
-        architecture: str,
         spill: Path,
         sources: Sources,
         progress: Progress,
     ) -> None:
-        self._wanted, self._suites, self._architecture, self._spill = wanted, suites, architecture, spill
+        self._wanted, self._suites, self._spill = wanted, suites, spill
         self._guards = {"indexes": threading.Lock(), "pools": threading.Lock(), "images": threading.Lock()}
         self.sources, self._progress = sources, progress
 
@@ -135,7 +116,7 @@ class _Places:
         pools: dict[str, Pool] = {}
         for base in sorted({f.base for f in self._wanted if f.kind == "deb" and f.base}):
             debs = [f for f in self._wanted if f.base == base]
-            where = (self._suites[base], self._architecture, self._spill)
+            where = (self._suites[base], _ARCHITECTURE, self._spill)
             pools[base] = with_packages(partial(locate, debs, *where), say=self._progress.say)
         return pools
 
@@ -150,7 +131,7 @@ class _Places:
         folder = self._spill / f"image-{base}"
         with self._guards["images"]:
             if not folder.exists():
-                copy_image(self.sources.images[base], self._architecture, folder)
+                copy_image(self.sources.images[base], _ARCHITECTURE, folder)
         return folder
 
     def archive(self, file: LockedFile) -> Path:
@@ -171,12 +152,12 @@ class _Work:
         self._gone: list[LockedFile] = []
         self._failed: list[BaseException] = []
 
-    def run(self, files: Sequence[LockedFile], jobs: int) -> None:
+    def run(self, files: Sequence[LockedFile]) -> None:
         todo: queue.SimpleQueue[LockedFile] = queue.SimpleQueue()
         for file in files:
             todo.put(file)
         threads = [
-            threading.Thread(target=self._worker, args=(todo,), daemon=True) for _ in range(min(jobs, len(files)))
+            threading.Thread(target=self._worker, args=(todo,), daemon=True) for _ in range(min(_JOBS, len(files)))
         ]
         for thread in threads:
             thread.start()
@@ -226,7 +207,7 @@ class _Work:
     def _deb(self, file: LockedFile, meter: Meter) -> None:
         pool = self._places.pool(file.base or "", self._stop)
         kept: dict[str, Callable[..., object]] = self._local.__dict__
-        get = kept.setdefault("apt", pool.get())
+        get = kept.setdefault("apt", pool.access.get())
         for url in pool.urls(file):
             try:
                 return self._take(file, url, get, meter)

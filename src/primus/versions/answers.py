@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
+from functools import cache
+from pathlib import Path
+from typing import cast
 from urllib.parse import urljoin
 
 import requests
+
+from primus.yamlfile import read
+
+_CAUSES = Path(__file__).with_name("causes.yaml")
 
 # "Not here". AMD's indexes answer 403 for a package or file that they do not have, as object stores do that nobody may
 # list (ROCm/rocm-cli #194, #271).
@@ -49,27 +57,17 @@ def retry_after(response: requests.Response) -> float | None:
         return None
 
 
+def cause(tool: str, text: str) -> str:
+    """What the text that ``tool`` wrote says is wrong, in a few words; empty where it says nothing known."""
+    return next((words for mark, words in _causes()[tool].items() if mark in text), "")
+
+
+@cache
+def _causes() -> Mapping[str, Mapping[str, str]]:
+    return cast("Mapping[str, Mapping[str, str]]", read(_CAUSES, _CAUSES.name).data)
+
+
 def short(error: Exception) -> str:
     """The cause of a network error in a few words, without its URL."""
-    text = str(error)
-    known = {
-        "refused": "connection refused",
-        "Name or service not known": "its name is not known",
-        "name resolution": "its name is not known",
-        "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted (set pip's `cert`, or REQUESTS_CA_BUNDLE)",
-        "timed out": "no answer in time",
-        "roxy": "the proxy refuses",
-        "No route to host": "no route to it",
-        "unreachable": "the network is unreachable",
-        "redirects from https": "it redirects from https to http",
-        "redirects": "it redirects in a circle",
-        "reset by peer": "the connection was reset",
-        "without response": "it closed the connection",
-        "IncompleteRead": "it ended early",
-        "SSL": "it speaks no TLS that this host accepts",
-    }
-    for mark, words in known.items():
-        if mark in text:
-            return words
     status = getattr(getattr(error, "response", None), "status_code", None)
-    return f"HTTP status {status}" if status else type(error).__name__
+    return cause("requests", str(error)) or (f"HTTP status {status}" if status else type(error).__name__)

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,11 +23,10 @@ from urllib.parse import urlsplit
 import requests
 
 from primus.errors import HostError, LacksPackages
-from primus.versions.answers import short
+from primus.versions.answers import cause, short
 from primus.versions.apt import AptAccess
-from primus.versions.ask import HOST_DEADLINE_S, ask
-from primus.versions.asked import asking
-from primus.versions.indexes import redact
+from primus.versions.ask import HOST_DEADLINE_S, Probe, ask
+from primus.versions.asked import asking, bare_url
 from primus.versions.suites import ROLLING
 
 _UBUNTU = ("noble",)
@@ -298,55 +297,40 @@ def _host_stanzas() -> tuple[Stanza, ...]:
 
 def reason(text: str) -> str:
     """The first cause in apt's output, without its URL (which may hold credentials)."""
-    for mark, words in {
-        "Connection refused": "connection refused",
-        "Could not resolve": "its name is not known",
-        "timed out": "no answer in time",
-        "Could not connect": "no connection",
-        "NO_PUBKEY": "its signature is not trusted by this host's keyring",
-        "is not signed": "it is not signed",
-        "Certificate verification failed": "its certificate is not trusted",
-        "does not have a Release file": "it has no such suite",
-        "401": "it wants credentials",
-        "404": "it has no such suite",
-    }.items():
-        if mark in text:
-            return words
+    if known := cause("apt", text):
+        return known
     errors = [re.sub(r"\S+://\S+\s*", "", line[3:]) for line in text.splitlines() if line.startswith("E: ")]
     return errors[0].strip() if errors else "no reason given"
 
 
 def ask_archive(suites: Iterable[str]) -> None:
-    """Ask the archive of ``suites``. HostError within ``HOST_DEADLINE_S`` if one of apt's mirrors does not answer."""
-    ask(
-        archive_probes(suites),
-        deadline=HOST_DEADLINE_S,
-        hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror that it reaches",
-    )
-
-
-def archive_probes(suites: Iterable[str]) -> dict[str, Callable[[], object]]:
-    """What to ask each mirror that apt would use for the suites, by its name in messages; see :func:`ask`.
+    """Ask each mirror that apt would use for the suites. HostError within ``HOST_DEADLINE_S`` if one does not answer.
 
     Any answer but an error of the server is one: apt judges the rest, and says what is wrong with it.
     """
     wanted = tuple(suites)
-    access = AptAccess.of_host() if wanted else None
-    found: dict[str, Callable[[], object]] = {}
-    for stanza in host_stanzas(wanted) if wanted else ():
+    if not wanted:
+        return
+    access = AptAccess.of_host()
+    probes: dict[str, Probe] = {}
+    for stanza in host_stanzas(wanted):
         for uri in stanza["URIs"].split():
             suite = stanza["Suites"].split()[0]
-            if access and urlsplit(uri).scheme in ("http", "https"):
+            if urlsplit(uri).scheme in ("http", "https"):
                 url = f"{uri.rstrip('/')}/dists/{suite}/InRelease"
                 maker = titled(suite_of(suite)[0]).partition(" ")[0]
-                found[f"the {maker} archive at {redact(uri)}"] = partial(_probe, access, url)
-    return found
+                probes[f"the {maker} archive at {bare_url(uri)}"] = partial(_probe, access, url), ""
+    ask(
+        probes,
+        deadline=HOST_DEADLINE_S,
+        hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror that it reaches",
+    )
 
 
 def _probe(access: AptAccess, url: str) -> None:
     try:
         with access.get()(url, {}) as response:
             if response.status_code >= 500:
-                raise HostError(f"{redact(url)}: HTTP status {response.status_code}")
+                raise HostError(f"{bare_url(url)}: HTTP status {response.status_code}")
     except requests.RequestException as error:
-        raise HostError(f"{redact(url)}: {short(error)}") from None
+        raise HostError(f"{bare_url(url)}: {short(error)}") from None

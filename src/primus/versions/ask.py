@@ -15,19 +15,22 @@ RETRY_AFTER_S = 0.5
 # For what pip and apt are configured to: as long as a slow mirror takes that works all the same.
 HOST_DEADLINE_S = 8.0
 
+# What asks a source, and raises HostError without an answer; and the package, image or repository that is pinned to the
+# source, or nothing.
+Probe = tuple[Callable[[], object], str]
+
 
 def ask(
-    probes: Mapping[str, Callable[[], object]],
+    probes: Mapping[str, Probe],
     channel: str | None = None,
     *,
     deadline: float | None = None,
     hint: str = "run it on a machine that reaches it, or take another channel (--channel)",
-    abouts: Mapping[str, str] | None = None,
 ) -> None:
     """Ask every source at once, and once more what fails. Raises HostError, within ``deadline`` seconds (default:
     ``DEADLINE_S``), for the first that gives no answer.
 
-    ``channel`` is the one that needs them, where it is known; ``abouts`` names what is pinned to a source.
+    ``channel`` is the one that needs them, where it is known.
     """
     failed: dict[str, HostError] = {}
 
@@ -45,14 +48,16 @@ def ask(
         except HostError as error:
             failed[name] = error
 
-    threads = {name: threading.Thread(target=one, args=(name, probe), daemon=True) for name, probe in probes.items()}
+    threads = {
+        name: threading.Thread(target=one, args=(name, probe), daemon=True) for name, (probe, _) in probes.items()
+    }
     for thread in threads.values():
         thread.start()
     limit = DEADLINE_S if deadline is None else deadline
     _wait(threads.values(), limit)
     for name, thread in threads.items():
         if name in failed or thread.is_alive():
-            about = (abouts or {}).get(name)
+            about = probes[name][1] or None
             needs = f"; channel {channel} needs it{f' for {about}' if about else ''}" if channel else ""
             error = failed.get(name)
             cause = error.message.rpartition(": ")[2] if error else f"no answer in time ({limit:g} s)"

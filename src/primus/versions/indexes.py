@@ -154,7 +154,7 @@ class Indexes:
                 cause = f"HTTP status {status}"
                 if status in (401, 407):
                     raise HostError(
-                        f"{what} at {redact(url)} refused the request ({status}) for {about}",
+                        f"{what} at {bare_url(url)} refused the request ({status}) for {about}",
                         hint="give pip the credentials (netrc, or user and password in its index URL)",
                         about=_name(about),
                     )
@@ -165,10 +165,10 @@ class Indexes:
                     cause, hint = f"{cause}, asked to come back in {pause:g} s", f"run it again in {pause:g} s"
                     break
             if number < tries:
-                tell(f"{redact(url)} ({about}): {cause}; asking again in {pause:g} s, try {number + 1} of {tries}")
+                tell(f"{bare_url(url)} ({about}): {cause}; asking again in {pause:g} s, try {number + 1} of {tries}")
                 time.sleep(pause)
         raise HostError(
-            f"{what} at {redact(url)}, asked for {about}, does not answer: {cause}", hint=hint, about=_name(about)
+            f"{what} at {bare_url(url)}, asked for {about}, does not answer: {cause}", hint=hint, about=_name(about)
         )
 
     def _ca(self) -> str | bool:
@@ -198,7 +198,7 @@ class Indexes:
             except (requests.RequestException, NotAPage) as error:
                 cause = str(error) if isinstance(error, NotAPage) else short(error)
                 raise HostError(
-                    f"the Python index at {redact(place)} has no usable page of {about}: {cause}",
+                    f"the Python index at {bare_url(place)} has no usable page of {about}: {cause}",
                     hint="open the address in a browser; sign in where it asks, or point pip or `indexes` at another",
                     about=about,
                 ) from None
@@ -312,11 +312,11 @@ class Indexes:
             most = max(most, size)
             if faults >= asked.PATIENCE.tries:
                 raise HostError(
-                    f"the file at {redact(url)}, asked for {about}, cannot be read: {cause}, {faults} times",
+                    f"the file at {bare_url(url)}, asked for {about}, cannot be read: {cause}, {faults} times",
                     hint="run it again",
                     about=_name(about),
                 )
-            tell(f"{redact(url)} ({about}): {cause} after {size:,} bytes; continuing from there")
+            tell(f"{bare_url(url)} ({about}): {cause} after {size:,} bytes; continuing from there")
             time.sleep(asked.PATIENCE.pause_s)
 
     def _must_be_file(self, response: requests.Response, url: str, about: str) -> None:
@@ -329,7 +329,7 @@ class Indexes:
         else:
             return
         raise HostError(
-            f"the index lists {about}, but the file at {redact(url)} is not there: {cause}",
+            f"the index lists {about}, but the file at {bare_url(url)} is not there: {cause}",
             hint="try again later, or pin another version",
             about=_name(about),
         )
@@ -353,11 +353,6 @@ def parse_config(listing: str) -> dict[str, str]:
         except (SyntaxError, ValueError):
             continue
     return layers["global"] | layers["install"] | layers[":env:"]
-
-
-def redact(url: str) -> str:
-    """``url`` without credentials, query and fragment: what a message may show."""
-    return bare_url(url)
 
 
 def pip_failure_hides_network(text: str) -> bool:

@@ -13,9 +13,9 @@ from difflib import get_close_matches
 from urllib.parse import unquote, urlsplit
 
 from primus.errors import HostError, InputError
-from primus.versions.answers import ABSENT
-from primus.versions.asked import Asked, asking
-from primus.versions.indexes import pip_failure_hides_network, redact
+from primus.versions.answers import ABSENT, cause
+from primus.versions.asked import Asked, asking, bare_url
+from primus.versions.indexes import pip_failure_hides_network
 
 
 def run_pip(
@@ -71,17 +71,17 @@ def _hear(lines: Iterable[str]) -> None:
 def explain(output: str, urls: Sequence[str] = ()) -> InputError | HostError:
     """pip's output on failing as one sentence and what to do; ``urls`` are the indexes that it was given."""
     if pip_failure_hides_network(output):
-        url, package, cause = _network_fault(output)
+        url, package, why = _network_fault(output)
         return HostError(
-            f"the Python index {f'at {redact(url)} ' if url else ''}stopped answering while pip resolved"
-            f"{f' {package}' if package else ''}{f': {cause}' if cause else ''}",
+            f"the Python index {f'at {bare_url(url)} ' if url else ''}stopped answering while pip resolved"
+            f"{f' {package}' if package else ''}{f': {why}' if why else ''}",
             hint="check the network and run it again",
             about=package or None,
         )
     if "DO NOT MATCH THE HASHES" in output or "has inconsistent" in output or "MetadataInvalid" in output:
         package, url = next(iter(re.findall(r"^    (\S+?)(?:[<>=!~]=?\S+)? from (\S+)", output, re.M)), ("", ""))
         return HostError(
-            f"the Python index {f'at {redact(url)} ' if url else ''}sent different bytes than it announced"
+            f"the Python index {f'at {bare_url(url)} ' if url else ''}sent different bytes than it announced"
             f"{f' for {package}' if package else ''}",
             hint="do not trust that index; choose another mirror",
             about=package or None,
@@ -130,16 +130,14 @@ def _cause(text: str) -> str:
     status = re.search(r"\b([45]\d\d) (?:Client|Server) Error", text) or re.search(r"too many (\d{3}) error", text)
     if status:
         return f"HTTP status {status[1]}"
-    known = {"Read timed out": "no answer in time", "timed out": "no answer in time", "refused": "connection refused"}
-    known |= {"Name or service": "its name is not known", "CERTIFICATE": "its certificate is not trusted"}
-    return next((words for mark, words in known.items() if mark in text), "")
+    return cause("pip", text)
 
 
 def no_such(name: str, version: str, offered: Iterable[str], what: str, urls: Sequence[str] = ()) -> InputError:
     """The sentence for a version that none of ``urls`` has; ``what`` is a wheel or a source archive."""
     versions = list(dict.fromkeys(offered))
     if not versions:
-        asked = ", ".join(map(redact, urls))
+        asked = ", ".join(map(bare_url, urls))
         return InputError(
             f"no {what} of {name} is on the Python indexes of this host{f' ({asked})' if asked else ''}",
             hint="check the name, and that pip's index-url, extra-index-url and find-links, or `indexes` in "

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from primus.errors import HostError
@@ -14,9 +13,6 @@ from primus.versions.apt import AptAccess
 from primus.versions.archive import Archive, open_archive, reason
 from primus.versions.debs import parse_records, parse_uris
 from primus.versions.lock import LockedFile
-
-if TYPE_CHECKING:
-    import requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +29,6 @@ class Pool:
         if exact is not None:
             return (exact,)
         return tuple(folder + file.file.replace("+", "%2b") for folder in self.near.get(file.name, ()))
-
-    def get(self) -> Callable[[str, Mapping[str, str]], requests.Response]:
-        """See :meth:`AptAccess.get`."""
-        return self.access.get()
 
 
 def locate(debs: Sequence[LockedFile], suites: tuple[str, ...], architecture: str, spill: Path) -> Pool:

@@ -19,6 +19,7 @@ from typing import Any
 from primus.errors import HostError, InputError
 from primus.files import text_if_readable
 from primus.versions import asked
+from primus.versions.answers import cause as known_cause
 from primus.versions.asked import Asked, asking, tell
 from primus.versions.lock import LockedFile
 
@@ -195,27 +196,9 @@ def _while_it_answers(
 
 
 def _reason(text: str) -> str:
-    known = {
-        "Too many requests": "its rate limit is reached (HTTP status 429)",
-        "toomanyrequests": "its rate limit is reached (HTTP status 429)",
-        "no such host": "its name is not known",
-        "connection refused": "connection refused",
-        "reset by peer": "the connection was reset",
-        "EOF": "it ended early",
-        "broken pipe": "it ended early",
-        "deadline exceeded": "no answer in time",
-        "timeout": "no answer in time",
-        "manifest unknown": "it has no such image",
-        "unauthorized": "it wants credentials",
-        "authentication required": "it wants credentials",
-        "denied": "it wants credentials",
-        "x509": "its certificate is not trusted",
-        "HTTP response to HTTPS client": "it speaks no TLS",
-    }
     last = (re.findall(r'level=fatal msg="(.*)"', text) or re.findall(r'msg="(.*)"', text) or ["skopeo failed"])[-1]
     faults = "\n".join(line for line in text.splitlines() if "level=debug" not in line or "Too many" in line)
-    found = next((words for mark, words in known.items() if mark in faults), None)
     status = re.search(r"status(?: code)?:? (5\d\d)|(5\d\d) \((?:Internal|Bad|Service|Gateway)", faults)
     if status:
         return f"HTTP status {status[1] or status[2]}"
-    return found or last.replace('\\"', '"')[:300]
+    return known_cause("skopeo", faults) or last.replace('\\"', '"')[:300]

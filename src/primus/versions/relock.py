@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 
 from primus.errors import InputError
@@ -116,8 +115,7 @@ def resolve(
         if previous is not None and not refresh:
             keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
         if parts:
-            sources, host = Sources.of_request(request), cache(Indexes.of_host)
-            ask(sources.probes(host), request.channel, abouts=sources.abouts(host))
+            ask(Sources.of_request(request).probes(Indexes.of_host), request.channel)
         ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
             "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
             "sdists": lambda: resolve_sdists(request, progress=progress),

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from primus.errors import HostError, InputError
 from primus.versions import asked
+from primus.versions.answers import cause
 from primus.versions.asked import asking, bare_url, tell
 from primus.versions.lock import Commit, LockedFile
 
@@ -204,19 +205,5 @@ def _env() -> dict[str, str]:
 
 
 def _reason(text: str) -> str:
-    known = {
-        "Operation too slow": "no answer in time",
-        "The requested URL returned error: 429": "it limits requests (HTTP status 429); run it again in some minutes",
-        "redirecting to": "it redirects elsewhere",
-        "SSL certificate problem": "its certificate is not trusted",
-        "early EOF": "it ended early",
-        "Could not resolve host": "its name is not known",
-        "Connection refused": "connection refused",
-        "Failed to connect": "no connection",
-        "could not read Username": "it wants credentials",
-        "does not exist": "there is no such repository",
-        "not found": "there is no such repository",
-        "does not appear to be a git repository": "there is no such repository",
-    }
     lines = [line for line in text.splitlines() if line.startswith("fatal:")]
-    return next((words for mark, words in known.items() if mark in text), lines[0][7:] if lines else "git failed")
+    return cause("git", text) or (lines[0][7:] if lines else "git failed")

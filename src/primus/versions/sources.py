@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from primus.errors import InputError
 from primus.versions import registry, repository
 from primus.versions.archive import ask_archive
-from primus.versions.ask import HOST_DEADLINE_S, ask
+from primus.versions.ask import HOST_DEADLINE_S, Probe, ask
+from primus.versions.asked import bare_url
 from primus.versions.components import normalised
-from primus.versions.indexes import redact
 
 if TYPE_CHECKING:
     from primus.versions.components import Versions
@@ -80,25 +80,18 @@ class Sources:
             packages={file.index: file.name for file in files if file.index is not None},
         )
 
-    def probes(self, indexes: Callable[[], Indexes]) -> dict[str, Callable[[], object]]:
-        """What to ask of each source, by its name in messages; each raises HostError when there is no answer.
+    def probes(self, indexes: Callable[[], Indexes]) -> dict[str, Probe]:
+        """What to ask of each source, by its name in messages.
 
         ``indexes`` gives the host's pip configuration, which the channel's own indexes are asked under too.
         """
-        return {name: probe for name, (probe, _) in self._asked(indexes).items()}
-
-    def abouts(self, indexes: Callable[[], Indexes]) -> dict[str, str]:
-        """A package, image or repository that is pinned to each source, by the source's name in messages."""
-        return {name: about for name, (_, about) in self._asked(indexes).items()}
-
-    def _asked(self, indexes: Callable[[], Indexes]) -> dict[str, tuple[Callable[[], object], str]]:
-        found: dict[str, tuple[Callable[[], object], str]] = {}
+        found: dict[str, Probe] = {}
         # Starting pip takes a second or more, which is not the sources' time.
         host = indexes() if self.indexes else None
         for name, url in self.indexes.items():
             if host is not None:
                 package = self.packages.get(name, "pip")
-                found[f"the index {name} ({redact(url)})"] = partial(host.only(url).probe, package), package
+                found[f"the index {name} ({bare_url(url)})"] = partial(host.only(url).probe, package), package
         for image in self.images.values():
             found[f"the registry of {image.partition('@')[0]}"] = (
                 partial(registry.probe, image),
@@ -116,9 +109,9 @@ def ask_host(*, indexes: Indexes | None = None, python: Sequence[LockedFile] = (
     Raises HostError within ``HOST_DEADLINE_S`` when none of pip's indexes answers, or a mirror of apt's does not.
     """
     if indexes is not None:
-        urls = " and ".join(map(redact, indexes.remote))
+        urls = " and ".join(map(bare_url, indexes.remote))
         ask(
-            {f"the Python index at {urls}": partial(indexes.probe_any, python)},
+            {f"the Python index at {urls}": (partial(indexes.probe_any, python), "")},
             deadline=HOST_DEADLINE_S,
             hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",
         )

@@ -25,8 +25,9 @@ from primus.progress import Progress
 from primus.terminal import counted
 from primus.versions import asked
 from primus.versions.ask import HOST_DEADLINE_S, ask
+from primus.versions.asked import bare_url
 from primus.versions.components import normalised
-from primus.versions.indexes import Indexes, pip_failure_hides_network, redact
+from primus.versions.indexes import Indexes, pip_failure_hides_network
 from primus.versions.lock import LockedFile, Request
 from primus.versions.pages import Link
 from primus.versions.piprun import explain, no_such, run_pip
@@ -77,10 +78,11 @@ def resolve_wheels(
         return ()
     indexes = Indexes.of_host()
     name = next(iter((*request.wheels, *request.requires)))
-    probes = {f"the Python index at {redact(url)}": partial(indexes.only(url).probe, name) for url in indexes.remote}
     ask(
-        probes,
-        abouts=dict.fromkeys(probes, name),
+        {
+            f"the Python index at {bare_url(url)}": (partial(indexes.only(url).probe, name), name)
+            for url in indexes.remote
+        },
         deadline=HOST_DEADLINE_S,
         hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",
     )
@@ -129,7 +131,7 @@ def _indexed(one: Found, request: Request, indexes: Indexes) -> Found:
     if own:
         raise InputError(
             f"{one.name} {one.version} is pinned to channel {request.channel}, but none of its indexes has {one.file}",
-            hint="its indexes: " + ", ".join(f"{name} ({redact(url)})" for name, url in request.indexes.items()),
+            hint="its indexes: " + ", ".join(f"{name} ({bare_url(url)})" for name, url in request.indexes.items()),
             about=one.name,
         )
     return one
@@ -323,7 +325,7 @@ def _measured(kind: Any, found: Sequence[Found], indexes: Indexes) -> tuple[Lock
         size, read = indexes.measure(session, one.url, about)
         if one.size not in (None, size):
             raise HostError(
-                f"the index says that {one.file} has {one.size:,} bytes, but {redact(one.url)} sends {size:,}",
+                f"the index says that {one.file} has {one.size:,} bytes, but {bare_url(one.url)} sends {size:,}",
                 hint="run it again later; the index or its mirror is being changed",
                 about=one.name,
             )

@@ -5,7 +5,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primus.versions.indexes import Indexes, parse_config, redact
+from primus.versions.asked import bare_url
+from primus.versions.indexes import Indexes, parse_config
 from primus.versions.pages import Link, parse_page
 
 SHA = "cd" * 32
@@ -70,6 +71,6 @@ def test_folder_offers_its_files(tmp_path: Path) -> None:
 
 
 @given(st.from_regex(r"[a-z]{1,9}", fullmatch=True), st.from_regex(r"[A-Za-z0-9]{3,9}SECRET", fullmatch=True))
-def test_redact_drops_every_secret(user: str, secret: str) -> None:
-    shown = redact(f"https://{user}:{secret}@host/path/file.whl?token={secret}#sig={secret}")
+def test_a_bare_url_drops_every_secret(user: str, secret: str) -> None:
+    shown = bare_url(f"https://{user}:{secret}@host/path/file.whl?token={secret}#sig={secret}")
     assert shown == "https://host/path/file.whl"

@@ -25,7 +25,7 @@ def test_silent_sources_cost_one_deadline_together(monkeypatch: pytest.MonkeyPat
     never = threading.Event()
     began = time.monotonic()
     with pytest.raises(HostError, match=r"two does not answer: no answer in time \(0.3 s\); channel amd needs it"):
-        ask({"one": lambda: None, "two": never.wait, "three": never.wait}, "amd")
+        ask({"one": (lambda: None, ""), "two": (never.wait, ""), "three": (never.wait, "")}, "amd")
     assert time.monotonic() - began < 2
     never.set()
 
@@ -35,8 +35,8 @@ def test_the_cause_is_told_and_an_answer_is_enough() -> None:
         raise HostError("the index at x does not answer: connection refused")
 
     with pytest.raises(HostError, match=r"two does not answer: connection refused\n"):
-        ask({"one": lambda: None, "two": refuse})
-    ask({"one": lambda: None})
+        ask({"one": (lambda: None, ""), "two": (refuse, "")})
+    ask({"one": (lambda: None, "")})
 
 
 def test_only_the_sources_of_the_files_are_asked() -> None:
@@ -94,7 +94,7 @@ def test_an_index_is_asked_for_a_package_that_is_pinned_there() -> None:
         def probe(self, name: str) -> None:
             packages.append(name)
 
-    for probe in asked.probes(lambda: Seen(index_urls=())).values():
+    for probe, _ in asked.probes(lambda: Seen(index_urls=())).values():
         probe()
     assert packages == ["rocm-sdk"]
 
@@ -106,5 +106,5 @@ def test_a_source_that_fails_once_is_asked_again() -> None:
         if (error := answers.pop(0)) is not None:
             raise error
 
-    ask({"one": one})
+    ask({"one": (one, "")})
     assert answers == []

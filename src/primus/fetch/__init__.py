@@ -1,1 +1,1 @@
-"""Getting locked files by name and hash, through the host's own pip, apt and registry settings."""
+"""Fetch locked files by name and hash, through the host's own pip, apt and registry settings."""

@@ -1,4 +1,4 @@
-"""One file from one URL into the cache: resumed where it was cut, hashed as it is written, retried."""
+"""Download one file from one URL into the cache: resumable, hashed while it is written, retried."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Get = Callable[[str, Mapping[str, str]], "requests.Response"]
 
 
 class NotThere(Exception):
-    """The URL answers that it has no such file."""
+    """The server has no such file."""
 
 
 class Stopped(Exception):
-    """The whole fetch is ending; what is here stays as a resumable part."""
+    """The whole fetch is being stopped; the downloaded part is kept and can be resumed."""
 
 
 class WrongBytes(HostError):
@@ -45,7 +45,7 @@ class WrongBytes(HostError):
 
 
 class Meter:
-    """Counts one file's bytes towards its own bar (big files) and the bar of all."""
+    """Counts one file's bytes for its own progress bar (large files) and for the total."""
 
     def __init__(self, progress: Progress, file: LockedFile, own: bool) -> None:
         self._progress, self._key, self._own = progress, f"fetch {file.sha256}", own
@@ -53,26 +53,26 @@ class Meter:
         self._done = 0
 
     def begin(self) -> None:
-        """The file's turn has come."""
+        """Start the file's progress bar."""
         if self._own:
             self._progress.start(self._key, self._file.label, self._file.size)
 
     def at(self, position: int) -> None:
-        """The file has ``position`` bytes now."""
+        """Report that ``position`` bytes of the file have been downloaded."""
         step, self._done = position - self._done, position
         self._progress.advance("fetch", step)
         if self._own:
             self._progress.advance(self._key, step)
 
     def end(self, note: str) -> None:
-        """The file is complete."""
+        """Report that the file is complete."""
         self.at(self._file.size)
         if self._own:
             self._progress.finish(self._key, note)
 
 
 def download(file: LockedFile, url: str, cache: FileCache, *, get: Get, meter: Meter, stop: threading.Event) -> None:
-    """Bring the file into the cache. Raises NotThere, WrongBytes, Stopped, or HostError when the source fails."""
+    """Download the file into the cache. Raises NotThere, WrongBytes, Stopped, or HostError if the source fails."""
     try:
         with cache.part(file.sha256) as part:
             if part is not None:
@@ -98,7 +98,7 @@ class _Transfer:
     stop: threading.Event
 
     def fill(self) -> None:
-        """Bring the part to its size and hash, and commit it."""
+        """Download the part to its full size, compare its hash, and commit it."""
         file, part, meter = self.file, self.part, self.meter
         if part.size > file.size:
             part.restart()
@@ -113,13 +113,14 @@ class _Transfer:
             got = part.sha256()
             part.restart()
             meter.at(0)
-            # The left-over may come from another source or a bad disk: only a file read in one go convicts the source.
+            # The existing part may come from another source or a bad disk. Only a file read in one go proves that the
+            # source is wrong.
             if not resumed:
                 raise WrongBytes(file, f"sha256 {got}", self.url)
             resumed = False
 
     def _complete(self) -> None:
-        """Append until the file has its size; passing faults are waited out as long as bytes keep coming."""
+        """Append until the file has its size. Transient faults are retried as long as bytes keep arriving."""
         local = local_path(self.url)
         if local is not None:
             return self._copy()
@@ -137,7 +138,7 @@ class _Transfer:
                 if status is not None and status < 500 and status not in (408, 425, 429):
                     hint = "give the host's pip or apt the credentials for it" if status in (401, 407) else None
                     raise HostError(f"{bare_url(self.url)} cannot be fetched: {reason}", hint=hint) from None
-            # Measured against the most there ever was: a server that starts over each time makes no progress.
+            # Compare with the largest size so far: a server that starts over each time makes no progress.
             faults = 1 if self.part.size > most else faults + 1
             most = max(most, self.part.size)
             if faults >= _FAULTS:
@@ -162,7 +163,7 @@ class _Transfer:
             if total is not None and total != self.file.size:
                 part.restart()
                 raise WrongBytes(self.file, f"{total} bytes", self.url)
-            # A server that ignores Range starts over, and so do we.
+            # A server that ignores Range sends the file from the start.
             if part.size and response.status_code != 206:
                 part.restart()
             for block in response.raw.stream(_BLOCK, decode_content=False):
@@ -175,7 +176,7 @@ class _Transfer:
         return part.size >= self.file.size
 
     def _copy(self) -> None:
-        # Copied and not hard-linked: a link would change under the cache when its owner rewrites the file in place.
+        # Copy the file instead of linking it: the cached file would change if its owner rewrites it in place.
         path = local_path(self.url)
         assert path is not None
         try:
@@ -192,7 +193,7 @@ class _Transfer:
 
 
 def _total(response: requests.Response) -> int | None:
-    """How long the whole file is by the server's word."""
+    """Return the size of the whole file as the server states it."""
     if response.status_code == 206:
         text = response.headers.get("Content-Range", "").rpartition("/")[2]
     else:
@@ -201,6 +202,6 @@ def _total(response: requests.Response) -> int | None:
 
 
 def speed(size: int, began: float) -> str:
-    """``12.3 MB, 45.6 MB/s`` for a finished piece."""
+    """Return ``12.3 MB, 45.6 MB/s`` for a finished download."""
     seconds = max(time.monotonic() - began, 1e-3)
     return f"{size / 1e6:,.1f} MB, {size / 1e6 / seconds:,.1f} MB/s"

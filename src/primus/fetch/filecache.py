@@ -1,7 +1,7 @@
-"""The cache of fetched inputs, by content: ``sha256/<hex>`` is either whole and right, or absent.
+"""The content-addressed cache of fetched files: ``sha256/<hex>`` is either complete and correct, or absent.
 
-Several processes may use one cache at once: a file being fetched is a locked ``.part`` beside its place, and
-appears by rename.
+Several processes may use a cache at once: a file being fetched is a locked ``.part`` file, which is renamed when
+complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK = 1 << 20
 
 
 class Part:
-    """A file on its way into the cache; made by :meth:`FileCache.part`, which holds its lock."""
+    """A file being fetched; created by :meth:`FileCache.part`, which holds its lock."""
 
     def __init__(self, path: Path, final: Path, file: BinaryIO) -> None:
         self.path = path
@@ -42,38 +42,38 @@ class Part:
         self.size += len(block)
 
     def restart(self) -> None:
-        """Throw away what is there."""
+        """Discard the bytes so far."""
         self._file.seek(0)
         self._file.truncate()
         self._digest = hashlib.sha256()
         self.size = 0
 
     def sha256(self) -> str:
-        """Hash of what is there."""
+        """The hash of the bytes so far."""
         return self._digest.hexdigest()
 
     def commit(self) -> None:
-        """Make it the cached file. The caller has compared :meth:`sha256`."""
+        """Rename it to the cached file. The caller must have compared :meth:`sha256`."""
         self._file.flush()
-        # Presence is judged by size alone, so the bytes must be down before the name is.
+        # A cached file is recognized by its size alone, so flush its bytes before the rename.
         os.fsync(self._file.fileno())
         self.path.chmod(0o444)
         self.path.replace(self._final)
 
 
 class FileCache:
-    """Fetched files under ``root``/sha256."""
+    """The cache of fetched files in ``root``/sha256."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._folder = root / "sha256"
 
     def path(self, sha256: str) -> Path:
-        """Where the file is, or would be."""
+        """Return the file's path, whether or not it exists."""
         return self._folder / sha256
 
     def has(self, sha256: str, size: int) -> bool:
-        """Whether the file is here, by one stat; :meth:`verify` reads it."""
+        """Whether the file is cached, judging by its size; :meth:`verify` reads it."""
         try:
             status = self.path(sha256).stat()
         except OSError:
@@ -81,7 +81,7 @@ class FileCache:
         return status.st_size == size and stat.S_ISREG(status.st_mode)
 
     def mark(self, sha256: str) -> tuple[int, ...]:
-        """What changes when the file is written to: size, times, inode. Empty when it is not here."""
+        """Return size, times and inode, which change when the file is written to. Empty if it is not cached."""
         try:
             status = self.path(sha256).stat()
         except OSError:
@@ -89,7 +89,7 @@ class FileCache:
         return (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def verify(self, sha256: str) -> bool:
-        """Whether the file is here and its bytes still hash to its name."""
+        """Whether the file is cached and its bytes match its hash."""
         try:
             with open_regular(self.path(sha256)) as file:
                 return hashlib.file_digest(file, "sha256").hexdigest() == sha256  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ class FileCache:
             return False
 
     def drop(self, sha256: str) -> None:
-        """Forget the file, so that it is fetched again."""
+        """Remove the file, so that it is fetched again."""
         path = self.path(sha256)
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -105,7 +105,7 @@ class FileCache:
             path.unlink(missing_ok=True)
 
     def put(self, source: Path, sha256: str) -> bool:
-        """Take a copy of ``source`` in; False (and nothing kept) when its bytes do not hash to ``sha256``."""
+        """Add a copy of ``source``. Returns False, and keeps nothing, if its bytes do not match ``sha256``."""
         with self.part(sha256) as part:
             if part is None:
                 return True
@@ -121,16 +121,17 @@ class FileCache:
 
     @contextmanager
     def part(self, sha256: str) -> Iterator[Part | None]:
-        """The file's ``.part``, locked, with what an interrupted fetch left; waits while another process fetches it.
+        """Yield the file's locked ``.part`` with the bytes of an interrupted fetch. Waits while another process
+        fetches it.
 
-        None when the file is complete by the time the lock is ours.
+        Yields None if the file is complete when the lock is acquired.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         path, final = self._folder / f"{sha256}.part", self.path(sha256)
         while True:
             with path.open("a+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                # While we waited, the holder may have renamed this very inode into place.
+                # Meanwhile, the holder of the lock may have renamed this very inode.
                 if not _same_file(path, file):
                     if final.exists():
                         yield None

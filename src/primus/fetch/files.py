@@ -1,6 +1,6 @@
-"""Bring locked files into the cache, through the host's own pip and apt configuration; only what is missing.
+"""Fetch missing locked files into the cache, through the host's own pip and apt configuration.
 
-A file is accepted by its sha256 alone, wherever it lies, so a mirror, a local folder and the origin are all as good.
+A file is identified by its sha256 alone, so a mirror, a local folder and the original source are equally good.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
 from primus.versions.sources import Sources, ask_host
 
-# Smaller files only move the bar of all: a line each for a hundred small debs hides what matters.
+# Smaller files only advance the total: a line each for a hundred small debs would hide what matters.
 _OWN_BAR = 16_000_000
 _JOBS = 4
 _ARCHITECTURE = "amd64"
@@ -56,11 +56,12 @@ def fetch(
     offline: bool = False,
     progress: Progress,
 ) -> None:
-    """Bring every file into the cache. ``suites`` maps base names to their Debian suites; ``sources`` are those
-    beside pip's and apt's.
+    """Fetch every missing file into the cache.
 
-    Raises GoneError when sources no longer have files, HostError when a source is out of reach, offers other bytes,
-    or the disk is full; WrongBytes is such a HostError. What was fetched before stays.
+    ``suites`` maps base names to their Debian suites; ``sources`` are those besides pip's and apt's.
+
+    Raises GoneError if sources no longer have files; HostError if a source is unreachable, offers other bytes
+    (WrongBytes), or the disk is full. Files that were fetched before are kept.
     """
     wanted = list({f.sha256: f for f in files if not cache.has(f.sha256, f.size)}.values())
     if not wanted:
@@ -82,13 +83,13 @@ def fetch(
         with_packages(partial(ask_host, indexes=indexes, python=python, suites=named), say=progress.say)
         progress.start("fetch", "fetch", size)
         work = _Work(places, cache, progress)
-        # Long files first: the last one alone on the line would be the longest wait.
+        # Fetch large files first, since the last one alone would prolong the wait.
         work.run(sorted(wanted, key=lambda f: -f.size))
     progress.finish("fetch", f"{counted(len(wanted), 'file')}, {speed(size, began)}")
 
 
 class _Places:
-    """Where to look for each kind of file; read from the host once, when first needed."""
+    """The places to look for each kind of file; read from the host once, when first needed."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class _Places:
             return self._pools[base]
 
     def image(self, base: str) -> Path:
-        """A folder with the layers of the base's image, each called by its digest."""
+        """Return a folder with the layers of the base's image, each named by its digest."""
         folder = self._spill / f"image-{base}"
         with self._guards["images"]:
             if not folder.exists():
@@ -135,7 +136,7 @@ class _Places:
         return folder
 
     def archive(self, file: LockedFile) -> Path:
-        """The archive of the commit that a ``git`` file's name ends in."""
+        """Return the archive of the commit that the name of a ``git`` file ends with."""
         commit = Path(file.file).stem.rpartition("-")[2]
         target = self._spill / file.file
         archive_commit(self.sources.repositories[commit], commit, target)
@@ -143,7 +144,7 @@ class _Places:
 
 
 class _Work:
-    """Daemon threads over a queue: Ctrl-C must not wait for a server that stalls."""
+    """Daemon threads that work on a queue, so that Ctrl-C does not wait for a server that stalls."""
 
     def __init__(self, places: _Places, cache: FileCache, progress: Progress) -> None:
         self._places, self._cache, self._progress = places, cache, progress
@@ -162,11 +163,11 @@ class _Work:
         for thread in threads:
             thread.start()
         try:
-            # Not join(): Python 3.11 takes a thread for dead whose join is interrupted.
+            # Do not use join(): Python 3.11 considers a thread finished if its join is interrupted.
             while not self._failed and any(thread.is_alive() for thread in threads):
                 time.sleep(0.02)
         finally:
-            # On a failure or Ctrl-C the rest get a moment to leave their parts tidy, and no more than that.
+            # On a failure or Ctrl-C, the other threads get a moment to leave their parts in order.
             self._stop.set()
             until = time.monotonic() + 0.5
             while time.monotonic() < until and any(thread.is_alive() for thread in threads):
@@ -216,7 +217,7 @@ class _Work:
         raise NotThere(file.file)
 
     def _whole(self, file: LockedFile) -> None:
-        """What a tool brings in one piece: a layer of an image, the archive of a commit."""
+        """Fetch what a tool downloads in one piece: a layer of an image, or the archive of a commit."""
         sources = self._places.sources
         if file.kind == "git":
             path = self._places.archive(file)
@@ -260,7 +261,7 @@ class _Work:
 
 @contextmanager
 def _spill_folder(root: Path) -> Iterator[Path]:
-    """A folder beside the cache, so on the same disk, for what apt has to fetch itself."""
+    """Yield a folder next to the cache, on the same disk, for files that apt must fetch itself."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix="apt-", dir=root, ignore_cleanup_errors=True)

@@ -70,12 +70,14 @@ _FAMILY = re.compile(r"gfx94[xX]")
 
 
 def in_path(path: str) -> tuple[str, ...]:
-    """The architectures that a path names, in order; ``gfx94X``, a family, stands for gfx942."""
+    """Return the architectures in a path, in order. ``gfx94X``, a family, stands for gfx942."""
     return tuple(dict.fromkeys(_NAME.findall(_FAMILY.sub("gfx942", path))))
 
 
 def in_entry_id(entry: str) -> str | None:
-    """The target of a bundle entry (``hip-amdgcn-amd-amdhsa--gfx942:xnack-`` → ``gfx942:xnack-``), None for a host."""
+    """Return the target of a bundle entry (``hip-amdgcn-amd-amdhsa--gfx942:xnack-`` → ``gfx942:xnack-``), None for
+    the host's.
+    """
     if entry.startswith("host"):
         return None
     found = _ENTRY.search(entry)
@@ -83,10 +85,12 @@ def in_entry_id(entry: str) -> str | None:
 
 
 def of_flags(flags: int, abi: int) -> str:
-    """The target of an AMDGPU ELF with these ``e_flags`` and this ABI version, with the features that bind it."""
+    """Return the target of an AMDGPU ELF with these ``e_flags`` and this ABI version, including the features it
+    requires.
+    """
     mach = flags & 0xFF
     name = MACH.get(mach, f"unknown mach {mach:#x}")
-    if abi >= 2:  # since code object V4 two bits each: 0 unsupported, 1 any, 2 off, 3 on
+    if abi >= 2:  # Two bits each since code object V4: 0 unsupported, 1 any, 2 off, 3 on.
         for feature, bits in (("sramecc", flags >> 10 & 3), ("xnack", flags >> 8 & 3)):
             if bits >= 2:
                 name += f":{feature}{'+' if bits == 3 else '-'}"
@@ -96,8 +100,8 @@ def of_flags(flags: int, abi: int) -> str:
 def runs_on(targets: Iterable[str], arch: str) -> bool:
     """Whether code for one of ``targets`` runs on a GPU of ``arch``.
 
-    Instinct GPUs run with ECC memory and, unless someone sets it, without XNACK: code that asks for the contrary is
-    not loaded. SPIR-V is compiled when it is loaded. ``compute_NN`` is PTX, which newer NVIDIA GPUs compile.
+    Instinct GPUs have ECC memory and, by default, XNACK off. Code that requires the opposite is not loaded. SPIR-V
+    is compiled when it is loaded. ``compute_NN`` is PTX, which newer NVIDIA GPUs compile.
     """
     for target in targets:
         name, _, features = target.partition(":")

@@ -1,6 +1,6 @@
-"""Offload bundles: what clang puts GPU code of several architectures in, plain or compressed.
+"""Offload bundles, in which clang stores GPU code for several architectures, uncompressed or compressed.
 
-In ``.hip_fatbin`` of a host library they lie one after the other, each at the start of a page. Sources: clang's
+The ``.hip_fatbin`` section of a host library contains several, each at the start of a page. Sources: clang's
 ClangOffloadBundler documentation, LLVM's OffloadBundle, and the HIP runtime's fat binaries (ROCm/clr).
 """
 
@@ -16,25 +16,25 @@ from primus.gpucode.archs import in_entry_id
 
 PLAIN = b"__CLANG_OFFLOAD_BUNDLE__"
 COMPRESSED = b"CCOB"
-# Bundles begin on pages of this size in a section.
+# In a section, bundles begin at multiples of this page size.
 PAGE = 4096
-# A bundle's list of parts; a library has a handful of them, each id well below 100 bytes.
+# The limit for a bundle's list of entries. A library has a few entries, each id well below 100 bytes.
 LIST_SIZE = 1 << 20
-# Version of a compressed bundle → form of its header from the magic on: version, method (0: zlib, 1: zstd), length of
-# the whole (not in version 1) and of the plain bundle in it, the first half of the plain bundle's MD5.
+# Version of a compressed bundle → format of its header after the magic: version, method (0: zlib, 1: zstd), total
+# length (not in version 1), uncompressed length, first half of the uncompressed bundle's MD5.
 HEADS = {1: "<4sHHI8s", 2: "<4sHHII8s", 3: "<4sHHQQ8s"}
 
 
 class Reader(Protocol):
-    """Where bytes come from, one after the other."""
+    """A source of bytes."""
 
     def read(self, amount: int, /) -> bytes:
-        """At most so many bytes; none at the end."""
+        """Return at most ``amount`` bytes; none at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One entry of a bundle: its id, and where its bytes lie in the plain bundle."""
+    """One entry of a bundle: its id, and the position of its bytes in the uncompressed bundle."""
 
     id: str
     offset: int
@@ -42,14 +42,15 @@ class Part:
 
     @property
     def target(self) -> str | None:
-        """The target its code is for; None for the host's entry."""
+        """The target that its code is for; None for the host's entry."""
         return in_entry_id(self.id)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A bundle at ``offset`` of a stream, ``length`` bytes of it; ``version`` is 0 for a plain one. A compressed one
-    holds ``unpacked`` bytes; in version 1 it does not tell its length, and reaches to the next bundle or the end.
+    """A bundle of ``length`` bytes at ``offset`` of a stream. ``version`` is 0 for an uncompressed one. A
+    compressed one contains ``unpacked`` bytes; in version 1 it does not state its length, and extends to the next
+    bundle or the end.
     """
 
     offset: int
@@ -61,9 +62,9 @@ class Bundle:
 
 
 def bundles_in(stream: IO[bytes], offset: int, size: int) -> Iterator[Bundle]:
-    """The bundles in that part of the stream. Only their lists of parts are read, so it may be large.
+    """Yield the bundles in this part of the stream. Reads only their lists of entries, so the part may be large.
 
-    Raises ValueError when a bundle is damaged.
+    Raises ValueError if a bundle is damaged.
     """
     at, end = offset, offset + size
     while (at := next_magic(stream, at, end, (PLAIN, COMPRESSED))) >= 0:
@@ -76,13 +77,13 @@ def bundles_in(stream: IO[bytes], offset: int, size: int) -> Iterator[Bundle]:
             yield found
             length = found.length
         else:
-            # Four letters in the middle of code are no bundle.
+            # The same four letters in the middle of code are not a bundle.
             length = len(COMPRESSED)
         at += length
 
 
 def next_magic(stream: IO[bytes], at: int, end: int, magics: Sequence[bytes]) -> int:
-    """Where the next of ``magics`` begins, or -1."""
+    """Return the position of the next of ``magics``, or -1."""
     overlap = max(map(len, magics)) - 1
     while at < end:
         stream.seek(at)
@@ -97,7 +98,9 @@ def next_magic(stream: IO[bytes], at: int, end: int, magics: Sequence[bytes]) ->
 
 
 def parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
-    """The parts of the plain bundle that begins with ``data``, and its length; ValueError when it is cut short."""
+    """Return the entries of the uncompressed bundle that begins with ``data``, and its length. Raises ValueError if
+    it is truncated.
+    """
     at = len(PLAIN)
     parts, length = [], at + 8
     try:
@@ -117,7 +120,7 @@ def parts_of(data: bytes) -> tuple[tuple[Part, ...], int]:
 
 
 def _compressed(stream: IO[bytes], at: int, begin: int, end: int) -> Bundle | None:
-    """The compressed bundle at ``at``, or None when it is none after all."""
+    """Return the compressed bundle at ``at``, or None if there is none."""
     stream.seek(at)
     head = stream.read(struct.calcsize(HEADS[3]))
     try:
@@ -136,7 +139,7 @@ def _compressed(stream: IO[bytes], at: int, begin: int, end: int) -> Bundle | No
 
 
 def _to_next(stream: IO[bytes], at: int, begin: int, end: int) -> int:
-    """The bytes from the bundle at ``at`` up to the next that begins on a page of what begins at ``begin``."""
+    """Return the bytes from the bundle at ``at`` to the next bundle on a page, counted from ``begin``."""
     after = at + 1
     while (after := next_magic(stream, after, end, (PLAIN, COMPRESSED))) >= 0 and (after - begin) % PAGE:
         after += 1
@@ -152,10 +155,12 @@ def _read(source: Reader, amount: int) -> bytes:
 
 
 def inflated(stream: IO[bytes], bundle: Bundle) -> Reader:
-    """The plain bundle in a compressed one, read as it is wanted; ValueError, then or later, when it is damaged."""
+    """Return a reader of the uncompressed contents. Raises ValueError, now or while reading, if the bundle is
+    damaged.
+    """
     head = struct.calcsize(HEADS[bundle.version])
     stream.seek(bundle.offset + head)
-    # After the last byte there may be padding, which is no compressed data.
+    # After the last byte there may be padding, which is not compressed data.
     if bundle.method == 0:
         return _Limited(_Zlib(_Limited(stream, bundle.length - head)), bundle.unpacked)
     if bundle.method == 1:
@@ -164,7 +169,7 @@ def inflated(stream: IO[bytes], bundle: Bundle) -> Reader:
 
 
 class _Limited:
-    """The next so many bytes of what is read."""
+    """Reads at most a given number of bytes."""
 
     def __init__(self, source: Reader, left: int) -> None:
         self._source, self._left = source, left
@@ -195,7 +200,7 @@ class _Zstd:
         import zstandard
 
         self._error = zstandard.ZstdError
-        # Compilers look back as far as they like: RCCL's bundle needs a window of 128 MiB.
+        # Compilers may look back any distance: RCCL's bundle needs a window of 128 MiB.
         decoder = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._reader = decoder.stream_reader(cast("IO[bytes]", source), closefd=False)
 

@@ -1,6 +1,7 @@
-"""ELF files, as far as gates look at them: what they are for, where their sections lie, the name a library has.
+"""The parts of ELF files that the gates need: processor, positions of sections, and the names of libraries.
 
-A general reader builds an object per field and needs a third of the time of a whole check; this reads two tables.
+A general reader creates an object per field and would take a third of the time of a whole check; this one reads two
+tables.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ _NOBITS = 8
 _DYNAMIC = 6
 _DT_NEEDED = 1
 _DT_SONAME = 14
-# Class → form of the header after e_ident, of a section's header, and of an entry of the dynamic section.
+# Class → formats of the header after e_ident, of a section header, and of an entry of the dynamic section.
 _FORMS = {1: ("HHIIIIIHHHHHH", "IIIIIIIIII", "iI"), 2: ("HHIQQQIHHHHHH", "IIQQQQIIQQ", "qQ")}
 _ORDERS = {1: "<", 2: ">"}
-# A section's table of names or of dynamic entries; the largest seen is far below it.
+# The limit for tables of section names and dynamic entries; the largest seen is far smaller.
 _TABLE = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One section: its name, ``sh_type`` and ``sh_link``, and where its bytes lie in the file."""
+    """One section: its name, ``sh_type`` and ``sh_link``, and the position of its bytes in the file."""
 
     name: str
     kind: int
@@ -35,7 +36,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Elf:
-    """An ELF file's header and its sections; ``form`` is the struct form of an entry of its dynamic section."""
+    """An ELF file's header and sections; ``form`` is the struct format of an entry of its dynamic section."""
 
     kind: int
     machine: int
@@ -50,7 +51,7 @@ class Elf:
 
 
 def read_elf(stream: IO[bytes]) -> Elf:
-    """The file's header and sections. Raises ValueError when the file is damaged."""
+    """Read the file's header and sections. Raises ValueError if the file is damaged."""
     try:
         return _read(stream)
     except (struct.error, KeyError, IndexError, OverflowError) as error:
@@ -70,7 +71,7 @@ def _read(stream: IO[bytes]) -> Elf:
         if size != struct.calcsize(row):
             raise ValueError(f"a damaged ELF file: section headers of {size} bytes")
         first = struct.unpack(row, _bytes(stream, at, size))
-        # More sections than the header's fields can say: the first, empty one says it.
+        # If there are more sections than the header's field can hold, the first, empty section has the number.
         count, names_at = count or first[5], first[6] if names_at == 0xFFFF else names_at
         rows = list(struct.iter_unpack(row, _bytes(stream, at, count * size)))
     names = _bytes(stream, rows[names_at][4], rows[names_at][5]) if rows and names_at else b""
@@ -82,14 +83,14 @@ def _read(stream: IO[bytes]) -> Elf:
 
 @dataclass(frozen=True, kw_only=True)
 class Linked:
-    """What the dynamic loader reads of a library: its own name (empty when it gives none), and those it needs."""
+    """What the dynamic loader reads in a library: its own soname (empty without one), and the names it needs."""
 
     soname: str = ""
     needed: tuple[str, ...] = ()
 
 
 def linked_in(elf: Elf, stream: IO[bytes]) -> Linked:
-    """The names in the file's dynamic section. Raises ValueError when the file is damaged."""
+    """Return the names in the file's dynamic section. Raises ValueError if the file is damaged."""
     soname, needed = "", []
     try:
         for section in elf.sections:

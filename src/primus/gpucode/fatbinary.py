@@ -1,9 +1,9 @@
-"""A library or bundle of GPU code for many architectures → the same file with the code of one.
+"""Reduce a library or bundle with GPU code for many architectures to the code of one.
 
-Nothing in it moves: each offload bundle is written anew where it was, shorter, and zeros follow up to where it ended.
-Addresses in the library stay what they are, and the zeros compress to nothing. A compressed bundle is made again as
-clang makes it, in the same version of the format: the HIP runtime takes its length from its header and hands it to
-comgr, which reads it as LLVM does.
+Nothing moves: each offload bundle is rewritten, shorter, at its old offset, and zeros follow up to its old end.
+Addresses in the library stay the same, and the zeros compress to nothing. A compressed bundle is compressed again as
+clang does, in the same version of the format: the HIP runtime reads its length from its header and passes it to comgr,
+which reads it as LLVM does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from primus.gpucode.archs import runs_on
 from primus.gpucode.bundles import COMPRESSED, HEADS, PAGE, PLAIN, Bundle, Part, Reader, bundles_in, inflated
 from primus.gpucode.elf import read_elf
 
-# Part of the keys: raise it whenever the same file would be written in other bytes.
+# Part of the keys. Increase it whenever the same input would give other bytes.
 FORMAT = 1
 _CHUNK = 1 << 20
 _ZSTD_LEVEL = 3
@@ -29,7 +29,7 @@ _ZLIB_LEVEL = 6
 
 @dataclass(kw_only=True)
 class Removed:
-    """What was taken out of a file: number of code objects, bytes they took up there, the targets they were for."""
+    """What was removed from a file: number of code objects, their bytes, and the targets they were for."""
 
     objects: int = 0
     size: int = 0
@@ -37,11 +37,13 @@ class Removed:
 
 
 def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Removed | None:
-    """Copy ``source``, an ELF file or a bundle of ``size`` bytes, to the empty file ``out`` without code that does not
-    run on ``arch``. None, and nothing copied, when the file has no offload bundles. A compressed bundle that would need
-    more room than it had, which a few bytes of code in the best compression may, stays as it is.
+    """Copy ``source``, an ELF file or a bundle of ``size`` bytes, to the empty file ``out``, without code that does
+    not run on ``arch``.
 
-    Raises ValueError when the file or a bundle of it is damaged.
+    Returns None, and copies nothing, if the file has no offload bundles. A compressed bundle stays unchanged if the
+    new one would be larger, which may happen to a few bytes of well-compressed code.
+
+    Raises ValueError if the file or one of its bundles is damaged.
     """
     source.seek(0)
     head = source.read(len(PLAIN))
@@ -75,7 +77,7 @@ def keep_only(arch: str, source: IO[bytes], size: int, out: IO[bytes]) -> Remove
 
 
 def _copy(source: IO[bytes], at: int, amount: int, out: IO[bytes]) -> None:
-    """Copy bytes to the same place; what is skipped in ``out`` reads as zeros."""
+    """Copy bytes to the same offset; skipped parts of ``out`` read as zeros."""
     source.seek(at)
     out.seek(at)
     for chunk in _exactly(source, amount):
@@ -97,7 +99,7 @@ def _list_of(parts: Sequence[Part]) -> bytes:
 
 
 def _write_plain(source: IO[bytes], bundle: Bundle, kept: Sequence[Part], out: IO[bytes]) -> int:
-    """Every part that is kept stays where it is; returns the bundle's length."""
+    """Write the bundle with the kept entries at their old offsets, and return its length."""
     head = _list_of(kept)
     out.seek(bundle.offset)
     out.write(head)
@@ -113,8 +115,8 @@ class _Compressor(Protocol):
 
 
 def _write_compressed(source: IO[bytes], bundle: Bundle, kept: Sequence[Part], out: IO[bytes]) -> int | None:
-    """The parts that are kept, each moved up to the next page, compressed as the bundle was; returns its length, or
-    None when it does not fit where it was.
+    """Write the kept entries, each moved up to the next page, compressed like the original bundle. Returns the
+    length, or None if the result is larger than the original.
     """
     moved, end = [], len(_list_of(kept))
     for part in kept:
@@ -140,7 +142,9 @@ def _write_compressed(source: IO[bytes], bundle: Bundle, kept: Sequence[Part], o
 
 
 def _laid_out(plain: Reader, kept: Sequence[Part], moved: Sequence[Part]) -> Iterator[bytes]:
-    """The bytes of the new bundle; ``plain`` is read from its begin, once, as it may be larger than the memory."""
+    """Yield the bytes of the new bundle. ``plain`` is read once from its start, because it may be larger than the
+    memory.
+    """
     head, done, at = _list_of(moved), 0, 0
     yield head
     at = len(head)

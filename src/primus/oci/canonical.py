@@ -1,4 +1,4 @@
-"""The one place where data becomes bytes and bytes become a hash: keys, manifests and configs all pass here."""
+"""Canonical JSON and its hashes, which keys, manifests and configs use."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import json
 
 
 def dumps(data: object) -> bytes:
-    """Canonical JSON: sorted keys, no spaces, UTF-8. The same data gives the same bytes on every machine."""
+    """Return canonical JSON: sorted keys, no spaces, UTF-8. The same data gives the same bytes on every machine."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def key_of(data: object) -> str:
-    """SHA-256 (64 hex digits) over the canonical JSON of ``data``."""
+    """Return the SHA-256 (64 hex digits) of the canonical JSON of ``data``."""
     return hashlib.sha256(dumps(data)).hexdigest()
 
 
 def digest_of(blob: bytes) -> str:
-    """OCI digest ``sha256:…`` of the bytes."""
+    """Return the OCI digest ``sha256:…`` of the bytes."""
     return "sha256:" + hashlib.sha256(blob).hexdigest()

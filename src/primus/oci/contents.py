@@ -35,7 +35,7 @@ class Member:
 
 
 def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The archive's members in their order; tarfile itself would remember every one, and a layer may have a million."""
+    """Yield the archive's members in order. tarfile itself would keep every member, and a layer may have a million."""
     while (member := archive.next()) is not None:
         yield member
         archive.members.clear()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Layers that come finished, from an image of a registry: their bytes enter the store as they are."""
+"""Layers of an image from a registry. Their bytes enter the store unchanged."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from primus.oci.tar import Entry
 
 _CHUNK = 1 << 18
 _FREE = 100 << 20
-# Real archives reach about 20: the text of licences, and GPU libraries padded with zeros.
+# Real archives reach about 20, such as licence texts and GPU libraries padded with zeros.
 _MOST_RATIO = 100
 
 
 def require_sane(unpacked: int, packed: int) -> None:
-    """Raise ValueError when ``packed`` bytes unpack to implausibly many (``unpacked``, so far or in all): a few
-    kilobytes can stand for more than any disk holds.
+    """Raise ValueError if the compression ratio is implausible: a few kilobytes can unpack to more than a disk
+    holds. ``unpacked`` is the size so far or the total.
     """
     if unpacked > _FREE + _MOST_RATIO * packed:
         raise ValueError(f"it is a decompression bomb: {packed:,} bytes unpack to {unpacked:,} or more")
 
 
 class _Plain:
-    """The tar inside a gzip file, both hashed as they are read; the gzip bytes go to ``out``, too."""
+    """The tar inside a gzip file. Both are hashed as they are read, and the gzip bytes are also written to ``out``."""
 
     def __init__(self, file: IO[bytes], out: IO[bytes]) -> None:
         self._file, self._out = file, out
@@ -48,7 +48,7 @@ class _Plain:
         return data
 
     def _next(self) -> bytes:
-        """The next bytes of the tar: never more than a piece, because a few bytes can stand for gigabytes of zeros."""
+        """Return the next bytes of the tar, at most one piece, because a few bytes can unpack to gigabytes of zeros."""
         while True:
             if not self._packed:
                 self._packed = self._file.read(_CHUNK)
@@ -58,7 +58,7 @@ class _Plain:
             data = self._gzip.decompress(self._packed, _CHUNK)
             ended = not self._packed
             self._packed = self._gzip.unused_data if self._gzip.eof else self._gzip.unconsumed_tail
-            # gzip files may be several members one after the other.
+            # A gzip file may consist of several members.
             if self._gzip.eof:
                 self._gzip = zlib.decompressobj(31)
             if data or ended:
@@ -69,10 +69,10 @@ class _Plain:
 
 
 def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
-    """Take the gzip layer at ``path``, whose bytes must hash to ``sha256``, into the store, unchanged.
+    """Add the gzip layer at ``path``, whose bytes must match ``sha256``, to the store, unchanged.
 
-    Raises InputError when it is no layer or has an entry that may not enter an image, CheckFailed when its bytes
-    change while they are read, HostError when the disk is full.
+    Raises InputError if it is not a layer or has an entry that an image may not contain, CheckFailed if its bytes
+    change while they are read, HostError if the disk is full.
     """
     begin = time.monotonic()
     try:
@@ -112,7 +112,7 @@ def _lines(plain: _Plain) -> Iterator[str]:
             path = member.name.removeprefix("./").strip("/")
             if path and path != ".":
                 entry = _entry(member, path)
-                # The same folder may be named again; two files of one path would mean either of them.
+                # A folder may appear twice, but of two files with one path, it is unclear which one counts.
                 if path in seen and entry.kind != "dir":
                     raise InputError(f"it contains /{path} twice")
                 if entry.kind == "hardlink" and entry.link not in seen:
@@ -122,7 +122,7 @@ def _lines(plain: _Plain) -> Iterator[str]:
 
 
 def _entry(member: tarfile.TarInfo, path: str) -> Entry:
-    """The member under the rule for paths. InputError for what may not enter an image."""
+    """Return the member as an entry, under the path rule. Raises InputError if an image may not contain it."""
     kind = KINDS.get(member.type)
     if kind is None:
         raise InputError(f"/{path} is not a file, folder or link")
@@ -131,7 +131,7 @@ def _entry(member: tarfile.TarInfo, path: str) -> Entry:
 
 
 def stacked(layers: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The paths of an image's own layers, lowest first, as one: an upper layer may replace files of a lower one."""
+    """Merge the paths of an image's own layers, lowest first. An upper layer may replace files of a lower one."""
     result: dict[str, str] = {}
     for layer in layers:
         result |= layer

@@ -18,7 +18,7 @@ from primus.gpucode.fatbinary import FORMAT
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Watch, in_order, write_tar
 
-# Part of every key: raise it whenever the same entries would give other bytes.
+# Part of every key. Increase it whenever the same entries would give other bytes.
 _FORMAT = 1
 _ZSTD_LEVEL = 3
 _GZIP_LEVEL = 6
@@ -27,26 +27,26 @@ COMPRESSIONS = tuple(LAYER_TYPES)
 
 
 def assembler(compression: str) -> str:
-    """What turns entries into bytes, for the keys: our format and the exact compressor."""
+    """Return what turns entries into bytes, for the keys: our format and the exact compressor."""
     if compression == "gzip":
         return f"tar {_FORMAT}, gzip {_GZIP_LEVEL}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
     return f"tar {_FORMAT}, zstd {_ZSTD_LEVEL}, zstandard {_zstandard_version()}"
 
 
 def rewriter() -> str:
-    """What writes libraries with the code of one GPU architecture, for the keys: our format and the compressors."""
+    """Return what rewrites libraries for one GPU architecture, for the keys: our format and the compressors."""
     return f"fat binary {FORMAT}, zstandard {_zstandard_version()}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
 
 
 def compression_of(tool: str) -> str:
-    """The compression that an :func:`assembler` text names: what is in the key is what runs."""
+    """Return the compression in an :func:`assembler` text, so that the compressor in the key is the one that runs."""
     return next(compression for compression in COMPRESSIONS if f", {compression} " in tool)
 
 
 @cache
 def _zstandard_version() -> str:
-    """The installed version, read off its metadata folder's name: a no-op build never compresses, and importing
-    zstandard or importlib.metadata costs it 20 ms.
+    """Return the installed version, read from the name of its metadata folder. A no-op build never compresses, and
+    importing zstandard or importlib.metadata would cost it 20 ms.
     """
     for folder in sys.path:
         with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ class _Compressor(Protocol):
 
 
 class _Pipe:
-    """A sink that hashes what comes in, compresses it, hashes what goes out."""
+    """A sink that hashes its input, compresses it, and hashes its output."""
 
     def __init__(self, out: IO[bytes], compressor: _Compressor, advance: Callable[[int], None]) -> None:
         self._out = out
@@ -77,7 +77,7 @@ class _Pipe:
         self.size = 0
 
     def write(self, data: bytes) -> None:
-        # Headers are 512 bytes: gathered, so that hash and compressor see few large pieces.
+        # Headers have 512 bytes. Collect them, so that hash and compressor get few large pieces.
         if len(data) >= _LARGE:
             self._gathered()
             self._pass_on(data)
@@ -109,12 +109,12 @@ class _Pipe:
 
 def _compressor(compression: str) -> _Compressor:
     if compression == "gzip":
-        # wbits 31: a gzip header without name and with time 0.
+        # wbits 31: a gzip header without a name and with time 0.
         return zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 31)
     import zstandard
 
-    # zstd's result does not depend on the number of threads once there is at least one worker; each costs some 20 MB,
-    # and layers are written side by side.
+    # zstd's output does not depend on the number of threads, as long as there is at least one worker. Each worker takes
+    # about 20 MB, and layers are written in parallel.
     threads = max(1, min(4, (os.cpu_count() or 1) // 2))
     return zstandard.ZstdCompressor(level=_ZSTD_LEVEL, threads=threads, write_checksum=True).compressobj()
 
@@ -127,10 +127,10 @@ def write_layer(
     advance: Callable[[int], None] = lambda _: None,
     watch: Watch | None = None,
 ) -> Layer:
-    """Write the entries as a layer blob into the store; ``watch`` sees them pass by.
+    """Write the entries as a layer blob into the store. ``watch`` observes them.
 
-    Raises InputError for paths that may not enter an image, CheckFailed when a source changes while it is read,
-    HostError when the disk is full or an archive is damaged; the store is then as before.
+    Raises InputError for paths that an image may not contain, CheckFailed if a source changes while it is read,
+    HostError if the disk is full or an archive is damaged. The store is then unchanged.
     """
     begin = time.monotonic()
     ordered = in_order(entries)
@@ -156,13 +156,13 @@ def write_layer(
 
 
 def _save_paths(store: Store, entries: list[Entry]) -> str:
-    """Keep the layer's paths as a blob of text, for the overlap rule: ``kind mode uid:gid path`` per line."""
+    """Store the layer's paths as a text blob for the overlap rule: ``kind mode uid:gid path`` per line."""
     lines = sorted(f"{e.kind} {e.mode:o} {e.uid}:{e.gid} {e.path}" for e in entries)
     return store.put("\n".join(lines).encode(), "text/plain").digest
 
 
 def read_paths(store: Store, layer: Layer) -> dict[str, str]:
-    """Path → ``kind mode uid:gid`` for every entry of the layer. Raises HostError when the list is damaged."""
+    """Return path → ``kind mode uid:gid`` for every entry of the layer. Raises HostError if the list is damaged."""
     result: dict[str, str] = {}
     for line in store.read(layer.paths).decode().split("\n"):
         if line:

@@ -1,4 +1,4 @@
-"""What stayed out of an image, since it is for other GPUs than the image's."""
+"""GPU code for other GPUs that the build left out of an image."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from primus.terminal import bytes_text
 
 
 class LeftOut(NamedTuple):
-    """Files and their bytes; code objects inside files that are there, and the bytes that they took up in them; path
-    and targets of each file that lost code. A row of JSON records.
+    """Number and bytes of the files left out; number of code objects removed from files, and their bytes; path and
+    targets of each file that lost code. It is a row in JSON records.
     """
 
     files: int = 0
@@ -21,13 +21,13 @@ class LeftOut(NamedTuple):
 
     @classmethod
     def of(cls, row: Sequence[Any]) -> LeftOut:
-        """From a row of a record, which may lack what is said last."""
+        """Create it from a row of a record, whose last items may be missing."""
         targets = row[4] if len(row) > 4 else ()
         return cls(*row[:4], targets=tuple((path, tuple(names)) for path, names in targets))  # type: ignore[misc]
 
     @classmethod
     def sum(cls, several: Iterable[LeftOut]) -> LeftOut:
-        """All of them together."""
+        """Return the sum of several."""
         rows = list(several)
         return cls(
             files=sum(row.files for row in rows),
@@ -38,21 +38,23 @@ class LeftOut(NamedTuple):
         )
 
     def and_file(self, size: int) -> LeftOut:
-        """With one file more."""
+        """Add one file."""
         return self._replace(files=self.files + 1, size=self.size + size)
 
     def and_code(self, path: str, objects: int, freed: int, targets: Sequence[str]) -> LeftOut:
-        """With the code objects of one file more."""
+        """Add the code objects removed from one file."""
         more = ((path, tuple(targets)),) if objects else ()
         return self._replace(objects=self.objects + objects, freed=self.freed + freed, targets=self.targets + more)
 
     def inside(self, path: str) -> list[str]:
-        """What the code was for that was taken out of ``path``, a file, or out of those in it, a folder with ``/``."""
+        """Return the targets of the code removed from the file ``path`` or, if it ends with ``/``, from the
+        files in that folder.
+        """
         named = (of for name, of in self.targets if name == path or (path.endswith("/") and name.startswith(path)))
         return sorted({target for of in named for target in of})
 
     def text(self) -> str:
-        """In words, empty when nothing stayed out."""
+        """Describe it in words; empty if nothing was left out."""
         found = []
         if self.files:
             found.append(f"{self.files:,} kernel files left out, {bytes_text(self.size)}")

@@ -1,4 +1,4 @@
-"""Sibling layers never own one path. Two that do are an error that names both owners."""
+"""Sibling layers must not contain the same path. If two do, the error names both."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from primus.errors import CheckFailed
 
 
 def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """One sentence per clash between layers (name, path → ``kind mode uid:gid``), lowest layer first.
+    """Return one sentence per conflict between layers (name, path → ``kind mode uid:gid``), lowest layer first.
 
-    A folder may stand in several layers if kind, mode and owner agree. A file may stand in one only, and no layer
-    may put a path below another layer's symbolic link: unpacking would replace the link (``/lib`` on a merged /usr).
+    Several layers may contain a folder if kind, mode and owner agree. Only one may contain a file. No layer may
+    contain a path below another layer's symbolic link, because unpacking would replace the link (``/lib`` on a
+    merged /usr).
     """
     seen: list[tuple[str, Mapping[str, str]]] = []
     merged: dict[str, str] = {}
@@ -31,7 +32,7 @@ def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
         merged.update(paths)
         merged.update(first)
         seen.append((name, paths))
-    # Folders are few against files, so each is climbed from once.
+    # There are few folders compared with files, so each folder's parents are visited once.
     bad = {folder: link for folder in {path.rpartition("/")[0] for path in merged} if (link := _link_at(folder, links))}
     if bad:
         below = ((path, bad.get(path.rpartition("/")[0])) for path in merged)
@@ -44,14 +45,14 @@ def overlaps(layers: Iterable[tuple[str, Mapping[str, str]]]) -> list[str]:
 
 
 def _link_at(folder: str, links: set[str]) -> str:
-    """The nearest of ``links`` at the folder or above it; empty when there is none."""
+    """Return the nearest of ``links`` at the folder or above it; empty if there is none."""
     while folder and folder not in links:
         folder = folder.rpartition("/")[0]
     return folder
 
 
 def check_overlap(layers: Iterable[tuple[str, Mapping[str, str]]]) -> None:
-    """Raise CheckFailed with the first clashes, if there are any."""
+    """Raise CheckFailed with the first conflicts, if there are any."""
     found = overlaps(layers)
     if found:
         more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""

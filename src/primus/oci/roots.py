@@ -1,4 +1,4 @@
-"""Layers of the store as a root file system for the sandbox: of a few layers, or of a whole image."""
+"""Layers of the store as a root file system for the sandbox: of some layers, or of a whole image."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from primus.sandbox.container import LayerRef, RootFs
 
 
 def reference(layer: Layer) -> LayerRef:
-    """The layer as the sandbox and the gates know it."""
+    """Return the layer as the sandbox and the gates refer to it."""
     blob = layer.blob
     return LayerRef(digest=blob.digest, diff_id=layer.diff_id, size=blob.size, media_type=blob.media_type)
 
 
 def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs:
-    """A root file system of these layers, bottom first, with no settings of its own."""
+    """Return a root file system of these layers, bottom first, without an image's settings."""
     refs = tuple(map(reference, layers))
     config = {
         "architecture": "amd64",
@@ -33,10 +33,10 @@ def root_of_layers(store: Store, cache: Path, layers: Sequence[Layer]) -> RootFs
 
 
 def root_of_image(store: Store, cache: Path, target: str, *, ref: str | None = None) -> RootFs:
-    """The image of ``target`` (called ``ref``, or the newest one there is).
+    """Return the image of ``target`` (the one named ``ref``, or else the newest).
 
-    Raises InputError naming the images there are when this one is not built, HostError when its manifest or config
-    is damaged.
+    Raises InputError, which lists the existing images, if it is not built; HostError if its manifest or config is
+    damaged.
     """
     images = store.images()
     if ref is None:

@@ -1,10 +1,10 @@
-"""The store: one OCI image layout, plus the records of the actions that made its blobs.
+"""The store: one OCI image layout, and the records of the actions that created its blobs.
 
-Layout: ``oci-layout``, ``index.json``, ``blobs/sha256/*`` as the OCI image-layout specification has them;
-``actions/<key>.json`` one record per finished action; ``targets/<target>.json`` what was last built; ``locks/`` and
-``tmp/`` for work under way. A blob appears by rename when it is whole, a record only after its blobs, so an
-interrupt at any moment leaves a valid store. A name is no check: bytes that ship are hashed again
-(GHSA-3fqg-8hpf-5682), see :meth:`Store.check`.
+Layout: ``oci-layout``, ``index.json`` and ``blobs/sha256/*`` as in the OCI image-layout specification;
+``actions/<key>.json`` is the record of a finished action; ``targets/<target>.json`` describes the last build;
+``locks/`` and ``tmp/`` are for work in progress. A blob appears by rename when it is complete, and a record only after
+its blobs, so the store is valid after an interrupt at any moment. A name proves nothing: bytes that ship are hashed
+again (GHSA-3fqg-8hpf-5682), see :meth:`Store.check`.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Blob:
 
     @property
     def descriptor(self) -> dict[str, object]:
-        """The OCI descriptor."""
+        """Return the OCI descriptor."""
         return {"mediaType": self.media_type, "digest": self.digest, "size": self.size}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What an action made: the blob, the digest of the tar inside it, the tar's size, the paths, the seconds.
+    """The result of an action: the blob, the digest and size of the tar inside it, the paths, the seconds.
 
-    ``left_out`` is what stayed out of it, since it is for other GPUs.
+    ``left_out`` is GPU code for other GPUs that it does not contain.
     """
 
     blob: Blob
@@ -71,14 +71,14 @@ class Layer:
 
 
 class Store:
-    """One OCI image layout on disk, safe for several builders at once."""
+    """One OCI image layout on disk. Several builders may use it at once."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._held: int | None = None
 
     def prepare(self) -> None:
-        """Make the layout if it is not there; clear away what dead builders left."""
+        """Create the layout if it does not exist, and remove files of builders that were killed."""
         try:
             for folder in ("blobs/sha256", "actions", "targets", "locks", "tmp"):
                 (self.root / folder).mkdir(parents=True, exist_ok=True)
@@ -93,16 +93,17 @@ class Store:
         self._sweep()
 
     def hold(self) -> None:
-        """Keep :meth:`alone` from starting until this process ends. A store that is not there needs no holding."""
+        """Prevent :meth:`alone` from starting until this process ends. Does nothing if the store does not exist."""
         if self._held is None:
-            # Readers of another user's store hold it, too. A store without this file was never cleaned or built in.
+            # Readers of another user's store hold the lock, too. A store without this file was never cleaned or built
+            # in.
             with contextlib.suppress(OSError):
                 self._held = os.open(self.root / "locks" / _IN_USE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 fcntl.flock(self._held, fcntl.LOCK_SH)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other commands from using the store. Raises HostError when one does."""
+        """Keep other commands from using the store. Raises HostError if one is using it."""
         busy = HostError(
             "another command uses the store", where=str(self.root), hint="run this again when it has ended"
         )
@@ -118,11 +119,11 @@ class Store:
                 fcntl.flock(self._held, fcntl.LOCK_SH)
 
     def blob_path(self, digest: str) -> Path:
-        """Where the blob with this digest lies or would lie."""
+        """Return the path of the blob with this digest, whether or not it exists."""
         return self.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
     def has(self, blob: Blob) -> bool:
-        """Whether the blob is there with its full size (its bytes are not read)."""
+        """Whether the blob exists with its full size (its bytes are not read)."""
         try:
             status = self.blob_path(blob.digest).stat()
         except OSError:
@@ -130,7 +131,7 @@ class Store:
         return status.st_size == blob.size and stat.S_ISREG(status.st_mode)
 
     def check(self, digest: str) -> str | None:
-        """Read the blob and hash it: None when sound, else one sentence saying what is wrong."""
+        """Read the blob and hash it. Returns None if it is intact, else one sentence that says what is wrong."""
         try:
             with files.open_regular(self.blob_path(digest)) as stream:
                 seen = hashlib.file_digest(stream, "sha256")  # type: ignore[arg-type]
@@ -141,7 +142,7 @@ class Store:
         return None
 
     def read(self, digest: str) -> bytes:
-        """A small blob, verified. HostError when it is damaged or missing."""
+        """Read and verify a small blob. Raises HostError if it is damaged or missing."""
         hint = "primus build --rehash makes it again"
         try:
             data = files.read_bytes(self.blob_path(digest))
@@ -152,15 +153,15 @@ class Store:
         return data
 
     def discard(self, digest: str) -> None:
-        """Take a damaged blob out of the layout."""
+        """Remove a damaged blob from the layout."""
         _remove(self.blob_path(digest))
 
     def forget(self, key: str) -> None:
-        """Drop the record of the action ``key``, so that it runs again."""
+        """Remove the record of the action ``key``, so that it runs again."""
         _remove(self._record(("actions", key)))
 
     def put(self, data: bytes, media_type: str) -> Blob:
-        """Store small bytes (a config, a manifest) as a blob."""
+        """Store a small blob, such as a config or a manifest."""
         blob = Blob(digest=canonical.digest_of(data), media_type=media_type, size=len(data))
         if not self.has(blob) or self.check(blob.digest):
             self._replace(self.blob_path(blob.digest), data)
@@ -175,14 +176,14 @@ class Store:
         try:
             temporary.replace(place)
         except IsADirectoryError:
-            # Something else put a folder where the file belongs.
+            # Something has created a folder at the file's path.
             _remove(place)
             temporary.replace(place)
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[IO[bytes]]:
-        """A file under ``tmp/`` held by a lock while this process lives; gone afterwards unless adopted."""
-        # Under the sweepers' lock: between its making and its locking a file looks like one whose owner died.
+        """Yield a file in ``tmp/`` that this process locks. It is removed afterwards unless adopted."""
+        # Take the sweepers' lock: between its creation and its locking, a file looks like one of a killed builder.
         with self.lock("tmp"):
             stream = tempfile.NamedTemporaryFile(dir=self.root / "tmp", prefix="blob-", delete=False)  # noqa: SIM115
             fcntl.flock(stream, fcntl.LOCK_EX)
@@ -196,7 +197,7 @@ class Store:
 
     @contextlib.contextmanager
     def folder(self, prefix: str) -> Iterator[Path]:
-        """A scratch folder under ``tmp/``, removed afterwards; swept by a later run if this process is killed."""
+        """Yield a scratch folder in ``tmp/``, removed afterwards, or by a later run if this process is killed."""
         with self.lock("tmp"):
             path = Path(tempfile.mkdtemp(dir=self.root / "tmp", prefix=f"{prefix}-"))
             keep = os.open(path, os.O_RDONLY)
@@ -209,7 +210,9 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
-        """Hold ``locks/<name>``: a second builder of the same thing waits here. The kernel frees it on any death."""
+        """Hold ``locks/<name>``. A second builder of the same thing waits here. The kernel releases the lock if
+        the process dies.
+        """
         handle = os.open(self.root / "locks" / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -220,8 +223,8 @@ class Store:
     # Records
 
     def layer(self, key: str) -> Layer | None:
-        """The layer an action made, or None when it was not run, its blob is missing or cut short, or its list of
-        paths is missing.
+        """Return the layer that an action created. None if it did not run, its blob is missing or truncated, or
+        its list of paths is missing.
         """
         record = self.record("actions", key)
         try:
@@ -233,16 +236,16 @@ class Store:
         return layer if self.has(layer.blob) and self.blob_path(layer.paths).is_file() else None
 
     def save_layer(self, key: str, layer: Layer, about: dict[str, object]) -> None:
-        """Record that the action ``key`` made ``layer``; its blob is in place already."""
+        """Record that the action ``key`` created ``layer``, whose blob is in the store already."""
         self.save("actions", key, {**about, "layer": asdict(layer)})
 
     def record(self, room: str, name: str) -> dict[str, Any] | None:
-        """A record of ``actions`` or ``targets``; None when absent or damaged (it is then made again)."""
+        """Return a record of ``actions`` or ``targets``; None if it is absent or damaged (it is then created again)."""
         data = files.read_sealed(self._record((room, name)))
         return data if isinstance(data, dict) else None
 
     def save(self, room: str, name: str, record: dict[str, Any]) -> None:
-        """Write a record, whole or not at all."""
+        """Write a record atomically."""
         self._replace(self._record((room, name)), files.seal(canonical.dumps(record)))
 
     def _record(self, place: tuple[str, str]) -> Path:
@@ -251,7 +254,7 @@ class Store:
     # Index
 
     def images(self) -> dict[str, dict[str, Any]]:
-        """Reference name → manifest descriptor, as index.json has them. HostError when it is damaged."""
+        """Return name → manifest descriptor, as in index.json. Raises HostError if it is damaged."""
         path = self.root / "index.json"
         try:
             data: Any = read_json(path).data
@@ -272,7 +275,7 @@ class Store:
         return images
 
     def tag(self, ref: str, manifest: Blob, platform: dict[str, str]) -> None:
-        """Let ``ref`` name the manifest."""
+        """Let the name ``ref`` point to the manifest."""
         with self.lock("index"):
             images = self.images()
             entry = {**manifest.descriptor, "platform": platform, "annotations": {_REF: ref}}
@@ -281,14 +284,14 @@ class Store:
                 self._write_index([images[name] for name in sorted(images)])
 
     def untag(self, ref: str) -> None:
-        """Take the name ``ref`` out of the index."""
+        """Remove the name ``ref`` from the index."""
         with self.lock("index"):
             images = self.images()
             del images[ref]
             self._write_index([images[name] for name in sorted(images)])
 
     def reset_index(self) -> None:
-        """Begin a damaged index anew: every image gets its name back when it is built again, from the same layers."""
+        """Replace a damaged index. Every image gets its name back when it is built again, from the same layers."""
         with self.lock("index"):
             _remove(self.root / "index.json")
             self._write_index([])
@@ -311,7 +314,7 @@ class Store:
             raise storage_error(error, path) from None
 
     def _sweep(self) -> None:
-        """Remove what killed builders left in ``tmp/``: whatever nobody holds a lock on any more."""
+        """Remove files of killed builders from ``tmp/``: those that no process has locked."""
         with self.lock("tmp"):
             left = [path for path in (self.root / "tmp").iterdir() if self._is_left(path)]
         for path in left:
@@ -322,7 +325,7 @@ class Store:
 
     @staticmethod
     def _is_left(path: Path) -> bool:
-        """Whether nobody holds the path any more; its owner took a lock as it made it."""
+        """Whether no process has the path locked; its owner locked it when creating it."""
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError:
@@ -341,7 +344,7 @@ def _reason(error: OSError | InputError) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Remove what is there, even where a folder has taken the place of a file."""
+    """Remove the path, even if it is a folder where a file belongs."""
     import shutil
 
     try:
@@ -351,7 +354,7 @@ def _remove(path: Path) -> None:
 
 
 def storage_error(error: OSError, path: Path) -> HostError:
-    """The sentence for a write that failed."""
+    """Return the error for a failed write."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return HostError(
             f"the disk that holds {path.parent} is full",

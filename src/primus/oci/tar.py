@@ -1,9 +1,9 @@
-"""The one deterministic tar writer. Entries in, the same bytes out, whatever machine, clock or directory order.
+"""A deterministic tar writer: the same entries give the same bytes on any machine, at any time, in any directory order.
 
-Order is by path, owner and mode are what the entry says, every time stamp is :data:`MTIME`, parents are written
-once. Headers are ustar; a PAX header comes before an entry only where ustar cannot say it (long path or link,
-8 GiB and more, extended attributes, non-ASCII text). Python's tarfile reaches about 100 MB/s on many small files,
-so headers are formatted here.
+Entries are ordered by path. Owner and mode are the entry's, every time stamp is :data:`MTIME`, and parents are written
+once. Headers are ustar; a PAX header precedes an entry only if ustar cannot represent it (long path or link, 8 GiB or
+more, extended attributes, non-ASCII text). Headers are formatted here, because Python's tarfile reaches only about 100
+MB/s on many small files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from primus.errors import CheckFailed, InputError
 from primus.files import open_regular
 from primus.paths import link_fault, path_fault
 
-# The oldest time a zip file can hold (1980-01-01 UTC), so that files of an image can be zipped again.
+# The oldest time that a zip file can represent (1980-01-01 UTC), so that files of an image can be zipped again.
 MTIME = 315532800
 BLOCK = 512
 _CHUNK = 1 << 20
@@ -32,7 +32,7 @@ Source = bytes | Path | Callable[[], IO[bytes]] | None
 
 
 class Sink(Protocol):
-    """Where tar bytes go."""
+    """A destination of tar bytes."""
 
     def write(self, data: bytes, /) -> object:
         """Take the next bytes."""
@@ -40,9 +40,11 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One path of a layer, a clean one (:mod:`primus.paths`). ``link`` is a hard or symbolic link's target (a hard
-    link's is a path of the same layer); ``source`` gives exactly ``size`` bytes, with the hash ``sha256`` if the key
-    of the layer states one. Raises InputError for a path or a link that may not enter an image.
+    """One clean path (:mod:`primus.paths`) of a layer. ``link`` is the target of a hard or symbolic link (a hard
+    link's target is a path of the same layer). ``source`` yields exactly ``size`` bytes, with the hash ``sha256``
+    if the layer's key states one.
+
+    Raises InputError for a path or a link that an image may not contain.
     """
 
     path: str
@@ -66,17 +68,17 @@ class Entry:
 
     @property
     def meta(self) -> tuple[object, ...]:
-        """What two entries for one directory must share."""
+        """What two entries for one folder must have in common."""
         return (self.kind, self.mode, self.uid, self.gid, self.link, tuple(sorted(self.xattrs.items())))
 
     def chunks(self) -> Iterator[bytes]:
-        """The file's bytes. CheckFailed when they are not ``size`` bytes with the hash ``sha256``, or when the source
-        is no regular file any more.
+        """Yield the file's bytes. Raises CheckFailed if they are not ``size`` bytes with the hash ``sha256``,
+        or if the source is no longer a regular file.
         """
         digest, done = hashlib.sha256() if self.sha256 else None, 0
         for chunk in self._pieces():
             done += len(chunk)
-            # A source that grows without end must not fill the disk.
+            # A source that keeps growing must not fill the disk.
             if done > self.size:
                 break
             if digest:
@@ -127,26 +129,26 @@ class _Part(io.RawIOBase):
 
 
 def open_part(path: Path, offset: int, size: int) -> BinaryIO:
-    """The ``size`` bytes of the file from ``offset`` on, as a source of an entry."""
+    """Open the ``size`` bytes of the file that begin at ``offset``, as an entry's source."""
     return _Part(path, offset, size)  # type: ignore[return-value]
 
 
 class Watch(Protocol):
-    """Who sees what a layer is made of while it is written, so that nobody need read it again."""
+    """Observes the contents of a layer while it is written, so that they need not be read again."""
 
     def begin(self, entry: Entry, /) -> object:
-        """The next entry; its bytes follow, if it has some."""
+        """Begin the next entry; its bytes follow, if it has any."""
 
     def feed(self, chunk: bytes, /) -> object:
-        """The entry's next bytes."""
+        """Take the entry's next bytes."""
 
     def close(self) -> object:
-        """Nothing follows: all was seen, or the writing failed."""
+        """Mark the end: everything was seen, or writing failed."""
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries sorted by path parts, with missing parents (0755, root) added. InputError for a path that
-    is given twice or lies below one that is no folder.
+    """Return the entries sorted by path parts, with missing parents (0755, root) added. Raises InputError for a
+    duplicate path or a path below something that is not a folder.
     """
     found: dict[str, Entry] = {}
     for entry in entries:
@@ -160,12 +162,12 @@ def in_order(entries: Iterable[Entry]) -> list[Entry]:
             parent = parent.rpartition("/")[0]
         if parent and found[parent].kind != "dir":
             raise InputError(f"the path {path} lies below {parent}, which is a {found[parent].kind}")
-    # A hard link must come after its target; links are written last, as every tar reader can then make them.
+    # A hard link must follow its target. Links are written last, which every tar reader supports.
     return sorted(found.values(), key=lambda e: (e.kind == "hardlink", e.path.split("/")))
 
 
 def write_tar(entries: Iterable[Entry], sink: Sink, watch: Watch | None = None) -> int:
-    """Write the entries in the order given and the end mark; returns the bytes written."""
+    """Write the entries in the given order and the end mark, and return the number of bytes."""
     total = 0
     for entry in entries:
         head = _header(entry)
@@ -173,7 +175,7 @@ def write_tar(entries: Iterable[Entry], sink: Sink, watch: Watch | None = None) 
         total += len(head)
         if watch:
             watch.begin(entry)
-        # An empty file, too, may have changed.
+        # An empty file may have changed, too.
         if entry.kind == "file" and (entry.size or entry.sha256):
             for chunk in entry.chunks():
                 sink.write(chunk)

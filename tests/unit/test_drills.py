@@ -140,9 +140,9 @@ def test_a_gate(copy: Path, primus: Primus, tmp_path: Path) -> None:
         '"""Every layer has a file called README."""\n'
         "from primus.gates.finding import Finding, GateReport\n"
         "def judge(examined):\n"
-        "    found = [Finding(gate='readme', severity='error', layer=layer, message='no README')\n"
+        "    found = [Finding(severity='error', layer=layer, message='no README')\n"
         "             for layer, facts in examined.facts.items() if 'README' not in facts.folders]\n"
-        "    return GateReport(gate='readme', summary=f'{len(examined.facts)} layers', findings=tuple(found))\n"
+        "    return GateReport(summary=f'{len(examined.facts)} layers', findings=tuple(found))\n"
     )
     kit = make_project(tmp_path / "project")
     built = primus("build", "demo", cwd=kit.root)

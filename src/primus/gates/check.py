@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from primus.gates.examined import Examined, examine
@@ -46,7 +46,7 @@ class Outcome:
                     "gate": report.gate,
                     "passed": report.passed,
                     "summary": report.summary,
-                    "findings": [{k: v for k, v in asdict(f).items() if k != "gate"} for f in report.findings],
+                    "findings": [asdict(finding) for finding in report.findings],
                 }
                 for report in self.reports
             ],
@@ -62,12 +62,12 @@ def check_image(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Ou
 def judge(examined: Examined) -> Outcome:
     """Run every gate on an image."""
     image = examined.image
-    found = (gate.judge(examined) for gate in gates().values())
+    found = ((name, gate.judge(examined)) for name, gate in gates().items())
     return Outcome(
         target=image.plan.resolved.name,
         ref=image.plan.ref,
         digest=image.digest,
-        reports=tuple(report for report in found if report is not None),
+        reports=tuple(replace(report, gate=name) for name, report in found if report is not None),
         libraries=tuple(asdict(library) for library in gpu_libraries(examined.code, examined.arch)),
     )
 

@@ -16,7 +16,6 @@ class Finding:
     the project.
     """
 
-    gate: str
     severity: Severity
     message: str
     layer: str = ""
@@ -26,18 +25,14 @@ class Finding:
 @dataclass(frozen=True, kw_only=True)
 class GateReport:
     """One gate's result. ``summary`` states briefly what was examined, so that an empty list of findings is not
-    misread.
+    misread. ``gate`` is the gate's name, which :func:`primus.gates.check.judge` adds.
     """
 
-    gate: str
     summary: str
     findings: tuple[Finding, ...] = ()
+    gate: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether no finding is an error."""
         return not any(f.severity == "error" for f in self.findings)
-
-    def count(self, severity: Severity) -> int:
-        """Return the number of findings with this severity."""
-        return sum(f.severity == severity for f in self.findings)

@@ -105,7 +105,7 @@ def test_jobs_of_a_preview_are_kept_while_its_gates_say_the_same(tmp_path: Path,
     made = record(jobs)
     made |= {"passed": False, "verdicts": [made["verdicts"][0], {"name": "gate budget", "passed": False}]}
     (tmp_path / "record.json").write_text(json.dumps(made))
-    failing = said(Finding(gate="budget", severity="error", message="too large"))
+    failing = said(Finding(severity="error", message="too large"))
     assert _passed_before(tmp_path, {"content": "sha256:1"}, jobs, failing) == made
     assert _passed_before(tmp_path, {"content": "sha256:1"}, jobs, said()) is None
 

@@ -10,20 +10,18 @@ from primus.terminal import bytes_text
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-_GATE = "budget"
-
 
 def judge(examined: Examined) -> GateReport:
     """Compare the size with the target's ``budget_gb``. An error lists the largest layers."""
     image, resolved = examined.image, examined.image.plan.resolved
     summary = f"{bytes_text(image.size)} compressed"
     if resolved.budget_gb is None:
-        return GateReport(gate=_GATE, summary=summary)
+        return GateReport(summary=summary)
     budget = round(resolved.budget_gb * 1e9)
     findings: tuple[Finding, ...] = ()
     if image.size > budget:
         ranked = sorted(zip(image.plan.layers, image.layers, strict=True), key=lambda pair: -pair[1].blob.size)
         largest = ", ".join(f"{action.name} {bytes_text(layer.blob.size)}" for action, layer in ranked[:5])
         message = f"the image has {bytes_text(image.size)}, its budget is {bytes_text(budget)}: {largest}"
-        findings = (Finding(gate=_GATE, severity="error", path=resolved.budget_place, message=message),)
-    return GateReport(gate=_GATE, summary=f"{summary} of {bytes_text(budget)}", findings=findings)
+        findings = (Finding(severity="error", path=resolved.budget_place, message=message),)
+    return GateReport(summary=f"{summary} of {bytes_text(budget)}", findings=findings)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
     from primus.versions.lock import Lock, LockedFile
 
-_GATE = "coherence"
 _SHA256 = re.compile(r'"sha256": "([0-9a-f]{64})"')
 # Packages with ROCm's own version numbers. rocm-bootstrap and the bindings have their own numbers.
 _ROCM_ITSELF = re.compile(r"rocm|rocm-sdk(?:-core|-devel|-libraries|-device-gfx[0-9a-z]+)?")
@@ -115,7 +114,7 @@ def coherence(packages: Iterable[Package], arch: str | None) -> GateReport:
         summary = f"{len(train)} packages of the ROCm train, newest {newest}"
     else:
         summary = "no package of the ROCm train"
-    return GateReport(gate=_GATE, summary=summary, findings=tuple(findings))
+    return GateReport(summary=summary, findings=tuple(findings))
 
 
 def check_pins(resolved: ResolvedTarget) -> None:
@@ -171,7 +170,6 @@ def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
     shown = ", ".join(like[:3]) + (f" and {len(like) - 3} more" if len(like) > 3 else "")
     found = [
         Finding(
-            gate=_GATE,
             severity="warning" if _beside(p, v, meant, train) else "error",
             path=p.where,
             message=f"{p.name} {p.version} is of ROCm {v}, {shown} of {meant}",
@@ -181,7 +179,6 @@ def _versions(train: list[tuple[Package, RocmVersion]]) -> list[Finding]:
     ]
     return found + [
         Finding(
-            gate=_GATE,
             severity="error",
             path=p.where,
             message=f"{p.name} is made for ROCm {major[1]}, the image has {meant}",
@@ -208,7 +205,7 @@ def _beside(
 
 def _device(package: Package, arch: str | None) -> list[Finding]:
     def wrong(message: str) -> list[Finding]:
-        return [Finding(gate=_GATE, severity="error", path=package.where, message=message)]
+        return [Finding(severity="error", path=package.where, message=message)]
 
     label = f"{package.name} {package.version}"
     if device := _DEVICE.search(package.name):

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from primus.gates.codeobjects import Code
-from primus.gates.finding import Finding, GateReport
+from primus.gates.finding import Finding, GateReport, Severity
 from primus.gpucode.archs import in_path, runs_on
 from primus.oci.left_out import NOTHING, LeftOut
 
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-_GATE = "coverage"
 # Such a folder counts as one library: each file is for one architecture, or for all.
 _PARTS = ("code object", "bundle", "kernel file", "Triton cache")
 
@@ -132,28 +131,20 @@ def coverage(
     """
     libraries = gpu_libraries(layers, arch)
     findings = [
-        Finding(gate=_GATE, severity="warning", layer=layer, path=path, message=f"could not be examined: {reason}")
+        Finding(severity="warning", layer=layer, path=path, message=f"could not be examined: {reason}")
         for layer, path, reason in unreadable
     ]
     if arch is None:
         with_code = f"; {len(libraries)} GPU libraries are in it all the same" if libraries else ""
-        return GateReport(gate=_GATE, summary=f"no GPU architecture to cover{with_code}", findings=tuple(findings))
+        return GateReport(summary=f"no GPU architecture to cover{with_code}", findings=tuple(findings))
     for library in libraries:
         if not runs_on(library.targets, arch):
             message = f"no code for {arch}: {library.problem or _has(library, left_out)} ({library.form})"
-            findings.append(
-                Finding(
-                    gate=_GATE,
-                    severity="warning" if arch.startswith("sm_") else "error",
-                    layer=library.layer,
-                    path=library.path,
-                    message=message,
-                )
-            )
+            severity: Severity = "warning" if arch.startswith("sm_") else "error"
+            findings.append(Finding(severity=severity, layer=library.layer, path=library.path, message=message))
     if not libraries:
         message = f"no GPU library is in the image, and it is meant for {arch}"
-        findings.append(Finding(gate=_GATE, severity="error", message=message))
+        findings.append(Finding(severity="error", message=message))
     covered = sum(runs_on(library.targets, arch) for library in libraries)
-    return GateReport(
-        gate=_GATE, summary=f"{covered} of {len(libraries)} GPU libraries cover {arch}", findings=tuple(findings)
-    )
+    summary = f"{covered} of {len(libraries)} GPU libraries cover {arch}"
+    return GateReport(summary=summary, findings=tuple(findings))

@@ -17,7 +17,6 @@ from primus.gates.traces import Rule, Trace, secrets_in
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-_GATE = "litter"
 _FIXED: dict[Rule, Severity] = {"insecure apt": "error", "credentials": "error", "cache": "error"}
 
 
@@ -41,7 +40,7 @@ def judge(examined: Examined) -> GateReport:
 
     report = litter([(layer, facts.traces) for layer, facts in examined.facts.items()], is_ours)
     in_settings = tuple(
-        Finding(gate=_GATE, severity="error", path="config", message=f"secret: {what} in the image's settings")
+        Finding(severity="error", path="config", message=f"secret: {what} in the image's settings")
         for what in dict.fromkeys(secrets_in(examined.image.config))
     )
     return replace(report, findings=(*report.findings, *in_settings))
@@ -61,25 +60,10 @@ def litter(layers: Iterable[tuple[str, Iterable[Trace]]], is_ours: Callable[[str
             if trace.rule == "build path" and not ours:
                 paths.setdefault(trace.path, trace.seen)
                 continue
-            findings.append(
-                Finding(
-                    gate=_GATE,
-                    severity=severity,
-                    layer=layer,
-                    path=trace.path,
-                    message=f"{trace.rule}: {trace.seen}"
-                    + ("" if severity == "error" else " (as its package is published)"),
-                )
-            )
+            message = f"{trace.rule}: {trace.seen}" + ("" if severity == "error" else " (as its package is published)")
+            findings.append(Finding(severity=severity, layer=layer, path=trace.path, message=message))
         if paths:
             first = next(iter(paths))
-            findings.append(
-                Finding(
-                    gate=_GATE,
-                    severity="note",
-                    layer=layer,
-                    path=first,
-                    message=f"{len(paths)} published files name the machine they were made on, as {paths[first]}",
-                )
-            )
-    return GateReport(gate=_GATE, summary="secrets, apt settings, caches, build paths", findings=tuple(findings))
+            message = f"{len(paths)} published files name the machine they were made on, as {paths[first]}"
+            findings.append(Finding(severity="note", layer=layer, path=first, message=message))
+    return GateReport(summary="secrets, apt settings, caches, build paths", findings=tuple(findings))

@@ -10,14 +10,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from primus.gates.finding import Finding, GateReport
+from primus.gates.finding import Finding, GateReport, Severity
 from primus.gates.libraries import Library, owner_of
 from primus.terminal import bytes_text
 
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-_GATE = "loadable"
 # Toolkit → the library that every image with it has, and how a path names one of its versions: cu12, cuda-12.4,
 # _cuda118.
 _VERSION = r"[-_]?)(\d{2,3})(?:\.\d+)*(?![\d.]*\d)"
@@ -69,11 +68,8 @@ def loadable(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
         _finding("note", group, f"needs {missing}, which the image does not have")
         for (_, missing), group in lacking.items()
     ]
-    return GateReport(
-        gate=_GATE,
-        summary=f"{len(found)} libraries, modules and programs" + "".join(f"; {k} {v}" for k, v in here.items()),
-        findings=tuple(findings),
-    )
+    summary = f"{len(found)} libraries, modules and programs" + "".join(f"; {k} {v}" for k, v in here.items())
+    return GateReport(summary=summary, findings=tuple(findings))
 
 
 def toolkit_of(path: str) -> dict[str, set[int]]:
@@ -119,14 +115,9 @@ def _major(toolkit: str, digits: str) -> int:
     return int(digits[0]) if toolkit == "ROCm" and digits[0] > "4" else int(digits[:2])
 
 
-def _finding(severity: str, group: Sequence[tuple[str, Library]], what: str) -> Finding:
+def _finding(severity: Severity, group: Sequence[tuple[str, Library]], what: str) -> Finding:
     (layer, first), *rest = sorted(group, key=lambda pair: -pair[1].size)
     size = sum(library.size for _, library in group)
     more = f" (and {len(rest)} more beside it)" if rest else ""
-    return Finding(
-        gate=_GATE,
-        severity=severity,  # type: ignore[arg-type]
-        layer=layer,
-        path=first.path,
-        message=f"{what}{more}; {bytes_text(size)} unpacked",
-    )
+    message = f"{what}{more}; {bytes_text(size)} unpacked"
+    return Finding(severity=severity, layer=layer, path=first.path, message=message)

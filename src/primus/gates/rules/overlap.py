@@ -15,8 +15,6 @@ from primus.gates.libraries import Library, owner_of
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-_GATE = "overlap"
-
 
 def judge(examined: Examined) -> GateReport:
     """Judge every file that the dynamic loader can load."""
@@ -38,7 +36,6 @@ def shared_names(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
             groups.setdefault(tuple(places[name].values()), []).append(name)
     findings = tuple(
         Finding(
-            gate=_GATE,
             severity="warning",
             layer=where[0][0],
             path=where[0][1],
@@ -48,4 +45,4 @@ def shared_names(layers: Iterable[tuple[str, Iterable[Library]]]) -> GateReport:
         )
         for where, names in groups.items()
     )
-    return GateReport(gate=_GATE, summary=f"{count} shared libraries", findings=findings)
+    return GateReport(summary=f"{count} shared libraries", findings=findings)

@@ -14,7 +14,6 @@ from primus.terminal import bytes_text
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-_GATE = "pruning"
 _FORMS = ("code object", "bundle", "kernel pack")
 
 
@@ -31,27 +30,25 @@ def pruning(layers: Iterable[tuple[str, Iterable[Code]]], arch: str | None, left
     ``left_out`` is what the build removed.
     """
     if arch is None:
-        return GateReport(gate=_GATE, summary="no GPU architecture to prune for")
+        return GateReport(summary="no GPU architecture to prune for")
     findings, total, size, libraries = [], 0, 0, 0
     for layer, codes in layers:
         idle = [c for c in codes if _is_for_others(c, arch)]
         if idle:
             total, size = total + len(idle), size + sum(c.size for c in idle)
             message = f"{len(idle)} kernel files, {bytes_text(sum(c.size for c in idle))}, are not for {arch}"
-            findings.append(
-                Finding(gate=_GATE, severity="warning", layer=layer, path=min(c.path for c in idle), message=message)
-            )
+            findings.append(Finding(severity="warning", layer=layer, path=min(c.path for c in idle), message=message))
         for code in codes:
             if code.form == "fat binary" and (others := [t for t in code.targets if not runs_on([t], arch)]):
                 libraries += 1
                 message = f"it also holds code for {', '.join(others)}"
-                findings.append(Finding(gate=_GATE, severity="warning", layer=layer, path=code.path, message=message))
+                findings.append(Finding(severity="warning", layer=layer, path=code.path, message=message))
     summary = f"{total} kernel files for other architectures, {bytes_text(size)}"
     if libraries:
         summary += f"; code for them in {libraries} {'library' if libraries == 1 else 'libraries'}"
     if text := left_out.text():
         summary += f"; {text}"
-    return GateReport(gate=_GATE, summary=summary, findings=tuple(findings))
+    return GateReport(summary=summary, findings=tuple(findings))
 
 
 def _is_for_others(code: Code, arch: str) -> bool:

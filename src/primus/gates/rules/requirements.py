@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from primus.gates.examined import Examined
     from primus.gates.stated import Stated
 
-_GATE = "requirements"
-
 
 def judge(examined: Examined) -> GateReport:
     """Compare the requirements in the metadata of the image's wheels with its wheels and Debian packages."""
@@ -70,8 +68,8 @@ def unmet(
                 continue
             asked = f"{one.name} {one.version} requires {wanted.name}{wanted.specifier}"
             message = f"{asked}, the image has {wanted.name} {found}" if found else f"{asked}, which the image lacks"
-            findings.append(Finding(gate=_GATE, severity="error", layer=layer, path=one.path, message=message))
-    return GateReport(gate=_GATE, summary=f"{count} requirements of {len(rows)} packages", findings=tuple(findings))
+            findings.append(Finding(severity="error", layer=layer, path=one.path, message=message))
+    return GateReport(summary=f"{count} requirements of {len(rows)} packages", findings=tuple(findings))
 
 
 def _accepts(wanted: Requirement, found: str) -> bool:

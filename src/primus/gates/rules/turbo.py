@@ -19,7 +19,6 @@ from primus.sandbox.engines import choose
 if TYPE_CHECKING:
     from primus.gates.examined import Examined
 
-_GATE = "turbo"
 _COMMAND = ("primus", "turbo", "check", "--pretend", "--json")
 
 
@@ -44,22 +43,21 @@ def turbo(answer: Mapping[str, Any]) -> GateReport:
     """Judge the output of ``primus turbo check --json`` inside the image."""
     findings = [
         Finding(
-            gate=_GATE,
             severity="error",
             message=f"{one['kernel']} is compiled anew: {one['function']}, asked for by {one['case']}",
         )
         for one in answer["missing"]
     ]
-    findings += [Finding(gate=_GATE, severity="error", message=failure) for failure in answer["failures"]]
+    findings += [Finding(severity="error", message=failure) for failure in answer["failures"]]
     if not answer["kernels"]:
-        findings.append(Finding(gate=_GATE, severity="error", message="no kernel was asked for"))
+        findings.append(Finding(severity="error", message="no kernel was asked for"))
     if not (findings or answer["passed"]):
-        findings.append(Finding(gate=_GATE, severity="error", message="a run leaves files in Triton's own cache"))
+        findings.append(Finding(severity="error", message="a run leaves files in Triton's own cache"))
     summary = (
         f"{answer['calls']} calls ask for {answer['kernels']} kernels for {answer['arch']}, "
         f"{len(answer['missing'])} of them not there"
     )
-    return GateReport(gate=_GATE, summary=summary, findings=tuple(findings))
+    return GateReport(summary=summary, findings=tuple(findings))
 
 
 def ask_image(root: RootFs, digest: str, cache: Path) -> dict[str, Any]:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from primus.gates.examined import Examined
     from primus.plan.resolve import ResolvedTarget
 
-_GATE = "versions"
 _PLURALS = {"wheel": "wheels", "deb": "debs", "header": "headers", "library": "libraries"}
 
 
@@ -81,7 +80,7 @@ def versions_inside(
 
     def find(layer: str, item: Stated, message: str, *, note: bool = False) -> None:
         severity: Literal["note", "error"] = "note" if note else "error"
-        findings.append(Finding(gate=_GATE, severity=severity, layer=layer, path=item.path, message=message))
+        findings.append(Finding(severity=severity, layer=layer, path=item.path, message=message))
 
     for layer, stated in layers:
         for item in stated:
@@ -101,14 +100,14 @@ def versions_inside(
     for kind in ("wheel", "deb"):
         for name in sorted(set(locked[kind]) - set(seen[kind])):
             message = f"{name} {locked[kind][name]} is in the lock, the image has no such {kind}"
-            findings.append(Finding(gate=_GATE, severity="error", message=message))
+            findings.append(Finding(severity="error", message=message))
     for name in sorted(set(inside or {}) - set(seen["header"]) - set(seen["library"])):
         message = f"{name} is pinned inside {(inside or {})[name]}, and no file of it states a version"
-        findings.append(Finding(gate=_GATE, severity="note", message=message))
+        findings.append(Finding(severity="note", message=message))
     counted = ", ".join(
         f"{len(found)} {_PLURALS[kind] if len(found) != 1 else kind}" for kind, found in seen.items() if found
     )
-    return GateReport(gate=_GATE, summary=counted or "no versions stated", findings=tuple(findings))
+    return GateReport(summary=counted or "no versions stated", findings=tuple(findings))
 
 
 def _same(kind: Kind, stated: str, locked: str) -> bool:

@@ -42,6 +42,15 @@ def test_the_verdict_in_the_readme_is_that_of_the_recorded_curve() -> None:
     assert f"loss {recorded[0]:.4f} → {recorded[-1]:.4f} over {len(recorded)} steps" in text
 
 
+def test_every_recipe_and_backend_has_a_golden_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    (curves,) = (ROOT / "benchmarks/golden").glob("*-cpu.json")
+    recorded = json.loads(curves.read_text())["curves"]
+    assert main(["list", "--json"]) == 0
+    cells = {f"{row['recipe']}-{row['backend']}-{row['mode']}" for row in json.loads(capsys.readouterr().out)}
+    assert set(recorded) == cells
+    assert f"`{curves.stem}` has all {len(cells)} of them" in (ROOT / "docs/validation.md").read_text()
+
+
 def test_the_search_in_the_guide_to_tuning_is_the_recorded_one() -> None:
     found = json.loads((ROOT / "benchmarks/results/tune-cpu.json").read_text())
     text = (ROOT / "docs/tuning.md").read_text()

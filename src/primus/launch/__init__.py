@@ -1,1 +1,1 @@
-"""Jobs on several machines: what a scheduler is given, rendered before anything is submitted."""
+"""Jobs on several machines: rendering what a scheduler gets, and submitting it."""

@@ -1,4 +1,4 @@
-"""A cluster of Kubernetes, asked through the official Python client (the extra ``k8s``)."""
+"""Access to a Kubernetes cluster through the official Python client (the extra ``k8s``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT = 20.0
 
 @contextmanager
 def _client() -> Iterator[Any]:
-    """The client's module with its configuration loaded. HostError where the client or a configuration is missing."""
+    """Yield the client's module with its configuration loaded. HostError if either is missing."""
     try:
         from kubernetes import client, config
         from kubernetes.client.exceptions import ApiException
@@ -46,7 +46,7 @@ def _client() -> Iterator[Any]:
             f"the cluster does not answer: {' '.join(str(error).split())[:300]}",
             hint="`kubectl cluster-info` shows more",
         ) from error
-    except ValueError as error:  # the client's models are of one version of the API
+    except ValueError as error:  # The client's models cover one version of the API only.
         told = " ".join(str(error).split())[:200]
         raise HostError(f"the client does not understand the cluster's answer: {told}", hint="use kubectl") from error
 
@@ -73,7 +73,7 @@ def _custom(client: Any, kind: Kind, namespace: str) -> tuple[Any, dict[str, str
 
 
 def apply(kind: Kind, objects: Sequence[Manifest]) -> None:
-    """Create the objects. When one is refused, those before it are deleted again."""
+    """Create the objects. If one is refused, delete those that were created before it."""
     made: list[Callable[[], object]] = []
     with _client() as client:
         try:
@@ -97,12 +97,12 @@ def _create(client: Any, kind: Kind, one: Manifest, name: str, namespace: str) -
 
 
 def _delete_service(core: Any, name: str, namespace: str) -> None:
-    # The answer is not read: older servers send a Status, later ones the Service, and the client knows only the latter.
+    # Ignore the answer: older servers send a Status, newer ones the Service, and the client can read only the latter.
     core.delete_namespaced_service(name, namespace, _request_timeout=_TIMEOUT, _preload_content=False)
 
 
 def status(kind: Kind, name: str, namespace: str) -> dict[str, Any]:
-    """The job's own status, and name, phase, node and reason of each of its pods."""
+    """Return the job's own status, and name, phase, node and reason of each of its pods."""
     with _client() as client:
         api, place = _custom(client, kind, namespace)
         job = api.get_namespaced_custom_object(**place, name=name, _request_timeout=_TIMEOUT)
@@ -135,7 +135,7 @@ def _pods(client: Any, name: str, namespace: str) -> list[Any]:
 
 
 def logs(name: str, namespace: str, lines: int = 100) -> Iterator[tuple[str, str]]:
-    """(pod, its last lines) of every pod of the job."""
+    """Yield each pod of the job with its last lines."""
     with _client() as client:
         pods = _pods(client, name, namespace)
         if not pods:
@@ -162,7 +162,7 @@ def delete(kind: Kind, name: str, namespace: str) -> None:
 
 
 def nodes() -> list[dict[str, Any]]:
-    """Name, readiness, GPUs and their product of every node."""
+    """Return name, readiness, GPUs and GPU product of every node."""
     with _client() as client:
         from kubernetes.utils.quantity import parse_quantity
 

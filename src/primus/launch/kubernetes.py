@@ -1,4 +1,4 @@
-"""Jobs of Kubernetes: manifests from a plan and the cluster's options. Nothing here talks to a cluster."""
+"""Kubernetes jobs: manifests rendered from a plan and the cluster's options. Makes no network request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: Mapping[Kind, tuple[str, str, str]] = {
 LABEL = "app.kubernetes.io/name"
 _PORT = 29500
 _RUNS = "/workspace/runs"
-# A label that Kubernetes gives to every pod of a Job: the Job's own id.
+# Kubernetes sets this label on every pod of a Job. Its value is the id of the Job.
 _JOB_ID = "batch.kubernetes.io/controller-uid"
 _DNS = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
@@ -37,7 +37,7 @@ _LABEL = re.compile(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the cluster's owner decides. Sizes are Kubernetes quantities; empty texts leave the choice to the cluster.
+    """The options of the cluster. Sizes are Kubernetes quantities; an empty text leaves the choice to the cluster.
 
     ``token_secret`` is ``NAME`` or ``NAME:KEY`` of the Secret with the Hugging Face token. ``rdma`` is the extended
     resource of the network devices, ``NAME`` or ``NAME=COUNT``. ``claim`` is a volume claim for the results.
@@ -87,19 +87,19 @@ class Cluster:
 
 
 def name_of(plan: Plan, cluster: Cluster) -> str:
-    """The job's name: --name, or one from the recipe's name."""
+    """Return the job's name: --name, or a name made from the recipe's."""
     return cluster.name or default_name(plan.recipe.name)
 
 
 def default_name(recipe: str) -> str:
-    """The name of a job of the recipe that was given none."""
+    """Return the default name of a job of the recipe."""
     text = re.sub(r"[^a-z0-9]+", "-", recipe.rpartition("/")[2].removesuffix(".yaml").lower())
     return f"primus-{text}".strip("-")[:42].rstrip("-")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pod:
-    """How a kind tells a pod which node it is and where the first one is."""
+    """How a pod of one kind of job learns its node number and the address of the first node."""
 
     container: str
     first: str
@@ -111,7 +111,7 @@ class _Pod:
 
 
 def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
-    """The objects to apply, in order. The first is the job itself, except that a headless Service precedes a Job."""
+    """Return the objects to apply, in order. The job comes first, except that a headless Service precedes a Job."""
     name = name_of(plan, cluster)
     make = {"job": _job, "trainjob": _trainjob, "jobset": _jobset, "pytorchjob": _pytorchjob, "vcjob": _vcjob}
     return make[cluster.kind](plan, cluster, name)
@@ -167,7 +167,7 @@ def _trainjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
     pod = _pod(plan, cluster, name, _Pod(container="node", first=f"{name}-node-0-0.{name}", restart=None))
     whole = pod["spec"]
     container = whole.pop("containers")[0]
-    # The runtime owns the pod. What a TrainJob may not set itself, it patches.
+    # The runtime owns the pod. A TrainJob patches the fields that it cannot set itself.
     patch = {
         "metadata": pod["metadata"],
         "spec": {
@@ -200,7 +200,7 @@ def _trainjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
 
 def _pytorchjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
     def replica(count: int) -> Manifest:
-        # The operator sets MASTER_ADDR, MASTER_PORT and RANK, which is the number of the node here.
+        # The operator sets MASTER_ADDR, MASTER_PORT and RANK; RANK is the number of the node here.
         pod = _pod(
             plan,
             cluster,
@@ -216,14 +216,14 @@ def _pytorchjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
 
 
 def _vcjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
-    """Volcano starts all pods of a job together or none. Its plugins name the pods and number them."""
+    """Return a Volcano Job. Volcano starts all pods together or none; its plugins name and number them."""
     how = _Pod(container="node", first=f"{name}-node-0.{name}", node_rank="$VC_TASK_INDEX", own_id=False)
     task = {"name": "node", "replicas": plan.nodes, "template": _pod(plan, cluster, name, how)}
     spec = {
         "schedulerName": "volcano", "minAvailable": plan.nodes, "maxRetry": 0,
         **({"queue": cluster.queue} if cluster.queue else {}),
         "plugins": {"svc": ["--publish-not-ready-addresses=true"], "env": []},
-        # A pod that is gone leaves the others waiting for it.
+        # If a pod disappears, the others would wait for it forever.
         "policies": [{"events": ["PodFailed", "PodEvicted"], "action": "AbortJob"}],
         "tasks": [{**task, "policies": [{"event": "TaskCompleted", "action": "CompleteJob"}]}],
         "ttlSecondsAfterFinished": cluster.ttl,
@@ -243,7 +243,7 @@ def _pod(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> Manifest:
         "command": ["bash", "-c", _script(plan, cluster, name, how)],
         "env": _environment(cluster, how),
         "resources": _resources(plan, cluster),
-        # Registering memory with a network device needs it. Nothing else is added, and nothing is privileged.
+        # Needed to register memory with a network device. No other capability is added, and the pod is not privileged.
         "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
         "volumeMounts": mounts,
     }
@@ -270,7 +270,8 @@ def _script(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> str:
     words = shlex.join(plan.command)
     resume = f" --resume-from {shlex.quote(cluster.resume_from)}" if cluster.resume_from else ""
     rank = f"NODE_RANK={how.node_rank} " if how.node_rank else ""
-    # A job that is applied again has another id, and neither its folder nor its ranks meet the earlier one's.
+    # A job that is applied again has a new id, so neither its folder nor its ranks collide with those of the earlier
+    # one.
     own = f"{name}-$RUN_ID" if how.own_id else name
     return f'export RDZV_ID="{own}"; {rank}exec primus {words} --output "{_RUNS}/{own}"{resume}'
 
@@ -309,12 +310,12 @@ def _resources(plan: Plan, cluster: Cluster) -> Manifest:
         limits[resource] = int(count or 1)
     asked = {key: value for key, value in (("cpu", cluster.cpu), ("memory", cluster.memory)) if value}
     limits |= {"memory": cluster.memory} if cluster.memory else {}
-    # Extended resources are requested as they are limited.
+    # The request of an extended resource must equal its limit.
     return {"limits": limits, "requests": asked} if asked else {"limits": limits}
 
 
 def _affinity(plan: Plan, name: str) -> Manifest:
-    """A node each, of the GPU's generation: by the labels of AMD's node labeller or NVIDIA's feature discovery."""
+    """Return the affinity: one pod per node, on nodes with the GPU generation by AMD's or NVIDIA's node labels."""
     apart = {"labelSelector": {"matchLabels": {LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
     found: Manifest = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [apart]}}
     maker = vendor(plan.recipe.gpu)

@@ -1,4 +1,4 @@
-"""What a job on several nodes computes: its mesh, batch and tokens per step. Shown before a scheduler is asked."""
+"""The plan of a job on several nodes: mesh, batch and tokens per step. Printed before anything is submitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from primus.recipes.memory import gpu_bytes, predict
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import CHOICES
 
-# What a value looks like that must not be written into a script or manifest: Hugging Face, W&B, GitHub, AWS, bearer.
+# Patterns of secrets, which must not be written to a script or manifest: Hugging Face, W&B, GitHub, AWS, bearer tokens.
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|\b[0-9a-f]{40}\b|Bearer \S+")
 _SECRET_NAME = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS)$", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -23,24 +23,24 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A resolved recipe, and the words of ``primus train`` that start it on each node."""
+    """A resolved recipe, and the arguments of ``primus train`` that start it on each node."""
 
     recipe: Recipe
     stall_timeout: int = 1800
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """The number of machines."""
         return self.recipe.get("nodes", int)
 
     @property
     def ranks(self) -> int:
-        """Processes on each machine; on GPUs, each has one."""
+        """The number of processes on each machine; on GPUs, each has one."""
         return self.recipe.get("ranks", int)
 
     @property
     def gpus(self) -> int:
-        """GPUs of each machine."""
+        """The number of GPUs of each machine."""
         return 0 if self.recipe.gpu == CPU else self.ranks
 
     @cached_property
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def checkpoint_interval(self) -> int:
-        """Steps between two checkpoints; 0: none are written."""
+        """The steps between two checkpoints; 0 if none are written."""
         return self.recipe.find(self.recipe.knows.key("checkpoint"), 0)
 
     @property
@@ -61,23 +61,23 @@ class Plan:
 
     @cached_property
     def command(self) -> tuple[str, ...]:
-        """The words after ``primus``; a node adds its own --output and --resume-from.
+        """The arguments after ``primus``; a node adds its own --output and --resume-from.
 
-        Every choice is spelt out: a node must not decide by what it finds there.
+        Every choice is explicit, so that it does not depend on what a node detects.
         """
         recipe = self.recipe
         chosen = [f"--{name}={recipe.get(name, str)}" for name in CHOICES[:4]]
         proxy = "--proxy" if recipe.get("proxy", bool) else "proxy=false"
         words = [word for word in recipe.overrides if not word.startswith("proxy=")]
         stall = [f"--stall-timeout={self.stall_timeout}"]
-        # A file of the user's own is mounted at the same path.
+        # A file of the user is mounted at the same path.
         name = str(recipe.path) if "/" in recipe.name else recipe.name
         found = ("train", name, *chosen, f"--nodes={self.nodes}", *stall, proxy, *words)
         refuse_secrets(found, "export it in the shell that starts the job, and leave it out of the settings")
         return found
 
     def document(self) -> dict[str, Any]:
-        """The plan as JSON holds it; sizes in tokens, memory in bytes."""
+        """Return the plan for JSON output; sizes in tokens, memory in bytes."""
         recipe = self.recipe
         return {
             "recipe": recipe.name, "backend": recipe.backend, "mode": recipe.mode, "precision": recipe.precision,
@@ -88,7 +88,7 @@ class Plan:
         }  # fmt: skip
 
     def lines(self) -> list[str]:
-        """The plan for people, a line for each subject."""
+        """Return the plan as text, one line per subject."""
         recipe = self.recipe
         mesh = " × ".join(f"{name} {degree}" for name, degree in self.mesh.items())
         unit = "images" if recipe.architecture.family == "flux" else "sequences"
@@ -109,7 +109,7 @@ class Plan:
 
 
 def vendor(gpu: str) -> str:
-    """``amd`` or ``nvidia``; empty for ``cpu``."""
+    """Return ``amd`` or ``nvidia``; empty for ``cpu``."""
     if gpu == CPU:
         return ""
     arch = generation(gpu).arch
@@ -126,15 +126,16 @@ EXAMPLE_IMAGE = "for example rocm/primus:v26.11-mi300x"
 
 
 def refuse_unfit(options: Mapping[str, str], pattern: re.Pattern[str], what: str, hint: str) -> None:
-    """InputError for the first option whose text is given and does not match: it is not ``what``."""
+    """Raise InputError for the first option with a text that does not match ``pattern``, because it is not ``what``."""
     for option, text in options.items():
         if text and not pattern.fullmatch(text):
             raise InputError(f"--{option}: {text!r} is not {what}", hint=hint)
 
 
 def refuse_secrets(words: Sequence[str], hint: str) -> None:
-    """InputError when a word holds what looks like a secret: scripts and manifests are read by others. ``hint`` says
-    how to pass one.
+    """Raise InputError if a word looks like a secret, because other people can read scripts and manifests.
+
+    ``hint`` tells how to pass a secret instead.
     """
     for word in words:
         name, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""A job of Slurm: the batch script for ``sbatch``, from a plan and the site's options."""
+"""A Slurm job: the batch script for ``sbatch``, rendered from a plan and the site's options."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, refuse_secrets, r
 
 Container = Literal["pyxis", "docker", "podman", "apptainer", "none"]
 CONTAINERS: tuple[Container, ...] = ("pyxis", "docker", "podman", "apptainer", "none")
-# What each task needs to find the others; the rest of the environment stays outside of a container.
+# What each task needs to find the others. The rest of the environment is not passed into a container.
 FORWARDED = (
     "MASTER_ADDR", "MASTER_PORT", "RDZV_ID", "SLURM_JOB_ID", "SLURM_NODEID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME",
     "NODE_ADDR",
 )  # fmt: skip
-# Passed on by name where they are set when the job runs. Their values are never written down.
+# Passed on by name if set when the job runs. Their values are never written to the script.
 _BY_NAME = (
     "HF_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_DEBUG",
 )  # fmt: skip
@@ -32,12 +32,11 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(=.*)?", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What the cluster's owner decides. Empty texts leave the choice to Slurm.
+    """The options of the site. An empty text leaves the choice to Slurm.
 
-    ``grace`` is how many seconds before its end the job is told. ``environment`` holds ``NAME`` or ``NAME=VALUE``;
-    ``mounts`` are folders that appear at the same path inside the container; so does ``resume_from``, the checkpoint or
-    run that the first attempt continues. ``extra`` are options of sbatch as they
-    are.
+    ``grace`` is the number of seconds before its end at which the job gets a signal. ``environment`` holds ``NAME``
+    or ``NAME=VALUE``. ``mounts`` are folders that containers see at the same path, and so is ``resume_from``, the
+    checkpoint or run that the first attempt continues. ``extra`` are options for sbatch, passed on unchanged.
     """
 
     container: Container = "none"
@@ -81,7 +80,7 @@ class Site:
                 raise InputError(f"{text!r} contains a control character")
         secrets = (*self.environment, *self.extra, self.image)
         refuse_secrets(secrets, "export it, and pass its name only: --env HF_TOKEN")
-        # Pyxis and apptainer also take files.
+        # Pyxis and apptainer also accept image files.
         if self.container in ("docker", "podman"):
             refuse_unfit({"image": self.image}, REFERENCE, "the name of an image", EXAMPLE_IMAGE)
         if self.port > 65535:
@@ -89,7 +88,7 @@ class Site:
 
 
 def container_here() -> Container:
-    """The container runtime of this cluster: pyxis where srun knows it, else the first program that is installed."""
+    """Return the container runtime of this cluster: pyxis if srun supports it, else the first installed program."""
     if srun := shutil.which("srun"):
         told = subprocess.run([srun, "--help"], capture_output=True, text=True, check=False, timeout=20)
         if "--container-image" in told.stdout:
@@ -99,7 +98,7 @@ def container_here() -> Container:
 
 
 def script(plan: Plan, site: Site) -> str:
-    """The batch script. It holds no secret, and nothing in it depends on the machine that renders it."""
+    """Return the batch script. It contains no secret, and does not depend on the machine that renders it."""
     name = site.name or "primus-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(plan.recipe.name).name.removesuffix(".yaml"))
     options = {
         "job-name": name, "nodes": plan.nodes, "ntasks-per-node": 1, "gpus-per-node": plan.gpus or None,
@@ -222,7 +221,7 @@ exit "$code"
 
 
 def _task(plan: Plan, site: Site) -> str:
-    """The shell function of one node. Quotes within are for the node's shell."""
+    """Return the shell function of one node. Quotes in it are evaluated on the node."""
     words = shlex.join(plan.command)
     train = f'{words} --output "$OUTPUT" ${{RESUME_FROM:+--resume-from "$RESUME_FROM"}}'
     own = "addresses=($NODE_ADDRESSES); export NODE_ADDR=${addresses[$SLURM_NODEID]}"
@@ -244,7 +243,7 @@ def _mounts(plan: Plan, site: Site) -> list[str]:
 
 
 def _engine(plan: Plan, site: Site) -> str:
-    """The words that run a command in a container on this node, with the rights that its GPUs need and no others."""
+    """Return the command that runs a container on this node, with only the rights that its GPUs need."""
     image, maker = shlex.quote(site.image), vendor(plan.recipe.gpu)
     if site.container == "apptainer":
         gpus = {"amd": ["--rocm"], "nvidia": ["--nv"]}.get(maker, [])
@@ -264,7 +263,8 @@ def _engine(plan: Plan, site: Site) -> str:
 
 
 def _srun(plan: Plan, site: Site) -> str:
-    # The highest exit code is srun's. Tasks end by themselves when one fails, and say why; what is left is then killed.
+    # srun's exit code is the highest of the tasks. When a task fails, the others end by themselves with a message; any
+    # that remain are killed afterwards.
     words = ["srun", "--nodes", str(plan.nodes), "--ntasks", str(plan.nodes), "--ntasks-per-node=1"]
     words += ["--kill-on-bad-exit=0", "--wait=60", "--label"]
     if site.container == "pyxis":
@@ -275,9 +275,9 @@ def _srun(plan: Plan, site: Site) -> str:
 
 
 def submit(text: str, folder: Path, *, wait: bool = False, options: Sequence[str] = ()) -> tuple[int, str]:
-    """Hand the script to sbatch; the job's number and the exit code (of the job, with ``wait``; else 0).
+    """Submit the script with sbatch. Returns the job's number and an exit code: of the job with ``wait``, else 0.
 
-    HostError where sbatch is missing or refuses the job.
+    Raises HostError if sbatch is missing or refuses the job.
     """
     if shutil.which("sbatch") is None:
         raise HostError("sbatch is not installed here", hint="run it on a login node; --dry-run prints the script")

@@ -1,7 +1,7 @@
-"""Entry point of the image: ``python3 -m primus.system.banner COMMAND…`` greets, then becomes the command.
+"""Entry point of the image: ``python3 -m primus.system.banner COMMAND…`` prints a greeting, then becomes the command.
 
-Whatever goes wrong with the greeting, the command runs. ``PRIMUS_NO_BANNER=1`` silences it; by default it is
-shown to people: before a shell, or when standard error is a terminal.
+An error in the greeting never keeps the command from running. The greeting is printed before a shell, or if standard
+error is a terminal; ``PRIMUS_NO_BANNER=1`` turns it off.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from primus.system.mounts import IMAGE_FILE
 from primus.system.preflight import driver, rights, shared_memory
 
 SHELLS = frozenset({"bash", "sh", "dash", "zsh"})
-# Completion on Tab; bash reads it when it is interactive and no login shell (those read /etc/profile.d).
+# Tab completion. bash reads this file if it is interactive and not a login shell; login shells read /etc/profile.d.
 BASHRC = Path("/etc/primus/bashrc")
 _NAMED_BASHRC = frozenset({"--rcfile", "--init-file", "--norc"})
 
 
 def wanted(command: Sequence[str], environment: Mapping[str, str], *, terminal: bool) -> bool:
-    """Whether to greet: not when silenced; else before a bare shell, or on a terminal."""
+    """Return whether to print the greeting: before a bare shell or on a terminal, unless it is turned off."""
     if environment.get("PRIMUS_NO_BANNER", "0") not in ("", "0"):
         return False
-    # "sh -c …" is a script that happens to use a shell: nobody reads its greeting.
+    # "sh -c …" runs a script, so nobody reads the greeting.
     return terminal or (Path(command[0]).name in SHELLS and "-c" not in command)
 
 
 def compose(image: Mapping[str, Any], gpu: str) -> str:
-    """The greeting. ``image`` is the content of ``/etc/primus/image.json``; what it lacks is left out."""
+    """Return the greeting. ``image`` is the content of ``/etc/primus/image.json``; missing fields are left out."""
     title = " ".join(str(image[key]) for key in ("release", "target") if image.get(key)) or "unnamed build"
     channel = f" ({image['channel']} channel)" if image.get("channel") else ""
     lines = [f"Primus {title}{channel}"]
@@ -50,9 +50,9 @@ def compose(image: Mapping[str, Any], gpu: str) -> str:
 
 
 def lacking(image: Mapping[str, Any], host: Host) -> str:
-    """What this container lacks to train on the GPU that its image is for: one line each, with the remedy.
+    """Return what this container lacks to train on the GPU of its image: one line per problem, with the remedy.
 
-    Empty for an image without a GPU, and where nothing is lacking. Reads files only.
+    The result is empty if nothing is missing, or if the image is for no GPU. Reads files only.
     """
     gpu = next((one for one in load_table().generations if one.name == image.get("target")), None)
     if gpu is None:
@@ -67,7 +67,7 @@ def lacking(image: Mapping[str, Any], host: Host) -> str:
 
 
 def with_bashrc(command: Sequence[str]) -> list[str]:
-    """``command``, for bash with the image's start-up file, unless the command names one or wants none."""
+    """Return ``command``; bash gets the image's start-up file unless the command names one or turns it off."""
     first, *rest = command
     if Path(first).name != "bash" or _NAMED_BASHRC.intersection(rest) or not BASHRC.exists():
         return list(command)
@@ -90,9 +90,9 @@ def _greet(command: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Greet and replace this process by ``argv`` (default: bash, else sh). Returns only when it cannot.
+    """Print the greeting and replace this process by ``argv`` (default: bash, else sh). Returns only on failure.
 
-    The codes are those of a shell: 127 for a command that is not found, 126 for one that cannot be run.
+    The exit codes are a shell's: 127 for a command that does not exist, 126 for one that cannot be executed.
     """
     command = list(argv) or [next((shell for shell in ("/bin/bash", "/bin/sh") if Path(shell).exists()), "sh")]
     with suppress(Exception):

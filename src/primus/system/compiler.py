@@ -1,4 +1,4 @@
-"""The compiler that training needs: Triton and torch.compile make C and C++ files and load what becomes of them."""
+"""The C and C++ compiler that training needs: Triton and torch.compile compile small files and load the result."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PROBE = "#include <Python.h>\nint primus_probe(void) { return Py_IsInitialized(
 
 
 def missing(environment: Mapping[str, str], *, gpu: bool) -> str:
-    """What a job that compiles lacks here, as a sentence; empty if it lacks nothing.
+    """Return what a job that compiles lacks here, as a sentence; empty if it lacks nothing.
 
-    Programs are looked for as Triton (for a ``gpu``) and PyTorch's inductor (for a CPU) do.
+    Programs are found as Triton (for a ``gpu``) and PyTorch's inductor (for a CPU) find them.
     """
     if not compiler(environment, gpu=gpu):
         names, variable = ("neither gcc nor clang", "CC") if gpu else ("no g++", "CXX")
@@ -27,7 +27,7 @@ def missing(environment: Mapping[str, str], *, gpu: bool) -> str:
 
 
 def compiler(environment: Mapping[str, str], *, gpu: bool) -> str | None:
-    """The compiler that Triton (for a ``gpu``) or inductor (for a CPU) calls; None if there is none."""
+    """Return the compiler that Triton (for a ``gpu``) or inductor (for a CPU) calls; None if there is none."""
     asked = environment.get("CC" if gpu else "CXX")
     names = (asked,) if asked else ("gcc", "clang") if gpu else ("g++",)
     path = environment.get("PATH", os.defpath)
@@ -35,14 +35,14 @@ def compiler(environment: Mapping[str, str], *, gpu: bool) -> str | None:
 
 
 def headers() -> Path:
-    """The folder of Python.h, where Triton looks for it."""
+    """Return the folder in which Triton looks for Python.h."""
     scheme = sysconfig.get_default_scheme()
-    # Debian's own scheme names a folder below /usr/local, where there is none.
+    # Debian's own scheme names a folder below /usr/local, which does not contain it.
     return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
 
 
 def fault(environment: Mapping[str, str]) -> str:
-    """Compile a small file as Triton does to launch a kernel. Returns why that fails, or nothing."""
+    """Compile a small file as Triton does to launch a kernel. Returns the error, or an empty string."""
     if why := missing(environment, gpu=True):
         return why
     with tempfile.TemporaryDirectory(prefix="primus-compiler-") as folder:

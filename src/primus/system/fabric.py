@@ -12,11 +12,11 @@ from primus.yamlfile import read_values
 
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _VIRTUAL = re.compile(r"lo$|docker|br-|veth|virbr|cni|flannel|cali|cilium|tailscale|tun|tap|dummy|podman|lxc")
-_DEFAULT_GID = 3  # what older launch scripts set
+_DEFAULT_GID = 3  # older launch scripts set this index
 
 
 def devices(host: Host) -> list[Path]:
-    """RDMA devices, as in /sys/class/infiniband."""
+    """Return the RDMA devices in /sys/class/infiniband."""
     return host.glob("sys/class/infiniband/*")
 
 
@@ -25,7 +25,7 @@ def _read(host: Host, path: Path) -> str:
 
 
 def rdma(host: Host) -> Iterator[Finding]:
-    """Each RDMA port is up, has a usable GID, and the user may open it; devices of a kind have one firmware."""
+    """Check that each RDMA port is up, has a usable GID and may be opened, and that like devices have one firmware."""
     found = devices(host)
     if not found:
         yield skipped("RDMA", "no RDMA device; several nodes use TCP")
@@ -71,7 +71,7 @@ def rdma(host: Host) -> Iterator[Finding]:
 
 
 def libraries(host: Host) -> Iterator[Finding]:
-    """The image has libibverbs and the provider of each RDMA device. Without them, NCCL and RCCL fall back to TCP."""
+    """Check for libibverbs and the provider of each RDMA device. Without them, NCCL and RCCL fall back to TCP."""
     found = devices(host)
     if not found:
         return
@@ -96,7 +96,7 @@ def libraries(host: Host) -> Iterator[Finding]:
 
 
 def _provider(host: Host, device: Path, table: dict[str, Any]) -> str | None:
-    """The provider that ``device`` needs; None for a device that the table does not have, such as one in software."""
+    """Return the provider that ``device`` needs; None for a device that is not in the table, such as a virtual one."""
     driver = (device / "device/driver").resolve().name
     vendor = _read(host, device / "device/vendor")
     by_driver = (name for name, row in table.items() if driver in row["driver"])
@@ -109,7 +109,7 @@ def _library(host: Host, name: str) -> bool:
 
 
 def _port(host: Host, port: Path) -> Finding | str:
-    """The GID index to use, as text ("" for InfiniBand); or what is wrong."""
+    """Return the GID index to use as text ("" for InfiniBand), or a finding if the port cannot be used."""
     state = _read(host, port / "state")
     if "ACTIVE" not in state:
         physical = _read(host, port / "phys_state").partition(": ")[2] or "unknown"
@@ -134,7 +134,7 @@ def _usable(host: Host, port: Path, index: int) -> bool:
 
 
 def gid_index(host: Host, port: Path) -> int | None:
-    """The GID of RoCE v2 to use: one of an IPv4 address first; None where there is none."""
+    """Return the index of the RoCE v2 GID to use, preferring one of an IPv4 address; None if there is none."""
     indices = sorted(int(path.name) for path in (port / "gids").glob("*") if path.name.isdigit())
     usable = [index for index in indices if _usable(host, port, index)]
     routed = [
@@ -151,7 +151,7 @@ def _advice(host: Host, found: list[Path]) -> str:
 
 
 def choose_interface(host: Host) -> str:
-    """The interface that NCCL and gloo should use: that of the default route, else the fastest that is up."""
+    """Return the interface that NCCL and gloo should use: that of the default route, else the fastest that is up."""
     candidates = [
         path.name
         for path in host.glob("sys/class/net/*")
@@ -165,7 +165,7 @@ def choose_interface(host: Host) -> str:
 
 
 def interface(host: Host) -> Iterator[Finding]:
-    """NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up, or one is recommended."""
+    """Check that NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name interfaces that are up, or recommend one."""
     names = [path.name for path in host.glob("sys/class/net/*")]
     best, bad = choose_interface(host), False
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):

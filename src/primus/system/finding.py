@@ -1,4 +1,4 @@
-"""What a check of the machine found, and the machine as its files describe it."""
+"""The result of one check of a machine, and the machine as its files describe it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ Level = Literal["ok", "failed", "slow", "skipped"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """``failed``: a job would fail or compute wrong; ``slow``: it runs slower than it could.
+    """One result. ``failed``: a job would fail or compute wrong results; ``slow``: it would run slower than it
+    could.
 
-    ``remedy`` is what to do about it; of a skipped check, ``said`` is the reason.
+    ``remedy`` tells what to do about it. For a skipped check, ``said`` is the reason.
     """
 
     check: str
@@ -32,35 +33,35 @@ class Finding:
 
 
 def ok(check: str, said: str) -> Finding:
-    """Nothing is wrong."""
+    """Return the result of a check that found no problem."""
     return Finding(check=check, level="ok", said=said)
 
 
 def failed(check: str, said: str, remedy: str) -> Finding:
-    """A job would fail, or compute wrong."""
+    """Return a problem that makes a job fail or compute wrong results."""
     return Finding(check=check, level="failed", said=said, remedy=remedy)
 
 
 def slow(check: str, said: str, remedy: str) -> Finding:
-    """A job would run slower than it could."""
+    """Return a problem that makes a job slower than it could be."""
     return Finding(check=check, level="slow", said=said, remedy=remedy)
 
 
 def skipped(check: str, why: str) -> Finding:
-    """The check does not apply, or nothing tells."""
+    """Return the result of a check that does not apply, or has nothing to read."""
     return Finding(check=check, level="skipped", said=why)
 
 
 def name_here() -> str:
-    """The name by which the scheduler knows this machine: Slurm's or Kubernetes', else the host name."""
+    """Return the scheduler's name for this machine: Slurm's or Kubernetes', else the host name."""
     return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or os.uname().nodename
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A machine: its files below ``root``, the user whose rights count, and where a job writes.
+    """A machine: its files below ``root``, the user whose permissions count, and the folder a job writes to.
 
-    ``space`` (bytes: total, free) of a folder stands for the file system's answer where it is given.
+    ``space`` (total and free bytes of a folder) replaces the file system's answer in tests.
     """
 
     root: Path = Path("/")
@@ -75,11 +76,11 @@ class Host:
         object.__setattr__(self, "gpus", detect(self.root))
 
     def text(self, path: str) -> str:
-        """The content of a file; empty where it cannot be read."""
+        """Return the content of a file; empty if it cannot be read."""
         return text_if_readable(self.root / path).strip()
 
     def component(self, name: str) -> str:
-        """The version of a component of the image, in any case of letters; empty outside of an image."""
+        """Return the version of a component of the image, ignoring case; empty outside an image."""
         try:
             found = json.loads(self.text(str(IMAGE_FILE.relative_to("/"))) or "{}").get("components", {})
             return next((str(version) for known, version in found.items() if known.lower() == name.lower()), "")
@@ -87,7 +88,7 @@ class Host:
             return ""
 
     def number(self, path: str) -> int | None:
-        """The whole number in a file; None where there is none."""
+        """Return the whole number in a file; None if there is none."""
         text = self.text(path)
         try:
             return int(text, 0)
@@ -95,11 +96,11 @@ class Host:
             return None
 
     def glob(self, pattern: str) -> list[Path]:
-        """Existing paths, in the order of their names; numbers count as such."""
+        """Return the existing paths, sorted by name, with numbers in numeric order."""
         return sorted(self.root.glob(pattern), key=lambda path: [word.zfill(12) for word in path.parts])
 
     def openable(self, path: Path) -> bool:
-        """Whether the user may read and write the file, by its mode."""
+        """Return whether the user may read and write the file, judging by its mode."""
         try:
             mode = path.stat()
         except OSError:
@@ -115,7 +116,7 @@ class Host:
         return mode.st_mode & wanted == wanted
 
     def bytes_of(self, folder: Path) -> tuple[int, int] | None:
-        """Total and free bytes of the file system that ``folder`` is or will be on; None where nothing tells."""
+        """Return total and free bytes of the file system of ``folder``, which may not exist yet; None if unknown."""
         if str(folder) in self.space:
             return self.space[str(folder)]
         for path in (folder, *folder.parents):

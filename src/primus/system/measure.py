@@ -1,7 +1,7 @@
-"""What one rank's GPU does in a second: GEMMs, copies in its memory, all-reduce, all-to-all. Needs PyTorch only.
+"""Benchmarks of one rank's GPU: GEMMs, copies in its memory, all-reduce, all-to-all. Needs PyTorch only.
 
-Started by :mod:`primus.system.speed` through torchrun, one rank per GPU, with the folder that gets ``rank-N.json``.
-All GPUs work at the same time, as in a training job. Without a GPU it runs the same steps on a CPU in small sizes.
+:mod:`primus.system.speed` starts it through torchrun with one rank per GPU and the folder for ``rank-N.json``. All GPUs
+work at the same time, as in a training job. Without a GPU, it runs the same steps on a CPU with small sizes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 _SECONDS = 1.0
-# Of NVIDIA's tests of collectives: what each rank sends and receives, per byte of the message.
+# As in NVIDIA's nccl-tests: what each rank sends and receives, per byte of the message.
 _ALL_REDUCE, _ALL_TO_ALL = 2.0, 1.0
 
 
 class _Bench:
-    """The device of this rank, and how long calls on it take."""
+    """The device of this rank, and the timing of calls on it."""
 
     def __init__(self) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -32,7 +32,7 @@ class _Bench:
             torch.cuda.set_device(self.device)
 
     def seconds(self, call: Callable[[], object], *, together: bool = False) -> float:
-        """Median seconds of a call, over about ``_SECONDS``. ``together``: all ranks make the same number of calls."""
+        """Return the median seconds of a call. ``together``: all ranks make the same number of calls."""
         for _ in range(3):
             call()
         self.wait()
@@ -54,24 +54,24 @@ class _Bench:
         return sorted(taken)[2]
 
     def wait(self) -> None:
-        """Until the device has done all it was told."""
+        """Wait until the device has finished all its work."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def free(self) -> int:
-        """Bytes that can be allocated."""
+        """Return the number of bytes that can be allocated."""
         return int(torch.cuda.mem_get_info()[0]) if self.on_gpu else 1 << 28
 
 
 def _gemm(bench: _Bench, size: int) -> float:
-    """TFLOP/s of a product of two square BF16 matrices."""
+    """Return the TFLOP/s of a product of two square BF16 matrices."""
     left, right = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty(size, size, device=bench.device, dtype=torch.bfloat16)
     return 2.0 * size**3 / bench.seconds(lambda: torch.mm(left, right, out=out)) / 1e12
 
 
 def _gemm_fp8(bench: _Bench, size: int, name: str) -> float:
-    """The same of FP8 matrices with one scale each, as FP8 training makes it; the result is BF16."""
+    """Return the TFLOP/s of a product of two FP8 matrices with one scale each and a BF16 result, as in FP8 training."""
     kind = getattr(torch, f"float8_{name}")
     left, right = (torch.randn(size, size, device=bench.device).to(kind) for _ in range(2))
     one = torch.ones((), device=bench.device)
@@ -85,21 +85,21 @@ def _gemm_fp8(bench: _Bench, size: int, name: str) -> float:
 
 
 def _copy(bench: _Bench, size: int) -> float:
-    """TB/s of a copy within the memory; bytes read and bytes written count."""
+    """Return the TB/s of a copy within the memory, counting bytes read and bytes written."""
     source = torch.ones(size // 4, device=bench.device)
     target = torch.empty_like(source)
     return 2.0 * size / bench.seconds(lambda: target.copy_(source)) / 1e12
 
 
 def _all_reduce(bench: _Bench, size: int) -> float:
-    """Bus bandwidth in GB/s, as NCCL's tests define it."""
+    """Return the bus bandwidth in GB/s, as NCCL's tests define it."""
     data = torch.zeros(size // 4, device=bench.device)
     taken = bench.seconds(lambda: dist.all_reduce(data), together=True)
     return size * _ALL_REDUCE * (bench.world - 1) / bench.world / taken / 1e9
 
 
 def _all_to_all(bench: _Bench, size: int) -> float:
-    """Bus bandwidth in GB/s, as NCCL's tests define it."""
+    """Return the bus bandwidth in GB/s, as NCCL's tests define it."""
     size -= size % (4 * bench.world)
     source = torch.zeros(size // 4, device=bench.device)
     target = torch.empty_like(source)
@@ -115,7 +115,7 @@ def _right_sum(bench: _Bench) -> None:
 
 
 def main(folder: Path, fp8: str) -> None:
-    """Measure, and leave the figures of this rank in ``folder``. ``fp8`` is the format of the GPU; empty for none."""
+    """Run all benchmarks and write this rank's figures to ``folder``. ``fp8`` is the GPU's format; empty for none."""
     bench = _Bench()
     dist.init_process_group("nccl" if bench.on_gpu else "gloo")
     found: dict[str, float | str] = {}
@@ -126,7 +126,7 @@ def main(folder: Path, fp8: str) -> None:
     found["memory"] = _copy(bench, (4 << 30) if bench.on_gpu else (1 << 24))
     if bench.world > 1:
         _right_sum(bench)
-        # What AMD's acceptance guide takes; less where the GPU is in use.
+        # The size that AMD's acceptance guide uses; smaller if the GPU's memory is in use.
         message = min(8 << 30, bench.free() // 4) if bench.on_gpu else 1 << 20
         found["all-reduce"] = _all_reduce(bench, message)
         found["all-to-all"] = _all_to_all(bench, min(message, 2 << 30))

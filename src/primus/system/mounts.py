@@ -1,4 +1,4 @@
-"""Whether a folder outlives the container that a command runs in."""
+"""Whether the files of a folder survive the container that a command runs in."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-# Where an image describes itself.
+# The file in which an image describes itself.
 IMAGE_FILE = Path("/etc/primus/image.json")
 MOUNTS = Path("/proc/self/mountinfo")
-# File systems that end with the container: its own writable layer, and memory.
+# File systems that are deleted with the container: its own writable layer, and memory.
 _OWN = frozenset({"overlay", "tmpfs", "ramfs"})
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 def mount_of(folder: Path, mountinfo: str) -> tuple[Path, str]:
-    """The mount point that ``folder`` lies on, and the type of its file system; ``mountinfo`` is proc(5)'s text.
+    """Return the mount point of ``folder`` and the type of its file system. ``mountinfo`` is the text of proc(5)'s
+    file.
 
-    The mount point is ``/`` of type "" where the text names none.
+    If the text names no mount point, the result is ``/`` with an empty type.
     """
     best, kind = Path("/"), ""
     for line in mountinfo.splitlines():
@@ -26,16 +27,16 @@ def mount_of(folder: Path, mountinfo: str) -> tuple[Path, str]:
         if len(fields) < 5 or not after:
             continue
         point = Path(_ESCAPED.sub(lambda match: chr(int(match[1], 8)), fields[4]))
-        # A later mount on the same point covers the earlier one.
+        # A later mount on the same point hides the earlier one.
         if folder.is_relative_to(point) and len(point.parts) >= len(best.parts):
             best, kind = point, after.split()[0]
     return best, kind
 
 
 def warning(folder: Path) -> str:
-    """One sentence when ``folder`` is lost with this container, with the option that keeps it; "" otherwise.
+    """Return a sentence if ``folder`` is deleted with this container, with the option that keeps it; otherwise "".
 
-    Only inside one of our images: elsewhere this is no question.
+    Outside the images of this project, the result is always empty.
     """
     if not IMAGE_FILE.exists():
         return ""
@@ -43,7 +44,7 @@ def warning(folder: Path) -> str:
         folder = folder.resolve()
         point, kind = mount_of(folder, MOUNTS.read_text(encoding="utf-8", errors="surrogateescape"))
         if point == Path("/") or kind in _OWN:
-            # Over the folder that jobs start in a mount would hide what the image has there.
+            # A mount on the folder in which jobs start would hide the image's files there.
             kept = folder if folder.parent in (Path("/"), Path.cwd()) else folder.parent
             return (
                 f"{folder} is inside the container and is lost when the container is removed\n"

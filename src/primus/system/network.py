@@ -1,4 +1,4 @@
-"""Which network interface leads to another machine, as NCCL and gloo must be told. Reads the kernel; sends nothing."""
+"""Find the network interface on the route to another machine, for NCCL and gloo. Reads the kernel; sends nothing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import struct
 from contextlib import suppress
 
 _SIOCGIFADDR = 0x8915
-_ANY_PORT = 9  # connecting a datagram socket only chooses a route
+_ANY_PORT = 9  # connecting a datagram socket only selects a route
 
 
 def own_address(host: str) -> str:
-    """This machine's IPv4 address on the route to ``host``; empty where there is no route or ``host`` is unknown."""
+    """Return this machine's IPv4 address on the route to ``host``; empty without a route, or if ``host`` is unknown."""
     with suppress(OSError, UnicodeError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, _ANY_PORT))
         address = str(probe.getsockname()[0])
@@ -21,7 +21,7 @@ def own_address(host: str) -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """Interface → its first IPv4 address, of the interfaces that have one."""
+    """Return interface → its first IPv4 address, for the interfaces that have one."""
     found = {}
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -32,7 +32,7 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_towards(host: str) -> str:
-    """The interface on the route to ``host``; empty where nothing tells."""
+    """Return the interface on the route to ``host``; empty if unknown."""
     if not host or not (address := own_address(host)):
         return ""
     if address.startswith("127."):

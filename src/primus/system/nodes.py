@@ -1,4 +1,4 @@
-"""What preflight found on each node: as a JSON document, and the documents of several nodes as one verdict."""
+"""The results of preflight on one node as a JSON document, and the comparison of several nodes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Node:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing would stop a job or slow it down."""
+        """Return whether nothing would fail a job or slow it down."""
         return not any(one.level in ("failed", "slow") for one in self.findings)
 
     def document(self) -> dict[str, Any]:
-        """The node as JSON; :func:`read` reads it again."""
+        """Return the node as JSON, which :func:`read` reads."""
         return {
             "passed": self.passed,
             "node": self.name,
@@ -47,7 +47,7 @@ class Node:
         }
 
     def worst(self) -> dict[str, Level]:
-        """Check → its worst level on this node."""
+        """Return check → its worst level on this node."""
         found: dict[str, Level] = {}
         for one in self.findings:
             before = found.get(one.check, "skipped")
@@ -56,7 +56,7 @@ class Node:
 
 
 def read(path: Path) -> Node:
-    """The node of a document that ``preflight --json`` wrote. InputError where it is none."""
+    """Read a document that ``preflight --json`` wrote. Raises InputError for any other file."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
         return Node(
@@ -83,7 +83,7 @@ def _finding(row: Mapping[str, Any]) -> Finding:
 
 
 def compare(nodes: Sequence[Node]) -> list[tuple[str, Finding]]:
-    """(node, finding) of what only shows between nodes. InputError where one node has two documents."""
+    """Return (node, finding) for problems that show only between nodes. InputError if a node has two documents."""
     if twice := [name for name, count in Counter(node.name for node in nodes).items() if count > 1]:
         raise InputError(f"two documents are from node {twice[0]}", hint="give one document for each node")
     drivers = _odd(nodes, "driver", lambda node: node.driver)
@@ -117,7 +117,7 @@ def _slowest(nodes: Sequence[Node]) -> Iterator[tuple[str, Finding]]:
 
 
 def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[tuple[str, ...]]:
-    """A table with a row per node: name, GPUs, verdict, and what is wrong."""
+    """Return table rows, one per node: name, GPUs, verdict, problems."""
     found: list[tuple[str, ...]] = []
     for node in nodes:
         wrong = [one for one in node.findings if one.level in ("failed", "slow")]
@@ -130,7 +130,7 @@ def rows(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> list[
 
 
 def page(nodes: Sequence[Node], between: Sequence[tuple[str, Finding]]) -> str:
-    """One self-contained HTML page: checks by nodes, figures by nodes, and each problem with its remedy."""
+    """Return one self-contained HTML page: checks by nodes, figures by nodes, and each problem with its remedy."""
     names = list(dict.fromkeys(one.check for node in nodes for one in node.findings))
     worst = {node.name: node.worst() for node in nodes}
     head = "".join(f"<th>{escape(node.name)}</th>" for node in nodes)

@@ -1,4 +1,4 @@
-"""Is this machine fit to train? Each check reads the kernel's files and says what is wrong and what to do about it."""
+"""Checks of a machine before a job. Each reads the kernel's files, and names the problem and its remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primus.yamlfile import read_values
 
 _GIB = 2**30
 _AMD, _NVIDIA = "0x1002", "0x10de"
-# Of PCI: processing accelerators, and displays that compute only.
+# PCI classes: processing accelerators, and display controllers that only compute.
 _COMPUTE = ("0x1200", "0x0302", "0x0380")
 _XGMI = "11"
 _NO_GPU = "no GPU on this machine"
@@ -25,12 +25,12 @@ _DRIVER = "the driver names no such file"
 
 
 def _or_ok(findings: Iterable[Finding], check: str, said: str) -> list[Finding]:
-    """Return the findings, or that nothing is wrong if there are none."""
+    """Return the findings, or one without a problem if there are none."""
     return [*findings] or [ok(check, said)]
 
 
 def _cards(host: Host) -> list[Path]:
-    """The device folders of AMD's GPUs."""
+    """Return the device folders of AMD's GPUs."""
     found = host.glob("sys/class/drm/renderD*/device")
     return [path for path in found if host.text(f"{path.relative_to(host.root)}/vendor") in ("", _AMD)]
 
@@ -40,14 +40,14 @@ def _file(host: Host, card: Path, name: str) -> str:
 
 
 def present(host: Host) -> Iterator[Finding]:
-    """GPUs are there, all of them, and of one known generation."""
+    """Check that GPUs are present, that all have a driver, and that they are of one known generation."""
     unbound: Counter[str] = Counter()
     bus = 0
     for path in host.glob("sys/bus/pci/devices/*"):
         device = path.relative_to(host.root)
         if host.text(f"{device}/class")[:6] in _COMPUTE and (maker := host.text(f"{device}/vendor")) in (_AMD, _NVIDIA):
             bus += 1
-            # The driver of a container's other GPUs is bound, too.
+            # The driver is also bound for GPUs of the host that this container does not see.
             unbound[maker] += not (path / "driver").exists()
     names = host.gpus.names
     if missing := unbound.total():
@@ -87,7 +87,7 @@ def _in_container(host: Host) -> bool:
 
 
 def rights(host: Host) -> Iterator[Finding]:
-    """The user may open the GPUs' devices."""
+    """Check that the user may open the GPUs' devices."""
     found = host.gpus
     if not found.names:
         yield skipped("device rights", _NO_GPU)
@@ -119,7 +119,7 @@ def rights(host: Host) -> Iterator[Finding]:
 
 
 def visible(host: Host) -> Iterator[Finding]:
-    """Variables that choose GPUs name existing ones, and agree."""
+    """Check that the variables that select GPUs agree and name existing ones."""
     chosen = {}
     for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         text = host.environment.get(name)
@@ -137,7 +137,7 @@ def visible(host: Host) -> Iterator[Finding]:
 
 
 def driver(host: Host) -> Iterator[Finding]:
-    """The kernel's driver supports the ROCm or CUDA in use."""
+    """Check that the kernel's driver supports the ROCm or CUDA in use."""
     found = host.gpus
     if not found.names:
         yield skipped("driver", _NO_GPU)
@@ -176,7 +176,7 @@ def driver(host: Host) -> Iterator[Finding]:
 
 
 def numa(host: Host) -> Iterator[Finding]:
-    """NUMA auto-balancing is off, as AMD's documents ask."""
+    """Check that NUMA auto-balancing is off, as AMD's documents recommend."""
     state = host.number("proc/sys/kernel/numa_balancing")
     if not host.gpus.names or state is None:
         yield skipped("NUMA balancing", _NO_GPU if not host.gpus.names else "the kernel has none")
@@ -190,7 +190,7 @@ def numa(host: Host) -> Iterator[Finding]:
 
 
 def iommu(host: Host) -> Iterator[Finding]:
-    """An IOMMU passes the GPUs through."""
+    """Check that an IOMMU is in passthrough mode."""
     if not host.gpus.names:
         yield skipped("IOMMU", _NO_GPU)
     elif host.glob("sys/class/iommu/*") and not re.search(r"\biommu=pt\b", host.text("proc/cmdline")):
@@ -202,7 +202,7 @@ def iommu(host: Host) -> Iterator[Finding]:
 
 
 def cpu(host: Host) -> Iterator[Finding]:
-    """Huge pages and the CPUs' clock."""
+    """Check transparent huge pages and the CPU frequency governor."""
     if not host.gpus.names:
         yield skipped("huge pages", _NO_GPU)
         return
@@ -224,7 +224,7 @@ def cpu(host: Host) -> Iterator[Finding]:
 
 
 def limits(host: Host) -> Iterator[Finding]:
-    """Open files, locked memory and processes."""
+    """Check the limits for open files, locked memory and processes."""
     soft: dict[str, float] = {}
     for line in host.text("proc/self/limits").splitlines():
         if match := re.match(r"Max (open files|locked memory|processes)\s+(\S+)", line):
@@ -250,11 +250,11 @@ def _limits(host: Host, soft: dict[str, float]) -> Iterator[Finding]:
 
 
 def shared_memory(host: Host) -> Iterator[Finding]:
-    """/dev/shm is large enough for the ranks."""
+    """Check that /dev/shm is large enough for the ranks."""
     path = host.root / "dev/shm"
     space = host.bytes_of(path) if path.is_dir() else None
     gpus = len(host.gpus.names)
-    # The first is what NCCL's rings take; with the second, data loaders have room, too.
+    # NCCL's ring buffers need the first size; the second one leaves room for data loaders.
     least, good = gpus * _GIB // 8 if gpus > 1 else _GIB // 32, 8 * _GIB if gpus else _GIB // 32
     remedy = "--shm-size 16g, or sudo mount -o remount,size=64g /dev/shm"
     if space is None:
@@ -274,7 +274,7 @@ def shared_memory(host: Host) -> Iterator[Finding]:
 
 
 def disk(host: Host) -> Iterator[Finding]:
-    """Free space where a job writes."""
+    """Check the free space of the output folder."""
     space = host.bytes_of(host.output)
     if space is None:
         yield skipped("disk", "the file system does not tell")
@@ -293,7 +293,7 @@ def disk(host: Host) -> Iterator[Finding]:
 
 
 def container(host: Host) -> Iterator[Finding]:
-    """Limits of the control group."""
+    """Check the memory, CPU and process limits of the control group."""
     yield from _or_ok(_container(host), "container limits", "none that matters")
 
 
@@ -316,7 +316,7 @@ def _container(host: Host) -> Iterator[Finding]:
 
 
 def health(host: Host) -> Iterator[Finding]:
-    """ECC errors, retired pages, PCIe links, clocks and memory in use of AMD's GPUs; their XGMI links."""
+    """Check AMD's GPUs for ECC errors, retired pages, PCIe links, clocks, memory in use and XGMI links."""
     cards = _cards(host)
     if host.gpus.vendor != "amd" or not cards:
         yield skipped("GPU health", _NO_GPU if not host.gpus.names else f"{host.gpus.vendor}: {_DRIVER}")
@@ -389,9 +389,9 @@ def _xgmi(host: Host, node: Path) -> int:
     return sum(1 for link in links if link.get("type") == _XGMI and link.get("weight") != "0")
 
 
-# Checks whose findings do not concern a job on one machine.
+# Checks that do not apply to a job on one machine.
 OF_SEVERAL_NODES = ("RDMA", "RDMA rights", "RDMA firmware", "RDMA libraries", "network", "locked memory")
-# In the order of the report. What stops a job comes first.
+# In the order of the report: problems that stop a job come first.
 CHECKS: tuple[Callable[[Host], Iterator[Finding]], ...] = (
     present, rights, visible, driver, shared_memory, disk, limits, container, health, numa, iommu, cpu,
     fabric.rdma, fabric.libraries, fabric.interface,
@@ -399,12 +399,12 @@ CHECKS: tuple[Callable[[Host], Iterator[Finding]], ...] = (
 
 
 def preflight(host: Host) -> list[Finding]:
-    """Every check of ``host``, in order. Reads files only; takes well under a second."""
+    """Run every check on ``host``, in order. Reads files only, in well under a second."""
     return [finding for check in CHECKS for finding in check(host)]
 
 
 def disk_speed(folder: Path, megabytes: int = 256) -> Finding:
-    """Write and sync a file in ``folder``: a checkpoint takes its size divided by this."""
+    """Measure the speed of writing and syncing a file in ``folder``, which is the speed of a checkpoint."""
     path = folder / f".primus-preflight-{time.monotonic_ns()}"
     block = bytes(2**20)
     try:

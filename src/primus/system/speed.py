@@ -1,4 +1,4 @@
-"""Micro-benchmarks of a machine's GPUs, judged by what is expected of the GPU and by what the others do."""
+"""Micro-benchmarks of a machine's GPUs, compared with the expected figures and with each other."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from primus.yamlfile import read_values
 UNITS = {"gemm bf16": "TFLOP/s", "gemm fp8": "TFLOP/s", "memory": "TB/s", "all-reduce": "GB/s", "all-to-all": "GB/s"}
 _CHECK = "benchmark"
 _COLLECTIVES = ("all-reduce", "all-to-all")
-# A GPU that is this much slower than the node's median holds all others up: they wait for it in every step.
+# All GPUs wait for the slowest in every step, so one that is this much below the node's median is reported.
 APART = 0.10
-# More than the peak is an error of measuring.
+# A figure above the peak is a measurement error.
 _ABOVE_PEAK = 1.05
 _TIMEOUT = 300
 _REMEDIES = {
@@ -36,7 +36,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The least that a GPU should reach, in the unit of ``what``; None where no source states it."""
+    """The least that a GPU should reach, in the unit of ``what``; None if no source states it."""
 
     least: float | None
     source: str
@@ -45,7 +45,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One benchmark: a figure per GPU in ``unit``, the range that is expected, and where the range comes from."""
+    """One benchmark: a figure per GPU in ``unit``, the expected range and its source."""
 
     what: str
     unit: str
@@ -57,7 +57,7 @@ class Measurement:
 
 @cache
 def expected() -> Mapping[tuple[str, str], Expected]:
-    """(GPU, what) → the figure of ``expected.yaml``."""
+    """Return (GPU, what) → the expected figure in ``expected.yaml``."""
     rows = cast(dict[str, Any], read_values(Path(__file__).with_name("expected.yaml")).data)["figures"]
     return {
         (row["gpu"], row["what"]): Expected(least=row["least"], source=row["source"], gpus=row.get("gpus"))
@@ -66,7 +66,7 @@ def expected() -> Mapping[tuple[str, str], Expected]:
 
 
 def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
-    """Measure the GPUs of ``host`` and judge the figures. A finding says why where nothing can be measured."""
+    """Measure the GPUs of ``host`` and judge the figures. A finding states the reason if nothing can be measured."""
     if not host.gpus.names:
         return [skipped(_CHECK, "no GPU on this machine")], []
     if not (gpus := visible(len(host.gpus.names), host.environment)):
@@ -83,7 +83,7 @@ def benchmark(host: Host) -> tuple[list[Finding], list[Measurement]]:
 
 
 def measure(ranks: int, fp8: str, seconds: float = _TIMEOUT) -> list[Mapping[str, Any]] | str:
-    """What each of ``ranks`` measured, or why it could not. ``fp8`` is the format of the GPUs' matrix units."""
+    """Return the figures of each rank, or the reason for a failure. ``fp8`` is the format of the matrix units."""
     with tempfile.TemporaryDirectory(prefix="primus-preflight-") as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
@@ -104,13 +104,13 @@ def measure(ranks: int, fp8: str, seconds: float = _TIMEOUT) -> list[Mapping[str
 
 
 def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurement]:
-    """The figures of all ranks by benchmark, with the range that is expected of the GPU ``name``."""
+    """Group the figures of all ranks by benchmark, each with the range expected of the GPU ``name``."""
     found = []
     for what, unit in UNITS.items():
         figures = tuple(float(rank[what]) for rank in ranks if what in rank)
         if not figures:
             continue
-        # All ranks wait for each other in a collective: it has one figure.
+        # A collective has one figure, because all ranks wait for each other.
         figures = (min(figures),) if what in _COLLECTIVES else figures
         row = expected().get((name, what), Expected(least=None, source="no table knows this GPU"))
         fits = row.gpus is None or row.gpus == len(ranks)
@@ -124,7 +124,7 @@ def measurements(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Measurem
 
 
 def peak_of(name: str, what: str) -> float | None:
-    """The most that the GPU can reach, from the table of generations; None where nothing states it."""
+    """Return the most that the GPU can reach, from the table of generations; None if unknown."""
     if not any(one.name == name for one in load_table().generations):
         return None
     if what == "memory":
@@ -136,7 +136,7 @@ def peak_of(name: str, what: str) -> float | None:
 
 
 def judge(one: Measurement) -> Iterator[Finding]:
-    """What the figures of one benchmark mean: too low, far below the other GPUs, impossible, or fine."""
+    """Judge the figures of one benchmark: too low, far below the other GPUs, impossible, or as expected."""
     typical = statistics.median(one.figures)
     remedy = _REMEDIES.get(one.what) or _REMEDIES["all-reduce" if one.what in _COLLECTIVES else "gemm bf16"]
     bad = False

@@ -1,1 +1,1 @@
-"""hipBLASLt tuning: the GEMMs of a recipe, the fastest solution of each, and the file that a run then uses."""
+"""Tuning: the fastest solution of each GEMM of a recipe, and the fastest settings of a recipe."""

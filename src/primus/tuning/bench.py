@@ -1,4 +1,4 @@
-"""Measure shapes with hipblaslt-bench, on all GPUs at once. What is finished survives whatever ends this process."""
+"""Measure shapes with hipblaslt-bench on all GPUs at once. Finished measurements survive an interruption."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pathlib import Path
 from primus.errors import CheckFailed, HostError
 from primus.tuning.shapes import Shape
 
-# As the offline tuning of the documents: rotating buffers of 512 MB, 20 timed calls, solutions that are slow at once
-# are left out.
+# As in the documents' offline tuning: rotating buffers of 512 MB, 20 timed calls, and no further calls of a solution
+# that is slow at first.
 _COMMON = ("--rotating", "512", "--iters", "20", "--cold_iters", "5")
 _DEFAULT = ("--algo_method", "heuristic", "--requested_solution", "1")
 _SEARCH = ("--algo_method", "all", "--requested_solution", "-1", "--skip_slow_solution_ratio", "0.7")
-# $0 is hipblaslt-bench. Both logs are renamed last, so a result is there whole or not at all, and the shell does it
-# even when the process that started it is gone.
+# $0 is hipblaslt-bench. Both logs are renamed last, so that a result is complete or absent. The shell renames them even
+# if the process that started it has ended.
 _SCRIPT = """\
 set -e
 eval "$DEFAULT" > "$OUT.default.part" 2>&1
@@ -36,9 +36,9 @@ mv "$OUT.search.part" "$OUT.search.txt"
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One shape's times per call in microseconds: of the solution that hipBLASLt chooses by itself, and of the best.
+    """The times of one shape per call in microseconds: of hipBLASLt's default solution, and of the best one.
 
-    ``tuned`` are the lines for hipBLASLt's override file, with the header first.
+    ``tuned`` are the lines for hipBLASLt's override file, starting with the header.
     """
 
     shape: Shape
@@ -49,7 +49,7 @@ class Measured:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Hold the folder. HostError when another process tunes in it."""
+    """Lock the folder while the context is open. Raises HostError if another process holds the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a") as lock:
         try:
@@ -62,7 +62,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _done(folder: Path, shape: Shape) -> bool:
-    # Renamed last.
+    # This file is renamed last.
     return (folder / f"{shape.key}.search.txt").is_file()
 
 
@@ -76,8 +76,8 @@ def measure(
 ) -> None:
     """Measure every shape that has no result in ``folder`` yet, one at a time on each of ``gpus``.
 
-    A shape that an earlier process left running is waited for and not started again. Raises CheckFailed for the shapes
-    that could not be measured, after all others were.
+    If a process of an earlier command still measures a shape, wait for it instead of starting it again. Raises
+    CheckFailed for shapes that could not be measured, after all others are done.
     """
     folder.mkdir(parents=True, exist_ok=True)
     waiting: queue.SimpleQueue[Shape] = queue.SimpleQueue()
@@ -124,10 +124,10 @@ def measure(
 
 
 def _one(shape: Shape, folder: Path, bench: str, gpu: str, running: dict[int, subprocess.Popen[bytes]]) -> str:
-    """Measure one shape; why it failed, or nothing."""
+    """Measure one shape. Returns the reason for a failure, or an empty string."""
     out = folder / shape.key
     with out.with_suffix(".lock").open("a") as lock:
-        # The measuring process inherits the lock: it holds it as long as it lives, whatever becomes of this one.
+        # The measuring process inherits the lock and holds it until it ends, even if this process ends first.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if _done(folder, shape):
             return ""
@@ -164,7 +164,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def microseconds(text: str) -> float | None:
-    """The shortest time per call in hipblaslt-bench's output, from its column ``us``; None where it has none."""
+    """Return the shortest time per call in hipblaslt-bench's output (column ``us``); None without that column."""
     column, found = None, []
     for line in text.splitlines():
         row = next(csv.reader([line.partition(":")[2] if line.lstrip().startswith("[") else line.strip()]), [])
@@ -179,7 +179,7 @@ def microseconds(text: str) -> float | None:
 
 
 def results(shapes: Sequence[Shape], folder: Path) -> tuple[list[Measured], list[Shape]]:
-    """What is measured, in the order of ``shapes``, and the shapes without a usable result."""
+    """Return the measurements in the order of ``shapes``, and the shapes without a usable result."""
     done, missing = [], []
     for shape in shapes:
         default, best = (
@@ -194,7 +194,7 @@ def results(shapes: Sequence[Shape], folder: Path) -> tuple[list[Measured], list
 
 
 def times(measured: Sequence[Measured]) -> str:
-    """The measured times as a JSON document, which a later measurement can be compared with."""
+    """Return the times as a JSON document, for comparison with a later measurement."""
     rows = [
         {"shape": " ".join(one.shape.words), "count": one.shape.count, "default_us": one.default, "best_us": one.best}
         for one in measured

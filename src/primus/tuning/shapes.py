@@ -13,9 +13,9 @@ from primus.errors import InputError
 
 _PROGRAM = "hipblaslt-bench"
 _NEEDED = ("-m", "-n", "-k")
-# The library writes them after the sizes: a line without them was cut.
+# The library writes these after the sizes, so a line without them is truncated.
 _WHOLE = frozenset({"--transA", "--transB", "--batch_count"})
-# How a call was measured, not what it computes.
+# Options that affect the measurement, but not the product.
 _MEASURING = frozenset({
     "-i", "--iters", "-j", "--cold_iters", "--rotating", "--algo_method", "--requested_solution", "--solution_index",
     "--skip_slow_solution_ratio", "--flush", "--use_gpu_timer", "--device", "-v", "--verify", "--print_kernel_info",
@@ -24,7 +24,7 @@ _MEASURING = frozenset({
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One distinct GEMM: its options without those of measuring, how often it was called, and its work per call."""
+    """One distinct GEMM: its options without those of the measurement, its number of calls, and its FLOPs per call."""
 
     options: tuple[tuple[str, str], ...]
     count: int
@@ -32,17 +32,17 @@ class Shape:
 
     @property
     def key(self) -> str:
-        """A name for files: equal for equal GEMMs."""
+        """A file name: equal for equal GEMMs."""
         return hashlib.sha256(repr(self.options).encode()).hexdigest()[:20]
 
     @property
     def words(self) -> list[str]:
-        """The options as hipblaslt-bench takes them."""
+        """The options as arguments of hipblaslt-bench."""
         return [word for name, value in self.options for word in ((name, value) if value else (name,))]
 
     @property
     def title(self) -> str:
-        """Its sizes, for people: m × n × k, and the type of its factors."""
+        """A short description: m × n × k, and the type of the factors."""
         given = dict(self.options)
         batch = f" × {given['--batch_count']}" if given.get("--batch_count", "1") != "1" else ""
         kind = given.get("--a_type", given.get("-r", given.get("--precision", "")))
@@ -50,7 +50,7 @@ class Shape:
 
 
 def _parsed(line: str) -> tuple[tuple[str, str], ...] | None:
-    """The options of a logged call; None for a line that is none, or was torn by another process."""
+    """Return the options of a logged call; None for any other line, or one that another process overwrote."""
     at = line.find(_PROGRAM)
     if at < 0 or line.count(_PROGRAM) > 1:
         return None
@@ -61,7 +61,7 @@ def _parsed(line: str) -> tuple[tuple[str, str], ...] | None:
     found: dict[str, str] = {}
     while words:
         name = words.pop(0)
-        # A number that begins with a hyphen is a value.
+        # A number can begin with a hyphen; it is a value, not an option.
         if not name.startswith("-") or name.lstrip("-")[:1].isdigit() or name in found:
             return None
         value = words[0] if words and (not words[0].startswith("-") or words[0][1:2].isdigit()) else ""
@@ -79,9 +79,9 @@ def _flops(options: tuple[tuple[str, str], ...]) -> float:
 
 
 def read_shapes(files: Iterable[Path]) -> tuple[list[Shape], int]:
-    """All distinct shapes, those with the most work in total first, and how many lines could not be read.
+    """Return all distinct shapes, most total work first, and the number of unreadable lines.
 
-    InputError where the files hold no shape.
+    Raises InputError if the files contain no shape.
     """
     counts: Counter[tuple[tuple[str, str], ...]] = Counter()
     torn, names = 0, []
@@ -92,7 +92,7 @@ def read_shapes(files: Iterable[Path]) -> tuple[list[Shape], int]:
                 for line in lines:
                     if not line.strip():
                         continue
-                    # The last line of a process that was ended may be cut anywhere.
+                    # If the process was killed, its last line can be truncated at any point.
                     options = _parsed(line) if line.endswith("\n") else None
                     if options is None:
                         torn += 1

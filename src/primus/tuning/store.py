@@ -1,4 +1,4 @@
-"""The tuned file of a recipe: where it lies, what it is valid for, and whether a run may use it."""
+"""The tuned file of a recipe: its location, the key that it is valid for, and whether a run may use it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from primus.files import write_file
 from primus.recipes.recipe import Recipe
 from primus.tuning.bench import Measured, times
 
-# Settings that change how long a run takes, or where it writes, but none of its GEMMs.
+# Settings that change no GEMM, only the length of a run or the location of its files.
 _WITHOUT_GEMMS = ("steps", "seed", "deterministic", "checkpoint", "lr")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """What a tuned file is of: solutions are numbers that only one build of a library on one architecture knows.
+    """What a tuned file is valid for. Its solutions are numbers of one build of a library on one architecture.
 
-    ``library`` is ``hipblaslt`` or ``pytorch``, ``version`` is its version.
+    ``library`` is ``hipblaslt`` or ``pytorch``, and ``version`` its version.
     """
 
     library: str = "hipblaslt"
@@ -32,7 +32,7 @@ class Key:
 
     @staticmethod
     def of(recipe: Recipe, version: str, arch: str, library: str = "hipblaslt") -> Key:
-        """The key of ``recipe``, without the settings that change no GEMM."""
+        """Return the key of ``recipe``, without the settings that change no GEMM."""
         left = {recipe.knows.key(name) for name in _WITHOUT_GEMMS if name in recipe.knows.keys}
         values = {
             key: setting.value
@@ -44,11 +44,11 @@ class Key:
 
     @property
     def digest(self) -> str:
-        """A name for folders."""
+        """The hash of the key, for names of folders."""
         return hashlib.sha256(json.dumps(self.document()).encode()).hexdigest()[:16]
 
     def document(self) -> dict[str, str]:
-        """What key.json holds."""
+        """Return the contents of key.json."""
         return {self.library: self.version, "arch": self.arch, "recipe": self.recipe}
 
     def write(self, file: Path) -> None:
@@ -56,7 +56,7 @@ class Key:
         write_file(file, json.dumps(self.document(), indent=2) + "\n")
 
     def require(self, tuned: Path, file: Path) -> None:
-        """InputError unless ``tuned`` exists and ``file`` says that it is of this key."""
+        """Raise InputError unless ``tuned`` exists and ``file`` contains this key."""
         if not tuned.is_file():
             raise InputError(f"there is no {tuned}", hint="the stage tune makes it")
         try:
@@ -66,7 +66,7 @@ class Key:
         if not isinstance(found, Mapping):
             raise InputError(f"{tuned} has no valid key: {file} is missing or damaged", hint="tune again")
         wrong = [
-            # A recipe is its digest, which tells a reader nothing.
+            # The recipe's part is a hash, which tells a reader nothing.
             "other settings of the recipe" if name == "recipe" else f"{name} {found.get(name)} instead of {value}"
             for name, value in self.document().items()
             if found.get(name) != value
@@ -83,26 +83,26 @@ class Place:
 
     @classmethod
     def of(cls, recipe: str, below: Path) -> Self:
-        """The folders of a recipe, in ``below``."""
+        """Return the folders of a recipe below ``below``."""
         return cls(root=below.absolute() / recipe.rpartition("/")[2].removesuffix(".yaml"))
 
     @property
     def shapes(self) -> Path:
-        """Where the stage dump writes."""
+        """The output folder of the stage dump."""
         return self.root / "gemm_shape"
 
     @property
     def results(self) -> Path:
-        """Where the stage tune writes what runs use."""
+        """The folder with the result of the stage tune, which runs use."""
         return self.root / "gemm_tune"
 
     @property
     def key(self) -> Path:
-        """What the results are valid for."""
+        """The file with the key of the result."""
         return self.results / "key.json"
 
     def work(self, key: Key) -> Path:
-        """Results of single shapes, valid for one key."""
+        """Return the folder for results of single shapes, which are valid for one key."""
         return self.results / "work" / key.digest
 
 
@@ -116,16 +116,16 @@ class Folder(Place):
 
     @property
     def times(self) -> Path:
-        """Times of every shape."""
+        """The file with the times of every shape."""
         return self.results / "times.json"
 
     def dump(self, node: str) -> Path:
-        """The log of one node."""
+        """Return the log file of one node."""
         return self.shapes / f"dump_hipblaslt_gemm_shape_{node}.txt"
 
 
 def merge(folder: Folder, key: Key, measured: Sequence[Measured]) -> None:
-    """Write the tuned file, its key and the times, each whole. CheckFailed where the parts are of different builds."""
+    """Write the tuned file, its key and the times. CheckFailed if the parts come from different builds."""
     heads = {one.tuned[0] for one in measured}
     if len(heads) > 1:
         raise CheckFailed(
@@ -133,7 +133,7 @@ def merge(folder: Folder, key: Key, measured: Sequence[Measured]) -> None:
             hint=f"delete {folder.work(key)} and tune again",
         )
     rows = list(dict.fromkeys(row for one in measured for row in one.tuned[1:]))
-    # The key goes first: a file without the right one is not used.
+    # Write the key first, because a file without a matching key is not used.
     folder.tuned.unlink(missing_ok=True)
     key.write(folder.key)
     write_file(folder.times, times(measured))
@@ -141,13 +141,13 @@ def merge(folder: Folder, key: Key, measured: Sequence[Measured]) -> None:
 
 
 def check(folder: Folder, key: Key) -> Path:
-    """The tuned file, for a run with ``key``. InputError where there is none, or it is of another key."""
+    """Return the tuned file for a run with ``key``. InputError if there is none, or if it has another key."""
     key.require(folder.tuned, folder.key)
     return folder.tuned
 
 
 def speedups(measured: Sequence[Measured]) -> tuple[float, float]:
-    """Expected gain: the time of all logged GEMMs before ÷ after, and the mean gain of a shape, weighted by FLOPs."""
+    """Return time before ÷ after of all logged GEMMs, and the mean gain of a shape, weighted by FLOPs."""
     before = sum(one.shape.count * one.default for one in measured)
     after = sum(one.shape.count * min(one.best, one.default) for one in measured)
     work = sum(one.shape.count * one.shape.flops for one in measured)
@@ -156,7 +156,7 @@ def speedups(measured: Sequence[Measured]) -> tuple[float, float]:
 
 
 def slower(measured: Sequence[Measured], baseline: Path, tolerance: float) -> list[str]:
-    """Sentences on shapes whose best time exceeds the baseline's by over ``tolerance``. InputError: no baseline."""
+    """Return a sentence per shape that is slower than the baseline by over ``tolerance``. InputError without one."""
     try:
         rows = {row["shape"]: float(row["best_us"]) for row in json.loads(baseline.read_text(encoding="utf-8"))}
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,7 +1,7 @@
-"""The search for a recipe's fastest settings: which candidates there are, in which order to try them, what to write.
+"""The search for a recipe's fastest settings: the candidates, the order of trying them, and the file to write.
 
-Nothing here runs anything; :mod:`primus.tuning.trial` measures. The tokens of an optimizer step never change: a
-candidate with a smaller micro batch accumulates more of them.
+This module runs nothing; :mod:`primus.tuning.trial` measures. The tokens of an optimizer step never change: a candidate
+with a smaller micro batch accumulates more of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from primus.recipes.setting import CHOICES
 from primus.turbo.optimizations import automatic, chosen, optimizations
 
 _GIB = 2**30
-# Steps whose losses are compared. Later ones differ by what rounding became.
+# Steps whose losses are compared. In later steps, rounding differences have grown.
 _COMPARED = 3
 
 
@@ -30,8 +30,8 @@ _COMPARED = 3
 class Point:
     """One candidate.
 
-    ``words`` are the settings in which it differs from the start. ``peak`` are the predicted bytes of one rank, None on
-    a CPU. ``out`` is why it is not tried, or empty. ``recipe`` is None if it cannot be resolved.
+    ``words`` are the settings that differ from the start. ``peak`` is the predicted memory of one rank in bytes,
+    None on a CPU. ``out`` is the reason why it is not tried, or empty. ``recipe`` is None if it cannot be resolved.
     """
 
     turbo: str
@@ -67,10 +67,10 @@ def candidates(
                 if batch != start.local_batch:
                     words.append(f"{knows.key('local_batch')}={batch}")
                     if "global_batch" in knows.keys:
-                        # Otherwise the backend would take the new micro batch times the ranks.
+                        # Otherwise the backend would use the new micro batch times the ranks as the global batch.
                         words.append(f"{knows.key('global_batch')}={start.global_batch}")
                 if batch % start.find("validation.accumulation", 1):
-                    # No run of the search accumulates for the sake of a check.
+                    # Turn off checks that add accumulation steps.
                     words.append("validation.accumulation=1")
                 point = Point(turbo=turbo, checkpointing=checkpointing, batch=batch, words=tuple(words))
                 found.append(_resolved(source, start, point, available, missing))
@@ -79,7 +79,7 @@ def candidates(
 
 
 def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
-    """Choices of optimizations, the recipe's first: none, what ``auto`` takes, and each further one beside that."""
+    """Return the choices of optimizations, the recipe's own first: none, ``auto``, and ``auto`` plus each other one."""
     own, known = chosen(start), optimizations()
     auto = automatic(start)
     sets = {own: "as the recipe" if own not in ((), auto) else "auto" if own else "off"}
@@ -89,14 +89,14 @@ def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
         if not one.auto and not any(one.objections(start)):
             beside_it = [other for other in auto if other not in one.excludes]
             sets.setdefault(tuple(other for other in known if other in (*beside_it, name)), f"auto + {name}")
-    # Named one by one, because the planner and the written file then mean the same on any machine.
+    # Names instead of ``auto``, so that the planner and the written file mean the same on every machine.
     return [
         (title, () if names == own else (f"turbo={','.join(names) or 'off'}",)) for names, title in sets.items()
     ]  # fmt: skip
 
 
 def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
-    """Choices of activation checkpointing, the recipe's first."""
+    """Return the choices of activation checkpointing, the recipe's own first."""
     head, rows = start.backend, start.knows.checkpointing
     own = "as the recipe"
     others = []
@@ -170,7 +170,7 @@ def search(points: Sequence[Point], measure: Callable[[Point], float | None]) ->
 
 
 def different(losses: Sequence[float], wanted: Sequence[float], tolerance: float) -> str:
-    """Why ``losses`` of the first steps are not ``wanted`` within ``tolerance`` (relative), or nothing."""
+    """Return how ``losses`` of the first steps differ from ``wanted`` by more than ``tolerance`` (relative), or ""."""
     for step, (here, there) in enumerate(zip(losses[:_COMPARED], wanted[:_COMPARED], strict=False), 1):
         if not abs(here - there) <= tolerance * abs(there):
             return f"the loss of step {step} is {here:.5f}, at the start {there:.5f}: more than {tolerance:.0e} apart"
@@ -178,15 +178,15 @@ def different(losses: Sequence[float], wanted: Sequence[float], tolerance: float
 
 
 def gain(start: Sequence[float], winner: Sequence[float]) -> tuple[float, float]:
-    """The winner's gain in tokens per second (0.1: 10 % faster), and the spread: the larger (max − min) ÷ median."""
+    """Return the winner's gain in tokens/s (0.1: 10 % faster) and the spread, the larger (max − min) ÷ median."""
     spread = max((max(rates) - min(rates)) / statistics.median(rates) for rates in (start, winner))
     return statistics.median(winner) / statistics.median(start) - 1, spread
 
 
 def overlay(source: str, winner: Recipe, leave: Sequence[str], because: str, command: str, file: Path) -> str:
-    """Return the text of a recipe ``file`` that uses the recipe of ``winner`` and sets what the search set.
+    """Return the text of a recipe ``file`` that uses the recipe of ``winner`` and sets the values that were found.
 
-    ``leave`` are keys that only the measurement set. The user's own key=value words become part of the file.
+    ``leave`` are keys that only the measurement set. The user's key=value arguments become part of the file.
     """
     keys = []
     for word in winner.overrides:

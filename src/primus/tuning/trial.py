@@ -24,16 +24,16 @@ from primus.recipes.recipe import Recipe
 from primus.training import failure, launch
 from primus.training.outcome import document
 
-# Seconds in which a run that is told to end can end its ranks.
+# Seconds that a run gets to end its ranks.
 _GRACE = 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one run gave. ``reason`` is why it does not count, or empty; ``seconds`` is its wall time.
+    """The result of one run. ``reason`` is why it does not count, or empty; ``seconds`` is its wall time.
 
-    ``tokens_per_second`` is the median of a rank after the warm-up, ``memory_gib`` the peak, ``losses`` those of all
-    steps.
+    ``tokens_per_second`` is the median of a rank after the warm-up, ``memory_gib`` the peak, ``losses`` those of
+    all steps.
     """
 
     tokens_per_second: float | None
@@ -45,7 +45,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Runs of a recipe ``source`` and their results in ``folder``. A run may take ``limit`` seconds."""
+    """The runs of a recipe ``source``, with their results in ``folder``. A run may take ``limit`` seconds."""
 
     source: str
     folder: Path
@@ -53,7 +53,7 @@ class Trials:
     warmup: int
 
     def known(self, recipe: Recipe, number: int) -> Result | None:
-        """The kept result of the run ``number`` of ``recipe``, or None. A damaged file counts as none."""
+        """Return the saved result of run ``number`` of ``recipe``, or None. A damaged file counts as none."""
         kept = read_sealed(self._file(recipe, number))
         try:
             return Result(**{**kept, "losses": tuple(kept["losses"])})
@@ -61,11 +61,11 @@ class Trials:
             return None
 
     def run(self, recipe: Recipe, number: int) -> Result:
-        """Run ``recipe`` and keep the result. Only KeyboardInterrupt, and a folder that cannot be written, get out."""
+        """Run ``recipe`` and save the result. HostError if the folder cannot be written."""
         output = self.folder / self._name(recipe, number)
         began = time.monotonic()
         try:
-            shutil.rmtree(output, ignore_errors=True)  # of an interrupted run
+            shutil.rmtree(output, ignore_errors=True)  # left by an interrupted run
             output.parent.mkdir(parents=True, exist_ok=True)
             said, code = self._train(recipe, output)
             result = _read(output, said, self.warmup, time.monotonic() - began)
@@ -73,7 +73,8 @@ class Trials:
                 shutil.rmtree(output / large, ignore_errors=True)
             if any(text in result.reason for text in (failure.DISK_FULL.text, "the disk is full")):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if code != HostError.exit_code:  # what the machine lacks may be there at the next start
+            # Do not save a failure for lack of a requirement, which may be installed at the next start.
+            if code != HostError.exit_code:
                 write_sealed(self._file(recipe, number), asdict(result))
         except OSError as error:
             raise HostError(
@@ -89,7 +90,7 @@ class Trials:
         return self.folder / f"{self._name(recipe, number)}.json"
 
     def _train(self, recipe: Recipe, output: Path) -> tuple[str, int]:
-        """Return why the run failed, as far as the command says so, or nothing; and its exit code."""
+        """Train once. Returns the reason for a failure as the command reports it, or "", and the exit code."""
         words = [self.source, *recipe.asked.words(), *recipe.overrides, "--output", str(output), "--json"]
         words += ["--compile-cache", str(self.folder / "compiled")]
         command = [sys.executable, "-m", "primus.cli.main", "train", *words]
@@ -111,7 +112,7 @@ class Trials:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a run and its ranks. The first signal lets it end the ranks, which have sessions of their own."""
+    """End a run and its ranks. The first signal lets the run end its ranks, which are in sessions of their own."""
     with suppress(ProcessLookupError):
         process.terminate()
     try:
@@ -123,7 +124,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt inside, so that a run never outlives the command that started it.
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP while the context is open, so that no run outlives the
+    command.
 
     A signal that is ignored, such as SIGHUP under nohup, stays ignored.
     """

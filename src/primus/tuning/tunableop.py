@@ -1,8 +1,8 @@
-"""PyTorch's TunableOp: the tuning of GEMMs that needs PyTorch alone. Shapes, work on all GPUs, the merged result.
+"""PyTorch's TunableOp, the tuning of GEMMs that needs only PyTorch: shapes, measurement on all GPUs, merged result.
 
 PyTorch records the GEMMs of a run as ``OPERATION,SHAPE`` lines, measures them from such a file, and reads the result in
-later runs. A result begins with lines that name the versions it is valid for; PyTorch refuses one of other versions.
-On ROCm it tries rocBLAS and hipBLASLt; on CUDA it knows cuBLAS alone, so nothing gets faster there.
+later runs. A result begins with lines that name the versions it is valid for; PyTorch refuses one of other versions. On
+ROCm it tries rocBLAS and hipBLASLt. On CUDA it knows only cuBLAS, so nothing gets faster there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from primus.tuning import store
 from primus.tuning.store import Key
 
 _RECORDED = ("Gemm", "ScaledGemm")
-# A process measures so many shapes and leaves their results; what an interruption costs is one such part per GPU.
+# Shapes that one process measures before it saves the results. An interruption loses at most this many per GPU.
 _PART = 16
-# Results are read per device: PyTorch puts the device's number in the place of %d.
+# Results are read per device: PyTorch replaces %d by the device's number.
 _DEVICES = 16
 _WORKER = "import sys; import torch.cuda.tunable as tunable; tunable.tune_gemm_in_file(sys.argv[1])"
 
@@ -32,30 +32,30 @@ class Place(store.Place):
     """The folders of one recipe: a file of shapes per node and device, and a result per device."""
 
     def dump(self, node: str) -> Path:
-        """The name that PyTorch is given for the shapes of one node; it adds the device's number."""
+        """Return the file name for the shapes of one node; PyTorch adds the device's number."""
         return self.shapes / f"tunableop_untuned_node{node}_gpu.csv"
 
     @property
     def tuned(self) -> Path:
-        """The name of the result, with %d for the device's number."""
+        """The file name of the result, with %d for the device's number."""
         return self.results / "tunableop_results%d.csv"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a tuning found: lines of PyTorch's result, and how many of them name another solution than the default."""
+    """The result of a tuning: lines of PyTorch's file, and how many of them name another solution than the default."""
 
     validators: tuple[str, ...]
     rows: tuple[str, ...]
 
     @property
     def changed(self) -> int:
-        """GEMMs for which another solution than the default is faster."""
+        """The number of GEMMs for which another solution than the default is faster."""
         return sum(row.split(",")[2] != "Default" for row in self.rows)
 
 
 def dumping(place: Place, node: str) -> dict[str, str]:
-    """The environment that makes a run record its GEMMs."""
+    """Return the environment variables that make a run record its GEMMs."""
     return _environment(tuning=False) | {
         "PYTORCH_TUNABLEOP_RECORD_UNTUNED": "1",
         "PYTORCH_TUNABLEOP_UNTUNED_FILENAME": str(place.dump(node)),
@@ -63,7 +63,7 @@ def dumping(place: Place, node: str) -> dict[str, str]:
 
 
 def using(place: Place) -> dict[str, str]:
-    """The environment that makes a run use the result."""
+    """Return the environment variables that make a run use the result."""
     return _environment(tuning=False) | {"PYTORCH_TUNABLEOP_FILENAME": str(place.tuned)}
 
 
@@ -72,7 +72,7 @@ def _environment(*, tuning: bool) -> dict[str, str]:
 
 
 def read_shapes(files: Iterable[Path]) -> list[str]:
-    """The distinct recorded GEMMs of all files, in order. InputError where there is none."""
+    """Return the distinct recorded GEMMs of all files, in order. Raises InputError if there is none."""
     found: dict[str, None] = {}
     names = []
     for file in sorted(files):
@@ -81,7 +81,7 @@ def read_shapes(files: Iterable[Path]) -> list[str]:
             text = file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise InputError(f"{file} cannot be read: {(error.strerror or '').lower()}") from error
-        # The last line of a process that was ended may be cut anywhere.
+        # If the process was killed, its last line can be truncated at any point.
         whole, _, _ = text.rpartition("\n")
         for line in whole.splitlines():
             if line.startswith(_RECORDED) and len(line.split(",")) >= 2:
@@ -95,9 +95,9 @@ def read_shapes(files: Iterable[Path]) -> list[str]:
 
 
 def measure(shapes: Sequence[str], folder: Path, gpus: Sequence[str], python: str = sys.executable) -> Result:
-    """Measure every shape, a part at a time on each of ``gpus``. Parts that are finished in ``folder`` are kept.
+    """Measure every shape, a part at a time on each of ``gpus``. Finished parts in ``folder`` are reused.
 
-    Raises CheckFailed where PyTorch fails, after the parts at work have ended.
+    Raises CheckFailed if PyTorch fails, after the parts in progress have ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     parts = [shapes[start : start + _PART] for start in range(0, len(shapes), _PART)]
@@ -129,7 +129,7 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTORCH_TUNABLEOP_")},
         **_environment(tuning=True),
         "PYTORCH_TUNABLEOP_FILENAME": str(raw),
-        # The driver of either maker reads its own.
+        # Each vendor's driver reads its own variable.
         "HIP_VISIBLE_DEVICES": gpu,
         "CUDA_VISIBLE_DEVICES": gpu,
     }
@@ -167,7 +167,7 @@ def _read(files: Sequence[Path], count: int) -> Result:
 
 
 def merge(place: Place, key: Key, result: Result) -> None:
-    """Write the result for every device, and its key. A result without the right key is not used."""
+    """Write the result for every device, and its key. A result without a matching key is not used."""
     place.results.mkdir(parents=True, exist_ok=True)
     text = "\n".join([*result.validators, *result.rows]) + "\n"
     place.key.unlink(missing_ok=True)
@@ -177,7 +177,7 @@ def merge(place: Place, key: Key, result: Result) -> None:
 
 
 def check(place: Place, key: Key) -> Mapping[str, str]:
-    """The environment of a run with ``key`` that uses the result. InputError where it is of another key."""
+    """Return the environment variables of a run with ``key`` that uses the result. InputError if it has another key."""
     first = Path(str(place.tuned).replace("%d", "0"))
     key.require(first, place.key)
     return using(place)

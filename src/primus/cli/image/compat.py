@@ -32,7 +32,8 @@ from primus.tuning import store
 
 EXAMPLE = "primus compat pytorch_benchmark_report.sh -t pretrain -m Llama-3.1-8B -p FP8 -s 8192 --dry-run"
 
-# Variables that torchrun sets. One rank of torchrun starts primus, which then starts its own ranks without them.
+# Variables that torchrun sets. If torchrun starts primus, only one of its ranks goes on, and starts primus's own ranks
+# without these variables.
 _OF_TORCHRUN = (
     "RANK",
     "LOCAL_RANK",

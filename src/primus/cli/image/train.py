@@ -136,7 +136,7 @@ def _preflight(job: Job) -> None:
     """Run the quick preflight checks before a job on GPUs. Raises HostError with the first problem and its remedy."""
     if job.recipe.gpu == CPU or not detect().names:
         return
-    # Seam "preflight": a run on the CPU has nothing to look for.
+    # Seam "preflight": there is nothing to check for a run on the CPU.
     from primus.system import finding, preflight
 
     alone = job.recipe.get("nodes", int) == 1
@@ -173,7 +173,7 @@ def _checkpoint(path: Path) -> Path:
 
 
 def _newest(run: Path, shown: Path) -> Path:
-    """The newest complete checkpoint of ``run``, or the newest at all. A message names those that are left out."""
+    """Return the newest complete checkpoint of ``run``, or else the newest. Prints which incomplete ones it skips."""
     kept = [step for step in steps(run / "checkpoint") if (step / ".metadata").is_file()]
     if not kept:
         raise InputError(
@@ -250,13 +250,13 @@ class _Progress:
 
 
 def _last_kept(job: Job) -> Path | None:
-    """The newest complete checkpoint that the run left before its last step."""
+    """Return the newest complete checkpoint from before the last step, or None."""
     kept = [step for step in steps(job.output / "checkpoint") if identity.complete(step)]
     return kept[-1] if kept and step_of(kept[-1]) < job.last_step else None
 
 
 def _continue(job: Job) -> str:
-    """What to do with a run that ended early."""
+    """Return the advice for a run that ended early: how to continue it."""
     if kept := _last_kept(job):
         return f"--resume-from {job.output} continues after step {step_of(kept)}"
     return "the run saved no checkpoint; checkpoint=N saves one every N steps"
@@ -268,7 +268,7 @@ def _show_end(job: Job, verdicts: tuple[Verdict, ...], figures: str, summary: Su
     def say(text: str) -> None:
         print(screen.fit(text))
 
-    # The exit code comes first, because its reason is the cause of everything that is missing.
+    # The exit code comes first, because it explains everything that is missing.
     for verdict in verdicts:
         if verdict.name == "exit code" and not verdict.passed:
             say(f"✗ the job failed: {verdict.reason}")

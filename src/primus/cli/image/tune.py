@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """InputError for an option of the other thing to tune."""
+    """Raise InputError for an option that belongs to the other of the two subcommands."""
     defaults = argparse.ArgumentParser()
     add_arguments(defaults)
     for name in _OF_GEMM if options.what == "throughput" else tune_throughput.OPTIONS:
@@ -254,10 +254,10 @@ def _of_rocm() -> str | None:
 
 
 def _gpus(workers: int | None) -> list[str]:
-    """The devices to measure on, as HIP_VISIBLE_DEVICES names each: all that this process may use, or the first."""
+    """Return the devices to measure on, as in HIP_VISIBLE_DEVICES: all that this process may use, or ``workers``."""
     found = list(visible(len(detect().names), os.environ))
     if workers is not None and workers > len(found):
-        # What the kernel does not show may still be there: --workers is believed.
+        # The kernel may not list every device, so a larger --workers is accepted.
         found = [str(number) for number in range(workers)]
     if not found or workers == 0:
         raise HostError("there is no GPU on this machine", hint="--workers N measures on N devices")

@@ -83,14 +83,14 @@ def tune(asked: Recipe, options: argparse.Namespace) -> int:
         rows = _Rows(points, trials, options)
         winner = search(points, rows.measure)
         if winner is None:
-            # What works does not matter: without the start's loss, nothing proves that it computes the same.
+            # Without the loss of the recipe's own settings, nothing shows that another candidate computes the same.
             raise CheckFailed(
                 f"the recipe's own settings failed: {rows.rows[0][1].reason}",
                 hint=f"the log is in {trials.folder}; start from settings that train, such as a smaller micro batch",
             )
         evidence = None if winner is points[0] else rows.pairs(winner)
     text = f"primus tune throughput {shlex.join([options.recipe, *asked.asked.words(), *asked.overrides])}"
-    # The figures of the evidence are those that decide. A gain within the spread is none.
+    # Record the figures that the decision is made from. A gain within the spread does not count.
     better = evidence is not None and evidence[0] > evidence[1]
     if better and options.output and winner.recipe:
         because = _because(
@@ -115,8 +115,8 @@ class _Rows:
         self._began = time.monotonic()
 
     def measure(self, point: Point) -> float | None:
-        """The rate of one point, or None where it failed, does not compute what the start does, or has no time left."""
-        # The final runs decide, so the search leaves time for them.
+        """Return the rate of a point; None if it failed, has another loss than the start, or no time is left."""
+        # The final runs decide, so the search reserves time for them.
         if not self._has_time(point, 0, runs=1 + 2 * self._options.pairs):
             nothing = Result(tokens_per_second=None, memory_gib=None, losses=(), reason=_NOT_TRIED, seconds=0)
             self.rows.append((point, nothing))
@@ -130,7 +130,7 @@ class _Rows:
         return None if result.reason else result.tokens_per_second
 
     def pairs(self, winner: Point) -> tuple[float, float] | None:
-        """Run the start and ``winner`` in turns: gain and spread. CheckFailed if a run fails."""
+        """Run the start and ``winner`` in turns; return gain and spread. Raises CheckFailed if a run fails."""
         for number in range(1, self._options.pairs + 1):
             for point, rates in zip((self._start, winner), self.finals, strict=True):
                 if not self._has_time(point, number, runs=1):
@@ -148,7 +148,7 @@ class _Rows:
         return gain(*self.finals)
 
     def _has_time(self, point: Point, number: int, runs: int) -> bool:
-        """Whether the result is kept already, or ``runs`` runs, each as long as the longest, fit in --total-limit."""
+        """Return whether ``runs`` runs of the point, each as long as the longest, fit in --total-limit."""
         total: float | None = self._options.total_limit
         if total is None or not self._runs or (point.recipe and self._trials.known(point.recipe, number)):
             return True
@@ -192,7 +192,7 @@ def _because(
 
 
 def _write(options: argparse.Namespace, text: str, winner: Point) -> None:
-    """Write the recipe file, and resolve it again: it must give what was measured."""
+    """Write the recipe file, then resolve it to verify that it gives the settings that were measured."""
     try:
         write_file(options.output, text)
     except OSError as error:

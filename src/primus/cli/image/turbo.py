@@ -149,7 +149,7 @@ def _check(options: argparse.Namespace) -> int:
         recorded = {one["case"] for one in index["kernels"]}
         cases = [case for case in cases if case.label in recorded]
     verdict = check(cases, gpu, real=real, say=_progress(options))
-    # A PyTorch for CPUs alone launches no kernel.
+    # A PyTorch build for CPUs launches no kernel.
     if (torch.version.cuda or torch.version.hip) and (why := compiler.fault(os.environ)):
         verdict = verdict.with_failure(f"Triton cannot launch kernels: {why}")
     if options.json:

@@ -1,1 +1,1 @@
-"""Run a resolved recipe, read its log, judge the outcome."""
+"""Training: running the job of a resolved recipe, reading its log, and checking the result."""

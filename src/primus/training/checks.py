@@ -1,6 +1,6 @@
-"""Rules on a run's outcome: pure functions to a verdict that says what was measured and what was allowed.
+"""Checks of a run. Each is a pure function that returns a verdict with the measured value and the limit.
 
-No rule passes on missing evidence: a run without a series, or without facts, fails them all.
+No check passes without evidence: a run without steps or facts fails all checks that need them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from primus.training.logs import Series
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One rule applied once. ``measured`` and ``limit`` are for people: short, with their units.
+    """The result of one check. ``measured`` and ``limit`` are short texts with units.
 
-    ``skipped``: what it judges is not there because a job failed or did not run; ``reason`` names that job. A skipped
-    rule has not passed.
+    ``skipped``: the evidence is missing because a job failed or did not run; ``reason`` names that job. A skipped
+    check has not passed.
     """
 
     name: str
@@ -31,9 +31,10 @@ class Verdict:
 
 
 def of_faults(name: str, wrong: Sequence[str], fine: str, *, measured: str = "", limit: str = "0") -> Verdict:
-    """Passed when nothing is ``wrong``; else the reason is the first fault and how many more there are.
+    """Return a verdict that passes if ``wrong`` is empty. Otherwise the reason is the first fault and the number of
+    others.
 
-    ``fine`` is the reason of a rule that passed. ``measured`` defaults to the number of faults.
+    ``fine`` is the reason of a passed check. ``measured`` defaults to the number of faults.
     """
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return Verdict(
@@ -46,7 +47,7 @@ def of_faults(name: str, wrong: Sequence[str], fine: str, *, measured: str = "",
 
 
 def relative_gap(left: float, right: float | None) -> float:
-    """The difference over the larger of both; infinite where one is missing or not finite."""
+    """Return the difference divided by the larger value; infinite if a value is missing or not finite."""
     if left == right:
         return 0.0
     if right is None or not (math.isfinite(left) and math.isfinite(right)):
@@ -55,13 +56,14 @@ def relative_gap(left: float, right: float | None) -> float:
 
 
 def skipped(verdict: Verdict, why: str) -> Verdict:
-    """``verdict`` as one that nothing could be judged by, unless it passed."""
+    """Return ``verdict`` as skipped because of ``why``, unless it passed."""
     return verdict if verdict.passed else replace(verdict, reason=f"skipped: {why}", measured="", skipped=True)
 
 
 def exit_code(code: int, cause: str = "") -> Verdict:
-    """The launcher's exit code; torchrun's is non-zero when any rank's is. Negative: a signal. ``cause`` is the reason
-    that the job itself gave.
+    """Check the launcher's exit code. torchrun's is non-zero if that of any rank is; a negative code is a signal.
+
+    ``cause`` is the reason that the job itself reported.
     """
     if code != 0 and cause:
         reason = cause
@@ -75,7 +77,7 @@ def exit_code(code: int, cause: str = "") -> Verdict:
 
 
 def steps_logged(series: Series, first: int, last: int) -> Verdict:
-    """Exactly the steps ``first`` … ``last`` are in the log, and the log does not contradict itself."""
+    """Check that the log contains exactly the steps ``first`` … ``last``, and no step with two different values."""
     seen = {step.step for step in series.steps}
     expected = set(range(first, last + 1))
     complaints = list(series.problems)
@@ -93,7 +95,7 @@ def steps_logged(series: Series, first: int, last: int) -> Verdict:
 
 
 def finite(series: Series) -> Verdict:
-    """Loss and gradient norm are finite at every step, and the gradient norm is above zero."""
+    """Check that loss and gradient norm are finite at every step, and that the gradient norm is positive."""
     bad = [
         f"step {step.step}: loss {step.loss:g}, gradient norm {step.grad_norm:g}"
         for step in series.steps
@@ -106,9 +108,9 @@ def finite(series: Series) -> Verdict:
 
 
 def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict:
-    """Random weights know nothing: the first loss is near ln(vocabulary).
+    """Check that the first loss is near ln(vocabulary), the expected loss of random weights.
 
-    A first loss far off means masked, unshifted or mislabelled data (or weights that are not random).
+    If it is far off, the data are masked, not shifted or mislabelled, or the weights are not random.
     """
     expected = math.log(vocabulary)
     limit = f"{expected:.3f} ± {tolerance:.0%}"
@@ -126,7 +128,7 @@ def loss_plausible(series: Series, vocabulary: int, tolerance: float) -> Verdict
 
 
 def loss_falls(series: Series, drop: float) -> Verdict:
-    """The mean loss of the last fifth is below that of the first fifth by at least the share ``drop``."""
+    """Check that the mean loss of the last fifth is at least the fraction ``drop`` below that of the first fifth."""
     limit = f"−{drop:.0%}"
     losses = series.losses
     if len(losses) < 5:
@@ -150,10 +152,10 @@ def loss_falls(series: Series, drop: float) -> Verdict:
 
 
 def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> Verdict:
-    """No gradient norm exceeds ``jump`` times the median of those before it.
+    """Check that no gradient norm exceeds ``jump`` times the median of those before it.
 
-    Such a jump is what a wrong scaling looks like (a pipeline run with norms × 512: torchtitan#2972). With some seeds a
-    healthy run jumps as well, so a jump passes if the reference ``repeated`` the norm of every step.
+    Wrong scaling causes such a jump (a pipeline run with norms × 512: torchtitan#2972). With some seeds, a healthy
+    run jumps as well, so a jump passes if the reference ``repeated`` the norm of every step.
     """
     worst, at = 0.0, 0
     for position in range(3, len(series.steps)):
@@ -177,22 +179,23 @@ def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> 
 
 
 _DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}
-# What a model computes in another precision by design is a sliver: torchtitan adds up the outputs of a token's experts
-# in float32, 0.02% of the FLOPs of those experts.
+# A small share of the FLOPs is computed in another precision by design. For example, torchtitan adds up the outputs of
+# a token's experts in float32, 0.02% of the FLOPs of those experts.
 _OTHERWISE = 0.01
-# Of the products of experts in groups, the profiler keeps not every dtype.
+# For grouped products of experts, the profiler does not record every dtype.
 _UNTOLD = 0.05
 _PROFILED = {"fp32": ("float",), "bf16": ("BFloat16",)}
 _PLAIN_LINEARS = {"Linear", "FSDPLinear", "ColumnParallelLinear", "RowParallelLinear"}
-# What stays as it is when linear layers compute in 8 bits: the head, and the router of a mixture of experts.
+# Layers that are not converted if linear layers compute in 8 bits: the head, and the router of a mixture of experts.
 _KEPT = ("output", "lm_head", "output_layer", "gate", "router", "proj_out")
 
 
 def precision(facts: Mapping[str, Any], asked: str) -> Verdict:
-    """The products of the linear layers really ran in the precision asked for, in the first step.
+    """Check that the linear layers computed their products in the requested precision in the first step.
 
-    Evidence: weight, input and output dtypes seen inside forward (FSDP2's cast included), the types of the layers, the
-    dtypes of the products that the profiler saw, and for fp32 that torch was not allowed to compute in bf16 behind it.
+    The evidence: dtypes of weight, input and output inside forward (after FSDP2's cast), the types of the layers,
+    the dtypes of the products that the profiler recorded, and for fp32 that torch was not allowed to use bf16
+    internally.
     """
     linears = facts.get("linears")
     limit = _DTYPES.get(asked, asked).replace("torch.", "")
@@ -244,7 +247,7 @@ def _plain_products(facts: Mapping[str, Any], linears: Mapping[str, Any], asked:
 
 
 def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[str, int]) -> float:
-    """What share of the FLOPs of all products ``some`` are; 1 where too many have no dtype or no shape to tell."""
+    """Return the share of ``some`` in the FLOPs of all products; 1 if too many products have no dtype or shape."""
     untold = sum(count for name, count in products.items() if name not in flops)
     if untold > _UNTOLD * sum(products.values()):
         return 1.0
@@ -252,7 +255,7 @@ def _share(flops: Mapping[str, int], some: Mapping[str, int], products: Mapping[
 
 
 def _converted(linears: Mapping[str, Any]) -> Mapping[str, int]:
-    """Layers that compute in 8 bits, by class. Runs before they were told apart have the classes alone."""
+    """Return the number of layers that compute in 8 bits, by class. Facts of old runs contain only the classes."""
     plain = {kind: count for kind, count in linears["types"].items() if kind not in _PLAIN_LINEARS}
     told: Mapping[str, int] = linears.get("converted", plain)
     return told
@@ -277,7 +280,7 @@ def _eight_bit_products(facts: Mapping[str, Any], linears: Mapping[str, Any]) ->
 
 
 def ran_as_asked(facts: Mapping[str, Any], asked: Mapping[str, Any]) -> Verdict:
-    """The run's own view of its configuration equals the recipe's; ``asked`` has keys of the facts."""
+    """Check that the configuration that the run reports equals the recipe's; ``asked`` has keys of the facts."""
     wrong = [
         f"{key} is {facts.get(key, 'unknown')!r}, not {value!r}"
         for key, value in asked.items()
@@ -293,17 +296,18 @@ def ran_as_asked(facts: Mapping[str, Any], asked: Mapping[str, Any]) -> Verdict:
 
 
 def reproducible(base: Series, repeat: Series, tolerance: float, advice: str = "") -> Verdict:
-    """A second run with the same seed gives the same loss and gradient norm at every step. ``advice`` is given where
-    it does not.
+    """Check that a second run with the same seed gives the same loss and gradient norm at every step.
+
+    ``advice`` is added to the reason if it does not.
     """
     verdict = _compare("same result again", base, repeat, tolerance, first=1)
     return verdict if verdict.passed or not advice else replace(verdict, reason=f"{verdict.reason}; {advice}")
 
 
 def resume(base: Series, resumed: Series, first: int, tolerance: float) -> Verdict:
-    """A run resumed from a checkpoint gives, from step ``first`` on, what the unbroken run gave.
+    """Check that a resumed run equals the uninterrupted run from step ``first`` on.
 
-    Catches a lost optimizer, learning-rate or data-loader state (Megatron-LM#5974, torchtune#2093).
+    Detects a lost state of the optimizer, learning rate or data loader (Megatron-LM#5974, torchtune#2093).
     """
     return _compare("resume", base, resumed, tolerance, first=first)
 
@@ -340,9 +344,9 @@ def _compare(name: str, base: Series, other: Series, tolerance: float, *, first:
 
 
 def accumulation(base: Series, split: Series, tolerance: float) -> Verdict:
-    """The same global batch in one micro-batch or in several gives the same first loss and gradient norm.
+    """Check that one or several micro-batches of the same global batch give the same first loss and gradient norm.
 
-    Catches a dropped micro-batch and a wrong normalisation (Primus#1046, torchtitan#1733).
+    Detects a dropped micro-batch and a wrong normalization (Primus#1046, torchtitan#1733).
     """
     limit = f"relative gap ≤ {tolerance:g}"
     whole, parts = base.at(1), split.at(1)
@@ -360,9 +364,10 @@ def accumulation(base: Series, split: Series, tolerance: float) -> Verdict:
 
 
 def layout(one: Series, split: Series, at: int, tolerance: float) -> Verdict:
-    """The same batch and weights on one rank and on two that share every layer: the same loss and gradient norm.
+    """Check that one rank, and two ranks that share every layer, give the same loss and norm for the same batch and
+    weights.
 
-    Catches gradients that a layout scales or drops (torchtitan#2972). ``at`` is the first step that both took.
+    Detects gradients that a layout scales or drops (torchtitan#2972). ``at`` is the first step of both runs.
     """
     limit = f"relative gap ≤ {tolerance:g}"
     whole, parts = one.at(at), split.at(at)
@@ -379,9 +384,9 @@ def layout(one: Series, split: Series, at: int, tolerance: float) -> Verdict:
 
 
 def same_loss(precisions: tuple[str, str], base: Series, other: Series, tolerance: float) -> Verdict:
-    """Two precisions, same data and seed: the mean loss of the last fifth agrees.
+    """Check that two precisions with the same data and seed agree in the mean loss of the last fifth.
 
-    A precision that loses what the model learns shows here (torchtitan#865).
+    Detects a precision in which the model does not learn as well (torchtitan#865).
     """
     name, limit = f"loss in {precisions[1]}", f"relative gap ≤ {tolerance:g}"
     if len(base.losses) < 5 or len(other.losses) < 5:
@@ -398,7 +403,7 @@ def same_loss(precisions: tuple[str, str], base: Series, other: Series, toleranc
 
 
 def throughput(measured: float | None, reference: float, tolerance: float) -> Verdict:
-    """Tokens per second and GPU against the recipe's reference for this GPU."""
+    """Check tokens per second and GPU against the recipe's reference for this GPU."""
     limit = f"≥ {reference * (1 - tolerance):,.0f}"
     if measured is None:
         return Verdict(name="throughput", passed=False, reason="no step was measured", limit=limit)

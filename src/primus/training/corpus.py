@@ -32,24 +32,25 @@ _HINT = (
     "readable: .txt (blank lines between documents), JSON Lines (one object per line) and Parquet; "
     "data.column=NAME names the column of the text or of the chat messages"
 )
-# A line of a file: its place for errors, and its bytes.
+# A line of a file: its place for error messages, and its bytes.
 _Line = tuple[Callable[[], str], bytes]
-# What is read before a run starts: enough to see the form, little enough for any size of file.
+# How much is read before a run starts: enough to recognize the format, and fast for files of any size.
 _FIRST_DOCUMENTS = 200
 _PLACES = 40
 _FILES = 20
 _MOST_FILES = 100_000
 _LONGEST_LINE = 1 << 20
-# Lines up to a place in the middle of a file are counted only where that takes no time.
+# Lines before a sampled place are counted only if that is fast.
 _COUNTED_BYTES = 1 << 30
 _MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Where the text is: ``path``, the ``column`` of it, and the folder of the ``tokenizer`` (None: none is at hand).
+    """The location of the text: ``path``, the ``column`` in it, and the folder of the ``tokenizer`` (None: not
+    available).
 
-    ``column`` None takes ``text`` where there is one, else ``messages``.
+    If ``column`` is None, it is ``text`` if that exists, else ``messages``.
     """
 
     path: Path
@@ -58,17 +59,17 @@ class Corpus:
 
 
 def check(corpus: Corpus, *, ranks: int = 1) -> None:
-    """Read a sample: the beginning of the files, and places spread over them.
+    """Read a sample: the beginning of each file, and places spread over it.
 
-    InputError with file and line where a document cannot be read, or when there are fewer documents than ``ranks``,
-    each of which needs one. HostError where the library for Parquet is missing.
+    Raises InputError, with file and line, if a document cannot be read, or if there are fewer documents than
+    ``ranks``, each of which needs one. Raises HostError if the library for Parquet is missing.
     """
     files = _files(corpus.path)
     chosen = dict.fromkeys(files[number * (len(files) - 1) // (_FILES - 1)] for number in range(_FILES))
     samples = (islice(_of_file(corpus, file, _sampled_lines), _FIRST_DOCUMENTS + _PLACES) for file in chosen)
-    # All of them are read: a list, not a generator that stops at the first text.
+    # A list, because a generator would stop at the first text, and all of them must be read.
     found = any([bool(document.strip()) for sample in samples for document in sample])  # noqa: C419
-    # The sample leaves out very long lines.
+    # Very long lines are not part of the sample.
     if not found and next(documents(corpus), None) is None:
         raise InputError("the corpus contains no text", where=str(corpus.path), hint=_HINT)
     if ranks > 1 and (few := sum(1 for _ in islice(documents(corpus), ranks))) < ranks:
@@ -80,7 +81,7 @@ def check(corpus: Corpus, *, ranks: int = 1) -> None:
 
 
 def documents(corpus: Corpus) -> Iterator[str]:
-    """Every document that is not empty, in order. Raises as :func:`check` does, at the document that is at fault."""
+    """Yield every document that is not empty, in order. Raises the errors of :func:`check` at an invalid document."""
     for file in _files(corpus.path):
         yield from filter(str.strip, _of_file(corpus, file, _lines))
 
@@ -136,7 +137,7 @@ def _lines(file: Path) -> Iterator[_Line]:
 
 
 def _sampled_lines(file: Path) -> Iterator[_Line]:
-    """The first lines of ``file``, then a line at each of some places spread evenly over the rest."""
+    """Yield the first lines of ``file``, then one line at each of several places spread evenly over the rest."""
     with file.open("rb") as stream:
         for number in range(1, _FIRST_DOCUMENTS + 1):
             line = stream.readline(_LONGEST_LINE)
@@ -161,7 +162,7 @@ def _numbered(file: Path, line: int) -> str:
 
 
 def _place(file: Path, offset: int) -> str:
-    """``file:line`` of a byte, or the byte's number where counting the lines before it would take long."""
+    """Return ``file:line`` of a byte offset, or the offset itself if counting the lines before it would take long."""
     if offset > _COUNTED_BYTES:
         return f"{file} (byte {offset:,})"
     lines, left = 1, offset
@@ -202,7 +203,7 @@ def _json_rows(lines: Iterator[_Line]) -> Iterator[tuple[str, Any]]:
         line = _decoded(where, raw)
         if not line.strip():
             continue
-        if len(raw) == _LONGEST_LINE:  # cut off: the sample ends here
+        if len(raw) == _LONGEST_LINE:  # the sample ends inside this line
             return
         try:
             row = json.loads(line)
@@ -243,7 +244,7 @@ def _of_rows(corpus: Corpus, rows: Iterator[tuple[str, Any]]) -> Iterator[str]:
 
 
 def _whole(text: str, where: str) -> str:
-    """``text``, which JSON's escapes can give half a character that no tokenizer reads. InputError for such text."""
+    """Return ``text``. Raises InputError for half a surrogate pair, which JSON can escape and no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -255,7 +256,7 @@ def _whole(text: str, where: str) -> str:
 
 
 def row_reader(corpus: Corpus) -> Callable[[Any, str], str]:
-    """What gives the text of a row; its place goes into the InputError of one that has none."""
+    """Return a function that returns the text of a row. Its second argument is the row's place, for its InputError."""
     column, render = corpus.column, None
 
     def read(row: Any, where: str) -> str:
@@ -293,8 +294,9 @@ def _is_chat(value: object) -> bool:
 
 
 def _chat_template(tokenizer: Path | None, where: str) -> Callable[[Any, str], str]:
-    """What turns messages into text as transformers' ``apply_chat_template`` does, without the marks that begin and
-    end a document: those are added where tokens are made.
+    """Return a function that formats messages like transformers' ``apply_chat_template``.
+
+    It leaves out the tokens that begin and end a document, which are added during tokenization.
     """
     config = _json(tokenizer / "tokenizer_config.json") if tokenizer else {}
     own = tokenizer / "chat_template.jinja" if tokenizer else None
@@ -322,7 +324,7 @@ def _chat_template(tokenizer: Path | None, where: str) -> Callable[[Any, str], s
     )
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
     environment.globals["raise_exception"] = refuse
-    # No strftime_now: with today's date in the text, every day would train on other tokens.
+    # No strftime_now: with the current date in the text, the tokens would change every day.
     marks = {name: _mark(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     try:
         compiled = environment.from_string(template)

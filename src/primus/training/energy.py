@@ -1,4 +1,4 @@
-"""What this node's GPUs have used, in joules, from the counters that they keep themselves. No GPU reports: None."""
+"""The energy of this node's GPUs in joules, from their own counters. None if no GPU has one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AMD = "0x1002"
 
 
 class Log:
-    """Writes ``energy.jsonl``: the joules of one GPU, the mean of those it meters, between two steps of the log."""
+    """Writes ``energy.jsonl``: joules per GPU between two logged steps, as the mean of the GPUs with a counter."""
 
     def __init__(self, file: Path, read: Meter | None) -> None:
         self._file = file
@@ -24,7 +24,7 @@ class Log:
         self._before: float | None = None
 
     def line(self, text: str) -> None:
-        """Take a line of the job's log. The first step of a run has no step before it, and so no joules."""
+        """Handle a line of the job's log. The first step of a run has no joules, because there is no step before it."""
         step = logs.step_in(text) if self._read else None
         if self._read is None or step is None or step.step <= self._step:
             return
@@ -36,16 +36,16 @@ class Log:
 
 
 def meter(gpu: str, ranks: int, environment: Mapping[str, str], root: Path = Path("/")) -> Meter | None:
-    """How to read the joules that one of the job's ``ranks`` GPUs has used since some time: their mean.
+    """Return a function that reads the joules used since a fixed time: the mean of the job's ``ranks`` GPUs.
 
-    None when the recipe's ``gpu`` is a CPU, when they keep no counter, or when nothing tells which GPUs of this machine
-    are the job's.
+    Returns None if the recipe's ``gpu`` is a CPU, if the GPUs have no counter, or if it is unknown which GPUs of
+    this machine the job uses.
     """
     return None if gpu == CPU else _nvidia(ranks, environment) or _amd(ranks, root)
 
 
 def _nvidia(ranks: int, environment: Mapping[str, str]) -> Meter | None:
-    """NVML's counter, in millijoules since the driver was loaded. The library comes with the driver."""
+    """Read NVML's counter, in millijoules since the driver was loaded. The library comes with the driver."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -75,7 +75,7 @@ def _nvidia(ranks: int, environment: Mapping[str, str]) -> Meter | None:
 
 
 def _amd(ranks: int, root: Path) -> Meter | None:
-    """The kernel's counters, in microjoules. A container sees all cards, so there must be one for each rank."""
+    """Read the kernel's counters, in microjoules. A container sees all cards, so there must be one for each rank."""
     files = [
         file
         for card in sorted((root / "sys/class/drm").glob("card[0-9]*"))
@@ -91,7 +91,7 @@ def _amd(ranks: int, root: Path) -> Meter | None:
 
 
 def _mean(counters: Sequence[Meter], ranks: int) -> Meter | None:
-    """The mean of ``counters``, if there is one for each rank and all of them count."""
+    """Return the mean of ``counters`` if there is one for each rank and all of them work."""
 
     def read() -> float | None:
         values = [value for counter in counters if (value := counter()) is not None]

@@ -1,7 +1,7 @@
-"""What really ran, seen from inside the process: dtypes, kernels, versions. Rank 0 writes ``facts.json``.
+"""What ran, observed inside the process: dtypes, kernels, versions. Rank 0 writes ``facts.json``.
 
-A configuration file says what was asked. These facts come from the tensors of the first step, so a precision
-that was asked and not run shows.
+A configuration file only states what was requested. These facts come from the tensors of the first step, so they show
+if another precision was used.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ PACKAGES = (
 
 
 def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, Any]:
-    """What holds for the whole run: versions, ranks, settings of torch, and the model's parameters and modules.
+    """Return the facts of the whole run: versions, ranks, settings of torch, and the model's parameters and
+    modules.
 
-    ``stages`` is the process group of a pipeline: each of its ranks has other layers in ``parts``.
+    ``stages`` is the process group of a pipeline, in which each rank has different layers in ``parts``.
     """
     parameters = [parameter for part in parts for parameter in part.parameters()]
     counted = {
@@ -72,7 +73,7 @@ def static(parts: Sequence[Any], device: str, stages: Any = None) -> dict[str, A
 
 
 def _gpu(device: str) -> dict[str, Any]:
-    """Rank 0's GPU as torch prints it, and its compute units or SMs: a partition bears the whole GPU's name."""
+    """Return torch's name of rank 0's GPU, and its compute units or SMs: a partition has the name of the whole GPU."""
     if device != "cuda":
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -80,7 +81,7 @@ def _gpu(device: str) -> dict[str, Any]:
 
 
 def _computed(tensor: Any) -> str:
-    """The dtype a product takes the tensor in: under autocast (torchtitan's way on one rank) float32 is cast first."""
+    """Return the dtype that a product uses for the tensor. Autocast, torchtitan's way on one rank, casts float32."""
     device = tensor.device.type
     if tensor.dtype == torch.float32 and torch.is_autocast_enabled(device):
         return str(torch.get_autocast_dtype(device))
@@ -91,22 +92,22 @@ def _computed(tensor: Any) -> str:
 def watching(
     parts: Sequence[Any], linear_types: tuple[type, ...] = (torch.nn.Linear,), *, compiled: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Fill the yielded dict with the dtypes every linear layer used and the kernels the step called.
+    """Fill the yielded dict with the dtypes of every linear layer and the kernels that the step called.
 
     ``linear_types`` are the classes that count as linear layers: each has a ``weight``, and takes and returns a
-    tensor (or a tuple that begins with it). Layers of a ``compiled`` model are not listened to, which would compile
-    it twice; the products that the profiler sees then tell the dtypes.
+    tensor (or a tuple that begins with one). Layers of a ``compiled`` model get no hooks, because hooks would cause
+    a second compilation; their dtypes come from the products that the profiler records.
     """
     found: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
 
     def note(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if module.weight is None:  # Megatron hands a tied head its weight for the call.
+        if module.weight is None:  # Megatron passes the weight of a tied head to each call.
             return
         found["input"][_computed(inputs[0])] += 1
-        # Inside forward FSDP has replaced the shard by the gathered weight, in the dtype it computes with.
+        # Inside forward, FSDP has replaced the shard by the gathered weight, in the dtype of the computation.
         found["weight"][_computed(module.weight)] += 1
         made = output[0] if isinstance(output, tuple) else output
-        # A head that computes the loss, too, returns one number and no product.
+        # A head that also computes the loss returns one number, not a product.
         if made.dim():
             found["output"][str(made.dtype)] += 1
 
@@ -130,7 +131,7 @@ def watching(
             hook.remove()
     executed = _executed(profile)
     called = Counter(event.name() for event in executed)
-    # Transformer Engine's layers are of one class in any precision; in FP8 they say so once they have run.
+    # Transformer Engine's layers have one class for all precisions. After an FP8 run, an attribute shows it.
     plain = {name: module for name, module in plain.items() if getattr(module, "fp8", False) is not True}
     seen["linears"] = {
         "types": _counts(type(module).__name__ for module in linears.values()),
@@ -158,9 +159,9 @@ _MATMULS = {
 
 
 def _executed(profile: Any) -> list[Any]:
-    """The profiler's events without those of torch.compile, which calls operators on tensors that have no values.
+    """Return the profiler's events without those of torch.compile, which calls operators on tensors without values.
 
-    It does so in other dtypes, too: it traces a linear layer in bfloat16 as a product in float32.
+    Those calls may have other dtypes: torch.compile traces a bfloat16 linear layer as a product in float32.
     """
     executed, compiles_until = [], Counter[int]()
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
@@ -173,9 +174,10 @@ def _executed(profile: Any) -> list[Any]:
 
 
 def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """ "aten::mm BFloat16" → how often, and → its FLOPs: the dtype of the second factor, the weight or a gradient.
+    """Return two mappings from names such as "aten::mm BFloat16": number of calls, and FLOPs.
 
-    A product whose dtype or shapes the profiler did not keep counts under its operator's name alone, without FLOPs.
+    The dtype is that of the second factor, the weight or a gradient. If the profiler recorded no dtype or shapes,
+    the name is that of the operator alone, and there are no FLOPs.
     """
     counts: Counter[str] = Counter()
     flops: Counter[str] = Counter()
@@ -190,7 +192,7 @@ def _products(events: Sequence[Any]) -> tuple[dict[str, int], dict[str, int]]:
         known = bool(dtype) and len(factors) == 2 and all(len(shape) > 1 for shape in factors)
         counts[f"{event.name()} {dtype}" if known else event.name()] += 1
         if known:
-            # Holds for products in batches and in groups, too. Linear layers on a CPU keep the weight transposed.
+            # Also true for batched and grouped products. On a CPU, linear layers keep the weight transposed.
             columns = factors[1][0 if event.name().startswith("mkldnn") else -1]
             flops[f"{event.name()} {dtype}"] += 2 * math.prod(factors[0]) * columns
     return dict(sorted(counts.items())), dict(sorted(flops.items()))
@@ -200,7 +202,7 @@ _TELLING = ("gemm", "nvjet", "cutlass", "Cijk", "e4m3", "fp8", "flash", "fmha", 
 
 
 def _gpu_kernels(events: Sequence[Any], most: int = 12) -> list[str]:
-    """The kernels of products and attention that took most of the GPU's time, the longest first."""
+    """Return the kernels of products and attention that used the most GPU time, longest first."""
     timed: Counter[str] = Counter()
     for event in events:
         if event.device_type() == torch.autograd.DeviceType.CUDA and any(word in event.name() for word in _TELLING):
@@ -209,9 +211,9 @@ def _gpu_kernels(events: Sequence[Any], most: int = 12) -> list[str]:
 
 
 def digest(parts: Sequence[Any]) -> str:
-    """sha256 over checksums of the weights of all ranks, each rank's own shards in order.
+    """Return the sha256 of checksums of the weights of all ranks, each rank's own shards in order.
 
-    Each rank computes the checksums where its weights are: a GPU does so at the speed of its memory, and hashing
+    Each rank computes the checksums where its weights are. A GPU does so at the speed of its memory; hashing
     gigabytes on the CPU would take minutes.
     """
     hasher = hashlib.sha256()
@@ -228,17 +230,18 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _checksums(tensor: torch.Tensor, at_once: int = 1 << 24) -> tuple[int, int]:
-    """Two sums over the bits of all elements, modulo 2⁶⁴. The second weighs each element by its place.
+    """Return two sums over the bits of all elements, modulo 2⁶⁴. The second one weights each element by its
+    position.
 
-    Sums of integers do not depend on the order, so CPUs and GPUs agree. The weights are odd, so a change of one element
-    always changes the sum.
+    Sums of integers do not depend on the order, so CPUs and GPUs agree. The weights are odd, so a change of one
+    element always changes the sum.
     """
     bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     plain = weighted = 0
     for start in range(0, len(bits), at_once):
         chunk = bits[start : start + at_once].to(torch.int64)
         places = torch.arange(start, start + len(chunk), dtype=torch.int64, device=bits.device)
-        # An odd multiplier, so that far places are weighed as differently as near ones.
+        # An odd multiplier, so that the weights of distant positions differ as much as those of near ones.
         weights = (places * 0x9E3779B97F4A7C1) | 1
         plain += int(chunk.sum())
         weighted += int((chunk * weights).sum())
@@ -246,7 +249,7 @@ def _checksums(tensor: torch.Tensor, at_once: int = 1 << 24) -> tuple[int, int]:
 
 
 def write(path: Path, facts: Mapping[str, Any]) -> None:
-    """Rank 0 writes ``facts`` so that ``path`` is never half a file."""
+    """Write ``facts`` to ``path`` atomically, on rank 0."""
     if dist.get_rank() != 0:
         return
     waiting = path.with_suffix(".tmp")

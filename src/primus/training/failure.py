@@ -1,4 +1,4 @@
-"""Why a job failed: the first rank's own exception, and not what other ranks, torchrun and the checks said after it."""
+"""Why a job failed: the exception of the first rank that failed, not the messages that follow it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FOLDER = "failures"
 _STACKS = "stacks"
 _LONGEST = 600
 _TRACEBACK = "Traceback (most recent call last)"
-# What the other ranks say when one is gone.
+# Messages of other ranks after one has ended.
 _DERIVED = re.compile(
     r"DistBackendError|DistNetworkError|DistStoreError|ChildFailedError|SignalException|RendezvousConnectionError"
     r"|[Cc]onnection (closed|reset|refused|was likely closed)|closed by peer|Broken pipe|remote process exited"
@@ -31,9 +31,9 @@ _EXCEPTION = re.compile(
     r"^(?:\[(?:rank|default)\d+\]: ?)*"
     r"(?P<text>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$"
 )
-# torchrun's report of a rank that a signal ended.
+# torchrun's report of a rank that was ended by a signal.
 _SIGNALLED = re.compile(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\) received by PID")
-# What this module says of it.
+# This module's own message about it.
 _ENDED = re.compile(r"ended by signal \d+ \((?P<name>SIG\w+)\)")
 _RANK = re.compile(r"^\s*rank\s*:\s*(?P<rank>\d+)")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -45,7 +45,7 @@ _OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(CUDA|HIP) out of memory|DefaultCPUAllocator: can't allocate|\bMemoryError\b|std::bad_alloc"
 )
 _OUT_OF_MEMORY_HINT = "a smaller batch per rank, full recomputation or more ranks need less memory"
-# PyTorch goes on with its own share, advice and a link.
+# After this text, PyTorch's message adds a share of memory, advice and a link.
 _AFTER_FREE_MEMORY = re.compile(r"(?<= is free\.) .*", re.DOTALL)
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded")
 _DISK_FULL_HINT = "the disk with the results is full; finished checkpoints are whole: make room and use --resume-from"
@@ -53,7 +53,7 @@ _DISK_FULL_HINT = "the disk with the results is full; finished checkpoints are w
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """``text`` is the exception's last line; ``rank`` is None where nothing tells; ``hint`` says what to try."""
+    """``text`` is the last line of the exception; ``rank`` is None if unknown; ``hint`` is the advice."""
 
     text: str
     rank: int | None = None
@@ -64,15 +64,15 @@ class Failure:
         return f"{who}{self.text}" + (f" ({self.hint})" if self.hint else "")
 
 
-# Of a job that left too little behind to read this from.
+# For a job whose files do not contain the cause.
 DISK_FULL = Failure(text="No space left on device", hint=_DISK_FULL_HINT)
 
 
 @contextmanager
 def noting(output: Path) -> Iterator[None]:
-    """Inside a rank: when the block ends by an exception, leave its text and time in the job's folder.
+    """In a rank: if the block raises an exception, write its text and time to the job's folder.
 
-    A fatal signal leaves the Python stack of every thread in :func:`stack_file`.
+    On a fatal signal, the Python stack of every thread is written to :func:`stack_file`.
     """
     with _kept_stack(stack_file(output, int(os.environ.get("RANK", "0")))):
         try:
@@ -87,13 +87,13 @@ def noting(output: Path) -> Iterator[None]:
 
 
 def stack_file(output: Path, rank: int) -> Path:
-    """Where a rank that a fatal signal ends writes its stack. Empty while nothing happened."""
+    """Return the file for the stack of a rank that a fatal signal ends. It is empty until then."""
     return output / "cache" / _STACKS / f"rank-{rank}.txt"
 
 
 @contextmanager
 def _kept_stack(path: Path) -> Iterator[None]:
-    """Ranks share one standard error, in which their stacks would mix: each has a file instead."""
+    """Write stacks to a file per rank, because on the standard error that all ranks share they would mix."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w", encoding="utf-8")
@@ -113,7 +113,7 @@ def _note(output: Path, error: BaseException) -> None:
 
 
 def note(output: Path, rank: int, text: str) -> None:
-    """Leave ``text`` as the failure of ``rank``, with the time, in the job's folder."""
+    """Write ``text`` as the failure of ``rank``, with the time, to the job's folder."""
     content = {"time": time.time(), "rank": rank, "text": text}
     with suppress(OSError):
         folder = output / "cache" / _FOLDER
@@ -124,16 +124,16 @@ def note(output: Path, rank: int, text: str) -> None:
 
 
 def known(output: Path) -> bool:
-    """Whether a rank of the job, on any of its nodes, has left a note of its failure in the job's folder."""
+    """Return whether a rank of the job, on any of its nodes, has written its failure to the job's folder."""
     return any((output / "cache" / _FOLDER).glob("*.json"))
 
 
 def share(output: Path, log: Path, patience: float) -> None:
-    """Tell the other nodes of a failed job which ranks a signal ended here, and learn what happened there.
+    """Exchange the failures of a job between its nodes: report ranks that a signal ended here, and wait for others.
 
-    ``output`` is the folder that all nodes see, ``log`` the log of this one. A rank that a signal ends can leave no
-    note, and the ranks of other nodes only see that it is gone. Waits up to ``patience`` seconds for a note that says
-    more than that.
+    ``output`` is the folder that all nodes share, ``log`` the log of this node. A rank that a signal ends cannot
+    write a note, and ranks of other nodes only notice that it is gone. Waits up to ``patience`` seconds for a note
+    with more information.
     """
     noted = {one.rank for one in _notes(output)}
     for one in _signalled([_COLOUR.sub("", line) for line in text_if_readable(log).splitlines()]):
@@ -145,7 +145,7 @@ def share(output: Path, log: Path, patience: float) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """What the last line of ``error``'s traceback says, with the error that it was raised from."""
+    """Return the last line of the traceback of ``error``, with the error that it was raised from."""
     if isinstance(error, PrimusError):
         return " ".join(str(error).split())
     if isinstance(error, SystemExit):
@@ -160,22 +160,22 @@ def text_of(error: BaseException) -> str:
 
 
 def _last_line(text: str) -> str:
-    """The line that names the error: the first one, or the last where the message holds a whole traceback."""
+    """Return the line that names the error: the first one, or the last if the message contains a whole traceback."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if any(_TRACEBACK in line for line in lines[1:]) or any(line.startswith("Original Traceback") for line in lines):
         found = [line for line in lines if _EXCEPTION.match(line)]
         return (found[-1] if found else lines[-1])[:_LONGEST]
-    # Some messages begin with a line that only announces the rest.
+    # The first line of some messages only announces the rest.
     told = lines[0] if not lines[0].endswith(":") else " ".join(lines[:2])
     return told[:_LONGEST] if lines else ""
 
 
 def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure | None:
-    """The first cause of a job that ended with ``exit_code`` (negative: a signal), from its folder; None if it is 0.
+    """Return the first cause of a job that ended with ``exit_code`` (negative: a signal); None if it is 0.
 
-    ``shared`` is the folder with the notes of all nodes where it is not ``output``. A full disk comes first. Of what
-    the ranks noted the earliest counts, unless it only says that another rank is gone; then a rank that a signal ended;
-    then the log's first exception; then its last line.
+    ``shared`` is the folder with the notes of all nodes if it is not ``output``. A full disk comes first. Then
+    comes the earliest note of a rank, unless it only reports that another rank is gone; then a rank that a signal
+    ended; then the log's first exception; then its last line.
     """
     if exit_code == 0:
         return None
@@ -184,7 +184,7 @@ def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure |
     own = [one for one in notes if not _DERIVED.search(one.text)]
     raised = [Failure(text=match["text"]) for line in lines if (match := _EXCEPTION.match(line.strip()))]
     first = [failure for failure in raised if not _DERIVED.search(failure.text)]
-    # A full disk makes every writer fail in a way of its own, and checkpointing wraps them all.
+    # On a full disk, every writer fails in its own way, and checkpointing wraps all these errors.
     full = [failure for failure in [*own, *raised] if _DISK_FULL.search(failure.text)]
     found = next(iter([*full, *own, *_signalled(lines), *first, *notes, *raised]), None)
     if found is None:
@@ -218,7 +218,7 @@ def _notes(output: Path) -> list[Failure]:
 
 
 def _signalled(lines: list[str]) -> Iterator[Failure]:
-    """Ranks in torchrun's report that a signal ended; its own SIGTERM to those that were left is none of them."""
+    """Yield the ranks that a signal ended, as torchrun reports them, without those that torchrun itself ended."""
     rank: int | None = None
     for line in lines:
         if match := _RANK.match(line):

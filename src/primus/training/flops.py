@@ -17,17 +17,17 @@ from primus.recipes.size import size
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """FLOPs of one token (of one image for a diffusion model) in both conventions."""
+    """FLOPs of one token (for a diffusion model: of one image) in both conventions."""
 
     causal: float
     non_causal: float
 
 
 def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = None) -> Flops:
-    """FLOPs to train on one token of a sequence of ``seq_len`` (for FLUX: on one image).
+    """Return the FLOPs of training on one token of a sequence of ``seq_len`` (for FLUX: on one image).
 
-    ``adapters`` is the number of weights that LoRA trains; then the others take 4 operations each instead of 6, for
-    no gradient of theirs is computed.
+    ``adapters`` is the number of weights that LoRA trains. The others then take 4 operations each instead of 6,
+    because they have no gradient.
     """
     if model.family == "flux":
         return _diffusion(model)
@@ -41,7 +41,7 @@ def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = 
 
 
 def _attention_width(model: Architecture) -> int:
-    """12 · heads · head_dim, where query·key and weight·value may differ in width (latent attention)."""
+    """Return 12 · heads · head_dim; in latent attention, query·key and weight·value differ in width."""
     mla = model.mla
     if mla.kv_lora_rank:
         return 6 * model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
@@ -49,7 +49,7 @@ def _attention_width(model: Architecture) -> int:
 
 
 def _diffusion(model: Architecture) -> Flops:
-    """Attention there is never causal, so both conventions agree. Tokens: 16 × 16 pixels each, plus the text's."""
+    """Return the FLOPs of FLUX. Its attention is not causal, so both conventions agree. One token is 16 × 16 pixels."""
     dit, hidden = model.dit, model.hidden_size
     layers, tokens = dit.double_layers + dit.single_layers, (dit.image_size // 16) ** 2 + dit.text_tokens
     flops = 6.0 * 12 * hidden**2 * layers * tokens + 12.0 * layers * hidden * tokens**2

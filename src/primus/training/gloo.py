@@ -1,7 +1,7 @@
 """Collectives in 16-bit floats for a gloo that was built without them, such as Debian's.
 
-A tensor of such a dtype travels as float32, which holds each of its values. So nothing that is only moved changes, and
-what is summed over ranks is rounded once, at the end. Sending and receiving look at no dtype and need nothing.
+A tensor of such a dtype is sent as float32, which can represent all its values. Values that are only moved therefore do
+not change, and a sum over ranks is rounded once, at the end. Send and receive do not depend on the dtype.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ import torch.distributed as dist
 
 SENTENCE = "this PyTorch's gloo has no {}: ranks exchange float32 instead, and sums are rounded once"
 
-# torch's operations over all ranks of a group. The first argument of each receives the result.
+# torch's operations over all ranks of a group. The first argument of each gets the result.
 _OPERATIONS = (
     "allreduce_", "allreduce_coalesced_", "reduce_", "reduce_scatter_", "_reduce_scatter_base_",
     "reduce_scatter_tensor_coalesced_", "broadcast_", "allgather_", "_allgather_base_", "allgather_coalesced_",
     "allgather_into_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_",
 )  # fmt: skip
 _DTYPES = (torch.bfloat16, torch.float16)
-# The implementation for CUDA does the same as the one for the CPU, which is replaced: it hands the tensors to the
-# group's backend, and gloo is registered for both. Called by its key it runs without the interpreter's lock. With that
-# held, ranks hang: gloo's threads take it while they hold the lock of the queue that the call waits for.
+# The replacement calls the CUDA implementation, which does the same as the CPU's: it passes the tensors to the group's
+# backend, and gloo is registered for both. Called by its dispatch key, it runs without the GIL. If the GIL is held,
+# ranks hang: gloo's threads take it while they hold the lock of the queue that the call waits for.
 _ORIGINAL = torch._C.DispatchKey.CUDA
-# torch forgets an implementation with the library that holds it.
+# torch removes an implementation when its library object is deleted.
 _KEPT: list[torch.library.Library] = []
 
 
 def lacks(dtype: torch.dtype) -> bool:
-    """Whether gloo refuses tensors of ``dtype`` here: a group of this process alone is asked."""
+    """Return whether gloo refuses tensors of ``dtype`` here, by a test in a group of this process alone."""
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
     try:
         group.allreduce([torch.zeros(1, dtype=dtype)]).wait()
     except RuntimeError as error:
-        # Any other trouble is no answer to the question.
+        # Any other error does not answer the question.
         if "scalar type" not in str(error):
             raise
         return True
@@ -46,10 +46,10 @@ def lacks(dtype: torch.dtype) -> bool:
 
 
 def complete(*, always: bool = False) -> tuple[torch.dtype, ...]:
-    """Let gloo carry the 16-bit floats that it lacks (or both, ``always``) in this process, and return them.
+    """Add the 16-bit floats that gloo lacks (or both, with ``always``) in this process, and return them.
 
-    Rank 0 says so on standard error when the first such tensor comes. Call it once, after GLOO_SOCKET_IFNAME is set
-    and before any collective.
+    Rank 0 prints a message to standard error with the first such tensor. Call it once, after GLOO_SOCKET_IFNAME is
+    set and before any collective.
     """
     missing = tuple(dtype for dtype in _DTYPES if always or lacks(dtype))
     if not missing:
@@ -62,7 +62,7 @@ def complete(*, always: bool = False) -> tuple[torch.dtype, ...]:
 
 
 def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., Any]:
-    """The operation on float32 copies; when it has ended, its results are written where they belong."""
+    """Return the operation on float32 copies. When it ends, its results are copied back to the caller's tensors."""
 
     def run(*arguments: Any) -> Any:
         results: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -74,7 +74,7 @@ def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., 
             copies.append((tensor, tensor.to(torch.float32)))
             return copies[-1][1]
 
-        # What is only read is not written back: it may share its memory with a result.
+        # Do not copy back tensors that are only read, because they may share memory with a result.
         first = _each(arguments[0], lambda tensor: widen(tensor, results))
         rest = [_each(one, lambda tensor: widen(tensor, [])) for one in arguments[1:]]
         result = operation._op_dk(_ORIGINAL, first, *rest)
@@ -83,14 +83,14 @@ def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., 
             dist.Work.unbox(result[-1] if whole else result).wait()
             for tensor, copy in results:
                 tensor.copy_(copy)
-        # Some operations return their first argument, too: the caller's own.
+        # Some operations also return their first argument; return the caller's tensor.
         return (arguments[0], result[-1]) if whole else result
 
     return run
 
 
 def _each(argument: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``argument``, with every tensor in it, or in lists in it, changed."""
+    """Return ``argument`` with ``change`` applied to every tensor in it, also in lists."""
     if isinstance(argument, torch.Tensor):
         return change(argument)
     return [_each(one, change) for one in argument] if isinstance(argument, (list, tuple)) else argument

@@ -1,4 +1,4 @@
-"""A job that no longer advances: end its ranks so that each says where it is, and name the one the others wait for."""
+"""Ending a job that hangs: every rank prints its stack, and the rank that the others wait for is named."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from primus.training import failure
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-# Where a rank waits for the others. Backward passes enter collectives from C++, below autograd's frame.
+# Functions in which a rank waits for the others. Backward passes enter collectives from C++, below autograd's frame.
 _WAITING = re.compile(r"torch/distributed/|_engine_run_backward|torch/autograd/graph\.py")
 
 
 def end_ranks(launcher: int, output: Path, seconds: float) -> None:
-    """End all ranks below the process ``launcher``: by SIGABRT, at which Python prints where it is.
+    """End all ranks below the process ``launcher`` with SIGABRT, on which Python prints the stack.
 
-    A rank that is stopped cannot print. It is noted as hung in the job's folder and killed.
+    A stopped rank cannot print. It is recorded as hung in the job's folder, and killed.
     """
     for pid, rank in _ranks(launcher).items():
         state = _state(pid)
@@ -30,7 +30,7 @@ def end_ranks(launcher: int, output: Path, seconds: float) -> None:
 
 
 def stacks(output: Path) -> dict[int, str]:
-    """Rank → the stack that it left when a fatal signal ended it, innermost frame first."""
+    """Return rank → the stack that it wrote when a fatal signal ended it, innermost frame first."""
     found = {}
     for file in failure.stack_file(output, 0).parent.glob("rank-*.txt"):
         with suppress(OSError, ValueError):
@@ -40,10 +40,10 @@ def stacks(output: Path) -> dict[int, str]:
 
 
 def name_hung(output: Path, seconds: float) -> list[int]:
-    """Ranks whose stacks show that they were not waiting for others. Each is noted in the job's folder."""
+    """Return the ranks whose stacks show that they did not wait for others, and record each in the job's folder."""
     hung = []
     for rank, text in stacks(output).items():
-        # Other threads may come first; the main one receives the signal.
+        # Other threads can come first. The main thread is the one that receives the signal.
         frames = list(_FRAME.finditer(text.partition("Current thread 0x")[2].partition("\n\n")[0]))
         if frames and not any(_WAITING.search(frame["file"]) for frame in frames):
             top = frames[0]
@@ -54,7 +54,7 @@ def name_hung(output: Path, seconds: float) -> list[int]:
 
 
 def _ranks(launcher: int) -> dict[int, int]:
-    """Process → rank, of the launcher's children: the ranks themselves, not the processes that they start."""
+    """Return process → rank for the launcher's children: only the ranks, not the processes that they start."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -1,4 +1,4 @@
-"""What a checkpoint was trained from, kept beside its tensors, so that a run never goes on from another one's."""
+"""The identity of a checkpoint: what it was trained from, stored beside its tensors, and checked before resuming."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FILE = "recipe.json"
 FORMAT = 1
 ALL = "all"
 _METADATA = ".metadata"
-# Other tensors under other names: no option makes them fit.
+# These change the tensors or their names, so no option can accept a difference.
 _NEVER = ("backend", "mode", "layout")
 
 
 def of(recipe: Recipe) -> dict[str, Any]:
-    """The fields that a resumed run must share with the one that made its checkpoint, each with its value.
+    """Return the fields, with their values, that a resumed run must share with the run that made its checkpoint.
 
-    Files count by their content, not by their name. How to train on (steps, rates, precision, ranks) may change.
+    Files are compared by content, not by name. Steps, learning rates, precision and the number of ranks may change.
     """
     section = recipe.section(recipe.backend)
     found: dict[str, Any] = {"backend": recipe.backend, "mode": recipe.mode}
@@ -43,7 +43,7 @@ def of(recipe: Recipe) -> dict[str, Any]:
     }
     if recipe.mode == "lora":
         found |= {f"lora.{key}": section.get(f"lora.{key}") for key in ("rank", "alpha", "targets")}
-        # Only the adapters are in the checkpoint.
+        # The checkpoint contains only the adapters.
         weights = recipe.weights
         name = recipe.find(f"{recipe.backend}.weights", "random")
         found["weights"] = f"sha256:{tensors.fingerprint(weights)}" if weights else name
@@ -59,9 +59,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
 
 
 def seal(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Write ``identity``, the step and all sizes into the checkpoint ``folder``, ``step-N`` or ``.step-N``, which is
-    complete.
-    """
+    """Write ``identity``, the step and all file sizes to the complete checkpoint in ``folder``."""
     files = {
         path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file() and path.name != FILE
     }
@@ -76,9 +74,9 @@ def seal(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def check(folder: Path, recipe: Recipe, accepted: Sequence[str] = ()) -> None:
-    """InputError for a checkpoint that is damaged, or of another run than ``recipe`` describes.
+    """Raise InputError if the checkpoint is damaged, or of another run than ``recipe`` describes.
 
-    ``accepted`` are fields that may differ, or the beginning of their names (``model``), or ``all``.
+    ``accepted`` are fields that may differ, prefixes of their names (``model``), or ``all``.
     """
     wanted = of(recipe)
     for name in accepted:
@@ -147,7 +145,7 @@ def saved(folder: Path) -> Mapping[str, Any]:
 
 
 def complete(folder: Path) -> bool:
-    """Whether ``folder`` is a sealed checkpoint whose files all exist and have their sizes."""
+    """Return whether ``folder`` is a sealed checkpoint with all its files in their full sizes."""
     try:
         content = _read(folder)
     except InputError:
@@ -173,7 +171,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
 
 
 def _damage(folder: Path, content: Mapping[str, Any]) -> str:
-    """What a look at the folder shows; "" if nothing is wrong. The contents are compared when they are loaded."""
+    """Return a problem that the folder's listing shows, or "". The contents are checked when they are loaded."""
     for name, size in content["files"].items():
         path = folder / Path(name).name
         if not isinstance(size, int):

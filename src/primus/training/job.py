@@ -1,4 +1,4 @@
-"""One run of a resolved recipe: what is asked, and what is left of it afterwards."""
+"""One run of a resolved recipe: the request, and its result."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from primus.recipes.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run to start. ``output`` is a folder of its own; ``resume_from`` is a checkpoint folder ``…/step-N``.
+    """A run to start. ``output`` is its own folder; ``resume_from`` is a checkpoint folder ``…/step-N``.
 
-    A ``judged`` run leaves its batches, gradients and weights, and the reference then repeats it. ``compiled`` is a
-    folder of compiled kernels that runs share; without it, each run compiles its own.
+    A ``judged`` run records its batches, gradients and weights, and the reference then repeats it. ``compiled`` is
+    a folder of compiled kernels that runs share; without it, each run compiles its own.
 
-    Paths are those the job itself sees: inside a container they are the container's.
+    Paths are those that the job sees: in a container, they are the container's.
     """
 
     name: str
@@ -29,16 +29,16 @@ class Job:
 
     @property
     def first_step(self) -> int:
-        """The first step this run logs: 1, or the one after its checkpoint."""
+        """The first step of this run: 1, or the one after its checkpoint."""
         return 1 if self.resume_from is None else step_of(self.resume_from) + 1
 
     @property
     def last_step(self) -> int:
-        """The last step this run logs."""
+        """The last step of this run."""
         return self.recipe.steps
 
     def arguments(self) -> list[str]:
-        """The words after ``primus`` that start this job from a shell."""
+        """Return the arguments after ``primus`` that start this job from a shell."""
         resume = ["--resume-from", str(self.resume_from)] if self.resume_from else []
         choices = self.recipe.asked.words()
         judged = ["--judge"] if self.judged else []
@@ -48,9 +48,9 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """A run that ended: the exit code of ``primus train``, and where this process sees the job's folder.
+    """A finished run: the exit code of ``primus train``, and the job's folder as this process sees it.
 
-    ``said`` is what the command gave as its reason, where it was heard and the job's folder may not tell.
+    ``said`` is the reason that the command printed. The job's folder may not contain it.
     """
 
     exit_code: int
@@ -59,7 +59,7 @@ class JobResult:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step a checkpoint folder holds (``step-10`` → 10). ValueError when the name does not tell."""
+    """Return the step of a checkpoint folder (``step-10`` → 10). Raises ValueError for another name."""
     match = re.fullmatch(r"step-(0|[1-9][0-9]{0,17})", checkpoint.name)
     if not match:
         raise ValueError(f"{checkpoint} is not named step-N")
@@ -67,7 +67,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def steps(folder: Path) -> list[Path]:
-    """The checkpoints ``step-N`` in ``folder``, oldest step first."""
+    """Return the checkpoints ``step-N`` in ``folder``, oldest first."""
     found = []
     for path in folder.glob("step-*"):
         with suppress(ValueError):

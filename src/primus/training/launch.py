@@ -1,4 +1,4 @@
-"""Start a job's processes, keep their log, end them when asked, return the launcher's own exit code."""
+"""Starting a job's processes, writing their log, and ending them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from types import FrameType
 from typing import Any
 
 GRACE_SECONDS = 15.0
-# Space kept free for the end of the log and the results, so that a job which fills its disk can still say so.
+# Space reserved for the end of the log and the results, so that a job can report that its disk is full.
 _RESERVE_BYTES = 4 << 20
-# What a shell, a scheduler and a closed terminal send. Ranks have sessions of their own, so they get none of these.
+# Signals of a shell, a scheduler and a closed terminal. Ranks are in their own sessions and do not receive them.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TAIL_LINES = 1000
 _LOOK_SECONDS = 2.0
-# With less than this free, what ranks left behind is not whole either.
+# With less free space than this, files of the ranks are incomplete, too.
 _FULL_BYTES = 64 << 10
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -32,9 +32,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a launch ended: the process's exit code (negative: the signal that killed it), wall seconds, and whether the
-    disk with its log was full.
-    """
+    """The end of a launch: exit code (negative: a signal), wall seconds, and whether the disk of the log was full."""
 
     exit_code: int
     seconds: float
@@ -51,16 +49,16 @@ def run(
     on_silence: Callable[[int], None] = lambda _launcher: None,
     others_failed: Callable[[], bool] = lambda: False,
 ) -> Ended:
-    """Run ``argv``, write all it prints to ``log`` and pass each line to ``on_line``.
+    """Run ``argv``, write its output to ``log`` and pass each line to ``on_line``.
 
     SIGINT, SIGTERM and SIGHUP end the ranks first (after ``GRACE_SECONDS`` by force), then raise KeyboardInterrupt.
-    When the disk is full, the job ends ``GRACE_SECONDS`` later, and the last ``_TAIL_LINES`` lines are then written
-    into space that was kept for them. Raises OSError when that much is not free at the start.
+    If the disk is full, the job ends ``GRACE_SECONDS`` later, and the last ``_TAIL_LINES`` lines are written to
+    reserved space. Raises OSError if that space is not free at the start.
 
-    No process of the job outlives this call, even when the launcher itself was killed. After ``patience`` seconds
-    without a line (0: never) ``on_silence`` is called once with the launcher's process id and must make the ranks end;
-    ``GRACE_SECONDS`` later the launcher is ended, too. The launcher is also ended ``GRACE_SECONDS`` after
-    ``others_failed`` is true: ranks that have not met the others yet would wait for them in vain.
+    No process of the job outlives this call, even if the launcher was killed. After ``patience`` seconds without a
+    line (0: never), ``on_silence`` is called once with the launcher's process id and must end the ranks;
+    ``GRACE_SECONDS`` later, the launcher is ended as well. The launcher is also ended ``GRACE_SECONDS`` after
+    ``others_failed`` becomes true, because ranks that have not met the others yet would wait forever.
     """
     heard = [time.monotonic()]
     _adopt_orphans()
@@ -83,7 +81,7 @@ def run(
         reader = threading.Thread(target=copy, daemon=True)
         reader.start()
         code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, others_failed, kept)
-        # Ranks run in sessions of their own; whatever the launcher left is ours now.
+        # Ranks are in their own sessions. Those that the launcher did not end are children of this process now.
         _end(_children(os.getpid()) - others)
         reader.join(timeout=10)
         if process.stdout is not None and not reader.is_alive():
@@ -109,11 +107,11 @@ def _wait(
             if until == float("inf") and silent():
                 on_silence(process.pid)
                 until = time.monotonic() + GRACE_SECONDS
-            # The folder that tells is often on a network.
+            # The folder with this information is often on a network, so do not read it at every turn.
             if until == float("inf") and time.monotonic() - looked > _LOOK_SECONDS:
                 looked = time.monotonic()
                 until = looked + GRACE_SECONDS if others_failed() else until
-            # torchrun tries for ever to write to its store on a full disk, long after its ranks have failed.
+            # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
             if until == float("inf") and kept.full:
                 until = time.monotonic() + GRACE_SECONDS
             if stop.is_set() or time.monotonic() > until:
@@ -127,7 +125,7 @@ def _wait(
 
 
 class _Log:
-    """A log that keeps its last lines when the disk is full, and writes them at the end."""
+    """A log that keeps its last lines in memory while the disk is full, and writes them at the end."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._reserve = path, path.with_name(".reserve")
@@ -143,15 +141,15 @@ class _Log:
 
     @property
     def full(self) -> bool:
-        """Whether a line could not be written, or nothing else could at the end."""
+        """Whether a line could not be written, or the disk had no space left at the end."""
         return self._full or self._lost > 0
 
     def write(self, line: str) -> None:
-        """Add a line; a full disk is no error here."""
+        """Write a line. A full disk is not an error here."""
         if not self._lost:
             data = line.encode("utf-8", "replace")
             try:
-                # A short write is of a disk that has just become full.
+                # A short write means that the disk has just become full.
                 if os.write(self._file, data) == len(data):
                     return
             except OSError as error:
@@ -171,7 +169,7 @@ class _Log:
 
 
 class _signals:
-    """While inside, the signals that end a command set ``stop`` instead of leaving the children behind.
+    """While this context is open, the signals that end a command set ``stop`` instead of ending this process.
 
     A signal that is ignored, such as SIGHUP under nohup, stays ignored.
     """
@@ -200,9 +198,10 @@ def _adopt_orphans() -> None:
 
 
 def _ending_with(parent: int) -> Callable[[], None]:
-    """Return what a new process calls first, so that it gets SIGTERM when ``parent`` dies, even of SIGKILL.
+    """Return a function that a new process calls first, so that it gets SIGTERM when ``parent`` dies, even by
+    SIGKILL.
 
-    torchrun then ends its ranks. Nobody else would.
+    torchrun then ends its ranks, which nothing else would do.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
@@ -216,12 +215,12 @@ def _ending_with(parent: int) -> Callable[[], None]:
 
 
 def _children(parent: int) -> set[int]:
-    """All living descendants of ``parent``, from /proc."""
+    """Return all living descendants of ``parent``, from /proc."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError, ValueError, IndexError):
-                # The command name, in brackets, may hold spaces.
+                # The command name, in parentheses, can contain spaces.
                 parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
     found: set[int] = set()
     frontier = {parent}

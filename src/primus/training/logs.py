@@ -1,4 +1,4 @@
-"""From a training log to a series of steps. What a log says twice, differently, is a problem."""
+"""Reading a training log as a series of steps. Contradictions in a log are problems."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# torchtitan's line, which our own loop prints too. Loss and norm are taken as any word: a NaN is read, not skipped.
+# torchtitan's line, which our own loop also prints. Loss and norm can be any word, so that NaN is read, too.
 _STEP = re.compile(
     r"(?<!validate )step:\s*(\d+)\s+loss:\s*(\S+)\s+grad_norm:\s*(\S+)\s+"
     r"memory:\s*(-?[\d.]+)\s*GiB\((-?[\d.]+)%\)\s+tps:\s*([\d,]+)\s+tflops:\s*([\d,.]+)\s+mfu:\s*([\d.]+%|N/A)"
@@ -19,10 +19,10 @@ _STEP = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One optimizer step: ``tokens_per_second`` of the slowest rank, ``memory_gib`` of the fullest.
+    """One optimizer step: ``tokens_per_second`` of the slowest rank, ``memory_gib`` of the rank with the most.
 
-    ``images_per_second``, of the slowest rank too, is None unless the model makes images; ``joules`` is what one GPU
-    used, the mean of those on this node, None where they do not report it.
+    ``images_per_second``, also of the slowest rank, is None unless the model makes images. ``joules`` is the energy
+    per GPU, the mean of this node; None if unknown.
     """
 
     step: int
@@ -36,9 +36,9 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Steps in ascending order, one each, and what was wrong with the log they came from.
+    """Steps in ascending order, each once, and the problems of their log.
 
-    ``exact`` tells that loss and gradient norm carry all their bits rather than the log's rounding.
+    ``exact``: loss and gradient norm have all their bits instead of the log's rounding.
     """
 
     steps: tuple[Step, ...] = ()
@@ -51,12 +51,12 @@ class Series:
         return tuple(step.loss for step in self.steps)
 
     def at(self, number: int) -> Step | None:
-        """Step ``number``, if it was logged."""
+        """Return step ``number``, or None if it was not logged."""
         return next((step for step in self.steps if step.step == number), None)
 
 
 def step_in(line: str) -> Step | None:
-    """The step a log line reports, if it reports one. A word that is no number counts as NaN."""
+    """Return the step that a log line reports, or None. A word that is not a number counts as NaN."""
     match = _STEP.search(_COLOUR.sub("", line))
     if not match:
         return None
@@ -101,12 +101,12 @@ def read_steps(text: str) -> Series:
 
 
 def read_exact(lines: Iterable[str]) -> dict[int, tuple[float, float]]:
-    """Step → (loss, gradient norm) from the run's own unrounded lines; a half-written line is left out."""
+    """Return step → (loss, gradient norm) from the run's unrounded lines, without an incomplete last line."""
     return {step: (loss, norm) for step, (loss, norm) in _by_step(lines, "loss", "grad_norm").items()}
 
 
 def read_joules(lines: Iterable[str]) -> dict[int, float]:
-    """Step → joules of one GPU, from what the launcher measured; a half-written line is left out."""
+    """Return step → joules per GPU from the launcher's measurements, without an incomplete last line."""
     return {step: joules for step, (joules,) in _by_step(lines, "joules").items()}
 
 
@@ -122,19 +122,19 @@ def _by_step(lines: Iterable[str], *keys: str) -> dict[int, tuple[float, ...]]:
 
 
 def with_joules(series: Series, joules: Mapping[int, float]) -> Series:
-    """``series`` with the energy of each step that has one."""
+    """Return ``series`` with the energy of each step that has one."""
     return replace(series, steps=tuple(replace(step, joules=joules.get(step.step)) for step in series.steps))
 
 
 def with_exact(series: Series, exact: Mapping[int, tuple[float, float]]) -> Series:
-    """Replace the log's rounded values by the exact ones; a pair further apart than rounding is a problem."""
+    """Replace the log's rounded values by the exact ones. A pair that differs by more than rounding is a problem."""
     steps, problems = [], list(series.problems)
     for step in series.steps:
         if step.step not in exact:
             steps.append(step)
             continue
         loss, norm = exact[step.step]
-        # The log has the loss with 5 decimals and the gradient norm with 4.
+        # The log has five decimals of the loss and four of the gradient norm.
         if not (_same(step.loss, loss, 1.1e-5) and _same(step.grad_norm, norm, 1.1e-4)):
             problems.append(
                 f"step {step.step}: the log says loss {step.loss}, gradient norm {step.grad_norm}; "

@@ -1,4 +1,4 @@
-"""Whether a job can run on this machine at all: its GPUs, memory for the least that training holds, a compiler."""
+"""Whether a job can run on this machine: its GPUs, memory and compiler."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from primus.system import compiler
 
 _SHOW = "--dry-run shows the job"
 _SMALL = f"--proxy trains a small model instead, {_SHOW}"
-# FP8 is emulated on a CPU, by other settings than those for a GPU.
+# A CPU emulates FP8, with other settings than a GPU.
 _ON_CPU = ("fp32", "bf16")
 
 
 def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False) -> None:
-    """HostError when this machine (its files below ``root``) lacks the recipe's GPUs, or memory or a compiler for it.
+    """Raise HostError if this machine (files below ``root``) lacks the recipe's GPUs, memory or compiler.
 
-    ``force`` leaves out the predicted memory of activations. A proxy made for a GPU may run without one, on the CPU, in
-    a precision that a CPU computes. GPUs that no table knows are taken for what the recipe says: nothing can be told
-    from them.
+    ``force`` skips the check of predicted activations. A proxy for a GPU can run without one, on the CPU, in a
+    precision that a CPU computes. GPUs that are not in the table are taken for the recipe's, because nothing is
+    known about them.
     """
     found = detect(root)
     on_cpu = recipe.gpu == CPU or not found.names
@@ -41,7 +41,7 @@ def check(recipe: Recipe, root: Path = Path("/"), *, force: bool = False) -> Non
 
 
 def _check_compiler(recipe: Recipe, *, gpu: bool) -> None:
-    """A recipe with torch.compile would otherwise fail in its first step."""
+    """Raise HostError without a compiler: a recipe with torch.compile would fail in its first step."""
     backend = recipe.knows.name
     keys = [key for key in ("compile.enable", "training.compile") if recipe.find(f"{backend}.{key}", False)]
     if keys and (why := compiler.missing(os.environ, gpu=gpu)):
@@ -97,7 +97,7 @@ def _check_memory(recipe: Recipe, gpu_has: float | None, root: Path) -> None:
 
 
 def _check_activations(recipe: Recipe) -> None:
-    """HostError when the predicted memory exceeds the GPU's by more than the prediction may err."""
+    """Raise HostError if the predicted memory exceeds the GPU's by more than the error of the prediction."""
     there, needed = gpu_bytes(recipe.gpu) or math.inf, predict(recipe).least
     if needed * (1 - recipe.knows.memory_error) <= there:
         return
@@ -114,14 +114,14 @@ def _check_activations(recipe: Recipe) -> None:
 def least_bytes(recipe: Recipe, *, offload: bool = False) -> float:
     """Return the bytes that one rank needs at least: weights, gradients and optimizer states, without activations.
 
-    States whose size a setting may reduce in a way that is not modelled are left out, so the result is never too
-    large. ``offload``: states that a setting moves to the host do not count.
+    States that a setting may reduce in a way that is not modelled are left out, so the result is never too large.
+    ``offload``: states that a setting moves to the host do not count.
     """
     return memory_of(recipe).least(recipe, offload=offload)
 
 
 def host_bytes(root: Path = Path("/")) -> float:
-    """Memory of this machine, or less where a control group limits this process; 0 where nothing tells."""
+    """Return the bytes of memory of this machine, or a lower limit of this process's control group; 0 if unknown."""
     found = []
     with suppress(OSError, ValueError, IndexError):
         line = next(line for line in (root / "proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))

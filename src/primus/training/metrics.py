@@ -1,4 +1,4 @@
-"""Figures of a run: one JSON line per step, and medians after warm-up. docs/metrics.md has each one's formula."""
+"""Figures of a run: one JSON line per step, and medians after the warm-up. docs/metrics.md has the formulas."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from primus.training.utilization import Mfu, Work, mfu_of
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Aggregates of one run; every rate is that of one rank, which is one GPU where there are any.
+    """Aggregates of one run. Every rate is that of one rank, which is one GPU if there are any.
 
-    ``tokens_per_second`` is the median after ``warmup_steps`` steps; ``spread`` is (p90 − p10) ÷ median of the same;
-    ``images_per_second`` is the median of a model that makes images. ``tflops_causal`` and ``tflops_non_causal`` are
-    that median times the FLOPs of one token or image, in 10¹² per second. ``mfu`` is None when ``no_mfu`` says why.
-    ``memory_gib`` is the peak (on a CPU: resident memory). ``joules_per_step`` is the mean after warm-up. None: no step
-    to tell from, not finite, or not reported. ``slow_rank`` names the rank that the others wait for, in a sentence.
+    ``tokens_per_second`` is the median after ``warmup_steps`` steps, and ``spread`` the (p90 − p10) ÷ median of the
+    same steps; ``images_per_second`` is the median of a model that makes images. ``tflops_causal`` and
+    ``tflops_non_causal`` are that median times the FLOPs of one token or image, in 10¹² per second. ``mfu`` is None
+    if ``no_mfu`` gives a reason. ``memory_gib`` is the peak (on a CPU: resident memory). ``joules_per_step`` is the
+    mean after warm-up. ``slow_rank`` names the rank that the others wait for, in a sentence. None: no steps, not
+    finite, or not reported.
     """
 
     first_loss: float | None
@@ -42,7 +43,7 @@ class Summary:
 
 
 def as_json_lines(series: Series, done: Work | None = None) -> str:
-    """One line per step: the fields of :class:`Step`, and TFLOP/s in both conventions. NaN: null."""
+    """Return one line per step: the fields of :class:`Step`, and TFLOP/s in both conventions. NaN becomes null."""
     lines = []
     for step in series.steps:
         values = {key: plain(value) for key, value in asdict(step).items()}
@@ -54,9 +55,9 @@ def as_json_lines(series: Series, done: Work | None = None) -> str:
 
 
 def summarize(series: Series, warmup_steps: int, done: Work | None = None, slow_rank: str | None = None) -> Summary:
-    """Aggregate ``series``; when it is no longer than the warm-up, its last step stands for all.
+    """Aggregate ``series``. If it is not longer than the warm-up, its last step is used.
 
-    Without ``done``, what the run computed, there is no TFLOP/s and no MFU.
+    Without ``done``, the work of the run, there is no TFLOP/s and no MFU.
     """
     steps = series.steps
     measured = steps[warmup_steps:] or steps[-1:]
@@ -85,7 +86,8 @@ def summarize(series: Series, warmup_steps: int, done: Work | None = None, slow_
 
 
 def sentence(summary: Summary, unit: str) -> str:
-    """The figures in one line: ``9,630 tokens/s/GPU, 496/558 TFLOP/s causal/non-causal, MFU …`` or why there is none.
+    """Return the figures in one line: ``9,630 tokens/s/GPU, 496/558 TFLOP/s causal/non-causal, MFU …`` or why there
+    is none.
 
     ``unit`` is ``GPU`` or ``rank``.
     """
@@ -103,7 +105,7 @@ def sentence(summary: Summary, unit: str) -> str:
 
 
 def plain(value: float | None) -> float | None:
-    """``value`` as JSON can hold it: NaN and infinities, which are no JSON, become None."""
+    """Return ``value`` for JSON: NaN and infinities, which JSON does not have, become None."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -116,7 +118,7 @@ def _spread(values: Sequence[float]) -> float | None:
 
 
 def _rate(step: Step, done: Work | None) -> float | None:
-    """Units of work per second: images where that is what FLOPs are counted for."""
+    """Return units of work per second: images if the FLOPs are those of an image, else tokens."""
     return step.images_per_second if done and done.per_image else step.tokens_per_second
 
 

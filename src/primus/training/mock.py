@@ -1,4 +1,4 @@
-"""Text made from a seed, for runs that measure: no download, the same on every machine, and learnable."""
+"""Synthetic text from a seed, for measurements: no download, equal on every machine, and learnable."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LETTERS = "etaoinshrdlu"
 
 
 def texts(seed: int, count: int, words: int = 400) -> Iterator[str]:
-    """``count`` texts of ``words`` words each.
+    """Yield ``count`` texts of ``words`` words each.
 
-    Every word has a few possible followers (an order-1 Markov chain), so a model's loss falls towards the chain's
-    entropy of ln 4 ≈ 1.39 a word: a run that does not learn shows.
+    Every word has a few possible successors (an order-1 Markov chain), so a model's loss falls towards the chain's
+    entropy of ln 4 ≈ 1.39 per word, and a run that does not learn is noticed.
     """
     chain = random.Random(seed)
     vocabulary = ["".join(chain.choices(_LETTERS, k=chain.randint(2, 7))) for _ in range(_WORDS)]

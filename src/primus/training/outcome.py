@@ -1,4 +1,4 @@
-"""What a job left behind, read back from its folder: log, exact figures, facts, result."""
+"""Reading a finished job from its folder: log, exact figures, facts, result."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from primus.training.ranks import expected_facts
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """All that can be judged about a run that ended.
+    """Everything that can be judged about a finished run.
 
-    ``exit_code`` is the launcher's or, when that was 0, what else went wrong around it; ``facts`` is empty
-    when no rank lived long enough to write them; ``seconds`` is wall time of the launcher; ``recipe_sha256``
-    is what the run itself resolved; ``cause`` is the first cause of a failure. A judged run has a ``proof``, what the
-    reference found, ``arrivals`` (step → the launcher's clock in seconds) and ``busy`` (step → seconds that
-    writing the evidence took). ``slow_rank`` names the rank that the others wait for, in a sentence.
-    ``peak_gib`` is the most resident memory that one process of the job had, as the system counted it.
+    ``exit_code`` is the launcher's or, if that was 0, shows another failure. ``facts`` is empty if no rank ran long
+    enough to write them. ``seconds`` is wall time of the launcher, ``recipe_sha256`` the recipe that the run itself
+    resolved, ``cause`` the first cause of a failure. A judged run has a ``proof``, the findings of the reference,
+    ``arrivals`` (step → the launcher's clock in seconds) and ``busy`` (step → seconds of writing evidence).
+    ``slow_rank`` names the rank that the others wait for, in a sentence. ``peak_gib`` is the largest resident
+    memory of one process of the job, as the system counted it.
     """
 
     job: Job
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def read(job: Job, result: JobResult) -> Outcome:
-    """Read the folder of a job that ended. Missing or broken files read as no evidence, never as an error."""
+    """Read the folder of a finished job. Missing or damaged files count as no evidence, not as an error."""
     folder = result.output
     left = document(folder / "result.json")
     series = logs.read_steps(text_if_readable(folder / "log.txt"))
@@ -72,14 +72,14 @@ def _exit_code(left: Mapping[str, Any], command: int) -> int:
     launched = left.get("exit_code")
     if isinstance(launched, int) and launched != 0:
         return launched
-    # Exit code 1 of the command then means that one of its checks failed. That check speaks for itself here.
+    # Exit code 1 of the command then means that one of its checks failed, and that check is in the list itself.
     return 0 if launched == 0 and command == 1 and left.get("passed") is False else command
 
 
 def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
-    """The rules that any run must pass, however short and from whatever weights.
+    """Return the verdicts of the checks that every run must pass, for any length and any initial weights.
 
-    Of a job that failed, what it never came to is skipped: its cause is told once, by the exit code.
+    For a failed job, checks without evidence are skipped, because "exit code" gives the cause.
     """
     job, steps = outcome.job, outcome.series.steps
     verdicts = (
@@ -103,7 +103,7 @@ def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:
 
 
 def _proven(outcome: Outcome) -> list[Verdict]:
-    """What the reference and the launcher's clock say of a judged run."""
+    """Return the verdicts of a judged run, from the reference and the launcher's clock."""
     if outcome.exit_code != 0:
         why = Verdict(name="reference", passed=False, reason="")
         return [checks.skipped(why, "the job failed")]
@@ -117,7 +117,7 @@ def _proven(outcome: Outcome) -> list[Verdict]:
 
 
 def document(path: Path) -> dict[str, Any]:
-    """What a file of the run holds; nothing for one that is missing, damaged or of another shape."""
+    """Return the contents of a JSON file of the run; empty if it is missing, damaged or not an object."""
     try:
         value = json.loads(text_if_readable(path) or "{}")
     except ValueError:

@@ -1,6 +1,6 @@
-"""Verdicts on a run from what the reference found (``proof.json``) and from the launcher's clock.
+"""Verdicts on a judged run, from the findings of the reference (``proof.json``) and the launcher's clock.
 
-Limits follow from the reference itself: how far the run's precision alone moves its own results.
+The limits come from the reference itself: how far the run's precision alone moves its results.
 """
 
 from __future__ import annotations
@@ -17,53 +17,53 @@ from primus.recipes.size import size
 from primus.training.checks import Verdict, of_faults, relative_gap
 from primus.training.logs import Series
 
-# What float32 may differ by besides the noise: libraries add in other orders than the reference, norms for one in
-# float32 throughout. Measured: 7e-7, 5e-6, 5e-6.
+# How much float32 may differ besides the noise: libraries add in another order than the reference, and compute norms
+# entirely in float32. Measured: 7e-7, 5e-6, 5e-6.
 _LEAST = {"loss": 2e-6, "grad_norm": 5e-5, "gradient": 5e-5}
-# How far a run's error may exceed that of the reference in the same precision. Measured: loss 4, norm 1, gradients 3.4.
+# How far a run's error may exceed the reference's error in the same precision. Measured: loss 4, norm 1, gradients 3.4.
 _NOISE = {"loss": 8.0, "grad_norm": 2.0, "gradient": 6.0}
-# The same for the mean over at least so many steps of equal noise. Measured: 1.7.
+# The same for the mean of at least this many steps with equal noise. Measured: 1.7.
 _MEAN_NOISE = 2.5
 _ENOUGH = 4
-# How much of a change of a constant the gradients may show, and how many standard deviations from what rounding shows.
+# How much of a changed constant the gradients may show, and how many standard deviations beyond what rounding shows.
 _CHANGED = 0.5
 _DEVIATIONS = 4.0
-# The same for what FP8 rounds, from what the reference shows with the same rounding. Measured: 0.05.
+# The same for FP8's own rounding, relative to the reference with the same rounding. Measured: 0.05.
 _CHANGED_ROUNDING = 0.2
-# FP8's errors are systematic: they add to the mean square of the states, as an epsilon does. Measured: 1.0.
+# FP8's errors are systematic: like an epsilon, they add to the mean square of the states. Measured: 1.0.
 _FP8 = 2.0
-# An update is repeated from the run's own gradient, whatever the precision of the model, and what float32 rounds is
-# taken off. Measured: 0. Moments in bfloat16 are rounded at every step.
+# An update is repeated from the run's own gradient in any precision, and the rounding of float32 is subtracted.
+# Measured: 0. Moments in bfloat16 are rounded at every step.
 _UPDATE = 1e-5
 _UPDATE_NARROW = 5e-4
-# The norm that a run reports and the length of its clipped gradients are of the same numbers. Measured: 2e-5.
+# The reported norm and the length of the clipped gradients come from the same numbers. Measured: 2e-5.
 _CLIPPED = 2e-4
 # With weights in bfloat16, the norm of each tensor, the total and the clipped gradients are bfloat16 numbers: three
 # roundings of up to 2⁻⁸. Measured: 4.8e-3.
 _CLIPPED_NARROW = 3 * 2**-8
-# The least share of a matrix's gradients that are bfloat16 numbers, by how many ranks and micro-batches they are sums
-# of in float32. Measured: 0.29 to 0.45 of sums of two, 0.15 to 0.18 of four, 0 where float32 computes.
+# The least share of a matrix's gradients that are bfloat16 numbers, by the number of ranks and micro-batches whose
+# gradients are added in float32. Measured: 0.29 to 0.45 for sums of two, 0.15 to 0.18 of four, 0 in float32.
 _ROUNDED = {1: 1.0, 2: 0.7, 3: 0.35}
-# Where the scores of two experts are closer than float32 tells apart, a token may go to either.
+# If float32 cannot tell the scores of two experts apart, a token may go to either.
 _TIE = 3e-6
 _TIED = {"loss": 1e-3, "grad_norm": 2e-2, "gradient": 0.3}
-# What every token in doubt moves the gradients of experts by when it goes to another expert, with room for rounding.
+# How far the gradients of experts move if every token in doubt goes to another expert, with room for rounding.
 _ALL_IN_DOUBT = 1.1
-# How far a backend's count of FLOPs may be from the recipe's.
+# The largest difference of a backend's count of FLOPs from the recipe's.
 _FLOPS = 0.01
-# How far images per second, times the tokens of an image, may be from tokens per second: the log rounds both.
+# The largest difference of images per second × tokens per image from tokens per second: the log rounds both.
 _IMAGES = 0.01
 # How far the reported memory may be below and above what the system counted at the end. Measured: 0.88 to 1.01.
 _MEMORY = (0.6, 1.05)
 # How far the reported throughput may be below and above the launcher's. Measured on a busy machine: 0.86 to 1.01.
 _CLOCK = (0.7, 1.15)
 
-# The witness of a run larger than this would take longer to write than the run takes.
+# Writing the witness of a larger run would take longer than the run.
 _MOST_BYTES = 1 << 30
 
 
 def unjudged(recipe: Recipe) -> str | None:
-    """Why the reference cannot repeat a run of ``recipe``, in a sentence; None when it can."""
+    """Return why the reference cannot repeat a run of ``recipe``, in a sentence, or None if it can."""
     if recipe.precision == "mxfp8":
         return "the reference does not round to MX formats"
     if recipe.precision not in recipe.knows.judged:
@@ -84,7 +84,7 @@ def unjudged(recipe: Recipe) -> str | None:
 
 
 def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
-    """Judge every step: data, parameters, loss, gradients, learning rate, update. No rule passes on no evidence."""
+    """Judge every step: data, parameters, loss, gradients, learning rate, update. No check passes without evidence."""
     steps: Sequence[Mapping[str, Any]] = found.get("steps", ())
     if problem := found.get("problem"):
         return [Verdict(name="reference", passed=False, reason=str(problem))]
@@ -159,7 +159,7 @@ def _figure(key: str, name: str, found: Mapping[str, Any], series: Series, seen:
 
 
 def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
-    """Each kind of tensor has a limit of its own, from its noise at the steps where the reference found it."""
+    """Judge gradients. Each kind of tensor has its own limit, from its noise at the steps with known noise."""
     rows = [step for step in found["steps"] if step["own_gradient"]]
     wrong = [f"step {row['step']}: {name} has no gradient" for row in rows for name in row["missing"]]
     wrong += [f"step {row['step']}: ranks that share {name} disagree" for row in rows for name in row["apart"]]
@@ -185,7 +185,7 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
         wrong.append(f"{name} differs most, at step {at}")
     wrong += _clipping(rows, found, series)
     rounded = _ROUNDED[min(3, 3 if found["precision"] == "fp32" else found["summands"])]
-    # Gradients of weights in bfloat16 are bfloat16 numbers in the end, whatever they were summed in.
+    # In the end, gradients of bfloat16 weights are bfloat16 numbers, in whatever dtype they were added.
     if not found.get("narrow"):
         wrong += [f"step {row['step']}: sums are rounded to bfloat16" for row in rows if row["rounded"] > rounded]
     return of_faults(
@@ -198,7 +198,7 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
 
 
 def _constants(evidence: Mapping[str, Any]) -> Verdict:
-    """Constants of the model whose error is smaller than the noise of one gradient. FP32 runs need no such rule."""
+    """Judge constants of the model whose error is below the noise of one gradient. FP32 runs do not need this check."""
     found: Mapping[str, Mapping[str, Any]] = evidence.get("constants", {})
     factor = _FP8 if evidence["precision"] == "fp8" else 1.0
     limits, shares = {}, {}
@@ -225,7 +225,8 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
 
 
 def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Kind of tensor → mean gap and its limit, over the steps whose noise is known: rounding averages out.
+    """Return kind of tensor → mean gap and its limit, over the steps with known noise, because rounding averages
+    out.
 
     Only gaps and noise of the same steps can be compared so closely.
     """
@@ -240,11 +241,11 @@ def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]
 
 
 def _mean_noise(noises: Sequence[float]) -> float:
-    """The limit of a mean gap: ``_MEAN_NOISE`` times its noise, up to ``_NOISE`` times where one step has all of it."""
+    """Return the limit of a mean gap, ``_MEAN_NOISE`` to ``_NOISE`` times its noise."""
     total = sum(noises)
     if not total:
         return 0.0
-    # One for a single noisy step, 1 / sqrt(_ENOUGH) where as many are equally noisy: what remains of errors in a mean.
+    # 1 for a single noisy step, 1 / sqrt(_ENOUGH) for that many equally noisy ones: how much of an error a mean keeps.
     left = math.sqrt(sum(noise**2 for noise in noises)) / total
     least = 1 / math.sqrt(_ENOUGH)
     share = max(0.0, left - least) / (1 - least)
@@ -252,7 +253,7 @@ def _mean_noise(noises: Sequence[float]) -> float:
 
 
 def _clipping(rows: Sequence[Mapping[str, Any]], found: Mapping[str, Any], series: Series) -> list[str]:
-    """At which steps the gradients that the optimizer got are not as long as the reported norm, clipped."""
+    """Return the steps at which the optimizer's gradients do not have the length of the clipped norm."""
     reported, wrong, most = {step.step: step.grad_norm for step in series.steps}, [], found["max_norm"]
     allowed = _CLIPPED_NARROW if found.get("narrow") else _CLIPPED
     for row in rows:
@@ -300,7 +301,7 @@ def _updates(found: Mapping[str, Any]) -> Verdict:
 
 
 def _limit(key: str, noise: float, step: Mapping[str, Any]) -> float:
-    """The largest relative gap at a step, in a run whose precision alone moves the reference by ``noise``."""
+    """Return the largest allowed relative gap at a step, if the precision alone moves the reference by ``noise``."""
     least = _TIED[key] if step.get("closest", 1.0) < _TIE else _LEAST[key]
     return least + _NOISE[key] * noise
 
@@ -308,10 +309,10 @@ def _limit(key: str, noise: float, step: Mapping[str, Any]) -> float:
 def figures(
     facts: Mapping[str, Any], found: Mapping[str, Any], series: Series, recipe: Recipe, peak_gib: float | None
 ) -> Verdict:
-    """What the run reports besides loss, norm and speed: parameters, FLOPs per token or image, memory.
+    """Judge the other reported figures: parameters, FLOPs per token or image, memory.
 
-    ``peak_gib`` is the memory of the largest rank as the system counted it, in GiB; None if it was not measured. Ranks
-    that share layers or experts report their own parts only; their numbers of parameters are not compared.
+    ``peak_gib`` is the memory of the largest rank as the system counted it, in GiB; None if it was not measured.
+    Ranks that share layers or experts report only their own parts; their parameter counts are not compared.
     """
     wrong, known = [], found.get("parameters", {})
     shared = any(recipe.degree(kind) > 1 for kind in ("tp", "pp", "ep"))
@@ -321,7 +322,7 @@ def figures(
     flops = known.get("flops", math.nan)
     if relative_gap(facts.get("flops_per_unit", math.nan), flops) > _FLOPS:
         wrong.append(f"FLOPs of a token or image: {facts.get('flops_per_unit', math.nan):.4g}, not {flops:.4g}")
-    # In the narrowest precision of all, and without gradients and moments.
+    # Even in the narrowest precision, and without gradients and moments.
     least = 2 * (known.get("count") or 0) / recipe.world_size / 2**30
     wrong += [
         f"step {step.step}: {step.memory_gib:g} GiB of memory, and the weights alone take {least:.2g}"
@@ -341,10 +342,10 @@ def figures(
 
 
 def clock(series: Series, arrivals: Mapping[int, float], busy: Mapping[int, float], tokens: int) -> Verdict:
-    """The tokens per second that the run reports, against the launcher's clock.
+    """Judge the reported tokens per second against the launcher's clock.
 
-    ``arrivals``: step → when its line reached the launcher, in seconds; ``busy``: step → seconds that the run spent on
-    evidence after it; ``tokens``: what one rank trains on in a step, from the recipe.
+    ``arrivals``: step → when its line reached the launcher, in seconds. ``busy``: step → seconds that the run spent
+    on evidence after it. ``tokens``: tokens of one rank in a step, from the recipe.
     """
     ratios = [
         (arrivals[step.step] - arrivals[step.step - 1] - busy.get(step.step - 1, 0.0)) * step.tokens_per_second / tokens

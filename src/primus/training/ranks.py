@@ -1,4 +1,4 @@
-"""What a job's ranks are given: files, command line, environment; and what they must say of themselves."""
+"""The input of a job's ranks (files, command line, environment), and the facts that they must report."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from primus.training.job import Job
 from primus.turbo import optimizations
 from primus.turbo.optimizations import chosen
 
-# torchrun's store for several nodes: a node may wait this long for the first one, whose image may still be pulled.
+# How long a node may wait for the first one to open torchrun's store, because that one may still pull the image.
 _MEETING_SECONDS = 600
 
 
 def job_file(job: Job) -> str:
-    """The text of ``job.json``, which the entry reads and which stays as the record of what was asked."""
+    """Return the text of ``job.json``, which the ranks read and which records the request."""
     recipe = job.recipe
     content = {
         "name": job.name,
@@ -66,8 +66,8 @@ def files(job: Job) -> dict[str, str]:
 
 
 def argv(job: Job, python: str, given: Mapping[str, str]) -> list[str]:
-    """The command that starts all ranks of ``job`` on this machine, in the environment ``given``."""
-    # With several nodes each rank also writes files of its own: the log of a node mixes the lines of its ranks.
+    """Return the command that starts all ranks of ``job`` on this machine, in the environment ``given``."""
+    # With several nodes, each rank also writes its own files, because the log of a node mixes the lines of its ranks.
     tee = ["--tee", "3"] if job.recipe.get("nodes", int) > 1 else []
     return [
         python, "-m", "torch.distributed.run",
@@ -79,9 +79,9 @@ def argv(job: Job, python: str, given: Mapping[str, str]) -> list[str]:
 
 
 def node_rank(job: Job, given: Mapping[str, str]) -> int:
-    """The number of this machine among the job's nodes: NODE_RANK, or what Slurm says. InputError when neither tells.
+    """Return the number of this node: NODE_RANK, or Slurm's variable. Raises InputError if neither is set.
 
-    A job of one node has node 0 only, whatever the environment says.
+    A job of one node has only node 0, whatever the environment contains.
     """
     nodes = job.recipe.get("nodes", int)
     if nodes == 1:
@@ -103,17 +103,17 @@ def node_rank(job: Job, given: Mapping[str, str]) -> int:
 
 
 def folder_of_node(job: Job, given: Mapping[str, str]) -> Path:
-    """Where this machine keeps what belongs to it alone: its log and caches. Node 0 uses the job's own folder."""
+    """Return the folder for this node's own files, such as log and caches. Node 0 uses the job's folder."""
     node = node_rank(job, given) if str(given.get("NODE_RANK")) != "$NODE_RANK" else 0
     return job.output / f"node-{node}" if node else job.output
 
 
 def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
-    """Where the ranks meet. InputError when several nodes are asked for and nothing says which one this is."""
+    """Return torchrun's rendezvous options. Raises InputError if a job of several nodes cannot tell its node number."""
     nodes = job.recipe.get("nodes", int)
     if nodes == 1:
-        # A file of the job: jobs side by side never meet, and torchrun's own store of the other kind needs a torch
-        # with libuv. The address is named so that no host name is looked up.
+        # A file of the job, so that parallel jobs never meet; torchrun's own store of the other kind needs a torch with
+        # libuv. The address is given so that no host name is looked up.
         return [
             "--rdzv-backend", "c10d", "--rdzv-endpoint", str(job.output / "cache" / "rendezvous"),
             "--rdzv-conf", "store_type=file", "--local-addr", "127.0.0.1",
@@ -132,7 +132,7 @@ def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
     own = given.get("NODE_ADDR") or (address if first else network.own_address(address))
     return [
         "--nnodes", str(nodes), "--rdzv-backend", "c10d",
-        # Agents of another job, or of an earlier attempt of this one, that find the same port are turned away.
+        # The id rejects agents of another job, or of an earlier attempt of this one, that find the same port.
         "--rdzv-id", given.get("RDZV_ID") or job.name,
         "--rdzv-endpoint", f"{address}:{port}",
         "--rdzv-conf", f"is_host={'true' if first else 'false'},read_timeout={_MEETING_SECONDS},"
@@ -142,18 +142,18 @@ def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
 
 
 def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the ranks, made from ``given``: no network, caches in the job's own folder or beside it.
+    """Return the environment of the ranks, based on ``given``: no network, caches in the job's folder or beside it.
 
-    The root file system may be read-only, the user id unknown to the system and HOME not writable.
+    The root file system may be read-only, the user id unknown to the system, and HOME not writable.
     """
     cache = folder_of_node(job, given) / "cache"
     made = dict(given)
     if job.recipe.get("nodes", int) > 1:
-        # Without it, NCCL and gloo may take a bridge of a container engine, which no other node can reach.
+        # Without it, NCCL and gloo may select a bridge of a container engine, which other nodes cannot reach.
         if interface := network.interface_towards(given.get("MASTER_ADDR", "")):
             made.setdefault("NCCL_SOCKET_IFNAME", interface)
             made.setdefault("GLOO_SOCKET_IFNAME", interface)
-        # As torch marks a traceback. By default every line begins with the name of torchrun's role.
+        # The format that torch uses for tracebacks. By default, every line begins with the name of torchrun's role.
         made.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank${rank}]: ")
     if not any(str(setting.value).startswith("hf:") for setting in job.recipe.settings.values()):
         made |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(cache / "huggingface")}
@@ -169,32 +169,32 @@ def environment(job: Job, given: Mapping[str, str]) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONDONTWRITEBYTECODE": "1",
         "NO_COLOR": "1",
-        # Rank 0 opens the ranks' store, not torchrun, which would ask for libuv without a choice.
+        # Rank 0 opens the ranks' store, because torchrun would always use libuv.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if not _has_temporary_folder(given):
         # A read-only root file system without --tmpfs /tmp.
         made["TMPDIR"] = str(cache)
-    # torchrun's own default, which it only announces loudly when it is not set.
+    # torchrun's own default. If it is not set, torchrun prints a warning.
     made.setdefault("OMP_NUM_THREADS", "1")
     made.setdefault("USER", "primus")
-    # A rank that is ended by SIGABRT or SIGSEGV prints where it was.
+    # A rank that SIGABRT or SIGSEGV ends then prints its stack.
     made.setdefault("PYTHONFAULTHANDLER", "1")
     return made
 
 
 def _has_temporary_folder(given: Mapping[str, str]) -> bool:
-    """Whether Python finds a folder for temporary files: torchrun does not start without one."""
-    # As Python's tempfile, which keeps its answer for the whole process.
+    """Return whether Python finds a folder for temporary files, without which torchrun does not start."""
+    # The same search as in Python's tempfile, which keeps its answer for the whole process.
     places = (*(given.get(name) for name in ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp", "/usr/tmp", Path.cwd())
     return any(place and os.access(place, os.W_OK | os.X_OK) for place in places)
 
 
 def compiled_before(job: Job) -> Path | None:
-    """The folder of kernels that earlier runs with the same compilers and GPU have compiled; None to compile anew.
+    """Return the folder of kernels from earlier runs with the same compilers and GPU; None to compile anew.
 
-    The libraries compute the key of each kernel. Those of a CPU do not cover its instruction set, and a proof must not
-    depend on what an earlier run left.
+    The libraries compute the key of each kernel. CPU keys do not cover the instruction set, and a proof must not
+    depend on files of earlier runs.
     """
     if job.compiled is None or job.judged or job.recipe.gpu == CPU:
         return None
@@ -203,9 +203,9 @@ def compiled_before(job: Job) -> Path | None:
 
 @cache
 def _packages() -> str:
-    """A hash of all installed packages and of our own operators.
+    """Return a hash of all installed packages and of our own operators.
 
-    PyTorch's key of a graph covers neither the gradient nor the code of the operators in it.
+    PyTorch's key of a graph covers neither the gradients nor the code of the operators in it.
     """
     digest = hashlib.sha256(repr(sorted((one.name, one.version) for one in metadata.distributions())).encode())
     for source in sorted(Path(optimizations.__file__).parent.glob("*.py")):
@@ -214,7 +214,7 @@ def _packages() -> str:
 
 
 def expected_facts(job: Job) -> dict[str, Any]:
-    """What the run must say of itself when it ran as the recipe asks; keys as in ``facts.json``."""
+    """Return the facts that the run must report if it ran as the recipe requests; keys as in ``facts.json``."""
     recipe = job.recipe
     asked: dict[str, Any] = {
         "world_size": recipe.world_size,

@@ -1,4 +1,4 @@
-"""The evidence of a validation in one JSON file: which image and recipe, what was measured and judged."""
+"""The evidence of a validation in one JSON file: image, recipe, measurements and verdicts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def make(
     made: str,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The record of one validation.
+    """Return the record of one validation.
 
-    ``image`` says which bytes ran (``{"digest": "sha256:…"}``, whatever else the caller knows); ``gpu`` is
-    the GPU's name or "none"; ``made`` is the time in ISO 8601, given by the caller. ``passed`` is true only
-    when there are verdicts, all of them passed, and every planned job left a series.
+    ``image`` identifies the bytes that ran (``{"digest": "sha256:…"}`` and whatever else the caller knows). ``gpu``
+    is the GPU's name or "none". ``made`` is the time in ISO 8601. ``passed`` is true only if there are verdicts,
+    all of them passed, and every planned job has a series of steps.
     """
     recipe = suite.recipe_of(jobs)
     base = outcomes.get(jobs[0].name)
@@ -93,6 +93,6 @@ def _job(job: Job, left: Outcome | None) -> dict[str, Any]:
 
 
 def write(record: Mapping[str, Any], path: Path) -> None:
-    """Write the record so that ``path`` is never half a record."""
+    """Write the record to ``path`` atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

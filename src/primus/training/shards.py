@@ -1,4 +1,4 @@
-"""The tensor files of a checkpoint: whether their bytes are still those that were saved."""
+"""Verification of the tensor files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FAULTS = (zipfile.BadZipFile, ZlibError, OSError, EOFError, ValueError, NotImpl
 def verify(folder: Path) -> None:
     """Compare every tensor in ``folder`` with the CRC-32 that torch.save wrote beside it. The ranks share the work.
 
-    torch reads the tensors without comparing. Raises SystemExit if one differs.
+    torch itself does not compare. Raises SystemExit if a tensor differs.
     """
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -36,7 +36,7 @@ def verify(folder: Path) -> None:
 
 
 class _Part(io.RawIOBase):
-    """``length`` bytes of an open file from ``offset``, as a file of their own."""
+    """A range of an open file, ``length`` bytes from ``offset``, as a file object."""
 
     def __init__(self, whole: io.BufferedIOBase, offset: int, length: int) -> None:
         self._whole, self._offset, self._length = whole, offset, length

@@ -1,4 +1,4 @@
-"""Run one job on this machine: write its files, launch its ranks, judge it, leave the result behind."""
+"""Running one job on this machine: writing its files, launching its ranks, checking it, writing the result."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
 from primus.turbo.optimizations import chosen, missing_packages
 
-# A node whose ranks all wait for another node's rank gives that node time to name it.
+# A node whose ranks all wait for another node's rank gives that node this long to name it.
 _OTHERS_NAME_IT = 5.0
-# A node whose ranks only lost their peers gives the other nodes time to say why. Theirs end at about the same time.
+# A node whose ranks only lost their peers gives the other nodes this long to report the cause. Their ranks end at about
+# the same time.
 _OTHERS_SAY_WHY = 15.0
 
 _WRITABLE = {
@@ -50,7 +51,7 @@ _WRITABLE = {
 
 
 def check_backend(job: Job) -> None:
-    """HostError when a package that the job's backend, or one of its settings, needs is not installed."""
+    """Raise HostError if a package is not installed that the job's backend, or one of its settings, needs."""
     knows = job.recipe.knows
     asked = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
     missing = [name for name in (*knows.packages, *asked) if not _importable(name)]
@@ -63,7 +64,7 @@ def check_backend(job: Job) -> None:
 
 
 def check_resume(job: Job, accepted: Sequence[str] = ()) -> None:
-    """InputError when the checkpoint that ``job`` resumes from is damaged, or differs in a field not ``accepted``."""
+    """Raise InputError if the checkpoint to resume from is damaged, or differs in a field not in ``accepted``."""
     if job.resume_from is not None:
         identity.check(job.resume_from, job.recipe, accepted)
 
@@ -76,9 +77,10 @@ def _importable(name: str) -> bool:
 
 
 def prepare(job: Job) -> None:
-    """Make the job's folder and write what the ranks read. InputError when the folder holds another run.
+    """Create the job's folder with the files for the ranks. Raises InputError if the folder contains another run.
 
-    The nodes of a job share the folder. Each writes the same files whole, so none waits for another.
+    The nodes of a job share the folder. Each writes the same files atomically, so that none has to wait for
+    another.
     """
     own = ranks.folder_of_node(job, os.environ)
     taken = InputError(f"{own} already holds a run", hint="choose another --output, or delete it")
@@ -87,7 +89,7 @@ def prepare(job: Job) -> None:
     made = ranks.files(job)
     try:
         (own / "cache").mkdir(parents=True, exist_ok=True)
-        # Of two runs that start at the same moment, one creates it.
+        # If two runs start at the same moment, only one of them creates it.
         (own / "log.txt").touch(exist_ok=False)
         for name, text in made.items():
             write_file(job.output / name, text)
@@ -106,10 +108,10 @@ def prepare(job: Job) -> None:
 def start(
     job: Job, on_line: Callable[[str], None], patience: float = 0
 ) -> tuple[Outcome, tuple[Verdict, ...], Summary]:
-    """Run ``job``, which :func:`prepare` prepared, and judge it by the rules that hold for any run.
+    """Run a job after :func:`prepare`, and apply the checks for any run.
 
-    Node 0 judges for all. On another node the only verdict is the exit code. After ``patience`` seconds in which no
-    rank prints a line (0: never), the ranks are ended and the one that hangs is named.
+    Node 0 checks for all nodes; on other nodes, the only verdict is the exit code. After ``patience`` seconds
+    without a line from any rank (0: never), the ranks are ended, and the one that hangs is named.
     """
     argv = ranks.argv(job, sys.executable, os.environ)
     environment = ranks.environment(job, os.environ)
@@ -169,7 +171,7 @@ def start(
 
 
 def _append(log: Path, stacks: Mapping[int, str], on_line: Callable[[str], None]) -> None:
-    """Add each rank's stack to the log, one after the other."""
+    """Append the stacks of the ranks to the log, one after another."""
     lines = [f"[rank{rank}]: {line}\n" for rank, text in stacks.items() for line in text.splitlines()]
     with log.open("a", encoding="utf-8") as file:
         file.writelines(lines)
@@ -178,9 +180,9 @@ def _append(log: Path, stacks: Mapping[int, str], on_line: Callable[[str], None]
 
 
 def _judge(job: Job) -> None:
-    """Let the reference repeat the run, in a process that nothing of the run's environment reaches."""
+    """Let the reference repeat the run, in a process that is isolated from the run's environment."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    # Where this package lies, and nothing else that the caller put on Python's path.
+    # The folder of this package, without anything else that the caller has on Python's path.
     environment["PYTHONPATH"] = str(Path(primus.__file__).parents[1])
     command = [sys.executable, "-s", "-m", "primus.training.reference", str(job.output)]
     with (job.output / "reference.txt").open("w", encoding="utf-8") as log:
@@ -188,7 +190,7 @@ def _judge(job: Job) -> None:
 
 
 def run_directly(job: Job) -> JobResult:
-    """Run ``job`` as a user would, by ``primus train`` on this machine without a container."""
+    """Run ``job`` as a user would: with ``primus train`` on this machine, without a container."""
     command = [sys.executable, "-m", "primus.cli.main", *job.arguments(), "--json"]
     ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
     return JobResult(exit_code=ended.returncode, output=job.output)

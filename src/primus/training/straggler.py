@@ -1,7 +1,7 @@
-"""Which rank the others wait for: the seconds of its own work in each step, as each rank measures them, compared.
+"""Finding the rank that the others wait for, by comparing how long each rank works on its own in a step.
 
-A step takes equally long on every rank, because ranks wait for each other in every collective. A rank's own work is
-what is left of the step without that waiting, and without the time in which the machine had no core for the rank.
+All ranks report the same duration of a step, because they wait for each other in every collective. A rank's own work is
+the step without that waiting, and without the time in which no core was available to the rank.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 from primus.patch import replace
 
 _FOLDER = "pace"
-# A rank is slow in a step if its own work exceeds the median of the others' by this share and by these seconds.
-# Seconds of computing vary with what else the machine does: up to 10 % between the ranks of healthy runs on two cores
-# with five times as many processes. Seconds in which a rank neither computes nor waits are exact: below 1.5 ms there.
+# A rank is slow in a step if its own work exceeds the median of the others by this share and by these seconds.
+# Computing times vary with the load of the machine: by up to 10 % between the ranks of healthy runs on two cores with
+# five times as many processes. The time in which a rank neither computes nor waits is exact: below 1.5 ms there.
 _COMPUTING, _IDLE = 0.25, 0.03
 _SECONDS = 0.002
-# It is a straggler if it is slow in at least so many steps, and in this share of the steps from the first of these on.
+# A rank is a straggler if it is slow in at least this many steps, and in this share of the steps from the first one on.
 _STEPS = 4
 _PERSISTS = 0.75
 
@@ -51,22 +51,22 @@ class Straggler:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Seconds of one rank's own work in a step: ``busy`` on a core, ``idle`` asleep or waiting for a disk, say."""
+    """One rank's own work in a step, in seconds: ``busy`` on a core, ``idle`` asleep or waiting for a disk."""
 
     busy: float
     idle: float
 
     @property
     def seconds(self) -> float:
-        """Both."""
+        """The sum of both."""
         return self.busy + self.idle
 
 
 class Pace:
     """Measures one rank's own work, and writes a line per step to ``OUTPUT/pace/RANK.jsonl``.
 
-    Only on CPUs: there, a rank is blocked while it waits. Elsewhere, and with one rank, it does nothing. Call it on the
-    thread that trains.
+    Works only on CPUs, where a rank is blocked while it waits. On GPUs, and with one rank, it does nothing. Call it
+    in the thread that trains.
     """
 
     def __init__(self, output: Path, device: str) -> None:
@@ -82,7 +82,7 @@ class Pace:
         self.start()
 
     def start(self) -> None:
-        """What went before belongs to no step."""
+        """Start measuring. The time before belongs to no step."""
         if self._measures:
             self._at = self._now()
 
@@ -92,20 +92,20 @@ class Pace:
         return time.perf_counter(), busy, delayed, waits.seconds
 
     def step(self, step: int) -> None:
-        """End a step that began when the last one ended, or at :meth:`start`."""
+        """End a step, which began when the last one ended or at :meth:`start`."""
         if not self._measures:
             return
         began, self._at = self._at, self._now()
         wall, busy, delayed, waited = (now - before for now, before in zip(self._at, began, strict=True))
         idle = max(0.0, wall - busy - delayed - waited)
         line = {"step": step, "busy": round(busy, 6), "idle": round(idle, 6), "seconds": round(wall, 6)}
-        # A full disk ends the job by what it cannot save, not by what it cannot measure.
+        # Ignore a full disk here. What the job itself cannot save will end it.
         with suppress(OSError):
             self._file.write(json.dumps(line) + "\n")
 
 
 def read(output: Path) -> dict[int, dict[int, Work]]:
-    """Rank → step → own work, as the ranks of the run in ``output`` left it."""
+    """Return rank → step → own work, from the files of the run in ``output``."""
     found: dict[int, dict[int, Work]] = {}
     for file in (output / _FOLDER).glob("*.jsonl"):
         with suppress(OSError, ValueError, KeyError, TypeError):
@@ -117,7 +117,7 @@ def read(output: Path) -> dict[int, dict[int, Work]]:
 
 
 def find(own: Mapping[int, Mapping[int, Work]]) -> Straggler | None:
-    """The slowest straggler among the ranks, if there is one. ``own``: rank → step → own work."""
+    """Return the slowest straggler, or None. ``own``: rank → step → own work."""
     steps = sorted(set.intersection(*(set(rows) for rows in own.values()))) if len(own) > 1 else []
     found = [one for rank in own if (one := _of_rank(rank, own, steps))]
     return max(found, key=lambda one: one.seconds - one.others, default=None)
@@ -132,7 +132,7 @@ def _of_rank(rank: int, own: Mapping[int, Mapping[int, Work]], steps: Sequence[i
             mine = statistics.median(own[rank][step].seconds for step in slow)
             theirs = statistics.median(others[step] for step in slow)
             return Straggler(rank=rank, first=slow[0], last=slow[-1], seconds=mine, others=theirs)
-        # A step that was slow by chance may lie before the first of many.
+        # A step that was slow by chance can precede the first slow one.
         slow = slow[1:]
     return None
 
@@ -143,8 +143,8 @@ def _is_slow(mine: Work, rest: Sequence[Work], usual: float) -> bool:
 
 
 class _Waits:
-    """What this process's training thread has spent on waiting for other ranks: ``seconds``, some of them ``busy`` on
-    a core, and some ``delayed``, without a core although the wait was over.
+    """How long this process's training thread waited for other ranks: ``seconds``, of which ``busy`` on a core, and
+    ``delayed`` without a core although the wait was over.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class _Waits:
 
 
 def _waits() -> _Waits:
-    """Begin to measure waiting in this process: whatever a library calls, a rank waits in one of these."""
+    """Start measuring waits in this process. Whatever a library calls, a rank waits in one of these functions."""
     import torch.distributed as dist
     from torch.distributed import _functional_collectives as functional
 
@@ -184,14 +184,14 @@ def _waits() -> _Waits:
 
 
 def _delayed() -> float:
-    """Seconds in which this thread could have run and had no core; 0 where the kernel does not count them."""
+    """Return the seconds in which this thread could have run but had no core; 0 if the kernel does not count them."""
     file = _schedule(threading.get_ident())
     return int(os.pread(file, 64, 0).split()[1]) / 1e9 if file >= 0 else 0.0
 
 
 @cache
 def _schedule(_thread: int) -> int:
-    """The open file in which the kernel counts a thread's delays; -1 where there is none."""
+    """Return the open file in which the kernel counts a thread's delays; -1 if there is none."""
     try:
         file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         int(os.pread(file, 64, 0).split()[1])

@@ -1,7 +1,7 @@
-"""The validation suite: which jobs it runs, and the verdicts over what they left. Pure, but for ``run``.
+"""The validation suite: its jobs, and the verdicts on their results. Pure, except for ``run``.
 
-Three levels: ``quick`` runs the recipe once; ``standard`` runs it again, resumes it and splits its batch; ``full`` adds
-another layout of the ranks and every other precision that the recipe has.
+There are three levels. ``quick`` runs the recipe once. ``standard`` repeats it, resumes it and splits its batch.
+``full`` adds another layout of the ranks and every other precision of the recipe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from primus.training.job import Job, JobResult
 from primus.training.logs import Series
 from primus.training.outcome import Outcome
 
-# Raised when a rule or the plan changes its meaning: a record of another suite proves something else.
+# Increase this when a check or the plan changes its meaning, because records of another suite prove something else.
 FORMAT = 5
 _PRECISION_JOB = "precision-"
 _NORM = "base: reference gradient norm"
@@ -37,11 +37,10 @@ def plan(
     level: str = "standard",
     among: Path | None = None,
 ) -> tuple[Job, ...]:
-    """The jobs, in the order to run them; each has a folder of its own below ``root``. ``among`` is the folder of
-    recipes.
+    """Return the jobs in the order to run them, each with its own folder below ``root``.
 
-    Starts serve several comparisons: ``base`` also leaves the checkpoint for ``resume`` and is the one-micro-batch
-    side of ``accumulation``.
+    ``among`` is the folder of recipes. Some jobs serve several comparisons: ``base`` also saves the checkpoint for
+    ``resume``, and is the side of ``accumulation`` with one micro-batch.
     """
     whole = resolve(recipe, overrides, asked, among=among)
     judged = proof.unjudged(whole) is None
@@ -69,10 +68,11 @@ def plan(
         if _splits_in_two(whole):
             batch = {"local_batch": whole.global_batch, "global_batch": whole.global_batch, "steps": 2}
             if whole.degree("ep") > 1:
-                # One rank has all experts; what two ranks share is then each layer, and nothing else differs.
+                # One rank has all experts; two ranks then differ only in that they share each layer.
                 batch["ep"] = 1
             one = job("one-rank", batch | {"ranks": 1, "checkpoint": 1})
-            # From the same weights: what two ranks draw from a seed need not be the two halves of what one draws.
+            # Start from the same weights, because the halves that two ranks draw from a seed may differ from what one
+            # rank draws.
             split = replace(
                 job("tensor-parallel", batch | {"ranks": 2, "tp": 2}),
                 resume_from=one.output / "checkpoint" / "step-1" if knows.resharding else None,
@@ -86,7 +86,7 @@ def plan(
 
 
 def _splits_in_two(recipe: Recipe) -> bool:
-    """Whether two ranks can share every layer in this precision, and the backend and the model's sizes let them."""
+    """Return whether precision, backend and sizes of the model allow two ranks to share every layer."""
     if recipe.knows.sharded_precision and recipe.precision != "fp32":
         return False
     model = recipe.architecture
@@ -101,15 +101,16 @@ def _other_precisions(recipe: Recipe) -> list[str]:
 
 
 def recipe_of(jobs: Sequence[Job]) -> Recipe:
-    """The recipe as the caller asked for it: that of the one job the suite adds nothing to."""
+    """Return the recipe as the caller requested it: that of the job without changes by the suite."""
     plain = "repeat" if len(jobs) > 1 else "base"
     return next(job.recipe for job in jobs if job.name == plain)
 
 
 def run(jobs: Sequence[Job], run_job: Callable[[Job], JobResult]) -> dict[str, Outcome]:
-    """Run the jobs in order through ``run_job`` and read what each left.
+    """Run the jobs in order with ``run_job``, and read the result of each.
 
-    When the first job fails the others are not run: they compare with it. Their rules are then skipped.
+    If the first job fails, the others are not run, because they are compared with it. Their checks are then
+    skipped.
     """
     outcomes: dict[str, Outcome] = {}
     for job in jobs:
@@ -121,9 +122,9 @@ def run(jobs: Sequence[Job], run_job: Callable[[Job], JobResult]) -> dict[str, O
 
 
 def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict, ...]:
-    """Every verdict of the suite; the names of those on one job begin with the job's name.
+    """Return every verdict of the suite. Names of checks of one job begin with the job's name.
 
-    A rule that lacks a job, or compares with one that failed, is skipped and says which.
+    If a check needs a job that failed or is missing, it is skipped and names the job.
     """
     verdicts: list[Verdict] = []
     for job in jobs:
@@ -143,7 +144,7 @@ def judge(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> tuple[Verdict
 
 
 def _unless_absent(verdict: Verdict, names: Sequence[str], outcomes: Mapping[str, Outcome]) -> Verdict:
-    """``verdict`` over the jobs ``names``, skipped where it did not pass and one of them failed or was not run."""
+    """Return ``verdict``, as skipped if it did not pass and one of the jobs ``names`` failed or was not run."""
     for name in names:
         left = outcomes.get(name)
         if left is None or left.exit_code != 0:
@@ -152,7 +153,7 @@ def _unless_absent(verdict: Verdict, names: Sequence[str], outcomes: Mapping[str
 
 
 def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome], *, repeated: bool) -> list[Verdict]:
-    """What the base run alone must show. ``repeated``: the reference has the gradient norm of each of its steps."""
+    """Return the verdicts on the base run alone. ``repeated``: the reference has all its gradient norms."""
     recipe, base = recipe_of(jobs), _left(outcomes, "base", jobs)
     vocabulary = recipe.architecture.vocab_size
     verdicts = [
@@ -172,7 +173,7 @@ def _of_one(jobs: Sequence[Job], outcomes: Mapping[str, Outcome], *, repeated: b
 
 
 def _resized(recipe: Recipe) -> bool:
-    """Whether the caller changed the model's sizes: the reference throughput is then another model's."""
+    """Return whether the caller changed the model's sizes, so that the reference throughput does not apply."""
     return any(key.startswith("model.") and s.origin.startswith("command line") for key, s in recipe.settings.items())
 
 
@@ -186,7 +187,7 @@ def _advice(recipe: Recipe) -> str:
 
 
 def _of_several(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> list[tuple[tuple[str, ...], Verdict]]:
-    """What runs must show when compared with one another, for the runs that were planned: their names, the verdict."""
+    """Return the verdicts that compare planned runs with one another, each with the names of the runs."""
     recipe, planned = recipe_of(jobs), {job.name for job in jobs}
     base = _left(outcomes, "base", jobs)
     found: list[tuple[tuple[str, ...], Verdict]] = []
@@ -246,7 +247,7 @@ def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
 
 
 def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdict:
-    """The recipe the runs resolved (inside the image) is the one planned here, byte for byte."""
+    """Check that the runs resolved (inside the image) exactly the recipe that was planned here."""
     found = {job.name: outcomes[job.name].recipe_sha256 if job.name in outcomes else None for job in jobs}
     wrong = [job.name for job in jobs if found[job.name] != job.recipe.digest]
     verdict = Verdict(
@@ -262,7 +263,7 @@ def _same_recipe(jobs: Sequence[Job], outcomes: Mapping[str, Outcome]) -> Verdic
 
 
 def digest(recipe: Recipe, jobs: Sequence[Job]) -> str:
-    """sha256 that names the suite: its format, its jobs and the recipe's validation section."""
+    """Return a sha256 that identifies the suite: its format, its jobs and the recipe's validation section."""
     names = [job.name for job in jobs]
     content = {"format": FORMAT, "jobs": names, "validation": recipe.section("validation")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The store that a job's ranks share, on a torch that was built without libuv too."""
+"""The store that a job's ranks share, also for a torch that was built without libuv."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def choose_store() -> None:
-    """Let the ranks' store do without libuv where torch has none, as Debian's. Call it before the groups are made."""
+    """Use a store without libuv if torch has none, as Debian's. Call it before the process groups are created."""
     from torch.distributed import TCPStore
 
     try:

@@ -1,4 +1,4 @@
-"""The headers of safetensors files: names, types and shapes of their tensors, read without the library."""
+"""Headers of safetensors files: names, types and shapes of their tensors, read without the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the speed of a run to FLOP/s and to the share of the GPU's peak. A peak that nobody states is not guessed."""
+"""From the throughput of a run to FLOP/s and the share of the GPU's peak. An unknown peak is not guessed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from primus.training.flops import Flops, of_recipe_unit
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a run computes, and on what.
+    """The work of a run, and its device.
 
-    ``flops`` are those of one token (of one image where ``per_image``), None when nothing tells how many weights LoRA
-    trained. ``gpu`` is the name that torch prints, ``units`` its compute units or SMs; ``device`` is torch's word.
-    None: the run wrote no facts.
+    ``flops`` are those of one token (of one image with ``per_image``); None if the number of weights that LoRA
+    trained is unknown. ``gpu`` is torch's name of the GPU, ``units`` its compute units or SMs, and ``device``
+    torch's device type; None if the run wrote no facts.
     """
 
     flops: Flops | None
@@ -31,7 +31,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Mfu:
-    """Model FLOP/s utilization, 0.5 for a half, in both conventions: of ``peak_tflops``, dense, in ``dtype``."""
+    """Model FLOP/s utilization (0.5 is half) in both conventions, relative to ``peak_tflops``, dense, in ``dtype``."""
 
     causal: float
     non_causal: float
@@ -42,7 +42,7 @@ class Mfu:
 
 
 def work(recipe: Recipe, facts: Mapping[str, Any]) -> Work:
-    """What ``recipe`` computes; the device and LoRA's weights are as the run's own ``facts`` say."""
+    """Return the work of ``recipe``. The device and the number of LoRA's weights come from the run's own ``facts``."""
     trained = facts.get("trainable_parameters") if recipe.mode == "lora" else None
     known = recipe.mode != "lora" or trained is not None
     return Work(
@@ -56,7 +56,7 @@ def work(recipe: Recipe, facts: Mapping[str, Any]) -> Work:
 
 
 def mfu_of(done: Work, tflops: Flops) -> Mfu:
-    """The utilization that ``tflops`` TFLOP/s are. UnknownPeak, with the sentence to print instead, when none is."""
+    """Return the utilization of ``tflops`` TFLOP/s. Raises UnknownPeak, with a sentence to print, if there is none."""
     if done.device == "cpu":
         raise UnknownPeak("no MFU: the run was on a CPU")
     if done.gpu is None:

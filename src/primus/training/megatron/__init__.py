@@ -1,4 +1,4 @@
-"""The Megatron backend (megatron-core 0.16.1): its arguments, and what runs inside its processes.
+"""The Megatron backend (megatron-core 0.16.1).
 
-``config`` and ``render`` are pure and need no torch. The rest runs inside the ranks only.
+``config`` and ``render`` do not need torch. The other modules run only inside the ranks.
 """

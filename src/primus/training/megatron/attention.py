@@ -1,4 +1,4 @@
-"""Attention of Megatron's own layers by torch's fused kernels."""
+"""Attention with torch's fused kernels, for Megatron's own layers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from primus.turbo.primus_turbo import attention
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
-    """Causal core attention through ``scaled_dot_product_attention``; takes the arguments of Megatron's own.
+    """Causal core attention by ``scaled_dot_product_attention``, with the arguments of Megatron's own class.
 
-    Megatron's ``DotProductAttention`` holds the scores of all pairs of tokens: 64 GiB per layer for 32 heads and
-    8192 tokens in float32 with its backward. Grouped queries, a sliding window and another size of values than of
-    keys (latent attention) are supported; dropout, packed sequences and context parallelism are not.
+    Megatron's ``DotProductAttention`` stores the scores of all pairs of tokens: 64 GiB per layer for 32 heads and
+    8192 tokens in float32 with its backward pass. Grouped queries, a sliding window and latent attention (values of
+    another size than keys) are supported; dropout, packed sequences and context parallelism are not.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
             raise SystemExit("megatron: attention by torch has neither dropout nor scaling by layer")
         self.scale = softmax_scale
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, max(1, layer_number))
-        # The size of Megatron's window counts the tokens before the token itself.
+        # Megatron's window size counts the tokens before the token itself.
         self.window = config.window_size[0] + 1 if windowed else 0
 
     def forward(
@@ -50,13 +50,13 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """From [tokens, samples, heads, size] to [tokens, samples, heads × size of values]."""
+        """Map [tokens, samples, heads, size] to [tokens, samples, heads × size of values]."""
         assert attention_bias is None
         assert packed_seq_params is None
         return self.attend(query, key, value).flatten(2)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """From [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
+        """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         tokens, groups = query.size(2), query.size(1) // key.size(1)
         mask = None
@@ -64,7 +64,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
             place = torch.arange(tokens, device=query.device)
             before = place[:, None] - place[None, :]
             mask = (before >= 0) & (before < self.window)
-            # With a mask only the kernels without grouped queries are left that do not hold all scores.
+            # With a mask, only the kernels without grouped queries avoid storing all scores.
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
             groups = 1
         context = torch.nn.functional.scaled_dot_product_attention(
@@ -74,12 +74,12 @@ class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
 
 
 class TurboAttention(TorchAttention):
-    """The same by Primus Turbo's attention."""
+    """The same with Primus Turbo's attention."""
 
     eight = False
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """From [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
+        """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
         query, key, value = (tensor.transpose(0, 1).contiguous() for tensor in (query, key, value))
         window = self.window if query.size(1) > self.window else 0
         context = attention(query, key, value, scale=self.scale, window=window, eight=self.eight)
@@ -87,6 +87,6 @@ class TurboAttention(TorchAttention):
 
 
 class TurboAttentionFp8(TurboAttention):
-    """In FP8."""
+    """The same in FP8."""
 
     eight = True

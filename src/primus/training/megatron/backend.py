@@ -15,13 +15,13 @@ class _Megatron(Rules):
     memory = "primus.training.megatron.memory"
 
     def precision(self, recipe: Recipe) -> str:
-        """``model.fp8`` enables FP8 (Transformer Engine), and ``model.fp8_recipe`` its MX form."""
+        """Return the precision. ``model.fp8`` enables FP8 (Transformer Engine), ``model.fp8_recipe`` its MX form."""
         if recipe.section("megatron").get("model.fp8"):
             return "mxfp8" if recipe.find("megatron.model.fp8_recipe", "") == "mxfp8" else "fp8"
         return super().precision(recipe)
 
     def layout(self, recipe: Recipe) -> Mapping[str, Any]:
-        """A checkpoint holds each rank's tensors as they lie in its memory, so it fits no other layout."""
+        """Return the whole layout. A checkpoint has each rank's tensors as in memory, so it fits no other one."""
         sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)
         return {
             **{f"layout.{kind}": recipe.degree(kind) for kind in ("tp", "pp", "ep")},

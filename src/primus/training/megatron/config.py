@@ -1,4 +1,4 @@
-"""Keys of the ``megatron`` section that are none of Megatron's own classes."""
+"""Keys of the ``megatron`` section that do not belong to Megatron's own classes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronConfig:
-    """What Megatron's own configuration classes do not say.
+    """Settings that Megatron's own configuration classes do not have.
 
-    ``layers`` is whose layers the model is built from: Transformer Engine's or Megatron's own ("local"); "auto" takes
-    Transformer Engine's on a GPU where it is installed. ``attention`` is that of the local layers: torch's fused
-    kernels, or Megatron's unfused one, which holds all scores of a sequence at once. ``torch_fsdp2`` shares weights,
-    gradients and optimizer states out over the data-parallel ranks, instead of optimizer states alone.
+    ``layers`` selects Transformer Engine's layers or Megatron's own ("local"); "auto" uses Transformer Engine's on
+    a GPU if it is installed. ``attention`` selects that of the local layers: torch's fused kernels, or Megatron's
+    unfused one, which stores all scores of a sequence. ``torch_fsdp2`` shards weights, gradients and optimizer
+    states over the data-parallel ranks, instead of optimizer states alone.
     """
 
     layers: Literal["auto", "local", "transformer_engine"] = "auto"

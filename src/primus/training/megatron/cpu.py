@@ -1,6 +1,6 @@
-"""What megatron-core 0.16.1 needs to train on a machine without a GPU. Applied before it is imported.
+"""Patches with which megatron-core 0.16.1 trains on a machine without a GPU. Apply them before importing it.
 
-Each patch states what breaks without it. On a GPU none is applied.
+Each patch states what fails without it. None is applied on a GPU.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from primus.patch import replace
 
 
 def apply() -> None:
-    """Make the CPU stand for the GPU that Megatron names everywhere, on this thread."""
-    # torch.compile, which Megatron decorates small functions with, would look for a C++ compiler.
+    """Replace the GPU that Megatron names everywhere by the CPU, on this thread."""
+    # torch.compile, which decorates small functions of Megatron, would search for a C++ compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     for name, stand_in in {
-        # Buffers and gradients are made on the current device.
+        # Buffers and gradients are created on the current device.
         "current_device": lambda: torch.device("cpu"),
-        # Groups, pipelines and the dispatcher of tokens wait for the device.
+        # Groups, pipelines and the token dispatcher wait for the device.
         "synchronize": lambda *_: None,
-        # The dispatcher of tokens copies their counts to the host on a stream of its own.
+        # The token dispatcher copies token counts to the host on its own stream.
         "Stream": _Stream,
         "current_stream": lambda *_: _Stream(),
         "stream": lambda _: nullcontext(),
@@ -35,7 +35,7 @@ def apply() -> None:
 
 
 class _Stream:
-    """All work is done when its call returns, so there is nothing to wait for, and no event to wait on."""
+    """A stream whose work is done when each call returns, so that there is nothing to wait for."""
 
     def __init__(self, *_of_device: object, **_of_priority: object) -> None: ...
 
@@ -48,10 +48,10 @@ class _Stream:
 
 
 class _AsCuda(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
-    """``device="cuda"`` and ``.cuda()`` stay on the CPU, and a tensor says it is of a CUDA type.
+    """Keep ``device="cuda"`` and ``.cuda()`` on the CPU, and report a CUDA type for tensors.
 
-    The first two stand as literals in schedules, optimizer and clipping. By the last the optimizers sort parameters;
-    they raise TypeError for a type of the CPU.
+    Schedules, optimizer and clipping contain the first two as literals. The optimizers sort parameters by the type,
+    and raise TypeError for one of the CPU.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,19 +68,19 @@ class _AsCuda(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
 
 
 def apply_after_import() -> None:
-    """The rest, on Megatron's own names."""
+    """Apply the patches of Megatron's own names."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
-    # Its tracker of random states forks CUDA's generators, and layers computed twice start from the same state of
-    # them; nothing draws from them without dropout.
+    # Its tracker of random states forks CUDA's generators, and recomputed layers start from the same state. Without
+    # dropout, nothing draws from them.
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     replace(random, "_get_cuda_rng_state", lambda *_, **__: None, takes="device, clone, graph_safe")
     replace(random, "_set_cuda_rng_state", lambda *_, **__: None, takes="new_state, device, graph_safe")
     # Its mesh of ranks names the GPU.
     replace(torch_fully_sharded_data_parallel, "DeviceMesh", _Mesh)
-    # The all-to-all takes its splits as numbers; they become such only on their way from a GPU.
+    # The all-to-all needs its splits as numbers. They become numbers only when they are copied from a GPU.
     takes = "tensor, as_numpy, record_stream"
     replace(token_dispatcher, "maybe_move_tensor_to_cpu", _as_numbers, takes=takes)
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def main(folder: str) -> None:
-    """Train the job of the output folder ``folder``. Raises what Megatron raises."""
+    """Train the job in the output folder ``folder``. Raises the errors of Megatron."""
     if not json.loads((Path(folder) / "job.json").read_text(encoding="utf-8"))["config"].get("torch_fsdp2"):
-        # Kernels then start in the order they are asked for in, which overlapping tensor-parallel communication relies
-        # on; FSDP2's would wait for the computation.
+        # Kernels then start in the order of their launches, which overlapping tensor-parallel communication requires.
+        # FSDP2's collectives would wait for the computation.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    # What is not installed is a fact of the run; a dozen lines on standard error say it worse.
+    # The facts of the run list what is not installed, so Megatron's dozen lines on standard error are not needed.
     warnings.filterwarnings("ignore", message=".*Transformer Engine and Apex|Apex is not installed")
     import torch
 

@@ -6,7 +6,7 @@ from primus.recipes.memory import BFLOAT16, FLOAT32, RECOMPUTED, Memory, layer_e
 from primus.recipes.recipe import Recipe
 from primus.recipes.size import size
 
-# Megatron has fused kernels for some of the norms, RoPE and SiLU, so eager layers keep less than elsewhere (fitted).
+# Megatron has fused kernels for some norms, RoPE and SiLU, so eager layers keep less than in other backends (fitted).
 _EAGER = 1.08
 # Bytes per logit: in BF16 and float32, with the gradient in float32.
 _LOSS = 10
@@ -48,7 +48,7 @@ def _recomputed(recipe: Recipe, layers: float) -> tuple[float, int]:
     if recipe.find("megatron.model.recompute_granularity", "none") != "full":
         return 0.0, 1
     named = recipe.find("megatron.model.recompute_num_layers", 0)
-    # "block" recomputes that many layers one by one, "uniform" all layers in groups of that many.
+    # "block" recomputes that many layers one by one; "uniform" recomputes all layers in groups of that many.
     block = recipe.find("megatron.model.recompute_method", "") == "block"
     return (min(layers, named), 1) if block else (layers, max(1, named))
 

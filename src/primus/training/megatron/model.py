@@ -1,4 +1,4 @@
-"""From a recipe's sizes to Megatron's model in its distributed wrapper."""
+"""Building Megatron's model, in its distributed wrapper, from a recipe's sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN
 
 
 def layers_of(asked: MegatronConfig) -> str:
-    """Whose layers the model is built from: "transformer_engine" or "local"."""
+    """Return whose layers the model is built from: "transformer_engine" or "local"."""
     usable = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     if asked.layers == "transformer_engine" and not usable:
         raise SystemExit("megatron: layers: transformer_engine is asked, but it is not installed or there is no GPU")
@@ -42,7 +42,7 @@ def layers_of(asked: MegatronConfig) -> str:
 def configure(
     model: Architecture, training: LoopConfig, config: dict[str, Any], layers: str, *, on_cpu: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of the model: the recipe's sizes, then the job's own ``model`` keys."""
+    """Return Megatron's configuration of the model: the recipe's sizes, then the job's own ``model`` keys."""
     dtype = getattr(torch, training.dtype)
     keys = render.section(config, "model")
     given = {
@@ -51,7 +51,7 @@ def configure(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "use_cpu_initialization": on_cpu,
-        # What the loss is divided by is known for the whole step only, and labels can be ignored.
+        # The number of labels is known only for the whole step, and labels can be ignored.
         "calculate_per_token_loss": True,
         "transformer_impl": layers,
         # The local form of it needs a package of its own; one product per expert is what remains.
@@ -76,10 +76,10 @@ def configure(
 
 @contextmanager
 def _attention_of_environment(transformer: TransformerConfig) -> Iterator[None]:
-    """Let Transformer Engine's variables choose the attention where the job leaves it to ``auto``.
+    """Let Transformer Engine's variables select the attention if the job leaves it to ``auto``.
 
-    Megatron's ``auto`` asserts that each of them is unset or 1, and an image for AMD GPUs sets NVTE_FLASH_ATTN=0. A
-    backend that the job names wins over the environment.
+    Megatron's ``auto`` asserts that each variable is unset or 1, but an image for AMD GPUs sets NVTE_FLASH_ATTN=0.
+    A backend that the job names takes precedence over the environment.
     """
     chosen = {name: os.environ.pop(name) for name in _ATTENTION_VARIABLES if name in os.environ}
     yield
@@ -96,7 +96,7 @@ def build(
     *,
     on_cpu: bool,
 ) -> list[DistributedDataParallel | ShardedParallel]:
-    """This rank's parts of the model (several with interleaved pipelines), each reducing its gradients."""
+    """Return this rank's parts of the model (several with interleaved pipelines), each reducing its gradients."""
     layers = layers_of(asked)
     if turbo:
         primus_turbo.check()
@@ -133,7 +133,7 @@ def build(
 
 
 def _narrow(config: TransformerConfig, part: GPTModel) -> Float16Module:
-    """The part in bfloat16, but for the routers' biases: they would widen at the first forward, after a checkpoint."""
+    """Return the part in bfloat16. The routers' biases stay in float32, to which a forward pass converts them."""
     narrow = Float16Module(config, part)
     for module in part.modules():
         if isinstance(module, TopKRouter):
@@ -144,7 +144,7 @@ def _narrow(config: TransformerConfig, part: GPTModel) -> Float16Module:
 def _spec(
     config: TransformerConfig, asked: MegatronConfig, layers: str, turbo: tuple[str, ...], vp_stage: int | None
 ) -> Any:
-    """Megatron's own block of layers; with local ones, this package's norm and attention."""
+    """Return Megatron's own block of layers; local layers get this package's norm and attention."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=layers == "transformer_engine", normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -167,7 +167,7 @@ def _spec(
 
 
 class Norm(torch.nn.RMSNorm):  # type: ignore[misc,unused-ignore]
-    """torch's RMSNorm. Megatron's wrapper of it refuses sequence parallelism, which only needs the mark."""
+    """torch's RMSNorm. Megatron's wrapper of it refuses sequence parallelism, which only needs an attribute."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_other: Any) -> None:
         super().__init__(hidden_size, eps=eps)

@@ -1,4 +1,4 @@
-"""A recipe as megatron-core 0.16.1 wants it: arguments of its configuration classes. Pure."""
+"""Rendering a recipe as arguments of megatron-core 0.16.1's configuration classes. Does not need torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from primus.training.loop.config import LoopConfig
 
 
 def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The keys of a job's configuration below ``name``."""
+    """Return the keys of a job's configuration below ``name``."""
     head = name + "."
     return {key.removeprefix(head): value for key, value in config.items() if key.startswith(head)}
 
 
 def own(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of :class:`primus.training.megatron.config.MegatronConfig`: the keys below no section."""
+    """Return the arguments of :class:`primus.training.megatron.config.MegatronConfig`: the keys below no section."""
     return {key: value for key, value in config.items() if "." not in key}
 
 
 def transformer(model: Architecture, training: LoopConfig) -> dict[str, Any]:
-    """Arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` when the model has latent attention.
+    """Return the arguments of ``TransformerConfig``, or of ``MLATransformerConfig`` for a model with latent
+    attention.
 
-    Activation function and dtypes are named where torch is: see ``model``.
+    Activation function and dtypes are added in ``model``, where torch is available.
     """
     return {
         "num_layers": model.layers,
@@ -43,7 +44,7 @@ def transformer(model: Architecture, training: LoopConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "bf16": training.dtype == "bfloat16",
         "deterministic_mode": training.deterministic,
-        # A window of n tokens is the token itself and n − 1 before it.
+        # A window of n tokens consists of the token itself and the n − 1 before it.
         **({"window_size": (model.window - 1, 0)} if model.window else {}),
         **(
             {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -92,10 +93,10 @@ def _experts(model: Architecture) -> dict[str, Any]:
         "moe_layer_freq": [0] * moe.dense_layers + [1] * (model.layers - moe.dense_layers),
         "moe_shared_expert_intermediate_size": moe.shared_experts * moe.ffn_size or None,
         "moe_router_score_function": moe.score,
-        # A softmax over the chosen experts alone is one over all of them, normalized again.
+        # A softmax over the chosen experts equals one over all experts that is normalized again.
         "moe_router_pre_softmax": not moe.normalize_top_k,
         "moe_router_topk_scaling_factor": moe.route_scale if moe.route_scale != 1.0 else None,
-        # DeepSeek-V3's balancing without a loss (arXiv:2408.15664) belongs to its sigmoid scores.
+        # DeepSeek-V3's balancing without a loss (arXiv:2408.15664) needs its sigmoid scores.
         "moe_router_enable_expert_bias": moe.score == "sigmoid",
         "moe_aux_loss_coeff": moe.auxiliary_loss,
         **({"moe_router_num_groups": moe.groups, "moe_router_group_topk": moe.top_groups} if moe.groups > 1 else {}),
@@ -103,7 +104,7 @@ def _experts(model: Architecture) -> dict[str, Any]:
 
 
 def gpt(model: Architecture, seq_len: int) -> dict[str, Any]:
-    """Arguments of ``GPTModel`` that are plain values."""
+    """Return the arguments of ``GPTModel`` that are plain values."""
     scaling = model.rope_scaling
     return {
         "vocab_size": model.vocab_size,
@@ -117,7 +118,7 @@ def gpt(model: Architecture, seq_len: int) -> dict[str, Any]:
 
 
 def optimizer(training: LoopConfig, sharded: bool) -> dict[str, Any]:
-    """Arguments of ``OptimizerConfig``; ``sharded``: the data-parallel ranks share its states out."""
+    """Return the arguments of ``OptimizerConfig``. ``sharded``: the data-parallel ranks shard its states."""
     return {
         "optimizer": "adam",
         "lr": training.lr,
@@ -133,13 +134,13 @@ def optimizer(training: LoopConfig, sharded: bool) -> dict[str, Any]:
 
 
 def ddp(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``DistributedDataParallelConfig``: Megatron's usual ones, then those of the job."""
+    """Return the arguments of ``DistributedDataParallelConfig``: Megatron's usual ones, then those of the job."""
     usual = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": not config.get("torch_fsdp2")}
     return {**usual, **section(config, "ddp")}
 
 
 def faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield what the recipe asks for and Megatron does not compute."""
+    """Yield what the recipe requests and Megatron does not compute."""
     model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
     if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
         yield (
@@ -165,7 +166,7 @@ def faults(recipe: Recipe) -> Iterator[Fault]:
                 why = "is about Megatron's own buffers, and torch_fsdp2 has none"
                 yield f"megatron.ddp.{key}", why, f"ddp.{key}=false"
     if latent and recipe.degree("tp") > 1 and not recipe.knows.latent_tp:
-        # megatron-core 0.16.1 without Transformer Engine, found by the reference: gradients off by 1 to 3 %.
+        # megatron-core 0.16.1 without Transformer Engine, as the reference found: gradients are off by 1 to 3 %.
         key = f"megatron.{recipe.knows.degrees['tp']}"
         yield key, "latent attention shared by Megatron's ranks gets wrong gradients of kv_a_proj_with_mqa", "tp=1"
     if recipe.gpu == "cpu" and recipe.degree("tp") > 1 and recipe.degree("ep") > 1:

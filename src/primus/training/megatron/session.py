@@ -1,4 +1,4 @@
-"""Megatron as the loop's :class:`primus.training.loop.session.Session`."""
+"""A :class:`primus.training.loop.session.Session` that trains with Megatron."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MegatronSession:
         _initialize_parallelism(render.section(config, "model"))
         _initialize_random_states(given.training.seed, on_cpu=process.on_cpu)
         if given.training.deterministic:
-            # Transformer Engine's attention is refused beside Megatron's deterministic mode without it.
+            # Transformer Engine's attention refuses to run beside Megatron's deterministic mode without this variable.
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
         self._device = process.device
         self._seq_len = given.training.seq_len
@@ -50,7 +50,7 @@ class MegatronSession:
             settings, self.model_parts, get_standard_config_overrides(settings), use_gloo_process_groups=False
         )
         for group in self._optimizer.param_groups:
-            # Norms and biases do not decay. Megatron leaves the factor to its scheduler, which is not used here.
+            # Norms and biases do not decay. Megatron leaves that factor to its scheduler, which is not used here.
             group["weight_decay"] *= group.get("wd_mult", 1.0)
         _fuse(self._inner(), process)
         transformer = get_model_config(self.model_parts[0])
@@ -62,7 +62,7 @@ class MegatronSession:
 
     @property
     def linear_types(self) -> tuple[type[torch.nn.Module], ...]:
-        """The classes that multiply by a weight, for the facts on precision."""
+        """The classes that multiply by a weight, for the facts about precision."""
         if self._layers == "local":
             return (ColumnParallelLinear, RowParallelLinear)
         from megatron.core.extensions import transformer_engine as te
@@ -71,13 +71,13 @@ class MegatronSession:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch this rank takes; ranks of one TP, PP or CP group take the same."""
+        """Which share of a global batch this rank takes. Ranks of one TP, PP or CP group take the same."""
         return int(parallel_state.get_data_parallel_rank())
 
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
         """Run the micro-batches of one step through Megatron's schedule for this layout.
 
-        It divides the gradients by the number of labels that the data-parallel ranks counted; that is ``terms``.
+        It divides the gradients by the number of labels on all data-parallel ranks, which is ``terms``.
         """
         for part in self.model_parts:
             part.zero_grad_buffer()
@@ -108,7 +108,7 @@ class MegatronSession:
         return torch.stack(sums).sum() if sums else torch.zeros((), device=self._device)
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum ``value`` over the data-parallel ranks of the last pipeline stage, for all."""
+        """Return the sum of ``value`` over the data-parallel ranks of the last pipeline stage, on all ranks."""
         value = value.clone()
         dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
         dist.broadcast(
@@ -119,17 +119,17 @@ class MegatronSession:
         return value
 
     def step(self, lr: float) -> torch.Tensor:
-        """Clip, update, and give the gradient norm over the whole model."""
+        """Clip and update. Returns the gradient norm over the whole model."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         _, norm, _ = self._optimizer.step()
         return torch.as_tensor(norm, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, router biases and optimizer states, all in place. They fit the layout they were saved with."""
+        """Return weights, router biases and optimizer states, in place. They only fit the layout that saved them."""
         if self._ddp.overlap_param_gather:
             for part in self.model_parts:
-                # The next forward would fetch what the other ranks updated.
+                # The next forward would gather the weights that the other ranks updated.
                 part.start_param_sync(force_sync=True)
         dense, expert, sharded = self._places()
         state: dict[str, Any] = {}
@@ -143,7 +143,7 @@ class MegatronSession:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The tensors were read in place; only a count of steps that is no tensor is left."""
+        """Set the step counts that are not tensors. The tensors were loaded in place."""
         _, _, sharded = self._places()
         for number, inner in enumerate(self._inner()):
             for position, group in enumerate(inner.param_groups):
@@ -178,7 +178,7 @@ class MegatronSession:
         return Updates(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def facts(self) -> dict[str, Any]:
-        """Whose layers ran, and the layout."""
+        """Return whose layers ran, and the layout."""
         return {
             "layers": self._layers,
             "core_attention": self._attention if self._layers == "local" else "transformer_engine",
@@ -194,7 +194,7 @@ class MegatronSession:
         }
 
     def _places(self) -> tuple[str, str, str]:
-        """Names for what this rank shares with others: dense weights, experts, optimizer states."""
+        """Return names for what this rank shares with others: dense weights, experts, optimizer states."""
         tensor, stage = (
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -204,7 +204,7 @@ class MegatronSession:
         return dense, expert, f"rank{dist.get_rank()}" if self._ddp.use_distributed_optimizer else expert
 
     def _inner(self) -> list[torch.optim.Optimizer]:
-        """torch's (or Transformer Engine's) optimizers below Megatron's: dense parameters, then experts."""
+        """Return torch's (or Transformer Engine's) optimizers below Megatron's: dense parameters, then experts."""
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         return [each.optimizer for each in chained if each.optimizer is not None]
 
@@ -244,7 +244,7 @@ def _optimizer_config(given: Given, ddp: Any) -> OptimizerConfig:
 
 
 def _fuse(optimizers: list[torch.optim.Optimizer], process: Process) -> None:
-    """Let torch's AdamW update in one kernel: its default holds another copy of all states meanwhile."""
+    """Use torch's fused AdamW. The default implementation needs memory for another copy of all states."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.AdamW) and not process.on_cpu:
             for group in optimizer.param_groups:
@@ -252,10 +252,10 @@ def _fuse(optimizers: list[torch.optim.Optimizer], process: Process) -> None:
 
 
 def _states(optimizer: torch.optim.Optimizer, *, weights: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Moments and steps of every parameter, made now if no step has made them, and its float32 weights."""
+    """Yield moments and step count of every parameter, creating them before the first step, and its float32 weights."""
     for position, group in enumerate(optimizer.param_groups):
         if not isinstance(optimizer, torch.optim.AdamW):
-            # Transformer Engine's keeps one count per group, from its first step on.
+            # Transformer Engine's optimizer has one step count per group, starting with its first step.
             yield f"{position}.step", torch.as_tensor(group.setdefault("step", 0))
         for place, parameter in enumerate(group["params"]):
             state = optimizer.state[parameter]

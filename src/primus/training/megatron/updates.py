@@ -1,7 +1,7 @@
-"""What Megatron's optimizers update: the gradients they took and the weights they keep, whole for each parameter.
+"""The inputs and results of updates by Megatron's optimizers: gradients and weights, gathered per parameter.
 
-A distributed optimizer gives each data-parallel rank a range of each parameter. For bfloat16 parameters, any optimizer
-keeps float32 weights of its own.
+A distributed optimizer gives each data-parallel rank a range of each parameter. For bfloat16 parameters, every
+optimizer has its own float32 weights.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megatron.core import parallel_state
 
 
 class Updates:
-    """Looks up parameters in ``optimizers``, Megatron's. Its methods are called on all ranks, in the same order."""
+    """Looks up parameters in ``optimizers``, Megatron's. All ranks must call its methods in the same order."""
 
     def __init__(self, optimizers: Iterable[Any]) -> None:
-        # Parameter -> what the inner optimizer updates for it, and which range of the parameter that is.
+        # Parameter → the tensor that the inner optimizer updates for it, and its range in the parameter.
         self._own: dict[torch.nn.Parameter, tuple[torch.Tensor, Any]] = {}
         self._sharded = False
         for optimizer in optimizers:
@@ -29,11 +29,11 @@ class Updates:
                 self._own[parameter] = updated, optimizer._get_model_param_range_map(parameter)["param"]
 
     def weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The weights that the optimizer keeps for ``parameter``."""
+        """Return the weights that the optimizer keeps for ``parameter``."""
         return self._whole(parameter, lambda updated: updated)
 
     def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The gradient that the last update took for ``parameter``, after clipping; NaN where it had none."""
+        """Return the gradient of ``parameter`` in the last update, after clipping; NaN for elements without one."""
         return self._whole(parameter, _gradient)
 
     def _whole(self, parameter: torch.nn.Parameter, of: Any) -> torch.Tensor:

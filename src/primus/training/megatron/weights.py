@@ -1,4 +1,4 @@
-"""First weights that depend on the seed and the model alone, never on how ranks share the model out."""
+"""Initial weights that depend only on the seed and the model, not on how ranks share the model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def _nothing(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def defer(config: Any) -> dict[str, Method]:
-    """Take the initialization methods out of a ``TransformerConfig``, for :func:`initialize` after the model is built.
+    """Remove the initialization methods from a ``TransformerConfig``, for :func:`initialize` after the model is
+    built.
 
-    Megatron's own way draws from one generator per rank, in the order of its modules: TP, PP or EP then change the
-    first weights, and a model in parts cannot be compared with the whole.
+    Megatron draws from one generator per rank, in the order of its modules. The initial weights then depend on TP,
+    PP and EP, and a sharded model cannot be compared with the whole one.
     """
     methods = {
         "embedding": config.embedding_init_method,
@@ -34,9 +35,9 @@ def defer(config: Any) -> dict[str, Method]:
 
 
 def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool) -> None:
-    """Fill every matrix of ``model`` (a ``GPTModel``) as its whole would be, each from a generator of its own.
+    """Initialize every matrix of ``model`` (a ``GPTModel``) as in the whole model, each from its own generator.
 
-    Norms and biases have their values from their constructors. One whole matrix at a time is in memory.
+    Norms and biases keep the values of their constructors. At any time, one whole matrix is in memory.
     """
     for name, parameter in _named(model, tied=tied):
         if parameter.dim() < 2:
@@ -62,10 +63,12 @@ def whole(
     value: Callable[[torch.nn.Parameter], torch.Tensor] = _nothing,
     apart: set[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """On rank 0, every parameter and router bias of ``parts`` as one rank would hold it; all ranks call this.
+    """On rank 0, return every parameter and router bias of ``parts`` as one rank would have it. All ranks must call
+    this.
 
-    ``value`` gives what to gather for a parameter: itself, or a tensor of its shape, such as its gradient. Where ranks
-    that must hold the same values do not, the name is added to ``apart``, and the first rank's values count.
+    ``value`` returns the tensor to gather for a parameter: itself, or a tensor of its shape, such as its gradient.
+    If ranks that must hold the same values differ, the name is added to ``apart``, and the first rank's values are
+    used.
     """
     mine: list[tuple[str, int, int, int, torch.Tensor]] = []
     for part in parts:
@@ -91,7 +94,7 @@ def whole(
 
 
 def _joined(pieces: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
-    """The inverse of :func:`_share`."""
+    """Reverse :func:`_share`."""
     split, halves, first = pieces[0]
     if split < 0:
         return first
@@ -112,13 +115,13 @@ def _tensor_group(name: str) -> Any:
 
 
 def _share(whole: torch.Tensor, split: int, group: Any, halves: int) -> torch.Tensor:
-    """This rank's part; a gated layer's first matrix holds two, and a rank has its part of both."""
+    """Return this rank's part. A gated layer's first matrix contains two, and a rank has a part of each."""
     parts = [half.chunk(group.size(), dim=split)[group.rank()] for half in whole.chunk(halves, dim=split)]
     return torch.cat(parts, dim=split)
 
 
 def _named(model: Any, *, tied: bool) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters under the names they would have on one rank that holds the whole model."""
+    """Yield parameters with their names on one rank that has the whole model."""
     layers = {str(place): str(layer.layer_number - 1) for place, layer in enumerate(model.decoder.layers)}
     here = (model.config.num_moe_experts or 1) // parallel_state.get_expert_model_parallel_world_size()
     first = here * parallel_state.get_expert_model_parallel_rank()

@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 needs where Transformer Engine is not installed, on CPU and GPU alike."""
+"""Patches that megatron-core 0.16.1 needs without Transformer Engine, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from primus.patch import replace
 
 
 def apply() -> None:
-    """Mend the two modules that take it for installed. Each patch states what breaks without it."""
+    """Patch the two modules that assume it is installed. Each patch states what fails without it."""
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    # Latent attention: its imports succeed with None for every class, and isinstance(…, None) raises TypeError.
+    # Latent attention: its imports set every class to None, and isinstance(…, None) raises TypeError.
     replace(multi_latent_attention, "HAVE_TE", False)
-    # The router: NameError, since another name of the same import is missing.
+    # The router: NameError, because another name of the same import is missing.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -26,9 +26,9 @@ class Header:
 
 
 def files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, sorted: those of its index where it has one.
+    """Return the safetensors files of a folder, sorted; if there is an index, the files that it lists.
 
-    InputError when there are none, or one that the index names is missing.
+    Raises InputError if there are none, or if a listed file is missing.
     """
     found = sorted(folder.glob("*.safetensors"))
     for index in sorted(folder.glob("*.safetensors.index.json"))[:1]:
@@ -49,7 +49,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def header(file: Path) -> Header:
-    """The header of ``file``. InputError when it is no safetensors file, or shorter than its header says."""
+    """Return the header of ``file``. Raises InputError if it is not a safetensors file, or is truncated."""
     try:
         with file.open("rb") as stream:
             length = _LENGTH.unpack(stream.read(_LENGTH.size))[0]
@@ -69,9 +69,9 @@ def header(file: Path) -> Header:
 
 
 def fingerprint(folder: Path) -> str:
-    """sha256 that tells weights apart: names, sizes and headers of the files, and some bytes from inside each.
+    """Return a sha256 that distinguishes weights: names, sizes and headers of the files, and some bytes of each.
 
-    All of their bytes would take minutes to read.
+    Reading all bytes would take minutes.
     """
     hasher = hashlib.sha256()
     for file in files(folder):

@@ -31,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What one update took: gradients by name, rates by name or group, and the parameters that it left behind.
+    """The input of one update: gradients by name, rates by name or group, and parameters that it left behind.
 
     ``apart`` are parameters that differ between ranks that must hold the same.
     """
@@ -43,17 +43,17 @@ class Taken:
 
 
 class Trained(Protocol):
-    """Gives all of this job's parameters, and what its last update took, on rank 0, whole. Every rank calls both."""
+    """Returns all of this job's parameters and its last update, whole on rank 0. Every rank calls both methods."""
 
     def whole(self) -> Mapping[str, torch.Tensor]:
         """Return name → parameter."""
 
     def taken(self) -> Taken | None:
-        """Return what the last update took."""
+        """Return the input of the last update."""
 
 
 class Witness:
-    """Writes what one rank saw. Methods that take all ranks are called on all of them in the same order."""
+    """Records what one rank uses. Methods marked "all ranks" must be called on all of them in the same order."""
 
     def __init__(
         self, output: Path, parts: Sequence[torch.nn.Module], data_rank: int, trained: Trained | None = None
@@ -74,22 +74,22 @@ class Witness:
         self._seed = torch.initial_seed()
 
     def batch(self, **parts: torch.Tensor) -> None:
-        """Take a micro-batch of the step in progress."""
+        """Record a micro-batch of the current step."""
         for name, tensor in parts.items():
             self._batch.setdefault(name, []).append(tensor.detach().cpu().clone())
 
     def first_weights(self, step: int) -> None:
-        """Take the weights before the first update; ``step`` is the last step that is done. All ranks."""
+        """Record the weights before the first update; ``step`` is the last finished step. All ranks."""
         self._weights(step)
 
     def step(self, step: int) -> None:
-        """Write what was seen of ``step`` and the weights after it. All ranks."""
+        """Write the record of ``step`` and the weights after it. All ranks."""
         with self.busy(step):
             self._step(step)
 
     @contextmanager
     def busy(self, step: int) -> Iterator[None]:
-        """Count what is done inside as work for the evidence after ``step``, not as the run's own. All ranks."""
+        """Count the time in the context as writing evidence after ``step``, not as the run's own. All ranks."""
         began = time.perf_counter()
         yield
         self._seconds[step] = round(self._seconds.get(step, 0.0) + time.perf_counter() - began, 4)
@@ -109,7 +109,7 @@ class Witness:
         self._weights(step)
 
     def erase(self) -> None:
-        """Set all that was trained, and all that the optimizers keep, to zero; let random numbers begin anew."""
+        """Set everything that is trained, and all optimizer states, to zero, and reset the random numbers."""
         self._random = torch.get_rng_state()
         torch.manual_seed(0)
         with torch.no_grad():
@@ -126,7 +126,7 @@ class Witness:
                             tensor.zero_()
 
     def loaded(self) -> None:
-        """Note whether a checkpoint gave back the random state that :meth:`erase` found. All ranks."""
+        """Record whether a checkpoint restored the random state that :meth:`erase` found. All ranks."""
         kept = {"kept": torch.equal(self._random, torch.get_rng_state())}
         (self._folder / f"random-{_rank()}.json").write_text(json.dumps(kept), encoding="utf-8")
         torch.set_rng_state(self._random)
@@ -140,7 +140,7 @@ class Witness:
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_given: Any) -> None:
         if isinstance(getattr(optimizer, "optimizers", None), list):
-            # torchtitan's container of optimizers: those in it run their own hooks, with the rates of this step.
+            # torchtitan's container of optimizers. Those in it run their own hooks, with the rates of this step.
             return
         self._optimizers.add(optimizer)
         for group in optimizer.param_groups:
@@ -156,7 +156,7 @@ class Witness:
 
 
 def whole_parameters(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Every parameter and persistent buffer of ``parts``, gathered from its shards; a copy on the CPU."""
+    """Return every parameter and persistent buffer of ``parts``, gathered from its shards, as a copy on the CPU."""
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         stored = part.state_dict(keep_vars=True)

@@ -1,4 +1,6 @@
-"""``python -m primus.training.reference OUTPUT``: judge the run in the folder OUTPUT, write ``proof.json`` there."""
+"""``python -m primus.training.reference OUTPUT``: check the run in the folder OUTPUT, and write
+``proof.json`` there.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ import torch
 from primus.training.reference.replay import replay
 
 if __name__ == "__main__":
-    # Threads that wait for each other on a busy machine cost more than a second one gains on so small a model.
+    # On a busy machine, threads that wait for each other cost more than a second thread gains on so small a model.
     torch.set_num_threads(1)
-    # A mask's exponentials underflow; numbers below the normal ones cost a hundred times as much.
+    # A mask's exponentials underflow, and denormal numbers are a hundred times as slow.
     torch.set_flush_denormal(True)
     folder = Path(sys.argv[1])
     found = replay(folder)

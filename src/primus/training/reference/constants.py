@@ -1,9 +1,9 @@
-"""Find constants that a run has wrong by less than its precision's noise: norm epsilon, rotary angles, scales.
+"""Find wrong constants whose effect is below the noise of a run's precision: norm epsilon, rotary angles, scales.
 
-The rounding errors of a run point in any direction; a wrong constant moves all gradients in one, which the reference
-knows: it computes once more with that constant changed. The part of the run's errors in this direction says how far the
-constant is changed in the run: 0 is not at all, 1 is as far as in the reference's trial. All constants are fitted
-together, because one may look like another.
+Rounding errors of a run point in all directions. A wrong constant moves all gradients in one direction, which the
+reference knows, because it computes once more with that constant changed. The part of the run's errors in this
+direction shows how far the constant is changed in the run: 0 is not at all, 1 is as far as in the reference's trial.
+All constants are fitted together, because one may look like another.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ AnyModel = Model | Diffusion
 
 
 def _fp8(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounded to float8_e4m3fn; the gradient passes unchanged."""
+    """Return the tensor rounded to float8_e4m3fn; its gradient passes unchanged."""
     return tensor + (tensor.detach().to(torch.float8_e4m3fn).to(tensor.dtype) - tensor.detach())
 
 
 _ROUNDED = "rotary angles rounded to BF16"
-# The other backends round the angles in a run in BF16; their part is fitted, and not judged.
+# The other backends round the angles of a BF16 run; that share is fitted, but not judged.
 _EXACT_ANGLES = ("torchtitan",)
 _BOTH = {
     "norm epsilon + 0.001": Constants(norm_eps=1e-3),
@@ -38,7 +38,7 @@ _BOTH = {
     "shares of attention rounded to FP8": Constants(shares=_fp8),
     _ROUNDED: Constants(angles=bfloat),
 }
-# These changes are in what FP8 rounds, and not in what it is applied to.
+# These changes concern the rounding to FP8, not the values that are rounded.
 _OF_EIGHT = ("products not rounded to FP8", "gradients of products rounded to E4M3")
 _LANGUAGE = {
     "z-loss of 0.0003": Constants(z_loss=3e-4),
@@ -47,7 +47,7 @@ _LANGUAGE = {
 
 
 def trials(model: AnyModel) -> dict[str, AnyModel]:
-    """``model`` with one constant changed, by the name of the change. Its rounding stays out."""
+    """Return ``model`` with one constant changed, by the name of the change, and without rounding."""
     if isinstance(model, Diffusion):
         return {name: _fresh(model, constants=constants) for name, constants in _BOTH.items()}
     sizes, plain = model.sizes, replace(model, eight=False)
@@ -65,7 +65,7 @@ def trials(model: AnyModel) -> dict[str, AnyModel]:
 
 
 def trials_of_eight(model: AnyModel) -> dict[str, AnyModel]:
-    """``model`` with another rounding to FP8, by the name of the change; none where it does not round to FP8."""
+    """Return ``model`` with another rounding to FP8, by the name of the change; none if it does not round to FP8."""
     if isinstance(model, Diffusion) or not model.eight:
         return {}
     back = replace(model.constants, back=torch.float8_e4m3fn)
@@ -79,26 +79,28 @@ def _fresh(model: AnyModel, **changes: Any) -> AnyModel:
 
 @dataclass
 class Fit:
-    """Least squares over the steps that were added: direction of each change → how far the run went in it.
+    """Least squares over the added steps: direction of each change → how far the run moved in it.
 
     ``routed``: the model has experts. Rounding sends tokens to other experts, which changes the gradients of all
-    tensors of that step together, now and then by a lot. A constant is wrong at every step, so the median step decides.
+    tensors of that step together, now and then by a lot. A constant is wrong at every step, so the median step
+    decides.
     """
 
     backend: str
     routed: bool
     _names: list[str] = field(default_factory=list)
-    # Of each tensor and step: products of directions with each other, with the run's errors, and with the noise.
+    # For each tensor and step: products of directions with each other, with the run's errors, and with the noise.
     _parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    # The step that each part is of.
+    # The step of each part.
     _steps: list[int] = field(default_factory=list)
 
     def add(
         self, run: Gradients, own: Gradients, noisy: Gradients, plain: Gradients, changed: Mapping[str, Gradients]
     ) -> None:
-        """Take a step: gradients of the run, of the reference, and of the reference in the run's precision.
+        """Add a step: gradients of the run, of the reference, and of the reference in the run's precision.
 
-        ``changed`` has those with each constant changed and ``plain`` those with none changed, both without rounding.
+        ``changed`` has those with each constant changed, ``plain`` those with none changed, both without
+        rounding.
         """
         names = [name for name in own if name in run and bool(run[name].isfinite().all())]
         noise: dict[str, float] = {}
@@ -109,7 +111,7 @@ class Fit:
         self._names = list(changed)
         step = self._steps[-1] + 1 if self._steps else 0
         for name in names:
-            # A kind of tensor counts by how exactly the precision decides its gradient.
+            # Weight each kind of tensor by how exactly the precision determines its gradient.
             if (least := noise[kind_of(name)]) > 0:
                 moved = torch.stack([(other[name].double() - plain[name]).flatten() for other in changed.values()])
                 error, rounding = ((found[name].double() - own[name]).flatten() for found in (run, noisy))
@@ -117,12 +119,13 @@ class Fit:
                 self._steps.append(step)
 
     def found(self) -> dict[str, dict[str, Any]]:
-        """Name of a change → how far the run went (``share``), how far rounding alone does, and a standard deviation.
+        """Return name of a change → how far the run moved (``share``), how far rounding alone does, and a
+        standard deviation.
 
-        ``rounding`` is that of the reference in the run's precision. The deviation is how much the tensors disagree, or
-        with experts the steps, in the run or in this reference, whichever is most. ``centred``: what rounding shows is
-        no error, but where a healthy run lies; the deviation is then that of the reference. Changes without an effect
-        are left out.
+        ``rounding`` is that of the reference in the run's precision. The deviation is how much the tensors
+        disagree, or with experts the steps, in the run or in this reference, whichever is larger. ``centred``:
+        the share that rounding shows is the position of a healthy run, not an error; the deviation is then that
+        of the reference. Changes without an effect are left out.
         """
         if not self._parts:
             return {}
@@ -145,18 +148,18 @@ class Fit:
             if not self.routed:
                 return shares, of_tensors.sqrt()
             of_steps = torch.zeros(count, len(shares), dtype=left.dtype).index_add(0, steps, left)
-            # What is left of all steps together is zero, so one step shows nothing, and two show half of it.
+            # The residuals of all steps add up to zero, so one step shows no deviation, and two show half of it.
             squared = of_steps.square().sum(0) * count / max(1, count - 1)
             each = [
                 torch.linalg.pinv(squares[steps == n].sum(0) / scale) / scale @ products[steps == n].sum(0)
                 for n in range(count)
             ]
-            # A run may lose FP8 at some steps, and the median would not show it.
+            # A run may lose FP8 at some steps only, which the median would not show.
             median = torch.stack(each).quantile(0.5, dim=0)
             return torch.where(centred, shares, median), of_tensors.maximum(squared).sqrt()
 
         (shares, own), (rounding, other) = fitted(errors), fitted(noise)
-        # A run that loses FP8 at some steps disagrees with itself, which must not excuse it.
+        # A run that loses FP8 at some steps disagrees with itself, and that must not widen its limit.
         deviations = torch.where(centred, other, own.maximum(other))
         rows = zip(seen, *(each.tolist() for each in (shares, rounding, deviations, centred)), strict=True)
         return {

@@ -1,4 +1,4 @@
-"""What a run must train on, read again from the recipe's own files."""
+"""The data that a run must train on, read from the recipe's own files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Samples(Protocol):
         """
 
     def terms(self, batch: Batch) -> int:
-        """How many losses ``batch`` has: their sum is divided by the number of all ranks'."""
+        """Return the number of losses of ``batch``. Their sum is divided by the number on all ranks."""
 
 
 def samples(job: dict[str, Any]) -> Samples:
-    """The samples of ``job``, in the order of its backend."""
+    """Return the samples of ``job``, in the order of its backend."""
     if job["backend"] == "torchtitan":
         return _Stream(job)
     return _Images(job) if job["backend"] == "flux" else _Numbered(job)
@@ -139,7 +139,7 @@ class _Images:
         if job["assets"]["corpus"] != MOCK:
             self._cached = list(_cached(Path(job["assets"]["corpus"])))
             return
-        # Mock images: 16 prompts, each with a picture around a common colour.
+        # Mock images: 16 prompts, each with a picture around a common color.
         generator = _generator(self._seed, -1)
         tokens = (dit["image_size"] // 16) ** 2
         colour = torch.randn(dit["in_channels"], generator=generator)
@@ -177,7 +177,7 @@ class _Images:
 
 
 def _cached(folder: Path) -> Iterator[Batch]:
-    """The images of a cache, files by name. A token is 2 × 2 latents: channel by channel, then row by row."""
+    """Yield the images of a cache, files by name. A token is 2 × 2 latents: channel by channel, then row by row."""
     from safetensors.torch import load_file
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -193,7 +193,7 @@ def _generator(seed: int, number: int) -> torch.Generator:
 
 
 def _documents(job: dict[str, Any], seed: int) -> list[str]:
-    """The documents of the corpus in order, without the empty ones."""
+    """Return the documents of the corpus in order, without empty ones."""
     if job["assets"]["corpus"] == MOCK:
         return list(texts(seed, _MOCK_TEXTS))
     path, folder = Path(job["assets"]["corpus"]), Path(job["assets"]["tokenizer"])
@@ -229,7 +229,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _conversation(messages: Any, folder: Path) -> str:
-    """Chat messages by the tokenizer's template, as transformers applies it; without the marks, which follow later."""
+    """Format chat messages with the tokenizer's template, as transformers does, without begin and end tokens."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     file, config = folder / "chat_template.jinja", _configuration(folder)
@@ -248,12 +248,12 @@ def _configuration(folder: Path) -> dict[str, Any]:
 
 
 def _content(mark: Any) -> str | None:
-    """The text of a mark, which some files hold in a mapping."""
+    """Return the text of a special token, which some files hold in a mapping."""
     return mark.get("content") if isinstance(mark, dict) else mark
 
 
 def _encoder(folder: str, *, special: bool = True) -> Any:
-    """From a document to its tokens between the begin and end marks that the tokenizer's configuration names."""
+    """Return a function from a document to its tokens, between the tokenizer's begin and end tokens."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))

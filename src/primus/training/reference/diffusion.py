@@ -1,4 +1,4 @@
-"""FLUX.1's transformer and the loss of its training, from their definitions; see :mod:`.model` for what may be used.
+"""FLUX.1's transformer and its training loss, from their definitions; see :mod:`.model` for the permitted operations.
 
 Weights have diffusers' names. The model is that of Black Forest Labs' published code: blocks with two streams (MM-DiT,
 arXiv:2403.03206) and then with one, both modulated by the time (DiT, arXiv:2212.09748), trained by flow matching.
@@ -16,19 +16,20 @@ from primus.recipes.architecture import Architecture
 from primus.training.reference.model import Constants, Rounding, Weights, exact, log_sum_exp
 
 _EPS = 1e-6
-# Elements of the sinusoids that stand for a time, and the longest of their periods in radians.
+# The number of sinusoids that encode a time, and their longest period in radians.
 _WAVES = 256
 _PERIOD = 10_000.0
-# The model sees times from 0 to this.
+# The model's times range from 0 to this value.
 _TIMES = 1000.0
 
 
 @dataclass
 class Diffusion:
-    """The transformer as a function of its weights. ``guidance`` is the scale that a model with guidance is told.
+    """The transformer as a function of its weights. ``guidance`` is the scale passed to a model with guidance
+    embeddings.
 
-    ``between`` is as in :class:`.model.Model`; ``entering`` rounds what the model is given, as the run rounds it.
-    Of ``constants``, only those that this model has are used: angles, epsilon, attention and shares.
+    ``between`` is as in :class:`.model.Model`; ``entering`` rounds the model's inputs as the run does. Of
+    ``constants``, only those that this model has are used: angles, epsilon, attention and shares.
     """
 
     sizes: Architecture
@@ -40,7 +41,7 @@ class Diffusion:
     sent: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean squared error of each image's velocity, noise − latents; and 0, since nothing is balanced."""
+        """Return the mean squared error of each image's velocity, noise − latents; and 0 for the balancing loss."""
         like = weights["proj_out.weight"]
         clean, noise, time = (batch[name].to(like.dtype) for name in ("latents", "noise", "time"))
         level = time[:, None, None]
@@ -52,7 +53,7 @@ class Diffusion:
     def velocity(
         self, weights: Weights, image: torch.Tensor, text: torch.Tensor, pooled: torch.Tensor, time: torch.Tensor
     ) -> torch.Tensor:
-        """The prediction for ``image`` [images, tokens, channels] at ``time`` (0 to 1) of each."""
+        """Return the prediction for ``image`` [images, tokens, channels] at ``time`` (0 to 1) of each."""
         dit = self.sizes.dit
         image = self._linear(weights, "x_embedder", image)
         text = self._linear(weights, "context_embedder", text)
@@ -67,12 +68,12 @@ class Diffusion:
         return self._linear(weights, "proj_out", self._normed(states[:, text.shape[1] :], shift, scale))
 
     def _given(self, weights: Weights, pooled: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """What modulates all blocks: the sum of embeddings of the time, the guidance and the pooled text."""
+        """Return the vector that modulates all blocks: the sum of embeddings of time, guidance and pooled text."""
         place = torch.arange(_WAVES // 2, dtype=torch.float64)
         frequencies = torch.exp(-math.log(_PERIOD) * place / (_WAVES // 2))
 
         def waves(value: torch.Tensor) -> torch.Tensor:
-            # Rounded twice: as it enters the model, and where the model multiplies it.
+            # Rounded twice: when it enters the model, and where the model multiplies it.
             angles = self.entering(self.entering(value) * _TIMES).double()[:, None] * frequencies
             return self.between(torch.cat((angles.cos(), angles.sin()), -1).to(value.dtype))
 
@@ -90,7 +91,7 @@ class Diffusion:
         self, weights: Weights, block: str, image: torch.Tensor, text: torch.Tensor, given: torch.Tensor,
         turn: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Two streams with weights of their own that attend to each other."""
+        """Two streams with separate weights that attend to each other."""
         streams = (("", "to_", "norm_", "to_out.0", image), ("_context", "add_", "norm_added_", "to_add_out", text))
         modulations, heads = [], []
         for which, to, norm, _, states in streams:
@@ -116,7 +117,7 @@ class Diffusion:
         self, weights: Weights, block: str, states: torch.Tensor, given: torch.Tensor,
         turn: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """One stream; attention and feed-forward side by side."""
+        """One stream, with attention and feed-forward in parallel."""
         shift, scale, gate = self._modulation(weights, f"{block}norm.linear", given, 3)
         normed = self._normed(states, shift, scale)
         fed = self.between(_gelu(self._linear(weights, f"{block}proj_mlp", normed)))
@@ -127,7 +128,7 @@ class Diffusion:
         return self.between(states + self.between(gate * self._linear(weights, f"{block}proj_out", both)))
 
     def _heads(self, weights: Weights, names: list[str], norm: str, states: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values [images, heads, tokens, size]; the first two normalized."""
+        """Return queries, keys and values [images, heads, tokens, size]; the first two are normalized."""
         found = []
         for name, kind in zip(names, "qkv", strict=True):
             made = self._linear(weights, name, states).unflatten(-1, (self.sizes.heads, -1)).transpose(1, 2)
@@ -162,9 +163,10 @@ class Diffusion:
         return self.between(states @ weights[name + ".weight"].T + weights[name + ".bias"])
 
     def _angles(self, before: int, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [tokens, size / 2] of the rotary angles: by index (always 0), row and column of a token.
+        """Return cosine and sine [tokens, size / 2] of the rotary angles, by index (always 0), row and column
+        of a token.
 
-        Tokens of the text come first, all at 0.
+        Tokens of the text come first, all at position 0.
         """
         side = math.isqrt(image.shape[1])
         place = torch.arange(side, dtype=torch.float64)
@@ -188,25 +190,25 @@ def _silu(states: torch.Tensor) -> torch.Tensor:
 
 
 def _gelu(states: torch.Tensor) -> torch.Tensor:
-    """GELU's approximation (arXiv:1606.08415, section 2)."""
+    """Return GELU's approximation (arXiv:1606.08415, section 2)."""
     return states / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (states + 0.044715 * states**3)))
 
 
 def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair of neighbours by the angle of its position."""
+    """Rotate each pair of neighbors by the angle of its position."""
     left, right = states[..., 0::2], states[..., 1::2]
     return torch.stack((left * cosine - right * sine, right * cosine + left * sine), -1).flatten(-2)
 
 
 def operations(model: Architecture) -> float:
-    """Floating-point operations to train on one image: 12 h² weights in each block and token, and attention."""
+    """Return the floating-point operations per image: 12 h² weights in each block and token, and attention."""
     tokens = (model.dit.image_size // 16) ** 2 + model.dit.text_tokens
     width, blocks = model.hidden_size, model.dit.double_layers + model.dit.single_layers
     return blocks * tokens * (6 * 12 * width**2 + 12 * width * tokens)
 
 
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every parameter that the model has, by diffusers' name, with its shape."""
+    """Return the shape of every parameter of the model, by diffusers' name."""
     width, dit, size = model.hidden_size, model.dit, model.head_size
     found: dict[str, tuple[int, ...]] = {}
 

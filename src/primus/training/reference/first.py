@@ -1,4 +1,4 @@
-"""The values that a model's weights must begin with, from each backend's documented rule."""
+"""The initial values of a model's weights, from each backend's documented rule."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from primus.recipes.architecture import Architecture
 from primus.training.reference.names import to_canonical
 
-# The mean and the standard deviation of random numbers stay within so many standard errors of theirs.
+# Mean and standard deviation of random numbers must be within this many standard errors of their expected values.
 _ERRORS = 6.0
-# Standard deviation of N(0, 1) without what lies beyond ±3.
+# Standard deviation of N(0, 1) truncated to ±3.
 _CUT_AT_3 = 0.98658
 _BIAS = ".e_score_correction_bias"
-# The same standard deviation computed twice may differ in its last bits, so the weights differ by as little.
+# The same standard deviation, computed in two ways, may differ in its last bits, and so may the weights.
 _SAME = 1e-5
 # torchtitan's matrices of a layer, in the order in which they are drawn.
 _DRAWN = (
@@ -36,7 +36,7 @@ _INTO_STREAM = re.compile(r"\.(o_proj|down_proj)\.weight$")
 
 
 def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """Which of the first ``weights``, by canonical names, are not as the backend's rule draws them."""
+    """Return which of the first ``weights``, by canonical names, do not follow the backend's rule."""
     if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
         return []
     # On a CPU, every rank of torchtitan draws the same numbers for its shard.
@@ -58,15 +58,15 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
 
 
 def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> list[str]:
-    """Which weights in ``folder/weights-0.pt``, and which ranks, have random numbers of another seed than the job's."""
+    """Return which weights in ``folder/weights-0.pt``, and which ranks, have random numbers of another seed."""
     if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
         return []
     key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)
     seed, found = job["config"].get(key, usual), []
     if seed is None:
-        # torchtitan then takes any.
+        # Without a seed, torchtitan uses any.
         return []
-    # Our own loop draws dropout from another seed on each rank. Megatron and torchtitan seed all ranks alike.
+    # Our own loop draws dropout from a different seed on each rank. Megatron and torchtitan seed all ranks alike.
     apart = job["backend"] not in ("torchtitan", "megatron")
     for rank in range(job["world_size"]):
         seen = torch.load(folder / f"batch-1-{rank}.pt", weights_only=True)["seed"]
@@ -84,7 +84,7 @@ def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> li
 def _by_name(
     job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The random weights of Megatron and of our own loop: each from a generator seeded with its name."""
+    """Return the random weights of Megatron and of our own loop: each from a generator seeded with its name."""
     for name, tensor in stored.items():
         plain, mark = name, "/"
         if job["backend"] != "megatron":
@@ -97,7 +97,7 @@ def _by_name(
         wanted = torch.empty(tensor.shape).normal_(
             0, _deviation(job, sizes, ours, part), generator=torch.Generator().manual_seed(number)
         )
-        # Megatron's float32 weights are widened from those of the model.
+        # Megatron's float32 weights are converted from those of the model.
         narrow = tensor.dtype == torch.bfloat16 or (job["backend"] == "megatron" and job["precision"] != "fp32")
         yield name, wanted.bfloat16().float() if narrow else wanted
 
@@ -105,7 +105,7 @@ def _by_name(
 def _of_torchtitan(
     job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """torchtitan's random weights: one after the other from one generator, the same numbers for each rank's rows."""
+    """Return torchtitan's random weights: all from one generator in order, the same numbers for each rank's rows."""
     ranks = job["world_size"]
     if job["data_parallel"] != ranks or any(tensor.dtype == torch.bfloat16 for tensor in stored.values()):
         return
@@ -118,7 +118,8 @@ def _of_torchtitan(
             continue
         tensor = stored[plain[name]]
         if tensor.shape[0] % ranks:
-            # Ranks with unequal shares draw differently many numbers; more ranks than experts share them otherwise.
+            # Ranks with unequal shares draw different amounts of numbers. More ranks than experts share them in another
+            # way.
             return
         share = torch.empty(tensor.shape[0] // ranks, *tensor.shape[1:])
         ours, part = next(iter(to_canonical("torchtitan", sizes, {name: tensor}).items()))
@@ -134,7 +135,7 @@ def _of_torchtitan(
 
 
 def constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float | None:
-    """The first value of each element of a weight; None where they are random."""
+    """Return the initial value of each element of a weight; None if they are random."""
     if ".lora_B." in name or name.endswith(("bias", _BIAS)):
         return 0.0
     if job["backend"] == "flux" and name.startswith("proj_out."):
@@ -143,7 +144,7 @@ def constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float |
 
 
 def _deviation(job: Mapping[str, Any], sizes: Architecture, name: str, tensor: torch.Tensor) -> float:
-    """The standard deviation of a matrix's first elements."""
+    """Return the standard deviation of a matrix's initial elements."""
     backend, config = job["backend"], job["config"]
     outer = name in ("model.embed_tokens.weight", "lm_head.weight")
     if ".lora_A." in name:

@@ -20,17 +20,17 @@ Rounding = Callable[[torch.Tensor], torch.Tensor]
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """No rounding."""
+    """Return the tensor without rounding."""
     return tensor
 
 
 def bfloat(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounded to bfloat16, forward and backward."""
+    """Return the tensor rounded to bfloat16; its gradient is rounded as well."""
     return tensor.to(torch.bfloat16).to(tensor.dtype)
 
 
 class _EightBits(torch.autograd.Function):
-    """A product whose factors are rounded to float8_e4m3fn, its gradient to ``back``, each by its largest value."""
+    """A product with factors rounded to float8_e4m3fn and gradients to ``back``, each scaled by its largest value."""
 
     @staticmethod
     def forward(context: Any, states: torch.Tensor, weight: torch.Tensor, back: torch.dtype) -> torch.Tensor:
@@ -53,15 +53,15 @@ def _scaled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """Where backends define a model differently although its sizes are the same.
+    """How backends define a model differently although its sizes are the same.
 
-    ``softmax_mscale``: DeepSeek's YaRN multiplies the attention logits by (0.1 · mscale · ln factor + 1)² (torchtitan
-    0.2.2) instead of scaling the rotation by the quotient of both mscales. ``balance``: which loss balances the
-    experts: "sequence" (DeepSeek-V2, arXiv:2405.04434, eq. 18-21, Megatron's ``seq_aux_loss``), "batch" (Switch
-    Transformer, arXiv:2101.03961, eq. 4), or "none". ``group_best``: how many of a group's best experts stand for it
-    when groups are limited: two in DeepSeek-V3's own code, top_k ÷ top_groups in Megatron; the same for its real sizes.
-    ``bias_rate``: by how much a step moves an expert's bias towards the mean number of tokens (arXiv:2408.15664);
-    ``centered``: the mean of all these moves is subtracted.
+    ``softmax_mscale``: DeepSeek's YaRN multiplies the attention logits by (0.1 · mscale · ln factor + 1)²
+    (torchtitan 0.2.2) instead of scaling the rotation by the quotient of both mscales. ``balance``: which loss
+    balances the experts: "sequence" (DeepSeek-V2, arXiv:2405.04434, eq. 18-21, Megatron's ``seq_aux_loss``),
+    "batch" (Switch Transformer, arXiv:2101.03961, eq. 4), or "none". ``group_best``: how many of a group's best
+    experts represent it if groups are limited: two in DeepSeek-V3's own code, top_k ÷ top_groups in Megatron; the
+    same for its real sizes. ``bias_rate``: how far a step moves an expert's bias towards the mean number of tokens
+    (arXiv:2408.15664). ``centered``: the mean of all these moves is subtracted.
     """
 
     softmax_mscale: bool = False
@@ -73,12 +73,13 @@ class Dialect:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What a model computes with besides weights and sizes. The defaults are right; :mod:`.constants` tries others.
+    """What a model computes with besides weights and sizes. The defaults are correct; :mod:`.constants` tries
+    others.
 
     ``angles`` is applied to the table of rotary angles. ``norm_eps`` is added to the epsilon of every norm.
     ``attention`` multiplies the attention logits, and ``shares`` is applied to their softmax. ``z_loss`` is the
-    coefficient of the squared log-sum-exp of the logits; ``smoothing`` is the share of each label that is spread over
-    the vocabulary. ``back`` is the FP8 format of the gradients of linear layers.
+    coefficient of the squared log-sum-exp of the logits; ``smoothing`` is the share of each label that is spread
+    over the vocabulary. ``back`` is the FP8 format of the gradients of linear layers.
     """
 
     angles: Rounding = exact
@@ -94,10 +95,10 @@ class Constants:
 class Model:
     """A language model as a function of its weights.
 
-    ``between`` is applied to all that passes from one operation to the next. With a cast to a narrow type and back, the
-    model shows how far that precision moves its results. ``twice``: so does a norm's result before it is multiplied by
-    its weight. ``eight``: linear layers multiply in FP8, scaled by tensor. ``doubt``: a token goes to the next best
-    expert instead of the last chosen one where their scores differ by less than this share.
+    ``between`` is applied to every tensor that one operation passes to the next. If it rounds to a narrow type, the
+    model shows how far that precision moves its results. ``twice``: it is also applied to a norm's result before
+    the multiplication by its weight. ``eight``: linear layers multiply in FP8, scaled by tensor. ``doubt``: a token
+    goes to the next best expert instead of the last chosen one if their scores differ by less than this share.
     """
 
     sizes: Architecture
@@ -107,13 +108,13 @@ class Model:
     eight: bool = False
     doubt: float = 0.0
     constants: Constants = field(default_factory=Constants)
-    # How close the scores of an expert that was chosen and of one that was not have come, relative to the former.
+    # The smallest relative difference between the scores of a chosen and a not chosen expert.
     closest: float = math.inf
-    # Layer -> how many tokens went to each expert, over all calls.
+    # Layer → the number of tokens of each expert, over all calls.
     sent: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def logits(self, weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss per token."""
+        """Return logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss."""
         sizes = self.sizes
         states = self.between(weights["model.embed_tokens.weight"][tokens])
         balance = states.new_zeros(())
@@ -134,7 +135,7 @@ class Model:
         return self.between(states @ head.T), balance
 
     def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cross entropy of each of ``labels`` (0 for a label < 0), and the balancing loss per token."""
+        """Return the cross entropy of each of ``labels`` (0 for a label < 0), and the balancing loss per token."""
         labels = batch["labels"]
         logits, balance = self.logits(weights, batch["inputs"])
         trained = labels >= 0
@@ -145,7 +146,7 @@ class Model:
         return (total - chosen + given.z_loss * total.square()) * trained, balance
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
-        # Routed experts multiply in groups, which stay in the precision of the weights.
+        # Routed experts use grouped products, which stay in the precision of the weights.
         eight = self.eight and ".experts." not in name
 
         def multiply(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -180,7 +181,7 @@ class Model:
         )
         cosine, sine = map(self.constants.angles, _angles(sizes.head_size, sizes, states))
         query, key = (_turned(part, cosine, sine) for part in (query, key))
-        # Each head of keys and values serves a run of consecutive heads of queries.
+        # Each head of keys and values serves several consecutive heads of queries.
         key, value = (part.repeat_interleave(sizes.heads // sizes.kv_heads, 1) for part in (key, value))
         mixed = self._mixed(query, key, value, sizes.head_size**-0.5)
         return self._linear(weights, name + "o_proj", mixed)
@@ -211,7 +212,7 @@ class Model:
         return self._linear(weights, name + "o_proj", mixed)
 
     def _yarn_magnitudes(self) -> tuple[float, float]:
-        """What YaRN (arXiv:2309.00071, section 3.4) multiplies the rotation and the attention logits by."""
+        """Return YaRN's factors (arXiv:2309.00071, section 3.4) of the rotation and of the attention logits."""
         scaling = self.sizes.rope_scaling
         if scaling.kind != "yarn":
             return 1.0, 1.0
@@ -224,7 +225,7 @@ class Model:
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim), magnitude(scaling.mscale_all_dim) ** 2
 
     def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Values mixed by attention [samples, length, heads · size]: each position sees itself and those before it."""
+        """Return causal attention's output [samples, length, heads · size]."""
         length = query.shape[-2]
         scores = query @ key.transpose(-1, -2) * (scale * self.constants.attention)
         place = torch.arange(length, device=query.device)
@@ -237,7 +238,7 @@ class Model:
         return self.between(mixed.transpose(1, 2).flatten(-2))
 
     def _experts(self, weights: Weights, name: str, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Routed experts and shared ones, and the balancing loss."""
+        """Return the sum of routed and shared experts, and the balancing loss."""
         moe = self.sizes.moe
         samples, length, _ = states.shape
         flat = states.flatten(0, 1)
@@ -267,7 +268,7 @@ class Model:
         return out.unflatten(0, (samples, length)), extra
 
     def _best(self, scores: torch.Tensor) -> torch.Tensor:
-        """The experts of each token's highest scores."""
+        """Return the experts with the highest scores of each token."""
         count = self.sizes.moe.top_k
         best = scores.topk(min(count + 1, scores.shape[-1]), -1)
         if scores.shape[-1] > count:
@@ -280,7 +281,7 @@ class Model:
         return best.indices[:, :count]
 
     def _limited(self, choice: torch.Tensor) -> torch.Tensor:
-        """DeepSeek-V3: a token chooses among the groups whose two best experts sum up highest."""
+        """Limit the choice, as in DeepSeek-V3, to the groups whose best experts have the highest sums."""
         moe = self.sizes.moe
         if moe.groups <= 1:
             return choice
@@ -290,9 +291,11 @@ class Model:
         return grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def _balance(self, raw: torch.Tensor, scores: torch.Tensor, samples: int, length: int) -> torch.Tensor:
-        """Coefficient × experts × Σ (share of tokens sent to the expert × its mean score), per sequence or batch.
+        """Return coefficient × experts × Σ (share of tokens sent to the expert × its mean score), per sequence
+        or batch.
 
-        A token counts for its highest scores, whatever bias and groups decided (DeepSeek-V3, arXiv:2412.19437, eq. 18).
+        A token counts for its highest scores, regardless of bias and groups (DeepSeek-V3, arXiv:2412.19437, eq.
+        18).
         """
         moe, kind = self.sizes.moe, self.dialect.balance
         if not moe.auxiliary_loss or kind == "none":
@@ -309,13 +312,13 @@ class Model:
 
 
 def log_sum_exp(values: torch.Tensor) -> torch.Tensor:
-    """The logarithm of the sum of exponentials along the last dimension."""
+    """Return the logarithm of the sum of exponentials along the last dimension."""
     top = values.detach().amax(-1, keepdim=True)
     return (torch.exp(values - top).sum(-1, keepdim=True).log() + top).squeeze(-1)
 
 
 def _paired(states: torch.Tensor) -> torch.Tensor:
-    """DeepSeek's rotary pairs are neighbours; the rotation below pairs element i with element i + size / 2."""
+    """Reorder DeepSeek's rotary pairs, which are neighbors: the rotation below pairs element i with i + size / 2."""
     return torch.cat((states[..., 0::2], states[..., 1::2]), -1)
 
 
@@ -326,7 +329,7 @@ def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> t
 
 
 def _angles(size: int, model: Architecture, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine [length, size / 2] of the rotary angles."""
+    """Return cosine and sine [length, size / 2] of the rotary angles."""
     place = torch.arange(0, size, 2, dtype=torch.float64, device=like.device)
     frequencies = _stretched(float(model.rope_theta) ** (-place / size), size, model.rope_theta, model.rope_scaling)
     angles = torch.arange(like.shape[-2], dtype=torch.float64, device=like.device)[:, None] * frequencies[None, :]
@@ -334,7 +337,7 @@ def _angles(size: int, model: Architecture, like: torch.Tensor) -> tuple[torch.T
 
 
 def _stretched(frequencies: torch.Tensor, size: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's stretching (its model card) or YaRN's (arXiv:2309.00071, eq. 18-23)."""
+    """Return Llama 3.1's scaled frequencies (its model card) or YaRN's (arXiv:2309.00071, eq. 18-23)."""
     if scaling.kind == "llama3":
         turns = scaling.original_max_position * frequencies / (2 * math.pi)
         kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -354,7 +357,7 @@ def _stretched(frequencies: torch.Tensor, size: int, theta: float, scaling: Rope
 
 
 def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every parameter that the model has, by Hugging Face's name, with its shape."""
+    """Return the shape of every parameter of the model, by Hugging Face's name."""
     width, moe, mla = model.hidden_size, model.moe, model.mla
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (model.vocab_size, width),
@@ -403,18 +406,18 @@ def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def operations(model: Architecture, length: int, adapters: int | None = None) -> float:
-    """Floating-point operations to train on one token of a sequence of ``length``, with attention counted in full.
+    """Return the floating-point operations per token of a sequence of ``length``, with attention counted in full.
 
-    Each weight multiplies once forward (2 operations) and twice backward (4), an expert for the tokens that choose it.
-    The embedding multiplies nothing. ``adapters`` is the number of weights that LoRA trains; the gradients of the
-    others are not computed.
+    Each weight takes 2 operations forward and 4 backward; an expert's weights count only for the tokens that choose
+    it. The embedding multiplies nothing. ``adapters`` is the number of weights that LoRA trains; the gradients of
+    the others are not computed.
     """
     count = 0.0
     for name, shape in shapes(model).items():
         share = model.moe.top_k / model.moe.experts if ".experts." in name else 1.0
         count += 0.0 if name == "model.embed_tokens.weight" and not model.tied_embeddings else share * math.prod(shape)
     mla = model.mla
-    # Of queries with keys, and of their shares with values.
+    # Queries with keys, and the shares with values.
     sizes = (model.head_size, model.head_size)
     if mla.kv_lora_rank:
         sizes = (mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.v_head_dim)
@@ -424,7 +427,7 @@ def operations(model: Architecture, length: int, adapters: int | None = None) ->
 
 
 def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The adapters beside the linear layers named by ``targets``, by default beside all but the output layer."""
+    """Return the adapters of the linear layers named by ``targets``, by default of all but the output layer."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes(model).items():
         layer = name.removesuffix(".weight")

@@ -1,7 +1,7 @@
-"""From each backend's names and layouts of weights to Hugging Face's, and back.
+"""Conversion of each backend's names and layouts of weights to Hugging Face's, and back.
 
-A backend's tensor becomes one or several of Hugging Face's by slices and permutations only, so gradients and updates
-go the same way as weights.
+One tensor of a backend becomes one or several of Hugging Face's by slicing and permuting only, so gradients and updates
+are converted like weights.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class UnknownWeight(Exception):
 
 
 def kind_of(name: str) -> str:
-    """The name of a tensor without the numbers of its layer and expert: tensors of a kind are alike in all of them."""
+    """Return the kind of a tensor: its name without the numbers of layer and expert."""
     return re.sub(r"\.\d+", "", name)
 
 
 def to_canonical(backend: str, model: Architecture, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """``tensors`` of a backend by Hugging Face's names. Raises UnknownWeight for a name that it cannot have."""
+    """Return ``tensors`` of a backend by Hugging Face's names. Raises UnknownWeight for an unexpected name."""
     found: Tensors = {}
     for name, tensor in tensors.items():
         found.update(_CONVERT[backend](model, name, tensor))
@@ -46,7 +46,7 @@ def _torchtitan(model: Architecture, name: str, tensor: torch.Tensor) -> Iterabl
     if inner in _TITAN_LAYER:
         return [(layer + _TITAN_LAYER[inner], tensor)]
     if inner in ("attention.wq.weight", "attention.wk.weight") and not model.mla.kv_lora_rank:
-        # Its rotation pairs neighbours; Hugging Face's pairs element i with element i + size / 2.
+        # The backend's rotation pairs neighbors; Hugging Face's pairs element i with i + size / 2.
         turned = tensor.unflatten(0, (-1, model.head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
         return [(f"{layer}self_attn.{inner[11]}_proj.weight", turned)]
     if inner == "attention.wq.weight":
@@ -105,7 +105,7 @@ _FSDP_LAYER = {
 
 
 def _finetune(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """transformers' own names, below the wrapper's ``model.`` and PEFT's ``base_model.model.``."""
+    """Convert transformers' own names, below the wrapper's ``model.`` and PEFT's ``base_model.model.``."""
     name = name.removeprefix("model.").removeprefix("base_model.model.")
     name = name.replace(".base_layer.", ".").replace(".lora_A.default.", ".lora_A.").replace(
         ".lora_B.default.", ".lora_B.")  # fmt: skip
@@ -138,7 +138,7 @@ def _megatron(model: Architecture, name: str, tensor: torch.Tensor) -> Iterable[
     if inner in _MEGATRON_LAYER:
         return [(layer + _MEGATRON_LAYER[inner], tensor)]
     if match := re.fullmatch(r"self_attention\.linear_qkv\.(weight|bias)", inner):
-        # A group: its heads of queries, then its head of keys, then its head of values.
+        # One group: its heads of queries, then its head of keys, then its head of values.
         each = model.heads // model.kv_heads
         grouped = tensor.unflatten(0, (model.kv_heads, each + 2, model.head_size))
         parts = grouped.split([each, 1, 1], 1)

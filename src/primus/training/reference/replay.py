@@ -1,7 +1,7 @@
-"""Repeat a run step by step, each from the run's own weights, and write down how far the two are apart.
+"""Repeating a run step by step, each from the run's own weights, and recording the differences.
 
-Every step starts from the weights that the run had before it, so rounding does not add up and each step is judged by
-itself: its tokens, its loss, its gradients, its learning rate, its update.
+Every step starts from the weights that the run had before it. Rounding therefore does not accumulate, and each step is
+judged on its own: tokens, loss, gradients, learning rate, update.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from primus.training.reference.names import UnknownWeight, kind_of, to_canonical
 
 Tensors = dict[str, torch.Tensor]
 _BIAS = ".e_score_correction_bias"
-# Weights and their updates have this many bits: what is smaller than their rounding says nothing.
+# The precision of weights and updates in bits. Anything smaller than their rounding is meaningless.
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
-# Steps, spread over the run, at which the reference also finds how far the run's precision moves its results.
+# Steps, spread over the run, at which the reference also computes how far the run's precision moves its results.
 _NOISY = 4
-# At other steps, it does so when a gap exceeds so many times the noise of these.
+# At other steps, it does so if a gap exceeds this many times the noise of these.
 _SUSPECT = 3.0
-# Scores of experts may be this much apart, relative to the larger one, and rounding still decides between them. In each
-# of two runs, one token that went to the other expert was the whole gap of 0.6 of an expert with few tokens.
+# How much the scores of two experts may differ, relative to the larger one, while rounding still decides between them.
+# In each of two runs, one token that went to the other expert caused the whole gap of 0.6 of an expert with few tokens.
 _DOUBT = 2.0**-6
-# Other roundings that it then tries, as scales of the numbers to which it rounds.
+# Further roundings that it then tries, as scales of the grid to which it rounds.
 _GRIDS = (1.17, 1.33, 1.5, 1.67, 1.83)
 
 
 def replay(output: Path) -> dict[str, Any]:
-    """Compare every step of the run in ``output`` with the reference; :mod:`primus.training.proof` reads the result."""
+    """Compare every step of the run in ``output`` with the reference. :mod:`primus.training.proof` reads the result."""
     began = time.monotonic()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
@@ -49,7 +49,7 @@ def replay(output: Path) -> dict[str, Any]:
         found["parameters"] = _parameters(job, sizes, before)
         found["first"] = first.strange(job, sizes, before) + first.other_seeds(job, sizes, folder)
         if found["parameters"]["missing"] or found["parameters"]["shapes"]:
-            # Another model: there is nothing to repeat.
+            # The run trained another model, so there is nothing to repeat.
             return found
         replayed = _Replay(job, sizes, folder)
         found |= {"max_norm": update.settings(job).max_norm, "summands": job["data_parallel"] * job["accumulation"]}
@@ -70,7 +70,7 @@ def replay(output: Path) -> dict[str, Any]:
 
 
 class _Replay:
-    """One run's steps, in order: the optimizer's moments are carried from step to step."""
+    """The steps of one run, in order: the optimizer's moments are carried from step to step."""
 
     def __init__(self, job: dict[str, Any], sizes: Architecture, folder: Path) -> None:
         self._job = job
@@ -92,11 +92,11 @@ class _Replay:
         self._fit = constants.Fit(job["backend"], routed=sizes.moe.experts > 0)
 
     def constants(self) -> dict[str, dict[str, Any]]:
-        """What :class:`.constants.Fit` found in the steps so far. In FP32, other limits are close enough."""
+        """Return the result of :class:`.constants.Fit` so far. In FP32, the other limits are sufficient."""
         return self._fit.found()
 
     def step(self, step: int, before: Tensors, after: Tensors) -> dict[str, Any]:
-        """Figures of one step: what the run had and what the reference has."""
+        """Return the figures of one step, of the run and of the reference."""
         row: dict[str, Any] = {"step": step, "data": self._batches(step)}
         row["rate"] = rate = update.rate(self._given, step)
         seen = _load(self._folder / f"update-{step}.pt")
@@ -122,7 +122,7 @@ class _Replay:
         return row
 
     def _amplified(self, step: int, figures: Mapping[str, Any]) -> bool:
-        """Whether this step may amplify rounding more than those do whose noise is known."""
+        """Return whether this step may amplify rounding more than the steps with known noise."""
         gaps: Mapping[str, tuple[float, str]] = figures.get("gaps", {})
         norm = figures["grad_norm"]
         return abs(self._norms.get(step, norm) - norm) > (1e-5 + self._usual_norm) * norm or any(
@@ -132,7 +132,7 @@ class _Replay:
     def _figures(
         self, step: int, before: Tensors, used: Tensors | None, *, noisy: bool
     ) -> tuple[dict[str, Any], Tensors]:
-        """The reference's own figures, the gaps of the gradients ``used`` by the run, and the reference's gradients."""
+        """Return the reference's figures, the gaps of the run's gradients ``used``, and the reference's gradients."""
         # In float32, the reference's own rounding is judged where it also computes in float64.
         model, weights = self._model(), self._rounded(before, torch.float64 if noisy and self._exact else torch.float32)
         loss, losses, gradients = self._gradients(step, weights, model)
@@ -147,7 +147,7 @@ class _Replay:
             own = loss, losses, gradients
             found["noise"], rounded = self._noise(step, before, own, limited, scales)
             if not self._exact and self._doubtful(found):
-                # A few tokens may decide a tensor's error, and one rounding may spare them by chance.
+                # A few tokens may determine a tensor's error, and one rounding may spare them by chance.
                 others = [self._noise(step, before, own, limited, scales, grid)[0]["gaps"] for grid in _GRIDS]
                 gaps = found["noise"]["gaps"]
                 found["noise"]["gaps"] = {
@@ -161,9 +161,11 @@ class _Replay:
     def _other_experts(
         self, step: int, weights: Tensors, limited: Tensors, scales: Mapping[str, float]
     ) -> dict[str, float]:
-        """Kind of experts' tensor → how far its gradient moves when every token in doubt goes to the other expert.
+        """Return kind of experts' tensor → how far its gradient moves if every token in doubt goes to the other
+        expert.
 
-        Rounding sends a few of these tokens there, now and then: no repetition with rounding shows which ones.
+        Rounding occasionally sends a few of these tokens there. No repetition with rounding can show which
+        ones.
         """
         model = self._model()
         if not isinstance(model, Model) or not self._sizes.moe.experts:
@@ -174,14 +176,14 @@ class _Replay:
 
     @staticmethod
     def _doubtful(found: Mapping[str, Any]) -> bool:
-        """Whether the gap of some kind of tensor is too large for its noise, and not so large that it is no noise."""
+        """Return whether a kind's gap is too large for its noise, but not so large that noise is ruled out."""
         gaps, noise = found.get("gaps", {}), found["noise"]["gaps"]
         return any(
             1e-5 + _SUSPECT * noise[kind][0] < gap <= 10 * _SUSPECT * noise[kind][0] for kind, (gap, _) in gaps.items()
         )
 
     def _fit_constants(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> None:
-        """Compute the gradients with each constant changed, and compare the run's errors with these changes."""
+        """Compute the gradients with each constant changed, and fit the run's errors to these changes."""
 
         def gradients(model: Model | diffusion.Diffusion) -> Tensors:
             found = self._gradients(step, weights, model)[2]
@@ -191,19 +193,19 @@ class _Replay:
         plain = gradients(replace(model, eight=False)) if isinstance(model, Model) and model.eight else own
         changed = {name: gradients(trial) for name, trial in constants.trials(model).items()}
         for name, trial in constants.trials_of_eight(model).items():
-            # These differ from the reference with its rounding, and the others from that without.
+            # These differ from the reference with its rounding, the others from the one without.
             changed[name] = {key: plain[key] + (other - own[key]) for key, other in gradients(trial).items()}
         self._fit.add(used, own, rounded, plain, changed)
 
     def _biases(self, before: Tensors, after: Tensors, closest: float) -> list[str]:
-        """Which router biases did not move towards the mean number of tokens."""
+        """Return which router biases did not move towards the mean number of tokens."""
         wrong, dialect = [], self._dialect
         for layer, count in self._sent.items() if dialect.bias_rate else ():
             name, mean = f"{layer}gate{_BIAS}", count.double().mean()
             if name not in after:
                 wrong.append(f"{name} is missing")
                 continue
-            # Where rounding decides the routing of a token, experts near the mean may be on either side of it.
+            # If rounding decides the routing of a token, experts near the mean may be on either side of it.
             slack = 0.0 if self._exact and closest > 1e-5 else 2 + 0.1 * float(mean)
             told = (count - mean).abs() > slack if slack else torch.ones_like(count, dtype=torch.bool)
             moved, wanted = ((after[name] - before[name]).double()[told], (mean - count).sign()[told])
@@ -215,9 +217,10 @@ class _Replay:
         return wrong
 
     def _least_rounded(self, step: int, used: Tensors) -> float:
-        """The least share of a matrix's gradients that are bfloat16 numbers, times the factor of clipping.
+        """Return the least share of a matrix's gradients that are bfloat16 numbers, multiplied by the factor of
+        clipping.
 
-        A sum over ranks or micro-batches in float32 has more digits, even where they compute in bfloat16.
+        A sum over ranks or micro-batches in float32 has more digits, even if they compute in bfloat16.
         """
         factor = min(1.0, self._given.max_norm / (self._norms.get(step, 0.0) + 1e-6)) if self._given.max_norm else 1.0
         shares = [1.0]
@@ -229,20 +232,20 @@ class _Replay:
         return min(shares)
 
     def _model(self) -> Model | diffusion.Diffusion:
-        """The model in which the run is repeated. FP8's rounding is large and known, so it is repeated as well."""
+        """Return the model that repeats the run. FP8's rounding is large and known, so it is repeated as well."""
         if self._sizes.family == "flux":
             guidance = float(self._job["config"].get("guidance", 1.0))
             return diffusion.Diffusion(self._sizes, guidance, entering=exact if self._exact else bfloat)
         return Model(self._sizes, self._dialect, eight=self._job["precision"] == "fp8")
 
     def _rounded(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
-        """``weights`` as the run computes with them, in ``dtype``."""
+        """Return ``weights`` as the run computes with them, in ``dtype``."""
         if self._exact:
             return {name: tensor.to(dtype) for name, tensor in weights.items()}
         return {n: (t if n.endswith(_BIAS) else t.to(torch.bfloat16)).to(dtype) for n, t in weights.items()}
 
     def _batches(self, step: int) -> list[str]:
-        """Which micro-batches the run trained on are not those of the recipe."""
+        """Return which of the run's micro-batches differ from the recipe's."""
         different: list[str] = []
         shares: list[int] = []
         for file in sorted(self._folder.glob(f"batch-{step}-*.pt")):
@@ -269,7 +272,7 @@ class _Replay:
     def _gradients(
         self, step: int, weights: Tensors, model: Model | diffusion.Diffusion
     ) -> tuple[float, torch.Tensor, Tensors]:
-        """The mean loss of ``step``, the loss of each label, and the gradients before clipping."""
+        """Return the mean loss of ``step``, the loss of each label, and the gradients before clipping."""
         trained = {name for name in weights if _trained(self._job, name)}
         leaves = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()}
         if self._job["mode"] == "lora":
@@ -287,7 +290,7 @@ class _Replay:
                 losses, balance = model.losses(leaves, dict(zip(batch, parts, strict=True)))
                 (losses.sum() / terms + balance / calls).backward()
                 found.append(losses.detach().to(torch.float64).flatten())
-        # An expert that no token chose has a gradient of zeros; its moments still move it.
+        # An expert that no token chose has zero gradients; its moments still move it.
         gradients = {
             name: torch.zeros_like(weights[name]) if leaves[name].grad is None else leaves[name].grad
             for name in trained
@@ -299,10 +302,12 @@ class _Replay:
         self, step: int, before: Tensors, own: tuple[float, torch.Tensor, Tensors], limited: Tensors,
         scales: Mapping[str, float], grid: float = 1.0,
     ) -> tuple[dict[str, Any], Tensors]:  # fmt: skip
-        """How far the run's precision alone moves its results: the reference once more, with that rounding.
+        """Return how far the run's precision alone moves its results: the reference once more, with that
+        rounding.
 
-        ``grid`` between 1 and 2 scales the numbers to which it rounds: another rounding, as coarse. With it, norms are
-        rounded once more, as some libraries do. Also returns the clipped gradients.
+        ``grid`` between 1 and 2 scales the numbers to which it rounds, which is another rounding of the same
+        precision. With it, norms are rounded once more, as in some libraries. Also returns the clipped
+        gradients.
         """
         loss, losses, gradients = own
         norm = update.norm_of(gradients)
@@ -312,14 +317,14 @@ class _Replay:
             if isinstance(model, Model):
                 model.twice = grid != 1.0
         other, again, moved = self._gradients(step, self._rounded(before, torch.float32), model)
-        # The mean's own error can be small by chance; that of the single labels says how large it may become.
+        # The error of the mean can be small by chance. The errors of single labels show how large it can become.
         spread = float((again - losses).std()) / math.sqrt(len(losses))
         # Each gradient is a number of the run's precision before it is summed over ranks.
         given = moved if self._exact else {name: bfloat(gradient) for name, gradient in moved.items()}
         clipped = update.clipped(given, update.norm_of(moved), self._given.max_norm)
         return {
             "loss": max(abs(other - loss), spread) / loss,
-            # A norm errs by no more than its vector does.
+            # The error of a norm is at most that of its vector.
             "grad_norm": math.sqrt(sum(float((moved[n] - g).square().sum()) for n, g in gradients.items())) / norm,
             "gaps": _gaps(clipped, limited, scales),
         }, clipped
@@ -327,7 +332,7 @@ class _Replay:
     def _update_gap(self, before: Tensors, expected: Tensors, after: Tensors) -> dict[str, Any]:
         worst, at = 0.0, ""
         for name, wanted in expected.items():
-            # A change of less than half the distance to the next number is lost, whoever computes it.
+            # A change of less than half the distance to the next number is always lost.
             if bool(((wanted - before[name]).abs() > self._rounding / 2 * before[name].abs()).any()):
                 self.moving.add(name)
             change = float((wanted - before[name]).norm())
@@ -359,7 +364,7 @@ def _dialect(job: Mapping[str, Any]) -> Dialect:
 
 
 def _as_trained(job: Mapping[str, Any], sizes: Architecture) -> Architecture:
-    """torchtitan stretches DeepSeek's positions only where a sequence is longer than the original ones."""
+    """Return the sizes as trained: torchtitan scales DeepSeek's positions only beyond the original length."""
     short = sizes.rope_scaling.original_max_position >= int(job["config"].get("training.seq_len", 0))
     if job["backend"] == "torchtitan" and sizes.rope_scaling.kind == "yarn" and short:
         return replace(sizes, rope_scaling=RopeScaling())
@@ -393,7 +398,7 @@ def _trained(job: Mapping[str, Any], name: str) -> bool:
 
 
 def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> dict[str, Any]:
-    """Which parameters the model must have and the run lacks, has besides, or has in another shape; first values."""
+    """Return which parameters are missing, unexpected or of another shape; and findings about first values."""
     expected = diffusion.shapes(sizes) if sizes.family == "flux" else shapes(sizes)
     if job["mode"] == "lora":
         config = job["config"]
@@ -414,7 +419,8 @@ def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -
         elif tensor.ndim > 1 and ".lora_" not in name:
             same = [other for other, value in matrices.get(tuple(tensor.shape), []) if torch.equal(value, tensor)]
             if not (job["backend"] == "torchtitan" and ".experts." in name):
-                # On a CPU torchtitan draws the same numbers on every rank, so ranks share out equal experts.
+                # On a CPU, torchtitan draws the same numbers on every rank, so the experts of different ranks are
+                # equal.
                 strange += [f"{name} equals {other}" for other in same[:1]]
             matrices.setdefault(tuple(tensor.shape), []).append((name, tensor))
     trained = sum(tensor.numel() for name, tensor in weights.items() if _trained(job, name))
@@ -432,15 +438,16 @@ def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -
 
 
 def _kept_dtype(job: Mapping[str, Any]) -> str:
-    """The dtype of the weights that the run keeps, which may be another than it computes with."""
+    """Return the dtype of the stored weights, which may differ from that of the computation."""
     key = "training.dtype" if job["backend"] == "torchtitan" else "training.master_dtype"
     return str(job["config"].get(key, "float32"))
 
 
 def _moved(job: Mapping[str, Any], first: Tensors, last: Tensors, moving: Collection[str]) -> dict[str, list[str]]:
-    """Trained weights that no step changed, and frozen ones that some did.
+    """Return trained weights that no step changed, and frozen ones that changed.
 
-    Weights in bfloat16 may stay where every update is lost in rounding; ``moving`` are those that must change.
+    Weights in bfloat16 may stay the same if every update is lost in rounding; ``moving`` are those that must
+    change.
     """
     still = [name for name in first if _trained(job, name) and torch.equal(first[name], last[name])]
     if _kept_dtype(job) == "bfloat16":
@@ -450,16 +457,17 @@ def _moved(job: Mapping[str, Any], first: Tensors, last: Tensors, moving: Collec
 
 
 def _scales(gradients: Tensors) -> dict[str, float]:
-    """What a tensor's error is relative to: its own length, or a thousandth of the length of all gradients."""
+    """Return the scale of each tensor's error: its own length, or a thousandth of the length of all gradients."""
     lengths = {name: float(gradient.norm()) for name, gradient in gradients.items()}
     least = 1e-3 * math.sqrt(sum(length**2 for length in lengths.values()))
     return {name: max(length, least) or 1.0 for name, length in lengths.items()}
 
 
 def _gaps(run: Mapping[str, torch.Tensor], own: Tensors, scales: Mapping[str, float]) -> dict[str, tuple[float, str]]:
-    """The largest relative error of a gradient, and its tensor's name, for each kind: a name without its numbers.
+    """Return the largest relative error of a gradient, with its tensor's name, for each kind (a name without
+    numbers).
 
-    Tensors of a kind are alike in all layers and experts, so that the noise of some says what to expect of the others.
+    Tensors of a kind are similar in all layers and experts, so the noise of some predicts that of the others.
     """
     worst: dict[str, tuple[float, str]] = {}
     for name, wanted in own.items():
@@ -470,5 +478,5 @@ def _gaps(run: Mapping[str, torch.Tensor], own: Tensors, scales: Mapping[str, fl
 
 
 def _typical(gaps: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The root mean square of the gaps that several roundings leave, and the tensor of the largest one."""
+    """Return the root mean square of the gaps under several roundings, and the tensor with the largest one."""
     return math.sqrt(sum(gap**2 for gap, _ in gaps) / len(gaps)), max(gaps)[1]

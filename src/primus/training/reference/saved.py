@@ -1,4 +1,4 @@
-"""What a run saved: its checkpoint's random states, and the weights that it exported."""
+"""Verification of a run's saved files: the random states of its checkpoint, and its exported weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SCALING = {
 def differences(
     output: Path, job: Mapping[str, Any], sizes: Architecture, last: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """How the files in ``output`` differ from what was trained; ``last`` are the run's last weights."""
+    """Return how the files in ``output`` differ from what was trained; ``last`` are the run's last weights."""
     found = [
         f"rank {file.stem.partition('-')[2]} has other random states after loading its checkpoint"
         for file in sorted((output / "witness").glob("random-*.json"))
@@ -69,7 +69,7 @@ def _exported(folder: Path, job: Mapping[str, Any], sizes: Architecture, last: M
 
 
 def _described(job: Mapping[str, Any], sizes: Architecture) -> dict[str, Any]:
-    """What the file beside the weights must say."""
+    """Return what the configuration beside the exported weights must contain."""
     if job["mode"] == "lora":
         config = job["config"]
         rank = int(config.get("lora.rank", 16))
@@ -90,7 +90,7 @@ def _described(job: Mapping[str, Any], sizes: Architecture) -> dict[str, Any]:
 
 
 def _experts(name: str) -> str:
-    """Mixtral's files name experts otherwise than the model does."""
+    """Return the name of an expert's weight in Mixtral's files, which differs from the model's."""
     parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     name = name.replace(".block_sparse_moe.", ".mlp.")
     return re.sub(r"(?<=\.experts\.)(\d+)\.(w[123])\.", lambda match: f"{match[1]}.{parts[match[2]]}.", name)

@@ -12,8 +12,9 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What decides an update. ``decay_vectors``: whether weight decay applies to norms and biases too.
-    ``decoupled``: whether it shortens the weights (AdamW), or is added to the gradients (Adam).
+    """The settings of an update. ``decay_vectors``: weight decay also applies to norms and biases.
+
+    ``decoupled``: weight decay shortens the weights (AdamW) instead of adding to the gradients (Adam).
     """
 
     lr: float
@@ -33,7 +34,7 @@ class Settings:
 
 
 def settings(job: Mapping[str, Any]) -> Settings:
-    """The settings that the recipe of ``job`` asks for, with the backend's documented defaults."""
+    """Return the settings that the recipe of ``job`` requests, with the backend's documented defaults."""
     config, backend = job["config"], job["backend"]
     if backend == "torchtitan":
         steps, warmup = int(config["training.steps"]), int(config.get("lr_scheduler.warmup_steps", 200))
@@ -45,7 +46,7 @@ def settings(job: Mapping[str, Any]) -> Settings:
         return Settings(
             lr=peak, min_lr=peak * float(config.get("lr_scheduler.min_lr_factor", 0.0)),
             schedule=str(config.get("lr_scheduler.decay_type", "linear")), warmup=warmup, warmup_divisor=warmup,
-            # The first decaying step is one later than the last stable one; the last step's rate is not 0.
+            # The first decaying step is one after the last stable one; the last step's rate is not 0.
             decay_from=total + 1 - decay, steps=total + 1,
             beta1=float(config.get("optimizer.beta1", 0.9)), beta2=float(config.get("optimizer.beta2", 0.95)),
             eps=float(config.get("optimizer.eps", 1e-8)),
@@ -68,7 +69,7 @@ def settings(job: Mapping[str, Any]) -> Settings:
 
 
 def rate(given: Settings, step: int) -> float:
-    """The learning rate of ``step`` (the first is 1): linear warm-up, then constant or decaying to ``min_lr``."""
+    """Return the learning rate of ``step`` (from 1): linear warm-up, then constant or decaying to ``min_lr``."""
     if step <= given.warmup:
         return given.lr * step / given.warmup_divisor
     if given.schedule == "constant" or step < given.decay_from:
@@ -79,12 +80,12 @@ def rate(given: Settings, step: int) -> float:
 
 
 def norm_of(gradients: Mapping[str, torch.Tensor]) -> float:
-    """The length of all gradients as one vector."""
+    """Return the length of all gradients as one vector."""
     return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
 
 
 def clipped(gradients: Mapping[str, torch.Tensor], norm: float, limit: float) -> dict[str, torch.Tensor]:
-    """``gradients`` shortened to ``limit`` where ``norm`` exceeds it (with PyTorch's 1e-6 in the quotient)."""
+    """Return ``gradients`` shortened to ``limit`` if ``norm`` exceeds it (with PyTorch's 1e-6 in the quotient)."""
     factor = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
     return {name: gradient * factor for name, gradient in gradients.items()}
 
@@ -101,7 +102,7 @@ class AdamW:
     def update(
         self, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], lr: float
     ) -> dict[str, torch.Tensor]:
-        """The weights after one update. A weight without gradient stays as it is."""
+        """Return the weights after one update. A weight without a gradient stays as it is."""
         given = self.given
         self.step += 1
         after = {}

@@ -1,4 +1,4 @@
-"""The torchtitan backend (0.2.2): its job file and command line, and what runs inside its processes.
+"""The torchtitan backend (0.2.2).
 
-``render`` is pure and needs no torch. ``entry``, ``cpu`` and ``observe`` run inside the ranks only.
+``render`` does not need torch. ``entry``, ``cpu`` and ``observe`` run only inside the ranks.
 """

@@ -51,7 +51,7 @@ class _Torchtitan(Rules):
             yield context, "PyTorch's attention on the CPU cannot split sequences over ranks", "cp=1"
 
     def unjudged(self, recipe: Recipe) -> str | None:
-        """The reference reads the weights of one rank, which has one pipeline stage. It rounds to FP8 by tensors."""
+        """Return the reason. The reference reads one rank's weights of one pipeline stage, and scales FP8 by tensor."""
         if recipe.degree("pp") > 1:
             return "the run has pipeline stages"
         kind = recipe.find("torchtitan.quantize.linear.float8.recipe_name", "tensorwise")
@@ -60,7 +60,7 @@ class _Torchtitan(Rules):
         return None
 
     def layout(self, recipe: Recipe) -> Mapping[str, Any]:
-        """Each rank keeps its own place in the data. With another number of them, the data start over."""
+        """Return the number of data-parallel ranks, because each has its own place in the data."""
         return {"data_parallel": recipe.data_parallel}
 
     def files(self, job: Job) -> Mapping[str, str]:

@@ -1,6 +1,6 @@
-"""What torchtitan 0.2.2 needs to train on a machine without a GPU. Applied before its trainer is imported.
+"""Patches with which torchtitan 0.2.2 trains on a machine without a GPU. Apply them before importing its trainer.
 
-Each patch states what breaks without it. On a GPU none is applied.
+Each patch states what fails without it. None is applied on a GPU.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from primus.patch import replace
 
 
 def apply(threads: int) -> None:
-    """Make the CPU torchtitan's device, on this process only.
+    """Make the CPU torchtitan's device, in this process.
 
-    ``threads`` is fixed, whatever the environment says: sums are then always taken in the same order, and a
+    The number of threads is fixed, whatever the environment contains. Sums then always have the same order, and a
     run can be repeated to the last bit.
     """
     import torch
@@ -25,7 +25,7 @@ def apply(threads: int) -> None:
     from primus.training import gloo
 
     torch.set_num_threads(threads)
-    # All ranks are on this machine. Without a name gloo looks the host's up, which a sandbox may not know.
+    # All ranks are on this machine. Otherwise gloo looks up the host's name, which a sandbox may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gloo.complete()
     _device()
@@ -36,7 +36,7 @@ def apply(threads: int) -> None:
 
 
 def _device() -> None:
-    """torchtitan asks torch for the accelerator and falls back to cuda, which a CPU build cannot set."""
+    """Replace the device. torchtitan takes torch's accelerator, or else cuda, which a CPU build cannot set."""
     import torch
     import torch._utils
 
@@ -56,7 +56,7 @@ def _device() -> None:
 
 
 def _memory_stats() -> dict[str, int]:
-    """Peak resident memory of this process, under the names of an accelerator's caching allocator."""
+    """Return the peak resident memory of this process, with the key names of an accelerator's allocator."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "active_bytes.all.peak": peak,
@@ -67,7 +67,7 @@ def _memory_stats() -> dict[str, int]:
 
 
 def _barrier() -> None:
-    """torchtitan passes ``device_ids`` to the barrier; gloo refuses them."""
+    """Ignore ``device_ids``, which torchtitan passes to the barrier and gloo refuses."""
     import torch.distributed as dist
 
     def without_device_ids(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def _barrier() -> None:
 
 
 def _gradient_reduction() -> None:
-    """With a gradient divisor set, FSDP2 reduces by PREMUL_SUM, which gloo lacks; a plain sum is the same."""
+    """Reduce with a plain sum, which is the same here: with a gradient divisor, FSDP2 uses PREMUL_SUM, not in gloo."""
     from torch.distributed.fsdp import FSDPModule
 
     def with_plain_sum(module: Any, factor: float) -> None:
@@ -89,7 +89,8 @@ def _gradient_reduction() -> None:
 
 
 def _histogram() -> None:
-    """The router counts tokens per expert by ``histc`` over whole numbers, which torch has on GPUs alone.
+    """Compute ``histc`` in float32: the router counts tokens per expert with it, and torch has it for integers only
+    on GPUs.
 
     Counts below 2^24 are exact in float32.
     """
@@ -102,7 +103,7 @@ def _histogram() -> None:
 
 
 def _permutation() -> None:
-    """Tokens are sorted by expert by a Triton kernel; torchtitan's own CPU form of it is never asked for."""
+    """Sort tokens by expert with torchtitan's CPU code, which it never selects in place of its Triton kernel."""
     from torchtitan.models.moe import kernels
 
     given = "tokens_per_expert_group, start_index_values, write_offsets, experts_per_rank, num_ranks, max_len"

@@ -1,7 +1,7 @@
 """One rank of a torchtitan job: ``python -m primus.training.torchtitan.entry --job.config_file FILE``.
 
-torchtitan's own trainer does the training. This module hands it, through its own registries, the model
-dimensions and the corpus of the recipe (``job.json`` beside the config file), and notes what really ran.
+torchtitan's own trainer trains. This module registers the model dimensions and the corpus of the recipe (``job.json``
+beside the config file) with it, and records what ran.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOCK_TEXTS = 2000
 
 
 def main(argv: list[str]) -> None:
-    """Train; torchtitan reads ``argv`` from ``sys.argv`` itself. Raises what torchtitan raises."""
+    """Train. torchtitan reads ``argv`` from ``sys.argv`` itself. Raises torchtitan's errors."""
     job = json.loads(_job_file(argv).read_text())
     import torch
 
@@ -70,7 +70,7 @@ def _job_file(argv: list[str]) -> Path:
 
 
 def _tokenizer_of(repository: str) -> str:
-    """The folder of a Hugging Face repository's tokenizer, fetched once; a token comes from HF_TOKEN alone."""
+    """Download the tokenizer of a Hugging Face repository once. Returns its folder; the token is in HF_TOKEN."""
     from huggingface_hub import snapshot_download
 
     folder: str = snapshot_download(repository, allow_patterns=["tokenizer*", "special_tokens_map.json", "*.model"])
@@ -94,7 +94,7 @@ def _register_corpus(seed: int, job: Mapping[str, Any]) -> None:
             from datasets import load_dataset
 
             return load_dataset(path.removeprefix(HUB), split="train", streaming=True)
-        # Read here, not by datasets.load_dataset: that writes a cache and may ask the hub.
+        # Not with datasets.load_dataset, which writes a cache and may access the hub.
         return Dataset.from_list([{"text": text} for text in documents(corpus)])
 
     def text_of(sample: Mapping[str, Any]) -> str:
@@ -108,7 +108,7 @@ def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -
     from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
     class ExactMetrics(MetricsProcessor):  # type: ignore[misc,unused-ignore]
-        """torchtitan's metrics, plus loss and gradient norm to the last bit: its log rounds them."""
+        """torchtitan's metrics, and also unrounded loss and gradient norm, because its log rounds them."""
 
         def log(self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float,
                 extra_metrics: dict[str, Any] | None = None) -> None:  # fmt: skip
@@ -143,7 +143,7 @@ def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -
 
 
 def _arguments(cls: type[Any], given: Mapping[str, Any]) -> Any:
-    """torchtitan's arguments from plain values; what is a mapping there is a dataclass of its own here."""
+    """Return torchtitan's arguments from plain values. A mapping becomes the dataclass that torchtitan expects."""
     nested = {entry.name: entry.default_factory for entry in fields(cls)}
     made = {
         key: _arguments(type(nested[key]()), value) if isinstance(value, dict) else value  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""torchtitan's trainer, with notes on what really ran: see :mod:`primus.training.facts`."""
+"""torchtitan's trainer, which also records what ran: see :mod:`primus.training.facts`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from primus.turbo.optimizations import active
 def observed_trainer(
     facts_file: Path, known: Mapping[str, Any], faster: Sequence[str] = (), *, judged: bool = False
 ) -> type:
-    """torchtitan's Trainer that also writes ``facts_file``, and the identity ``known`` into its checkpoints.
+    """Return a subclass of torchtitan's Trainer that writes ``facts_file``, and the identity ``known`` into
+    checkpoints.
 
-    Only the optimizations named in ``faster`` change the training. A ``judged`` run also leaves what the reference
+    Only the optimizations in ``faster`` change the training. A ``judged`` run also records what the reference
     compares with: :mod:`primus.training.witness`.
     """
     import torch
@@ -56,7 +57,7 @@ def observed_trainer(
             self.checkpointer.save, self.checkpointer.load = self._save_sealed, self._load_told
 
         def _log_of_all_stages(self, step: int, average: Any, largest: Any, *given: Any, **named: Any) -> None:
-            """Only the last pipeline stage knows the loss; torchtitan logs negative numbers for the others."""
+            """Log the loss on the last pipeline stage only. For the others, torchtitan logs negative numbers."""
             both = torch.tensor([float(average), float(largest)], device=self.device)
             dist.all_reduce(both, dist.ReduceOp.MAX, self.parallel_dims.get_mesh("pp").get_group())
             self._log(step, *both.tolist(), *given, **named)
@@ -67,14 +68,14 @@ def observed_trainer(
             self._seal()
 
         def _seal(self) -> None:
-            """Of what is saved beside the training, a checkpoint is complete some steps later: all are looked at."""
+            """Seal every complete checkpoint. Those saved in the background are complete some steps later."""
             if dist.get_rank() == 0:
                 for folder in steps(facts_file.parent / "checkpoint"):
                     if (folder / ".metadata").is_file() and not (folder / identity.FILE).exists():
                         identity.seal(folder, known)
 
         def _load_told(self, *given: Any, **named: Any) -> bool:
-            """Load the checkpoint, and keep the settings of this run's optimizer: torchtitan takes the old run's."""
+            """Load the checkpoint, but keep this run's optimizer settings: torchtitan uses those of the old run."""
             folder = Path(self.job_config.checkpoint.initial_load_path or "")
             ours = [dict(group) for group in self._parameter_groups()]
             rates = [list(schedule.base_lrs) for schedule in self.lr_schedulers]
@@ -102,7 +103,7 @@ def observed_trainer(
             return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
         def _forget_place(self, folder: Path) -> None:
-            """Start the data over if the number of data-parallel ranks has changed; the user has accepted that."""
+            """Restart the data if the number of data-parallel ranks has changed, which the user has accepted."""
             field = "data_parallel"
             if (before := identity.saved(folder).get(field)) not in (None, known[field]):
                 self.checkpointer.exclude_from_loading = [*self.checkpointer.exclude_from_loading, "dataloader"]
@@ -111,7 +112,7 @@ def observed_trainer(
 
         def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
             for batch in super().batch_generator(data_iterable):
-                # Told from the tokens themselves: the configuration only says what was asked.
+                # Read from the tokens themselves, because the configuration only states the request.
                 self.facts["local_batch_size"], self.facts["seq_len"] = batch[0]["input"].shape
                 if self.witness:
                     self.witness.batch(inputs=batch[0]["input"], labels=batch[1])
@@ -119,7 +120,7 @@ def observed_trainer(
 
         def train_step(self, data_iterator: Any) -> None:
             if self.witness and "linears" not in self.facts:
-                # A checkpoint is loaded by now.
+                # At this point, a checkpoint is loaded.
                 self.witness.first_weights(self.step - 1)
             watched = "linears" not in self.facts
             self._watched_step(data_iterator)
@@ -127,7 +128,7 @@ def observed_trainer(
                 self.pace.step(self.step)
             if self.witness:
                 self.witness.step(self.step)
-                # What writing it took belongs to no step's throughput.
+                # Exclude the time of writing evidence from the throughput of steps.
                 self.metrics_processor.time_last_log = time.perf_counter()
             self.pace.start()
 

@@ -1,4 +1,4 @@
-"""A job as torchtitan 0.2.2 wants it: its TOML file, and its model's arguments from the recipe's sizes."""
+"""Rendering a job for torchtitan 0.2.2: its TOML file, and its model's arguments from the recipe's sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from primus.recipes.setting import Value
 if TYPE_CHECKING:
     from primus.training.job import Job
 
-# Families whose every part the model of torchtitan 0.2.2 computes. Its qwen3 has no bias on query, key and value, so
-# Qwen 2.5 is not among them; nothing there has a sliding window.
+# Families that torchtitan 0.2.2 computes completely. Its qwen3 has no bias on query, key and value, so Qwen 2.5 is not
+# among them; no model there has a sliding window.
 _MODELS = {
     "llama2": "llama3",
     "llama3": "llama3",
@@ -25,7 +25,7 @@ _MODELS = {
 
 
 def model_name(family: str, where: str = "") -> str:
-    """torchtitan's model for a family. InputError when it has none."""
+    """Return torchtitan's model for a family. Raises InputError if there is none."""
     if family not in _MODELS:
         raise InputError(
             f"torchtitan 0.2.2 has no model for the family {family}", where=where or None, hint="use --backend megatron"
@@ -34,7 +34,7 @@ def model_name(family: str, where: str = "") -> str:
 
 
 def model_arguments(model: Architecture) -> dict[str, Any]:
-    """The arguments of torchtitan's model class; nested ones (``moe_args``, ``rope_scaling_args``) as mappings."""
+    """Return the arguments of torchtitan's model class; ``moe_args`` and ``rope_scaling_args`` as mappings."""
     common = {
         "dim": model.hidden_size,
         "n_layers": model.layers,
@@ -50,7 +50,7 @@ def model_arguments(model: Architecture) -> dict[str, Any]:
 def _llama(model: Architecture) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "n_kv_heads": model.kv_heads,
-        # Its width is multiplier × 8/3 × dim, rounded up to a multiple: with a small one this is the width itself.
+        # The width is multiplier × 8/3 × dim, rounded up to a multiple. With a small multiple, it is the width itself.
         "multiple_of": model.ffn_size,
         "ffn_dim_multiplier": 0.01,
     }
@@ -63,7 +63,7 @@ def _llama(model: Architecture) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_position,
         }
     else:
-        # Its model always applies the scaling; a factor of 1 changes nothing.
+        # Its model always scales; a factor of 1 changes nothing.
         arguments["rope_scaling_args"] = {"scaling_factor": 1.0}
     return arguments
 
@@ -105,7 +105,7 @@ def _deepseek(model: Architecture) -> dict[str, Any]:
 
 
 def toml(job: Job) -> str:
-    """The text of ``torchtitan.toml``."""
+    """Return the text of ``torchtitan.toml``."""
     tree: dict[str, Any] = {}
     settings: dict[str, Value] = {**job.recipe.section("torchtitan"), **_owned(job)}
     for key, value in settings.items():
@@ -158,5 +158,5 @@ def _tables(tree: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
 def _toml_value(value: Value) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    # JSON's spelling of text, numbers and booleans is valid TOML.
+    # JSON's text, numbers and booleans are valid TOML.
     return json.dumps(value, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""Switches the catalogue's optimizations on in torchtitan 0.2.2, and says which of them really ran.
+"""Enables the catalogue's optimizations in torchtitan 0.2.2, and reports which of them ran.
 
-Nothing here is imported unless a job asks for an optimization.
+Nothing here is imported unless a job requests an optimization.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from primus.turbo.sharded import Step, clip_by, lay_out_gradients
 
 
 def patch(names: Sequence[str]) -> None:
-    """Change what libraries do in this process. Called before torchtitan makes its process group."""
+    """Patch libraries in this process. Call it before torchtitan creates its process group."""
     if "real-rope" in names:
         _rotate_in_real_numbers()
     if "flash-attention-4" in names:
@@ -52,7 +52,7 @@ def patch(names: Sequence[str]) -> None:
 
 
 def _convert_linears() -> None:
-    """Primus Turbo's linear layers, in place of torchao's converter that the recipe's precision asks for."""
+    """Use Primus Turbo's linear layers instead of torchao's converter, which the precision requests."""
     from torchtitan.protocols import model_converter
 
     class Converter:
@@ -63,7 +63,7 @@ def _convert_linears() -> None:
             primus_turbo.convert_linears(model, self._filtered)
 
         def post_optimizer_hook(self, model: Any) -> None:
-            """Nothing is scaled ahead."""
+            """Do nothing: no scales are computed in advance."""
 
     model_converter._registry_model_converter_cls["quantize.linear.float8"] = Converter
 
@@ -74,10 +74,10 @@ def _group_experts() -> None:
     def _run_experts_grouped_mm_dynamic(*args: Any) -> torch.Tensor:
         return primus_turbo.grouped_experts(*args)
 
-    # torchtitan compiles the function unless its name says that this was done already; Primus Turbo's kernels are not
-    # to be traced (torchtitan.models.llama4.infra.parallelize.apply_compile).
+    # torchtitan compiles the function unless its name shows that it is compiled already. Primus Turbo's kernels must
+    # not be traced (torchtitan.models.llama4.infra.parallelize.apply_compile).
     _run_experts_grouped_mm_dynamic.__qualname__ = "_run_experts_grouped_mm_dynamic"
-    # The loop over experts is what torchtitan takes where it finds no grouped product of PyTorch's.
+    # torchtitan uses the loop over experts if PyTorch has no grouped product.
     for name in ("_run_experts_grouped_mm", "_run_experts_for_loop"):
         replace(moe, name, _run_experts_grouped_mm_dynamic, takes="w1, w2, w3, x, num_tokens_per_expert")
 
@@ -88,7 +88,7 @@ def _route_directly() -> None:
 
     def experts_forward(self: Any, x: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> torch.Tensor:
         weights = (getattr(one, "_local_tensor", one) for one in (self.w1, self.w2, self.w3))
-        # Looked up now: torchtitan compiles the function after this change.
+        # Looked up now, because torchtitan compiles the function after this change.
         run = moe._run_experts_grouped_mm if self.use_grouped_mm else moe._run_experts_for_loop
         return run(*weights, x, num_tokens_per_expert)
 
@@ -109,7 +109,7 @@ def _route_directly() -> None:
 
 
 def _rotate_in_real_numbers() -> None:
-    """Rotate without complex numbers, for which the compiler makes one kernel per operation."""
+    """Rotate without complex numbers, for which the compiler generates one kernel per operation."""
     from torchtitan.models.deepseek_v3.model import model as deepseek
     from torchtitan.models.llama3.model import model
 
@@ -129,7 +129,7 @@ def _rotated_alone(x: torch.Tensor, freqs_cis: torch.Tensor, positions: torch.Te
 def _rotated(
     xq: torch.Tensor, xk: torch.Tensor, freqs_cis: torch.Tensor, positions: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """torchtitan's ``apply_rotary_emb``: neighbours in a head are the real and imaginary part."""
+    """torchtitan's ``apply_rotary_emb``: neighbors in a head are the real and imaginary part."""
     from torchtitan.models.llama3.model.model import reshape_for_broadcast
 
     pairs = xq.float().unflatten(-1, (-1, 2))
@@ -149,7 +149,7 @@ def _cast_weights() -> None:
 
     def fsdp_pre_all_gather(self: Any, mesh: Any) -> Any:
         scale = self._precomputed_scale
-        if scale is None:  # before the first optimizer step nothing has computed it
+        if scale is None:  # not computed before the first optimizer step
             return original(self, mesh)
         return (cast_fp8(self._tensor, scale, self._dtype),), (scale,)
 
@@ -157,7 +157,7 @@ def _cast_weights() -> None:
 
 
 def _replace_linears() -> None:
-    """Quantize each layer's input and gradient once, into both layouts, instead of once per layout."""
+    """Quantize each layer's input and gradient once for both layouts, instead of once per layout."""
     from torchao.float8.float8_linear import Float8Linear
 
     from primus.turbo.fp8 import linear
@@ -200,7 +200,7 @@ def _replace_feed_forward() -> None:
 
 
 def _clip_later() -> None:
-    """The gradient norm is computed as before; scaling by it is left to the optimizer, which reads gradients anyway."""
+    """Compute the gradient norm as before, but let the optimizer scale by it, because it reads the gradients anyway."""
     from torchtitan.distributed import utils
 
     def clip_grad_norm_(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -223,7 +223,7 @@ def _clip_later() -> None:
 
 
 def changed_spec(spec: Any, names: Sequence[str]) -> Any:
-    """A torchtitan train spec whose model has the asked-for layers."""
+    """Return a torchtitan train spec whose model has the requested layers."""
 
     def parallelize(model: Any, *args: Any, **kwargs: Any) -> Any:
         _change_layers(model, names)
@@ -257,7 +257,7 @@ def _loss(build: Callable[..., Any]) -> Callable[..., Any]:
         whole = build(*args, **kwargs)
 
         def loss(pred: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            # The head has computed the sum already; validation still hands over logits.
+            # The head has already computed the sum; validation still passes logits.
             return pred if pred.dim() == 0 else whole(pred, labels)
 
         return loss
@@ -266,7 +266,7 @@ def _loss(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def changed_trainer(trainer: type, names: Sequence[str]) -> type:
-    """``trainer`` with the asked-for head and optimizer."""
+    """Return ``trainer`` with the requested head and optimizer."""
 
     class TurboTrainer(trainer):
         def __init__(self, config: Any) -> None:

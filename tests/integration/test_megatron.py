@@ -100,6 +100,12 @@ def test_the_suite_passes(python: list[str], tmp_path: Path, name: str, precisio
     assert failing(suite.judge(jobs, suite.run(jobs, lambda job: train(python, job)))) == []
 
 
+def test_transformer_engine_in_an_image_is_not_used_without_a_gpu(python: list[str], tmp_path: Path) -> None:
+    asked = Asked(backend="megatron", gpu="cpu", proxy=True)
+    job = Job(name="run", recipe=resolve("llama3.1-8b", ["training.steps=2"], asked), output=tmp_path / "run")
+    assert train(python, job, "transformer_engine").exit_code == 0
+
+
 def test_an_images_choice_of_attention_is_no_error(
     python: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

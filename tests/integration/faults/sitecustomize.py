@@ -300,8 +300,8 @@ class Breaker(importlib.abc.MetaPathFinder):
 
 
 for fault in filter(None, os.environ.get("PRIMUS_FAULT", "").split(",")):
-    if fault == "primus_turbo":
-        # No fault: the package that stands in for Primus Turbo is installed.
-        sys.path.append(str(Path(__file__).with_name("stand_in")))
+    if fault in ("primus_turbo", "transformer_engine"):
+        # No fault: a package that stands in for the real one is installed.
+        sys.path.append(str(Path(__file__).with_name("stand_in") / fault))
     else:
         sys.meta_path.insert(0, Breaker(*FAULTS[fault]))

@@ -6,6 +6,7 @@ Each patch states what fails without it. None is applied on a GPU.
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +19,8 @@ from primus.patch import replace
 
 def apply() -> None:
     """Replace the GPU that Megatron names everywhere by the CPU, on this thread."""
+    # Megatron takes its optimizer and norms from Transformer Engine wherever that is installed, and they need a GPU.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     # torch.compile, which decorates small functions of Megatron, would search for a C++ compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     for name, stand_in in {

@@ -1,1 +1,1 @@
-"""Run a command in an image's root file system: the kernel alone or a Docker engine, one interface."""
+"""Running a command in an image's root file system, with an OCI runtime or a Docker engine behind one interface."""

@@ -1,4 +1,4 @@
-"""Layer blobs as uncompressed byte streams whose digests are checked while they are read."""
+"""Reading layer blobs as uncompressed byte streams, and checking their digests on the way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHUNK = 1 << 20
 
 
 def damaged(layer: LayerRef, path: Path, found: str) -> HostError:
-    """The error for a blob whose bytes are not what its name says."""
+    """Return the error for a blob whose bytes do not match its name."""
     return HostError(
         f"blob {layer.digest} is damaged: {found} ({path})",
         hint="delete that file and build the image again; nothing of it was kept",
@@ -23,9 +23,9 @@ def damaged(layer: LayerRef, path: Path, found: str) -> HostError:
 
 
 class BlobReader:
-    """The plain tar inside one layer blob; ``read`` hands it out, ``finish`` proves both digests.
+    """The tar inside one layer blob. ``read`` returns its bytes; ``finish`` checks both digests.
 
-    A blob that does not decompress or that has the wrong bytes raises HostError naming it.
+    Raises HostError, with the blob, if it does not decompress or has other bytes.
     """
 
     def __init__(self, layer: LayerRef, path: Path) -> None:
@@ -62,7 +62,7 @@ class BlobReader:
 
     def read(self, size: int) -> bytes:
         """Return up to ``size`` bytes, fewer only at the end."""
-        # Slices of a view cost nothing; a tar is read in pieces of 512 bytes.
+        # Slices of a memoryview copy nothing; a tar is read in pieces of 512 bytes.
         parts = [self._pending[:size]]
         have = len(parts[0])
         self._pending = self._pending[size:]
@@ -74,7 +74,7 @@ class BlobReader:
         return b"".join(parts)
 
     def finish(self) -> None:
-        """Read what is left and compare both digests; HostError when one differs."""
+        """Read the rest and compare both digests. Raises HostError if one differs."""
         for _ in self._chunks:
             pass
         for _ in _copied(self._raw):
@@ -92,7 +92,7 @@ class BlobReader:
 
 
 class _Raw:
-    """The blob's bytes; every one that is read is hashed."""
+    """The blob's bytes, all of which are hashed as they are read."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -113,12 +113,12 @@ def _gunzip(raw: _Raw) -> Iterator[bytes]:
     decoder = zlib.decompressobj(31)
     data = b""
     while data or (data := raw.read(_CHUNK)):
-        # Bounded output: a few kilobytes may stand for gigabytes of zeros.
+        # Bound the output, because a few kilobytes can decompress to gigabytes of zeros.
         plain = decoder.decompress(data, _CHUNK)
         if plain:
             yield plain
         data = decoder.unused_data if decoder.eof else decoder.unconsumed_tail
-        # gzip files may be several members one after the other.
+        # A gzip file may consist of several members.
         if decoder.eof:
             decoder = zlib.decompressobj(31)
 

@@ -15,7 +15,7 @@ from primus import schema, yamlfile
 from primus.errors import InputError, nearest
 from primus.sandbox.container import DeviceNode, Devices, Hook, Mount, merged
 
-# Later ones win.
+# Later folders take precedence.
 FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
 
 _VERSIONS = ("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0")
@@ -26,7 +26,7 @@ _ABSOLUTE = {"pattern": r"/[^\0]*", "shape": "an absolute path"}
 _NUMBER = {"pattern": r"0[oO]?[0-7]+|[0-9]+", "shape": "a number"}
 
 
-# The fields' names are those of the files.
+# Names as in the files.
 @dataclass(frozen=True, kw_only=True)
 class _Node:
     path: str = field(metadata=_ABSOLUTE)
@@ -86,16 +86,16 @@ class _Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class Registry:
-    """The devices that specifications describe, by qualified name; of each kind also what all its devices share."""
+    """The devices of all specifications, by qualified name, and what all devices of a kind share."""
 
     devices: Mapping[str, Devices]
 
     def names(self, kind: str) -> tuple[str, ...]:
-        """The names of the devices of ``kind``, e.g. ``0``, ``1``, ``all`` of ``amd.com/gpu``."""
+        """Return the names of the devices of ``kind``, for example ``0``, ``1``, ``all`` of ``amd.com/gpu``."""
         return tuple(name.partition("=")[2] for name in self.devices if name.partition("=")[0] == kind)
 
     def find(self, names: Iterable[str]) -> tuple[Devices, ...]:
-        """The devices of these qualified names. InputError for one that no specification describes."""
+        """Return the devices of these qualified names. Raises InputError for one that no specification describes."""
         found = []
         for name in names:
             if name not in self.devices:
@@ -109,15 +109,16 @@ class Registry:
 
 
 def qualified(text: str) -> bool:
-    """Whether ``text`` is the qualified name of a CDI device: ``vendor.com/class=name``."""
+    """Return whether ``text`` is the qualified name of a CDI device: ``vendor.com/class=name``."""
     return re.fullmatch(f"{_KIND}={_NAME}", text) is not None
 
 
 def read(folders: Sequence[Path] = FOLDERS) -> Registry:
-    """Read every specification (``*.json``, ``*.yaml``) of ``folders``; missing folders are empty.
+    """Read every specification (``*.json``, ``*.yaml``) in ``folders``; missing folders are empty.
 
-    InputError, with the place, for a file that is no specification, has a version or an edit that is not known here
-    (leaving one out would change what the device needs), or describes a device that another file of the folder has.
+    Raises InputError, with the place, for a file that is not a specification, for an unknown version or edit
+    (leaving one out would change what the device needs), and for a device that another file of the folder describes
+    as well.
     """
     found: dict[str, Devices] = {}
     for folder in folders:
@@ -148,7 +149,7 @@ def _read(path: Path) -> dict[str, Devices]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise InputError(f"this CDI specification cannot be read: {reason}", where=str(path)) from None
-    # JSON is YAML but for tabs, which cannot stand inside a JSON string.
+    # JSON is YAML except for tabs, which a JSON string cannot contain.
     document = yamlfile.parse(text.replace("\t", " ") if path.suffix == ".json" else text, str(path))
     data = document.data
     version = data.get("cdiVersion") if isinstance(data, dict) else None
@@ -181,7 +182,7 @@ def _devices(edits: _Edits) -> Devices:
 
 
 def _node(node: _Node) -> DeviceNode:
-    # type, major and minor are what the host's node has; a specification that says otherwise is out of date.
+    # The host's node determines type, major and minor. A specification with other values is out of date.
     return DeviceNode(
         source=Path(node.hostPath or node.path),
         target=node.path,

@@ -1,4 +1,4 @@
-"""The control groups that an OCI runtime made for a run: found in its state, asked for kills, removed."""
+"""The control groups that an OCI runtime created for a run: finding them, counting OOM kills, removing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PATIENCE_S = 2.0
 
 
 def made(state: Path) -> list[Path]:
-    """The groups of the one container whose runtime keeps its state below ``state``; none without a state."""
+    """Return the groups of the one container whose runtime keeps its state below ``state``; none without a state."""
     for name in ("state.json", "status"):
         for path in state.glob(f"*/{name}"):
             with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
@@ -25,7 +25,7 @@ def made(state: Path) -> list[Path]:
 
 
 def oom_kills(groups: Iterable[Path]) -> int:
-    """How many processes the kernel killed for going over the memory limit."""
+    """Return how many processes the kernel killed for exceeding the memory limit."""
     for path in groups:
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
@@ -36,7 +36,7 @@ def oom_kills(groups: Iterable[Path]) -> int:
 
 
 def remove(groups: Iterable[Path]) -> bool:
-    """Remove the groups; False when one still has processes after a while."""
+    """Remove the groups. Returns False if one still has processes after a while."""
     end = time.monotonic() + _PATIENCE_S
     gone = [_gone(group, end) for group in groups]
     return all(gone)
@@ -49,7 +49,7 @@ def _gone(group: Path, end: float) -> bool:
         except FileNotFoundError:
             return True
         except OSError:
-            # The last processes may take a moment to leave.
+            # The last processes may need a moment to exit.
             if time.monotonic() > end:
                 return False
             time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""How the runner and its helpers talk: a job as JSON through one descriptor, errors through another."""
+"""Communication between the runner and its helpers: a job as JSON through one descriptor, errors through another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primus.errors import HostError, InputError, PrimusError
 
 
 def pack(job: dict[str, Any]) -> int:
-    """A descriptor from which a child process reads ``job``; close it when the child has started."""
+    """Return a descriptor from which a child process reads ``job``. Close it when the child has started."""
     number = os.memfd_create("primus-job", 0)
     with open(number, "wb", closefd=False) as file:
         file.write(json.dumps(job).encode())
@@ -20,14 +20,14 @@ def pack(job: dict[str, Any]) -> int:
 
 
 def unpack(number: int) -> dict[str, Any]:
-    """Read the job in the child."""
+    """Read the job, in the child."""
     with open(number, "rb") as file:
         job: dict[str, Any] = json.loads(file.read())
     return job
 
 
 def report(number: int, error: BaseException) -> None:
-    """Tell the runner why the helper gives up."""
+    """Send the error with which the helper ends to the runner."""
     hint = error.hint if isinstance(error, PrimusError) else None
     message = error.message if isinstance(error, PrimusError) else str(error)
     if isinstance(error, OSError):
@@ -39,7 +39,7 @@ def report(number: int, error: BaseException) -> None:
 
 
 def raise_reported(number: int) -> None:
-    """Read what helpers reported and raise the first of it; returns when there is nothing."""
+    """Read the errors that helpers sent, and raise the first one. Returns if there is none."""
     with open(number, "rb", closefd=False) as file:
         line = file.readline()
     if not line:

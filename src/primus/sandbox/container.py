@@ -1,4 +1,4 @@
-"""What a sandbox is given and what it is asked to run. Plain data; nothing here touches the machine."""
+"""The input of a sandbox, as plain data: root file system, devices, limits and command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 T = TypeVar("T")
 
-# What an engine takes for stdin, stdout and stderr: a file object with a descriptor, or None to inherit.
+# Standard input, output or error of an engine's run: a file object with a descriptor, or None to inherit.
 Stream = IO[Any] | None
 
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -24,8 +24,8 @@ _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 class LayerRef:
     """One OCI layer blob.
 
-    ``digest`` is the blob's ``sha256:…``, ``diff_id`` the uncompressed tar's, ``size`` the blob's bytes,
-    ``media_type`` ends in ``tar``, ``tar+gzip`` or ``tar+zstd`` (Docker's ``tar.gzip`` is understood too).
+    ``digest`` is the blob's ``sha256:…``, ``diff_id`` that of the uncompressed tar, and ``size`` the number of
+    bytes of the blob. ``media_type`` ends in ``tar``, ``tar+gzip`` or ``tar+zstd`` (or Docker's ``tar.gzip``).
     """
 
     digest: str
@@ -36,11 +36,11 @@ class LayerRef:
 
 @dataclass(frozen=True, kw_only=True)
 class RootFs:
-    """An image as a sandbox sees it.
+    """An image as a sandbox needs it.
 
-    ``layers`` go bottom first; ``config`` is the OCI image config and ``config_bytes`` its exact bytes (their
-    sha256 is the image id in a Docker engine); ``blob`` maps a digest to the blob's file; unpacked layers are
-    kept below ``cache``, and scratch directories beside it; ``name`` is what people call the image.
+    ``layers`` start at the bottom. ``config`` is the OCI image config and ``config_bytes`` its exact bytes, whose
+    sha256 is the image id in a Docker engine. ``blob`` maps a digest to the blob's file. Unpacked layers are kept
+    below ``cache``, with scratch folders beside them. ``name`` is the image's name in messages.
     """
 
     layers: tuple[LayerRef, ...]
@@ -54,7 +54,7 @@ class RootFs:
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """The host's ``source`` (file or directory) at the absolute path ``target`` inside.
+    """The host's ``source`` (file or folder) at the absolute path ``target`` inside.
 
     ``options`` are mount options of the OCI runtime specification; None means a private recursive bind mount.
     """
@@ -67,10 +67,10 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceNode:
-    """A device of the host: ``source`` is its node there, ``target`` the path inside.
+    """A device of the host: ``source`` is its node on the host, ``target`` the path inside.
 
-    ``permissions`` are those of the device control group: letters of ``rwm``. ``mode``, ``uid`` and ``gid`` of the
-    node inside; None keeps the host's.
+    ``permissions`` are those of the device control group: letters of ``rwm``. ``mode``, ``uid`` and ``gid`` are
+    those of the node inside; None keeps the host's.
     """
 
     source: Path
@@ -83,7 +83,7 @@ class DeviceNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Hook:
-    """A program of the host that the OCI runtime starts at the moment ``name``; ``timeout`` is in seconds."""
+    """A program of the host that the OCI runtime starts at the stage ``name``; ``timeout`` is in seconds."""
 
     name: str
     path: str
@@ -94,10 +94,10 @@ class Hook:
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """Devices for a container, and all that must come with them.
+    """Devices for a container, with everything that they need.
 
-    ``env`` is set inside, ``groups`` are further group ids of the process. ``cdi`` is the qualified name
-    (``vendor.com/class=name``) that all this was read from, for an engine that reads the specifications itself.
+    ``env`` is set inside, and ``groups`` are additional group ids of the process. ``cdi`` is the qualified name
+    (``vendor.com/class=name``) of the source, for an engine that reads the specifications itself.
     """
 
     nodes: tuple[DeviceNode, ...] = ()
@@ -109,7 +109,7 @@ class Devices:
 
 
 def merged(parts: Iterable[Devices]) -> Devices:
-    """All of ``parts`` together, what several of them share once; without a name."""
+    """Return all ``parts`` together without duplicates and without a name."""
     parts = tuple(parts)
     env: dict[str, str] = {}
     for part in parts:
@@ -129,7 +129,7 @@ def _once(items: Iterable[T]) -> tuple[T, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Most memory in bytes and most CPU in cores; None means no limit."""
+    """The largest memory in bytes and CPU time in cores; None means no limit."""
 
     memory_bytes: int | None = None
     cpus: float | None = None
@@ -137,13 +137,13 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What to run and how.
+    """A command and its options.
 
-    ``argv`` may be empty: the image's Cmd then runs. ``env`` adds to the image's Env. ``cwd`` and ``user``
-    (``name``, ``uid`` or either with ``:group``) replace the image's. ``entrypoint`` False skips the
-    image's Entrypoint. ``network`` False gives an own network with only loopback, True the host's. ``tty``
-    None means: a terminal when stdin and stdout are inherited terminals. ``shm_bytes`` is the most that
-    /dev/shm may hold. ``devices`` are host devices, see :mod:`primus.sandbox.devices`.
+    If ``argv`` is empty, the image's Cmd runs. ``env`` adds to the image's Env. ``cwd`` and ``user`` (``name``,
+    ``uid`` or either with ``:group``) replace the image's. ``entrypoint`` False skips the image's Entrypoint.
+    ``network`` False creates a network with loopback only; True uses the host's. ``tty`` None requests a terminal
+    if stdin and stdout are inherited terminals. ``shm_bytes`` is the size of /dev/shm. ``devices`` are host
+    devices, see :mod:`primus.sandbox.devices`.
     """
 
     argv: tuple[str, ...] = ()
@@ -162,15 +162,15 @@ class Command:
 
 
 class Engine(Protocol):
-    """Something that runs a command in a root file system."""
+    """A way to run a command in a root file system."""
 
     name: str
 
     def available(self) -> str | None:
-        """None when this engine can run here, else one sentence: what is missing and what to do."""
+        """Return None if this engine can run here, else one sentence with the problem and the remedy."""
 
     def prepare_host(self) -> None:
-        """Install what this engine needs and may install; HostError where that fails."""
+        """Install what this engine needs, if it is allowed to. Raises HostError if that fails."""
 
     def run(
         self,
@@ -183,13 +183,13 @@ class Engine(Protocol):
     ) -> int:
         """Run ``command`` and return its exit code.
 
-        128+n for a command ended by signal n, 127 when it is not found, 126 when it cannot be executed.
-        Raises InputError for a bad mount, user or option and HostError when the machine cannot run it.
+        The code is 128+n for a command ended by signal n, 127 if it is not found, 126 if it cannot be executed.
+        Raises InputError for an invalid mount, user or option, and HostError if the machine cannot run it.
         """
 
 
 def final_argv(root: RootFs, command: Command) -> list[str]:
-    """The argument list that really runs, from the image's Entrypoint and Cmd; InputError when empty."""
+    """Return the argument list to run, from the image's Entrypoint and Cmd. Raises InputError if it is empty."""
     settings = root.config.get("config") or {}
     entry = list(settings.get("Entrypoint") or []) if command.entrypoint else []
     argv = [*entry, *(command.argv or settings.get("Cmd") or [])]
@@ -199,7 +199,7 @@ def final_argv(root: RootFs, command: Command) -> list[str]:
 
 
 def image_env(root: RootFs, command: Command) -> dict[str, str]:
-    """The environment inside: a PATH, the image's Env, the devices', the command's. The host's stays out."""
+    """Return the environment inside: PATH, the image's Env, the devices', the command's; nothing of the host's."""
     env = {"PATH": _DEFAULT_PATH}
     for item in (root.config.get("config") or {}).get("Env") or []:
         key, _, value = str(item).partition("=")
@@ -210,12 +210,12 @@ def image_env(root: RootFs, command: Command) -> dict[str, str]:
 
 
 def host_name(root: RootFs, command: Command) -> str:
-    """The host name inside: the command's, else one made from the image's name."""
+    """Return the host name inside: the command's, or else one derived from the image's name."""
     return command.hostname or re.sub(r"[^A-Za-z0-9-]+", "-", root.name).strip("-")[:63] or "primus"
 
 
 def check_mounts(command: Command) -> None:
-    """InputError for a mount that cannot be made."""
+    """Raise InputError for a mount that is not possible."""
     for mount in (*command.mounts, *merged(command.devices).mounts):
         if not mount.target.startswith("/") or mount.target.strip("/") in ("", "proc", "sys", "dev"):
             raise InputError(

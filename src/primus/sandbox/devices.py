@@ -1,6 +1,6 @@
-"""Which devices of this machine a container gets: GPUs by number, CDI devices by name, nodes by path.
+"""Selecting the devices of a container: GPUs by number, CDI devices by name, nodes by path.
 
-GPUs come from a CDI specification where the machine has one, else from the plain device nodes.
+GPUs come from a CDI specification if the machine has one, otherwise from plain device nodes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _WRITES_A_SPECIFICATION = {
     "nvidia": "nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
 }
 _NVIDIA_SHARED = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
-# The part of NVIDIA's driver that runs in user space: its version must be the kernel module's.
+# The user-space part of NVIDIA's driver, whose version must equal the kernel module's.
 _NVIDIA_LIBRARIES = re.compile(
     r"\s(lib(?:cuda|cudadebugger|nvidia-(?:ml|ptxjitcompiler|nvvm|nvvm70))\.so[.\d]*) \(.*x86-64.*\) => (\S+)"
 )
 
 
 def gpus(asked: str, *, root: Path = Path("/"), folders: Sequence[Path] = cdi.FOLDERS) -> tuple[Devices, ...]:
-    """The devices for ``asked`` GPUs: ``none``, ``all`` or how many, the first ones.
+    """Return the devices for the requested GPUs: ``none``, ``all``, or a number for the first ones.
 
-    InputError for another word or a bad CDI specification, HostError when the machine has fewer GPUs.
+    Raises InputError for another word or an invalid CDI specification, HostError if the machine has fewer GPUs.
     """
     if asked == "none":
         return ()
@@ -62,9 +62,9 @@ def gpus(asked: str, *, root: Path = Path("/"), folders: Sequence[Path] = cdi.FO
 
 
 def listed(items: Iterable[str], *, folders: Sequence[Path] = cdi.FOLDERS) -> tuple[Devices, ...]:
-    """The devices of ``--device``: qualified CDI names, device nodes, folders of nodes such as /dev/dri.
+    """Return the devices of ``--device``: qualified CDI names, device nodes, folders of nodes such as /dev/dri.
 
-    InputError for anything else.
+    Raises InputError for anything else.
     """
     found: list[Devices] = []
     for item in items:
@@ -99,7 +99,7 @@ def _enough(count: int | None, have: int) -> None:
 
 
 def _amd(root: Path, count: int | None) -> Devices:
-    """/dev/kfd, which all share, and each GPU's nodes in /dev/dri."""
+    """Return /dev/kfd, which all GPUs share, and each GPU's nodes in /dev/dri."""
     cards = []
     for node in sorted((root / "sys/class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: path.name.zfill(6)):
         properties = dict(
@@ -114,7 +114,7 @@ def _amd(root: Path, count: int | None) -> Devices:
 
 
 def _nvidia(root: Path, count: int | None) -> Devices:
-    """The driver's nodes, each GPU's own, and the driver's libraries."""
+    """Return the driver's nodes, each GPU's own, and the driver's libraries."""
     numbers = sorted(int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
     nodes = [root / "dev" / name for name in (*_NVIDIA_SHARED, *(f"nvidia{n}" for n in numbers[:count]))]
     found = _plain([node for node in nodes if _is_device(node)] or _missing("/dev/nvidia0", "nvidia"), root)
@@ -122,7 +122,7 @@ def _nvidia(root: Path, count: int | None) -> Devices:
 
 
 def _driver_libraries(cache: str) -> tuple[Mount, ...]:
-    """The driver's libraries in ``ldconfig -p``, where Debian's and Ubuntu's linkers look for them."""
+    """Return the driver's libraries in ``ldconfig -p``, where Debian's and Ubuntu's linkers look for them."""
     place = f"/usr/lib/{platform.machine()}-linux-gnu"
     return tuple(
         Mount(source=Path(path).resolve(), target=f"{place}/{name}")
@@ -146,7 +146,7 @@ def _missing(node: str, vendor: str) -> list[Path]:
 
 
 def _plain(nodes: Iterable[Path], root: Path = Path("/")) -> Devices:
-    """Nodes with the owner and mode that they have here."""
+    """Return nodes with the owner and mode that they have on the host."""
     found = []
     for node in nodes:
         info = node.stat()
@@ -157,7 +157,7 @@ def _plain(nodes: Iterable[Path], root: Path = Path("/")) -> Devices:
 
 
 def _nodes_below(folder: Path) -> list[Path]:
-    # Links such as those of /dev/dri/by-path lead to nodes that are here anyway.
+    # Links, such as those in /dev/dri/by-path, lead to nodes that are listed anyway.
     paths = (Path(where) / name for where, _, names in os.walk(folder) for name in sorted(names))
     return [path for path in paths if not path.is_symlink() and _is_device(path)]
 

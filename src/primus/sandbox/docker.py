@@ -1,4 +1,4 @@
-"""The engine for machines where a Docker daemon runs and plain namespaces do not."""
+"""The engine for machines with a Docker daemon where plain namespaces do not work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CHUNK = 65536
 
 
 class DockerEngine:
-    """Runs commands through the Docker SDK. ``say`` gets one line when something takes long."""
+    """Runs commands through the Docker SDK. ``say`` is called with a line if something takes long."""
 
     name = "docker"
 
@@ -46,7 +46,7 @@ class DockerEngine:
         self._say = say or (lambda _: None)
 
     def available(self) -> str | None:
-        """None when an engine answers within 2 s, else one sentence with what to do."""
+        """Return None if an engine answers within 2 s, else one sentence with the remedy."""
         try:
             connect().close()
         except HostError as error:
@@ -54,7 +54,7 @@ class DockerEngine:
         return None
 
     def prepare_host(self) -> None:
-        """Do nothing: a Docker engine is not ours to install."""
+        """Do nothing: installing a Docker engine is left to the user."""
 
     def run(
         self,
@@ -139,7 +139,7 @@ def _options(root: RootFs, command: Command, image: str, terminal: bool) -> dict
         host["nano_cpus"] = round(command.limits.cpus * 1e9)
     options: dict[str, Any] = {
         "image": image,
-        # The whole argument list goes out as the entrypoint, so that engines cannot add to it.
+        # Pass the whole argument list as the entrypoint, so that the engine cannot add to it.
         "entrypoint": final_argv(root, command),
         "command": [],
         "environment": image_env(root, command),
@@ -157,7 +157,7 @@ def _options(root: RootFs, command: Command, image: str, terminal: bool) -> dict
 
 
 def _add_devices(host: dict[str, Any], devices: tuple[Devices, ...], client: docker.DockerClient) -> None:
-    """Add devices to the host options. CDI devices are the engine's work where it reads specifications (from 25 on)."""
+    """Add devices to the host options. Engines from version 25 on read CDI specifications themselves."""
     from docker.types import DeviceRequest
 
     names = [part.cdi for part in devices if part.cdi]
@@ -184,7 +184,7 @@ def _run(client: docker.DockerClient, options: dict[str, Any], streams: _Streams
     try:
         return _once(client, options, {**host, "init": True}, streams)
     except _NoInit:
-        # Without an init the command is process 1, which ignores SIGTERM unless it handles it.
+        # Without an init, the command is process 1, which ignores SIGTERM unless it handles it.
         return _once(client, options, host, streams)
 
 
@@ -198,7 +198,7 @@ def _once(client: docker.DockerClient, options: dict[str, Any], host: dict[str, 
     api = client.api
     config = api.create_host_config(**host)
     if streams.terminal:
-        # Engines from 23 on take the size before the start; older ones get it a moment after.
+        # Engines from 23 on accept the size before the start. Older ones get it right after.
         config["ConsoleSize"] = list(relay.window_size(streams.stdin))
     container = api.create_container(**options, host_config=config)["Id"]
     try:
@@ -227,7 +227,7 @@ def _attached(api: docker.APIClient, container: str) -> Iterator[socket.socket]:
     try:
         yield wire
     finally:
-        # Three objects share the descriptor; it is closed when all of them are.
+        # Three objects share the descriptor, which is closed with the last of them.
         for part in (getattr(wrapper, "_response", None), wrapper, wire):
             if part is not None:
                 part.close()
@@ -247,7 +247,7 @@ def _not_started(reason: str, name: str, streams: _Streams) -> int:
 
 @contextlib.contextmanager
 def _listening() -> Iterator[int | None]:
-    """A descriptor that yields a byte per signal; None outside the main thread, which alone gets signals."""
+    """Yield a descriptor that delivers a byte per signal; None outside the main thread, as others get none."""
     if threading.current_thread() is not threading.main_thread():
         yield None
         return
@@ -280,7 +280,7 @@ class _Streams:
 
 
 class _Wire:
-    """Carries bytes between our descriptors and an attached container until it ends."""
+    """Copies bytes between our descriptors and an attached container until it ends."""
 
     def __init__(
         self, api: docker.APIClient, container: str, wire: socket.socket, streams: _Streams, wake: int | None
@@ -349,7 +349,7 @@ class _Wire:
                 if self._streams.terminal:
                     self._resize()
                 continue
-            # It may have ended a moment ago.
+            # It may have ended in the meantime.
             with contextlib.suppress(docker.errors.APIError):
                 self._api.kill(self._container, number)
 
@@ -364,7 +364,7 @@ class _Wire:
         if self._streams.terminal:
             _write_all(self._streams.stdout, data)
             return
-        # Without a terminal the engine frames what it sends: stream number, three zeros, length, bytes.
+        # Without a terminal, the engine sends frames: stream number, three zeros, length, bytes.
         self._from_container += data
         while len(self._from_container) >= 8:
             size = int.from_bytes(self._from_container[4:8], "big")

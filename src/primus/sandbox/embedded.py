@@ -1,4 +1,4 @@
-"""The engine without a daemon: an OCI runtime over an overlay of unpacked layers, as root or as an ordinary user."""
+"""The engine without a daemon: an OCI runtime on an overlay of unpacked layers, as root or as a regular user."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from primus.terminal import counted
 
 
 def unpacked_below(cache: Path) -> Path:
-    """Where this user's unpacked layers are: owners differ between root and each user's namespace."""
+    """Return this user's folder of unpacked layers. Owners differ between root and each user's namespace."""
     return cache / f"user-{os.geteuid()}" if userns.needed() else cache
 
 
 class EmbeddedEngine:
-    """Runs commands with runc (or crun). ``say`` gets one line when something takes long."""
+    """Runs commands with runc (or crun). ``say`` is called with a line if something takes long."""
 
     name = "embedded"
 
@@ -38,7 +38,7 @@ class EmbeddedEngine:
         self._say = say or (lambda _: None)
 
     def available(self) -> str | None:
-        """None when usable, else one sentence with what to do."""
+        """Return None if the engine is usable, else one sentence with the remedy."""
         lack = self._lack()
         return f"{lack[0]} ({lack[1]})" if lack else None
 
@@ -58,14 +58,14 @@ class EmbeddedEngine:
         return None
 
     def prepare_host(self) -> None:
-        """Install runc where no OCI runtime is."""
+        """Install runc if there is no OCI runtime."""
         self._runtime()
 
     def _runtime(self) -> Path:
         return _runtime() or tools.need("runc", "runc", say=self._say)
 
     def prepare(self, root: RootFs) -> list[Path]:
-        """Unpack what is not unpacked yet; returns the layer directories, bottom first."""
+        """Unpack the layers that are not unpacked yet. Returns the layer folders, bottom first."""
         cache = unpacked_below(root.cache)
         todo = [layer for layer in root.layers if not is_unpacked(cache, layer)]
         if todo:
@@ -84,7 +84,7 @@ class EmbeddedEngine:
         stderr: Stream = None,
     ) -> int:
         """Run ``command``; see :class:`primus.sandbox.container.Engine`."""
-        # Only what costs nothing to ask; the kernel's own refusal comes back from the helper as a sentence.
+        # Check only what is fast. The helper reports the kernel's own refusals.
         lack = userns.missing() if userns.needed() else None
         if lack:
             raise HostError(f"the embedded engine cannot run here: {lack[0]}", hint=lack[1])
@@ -98,7 +98,7 @@ class EmbeddedEngine:
 
 
 def _runtime() -> Path | None:
-    """The OCI runtime of this machine, runc before crun."""
+    """Return the OCI runtime of this machine: runc, or else crun."""
     return tools.find("runc") or tools.find("crun")
 
 
@@ -106,12 +106,12 @@ def _words(runtime: Path, scratch: Path, limits: str) -> list[str]:
     words = [str(runtime), "--root", str(scratch / "state"), "--log", str(scratch / "runtime.log"), "--log-format=json"]
     if limits:
         return words
-    # Without a limit to enforce, a machine that lets nobody make control groups will do.
+    # If there is no limit to enforce, it does not matter that this user cannot create control groups.
     return [*words, "--cgroup-manager=disabled"] if runtime.name == "crun" else [*words, "--rootless=true"]
 
 
 def _remove(path: Path) -> bool:
-    """Remove a run's control groups, then its files, which name the groups; False when a group is still in use."""
+    """Remove a run's control groups, then its files, which name them. Returns False if a group is still in use."""
     if not cgroups.remove(cgroups.made(path / "state")):
         return False
     userns.remove(path)
@@ -133,7 +133,7 @@ def _job(root: RootFs, command: Command, terminal: tuple[int, int] | None, own: 
         "network": command.network,
         "limits": " or ".join(name for name, value in limits.items() if value is not None),
         "user_namespace": userns.needed(),
-        # A group of the user's, such as render, is often what opens a device.
+        # A device often needs a group of the user, such as render.
         "keep_groups": bool(merged(command.devices).nodes),
     }
 
@@ -154,7 +154,7 @@ def _helper(
     during: Callable[[subprocess.Popen[bytes]], contextlib.AbstractContextManager[Any]],
     **options: Any,
 ) -> int:
-    """Give ``job`` to a helper module in a process of its own; its exit code. Raises the error that it reports."""
+    """Run a helper module with ``job`` in its own process. Returns its exit code, or raises its error."""
     job_fd = channel.pack(job)
     report_read, report_write = os.pipe()
     argv, env = userns.helper(f"primus.sandbox.{name}", str(job_fd), str(report_write), str(os.getpid()))
@@ -175,7 +175,7 @@ def _helper(
 @contextlib.contextmanager
 def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        # Only the main thread gets signals; it calls running.stop_all when it is interrupted.
+        # Only the main thread receives signals; it calls running.stop_all when it is interrupted.
         yield
         return
     before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in FORWARDED}
@@ -192,6 +192,6 @@ def _unpack(root: RootFs, cache: Path, layers: Mapping[str, LayerRef]) -> None:
         for layer in layers.values()
     ]
     job = {"cache": str(cache.absolute()), "layers": jobs, "user_namespace": userns.needed()}
-    # A process of its own: Ctrl-C ends it at once, and the next run takes up what it left.
+    # In its own process, so that Ctrl-C ends it at once. The next run continues from what it finished.
     if code := _helper("unpack_helper", job, contextlib.nullcontext, stdin=subprocess.DEVNULL):
         raise HostError(f"unpacking {root.name} ended with exit code {code}", hint="run it again")

@@ -1,4 +1,4 @@
-"""Pick what runs images on this machine."""
+"""Selecting the engine that runs images on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primus.errors import HostError, InputError
 if TYPE_CHECKING:
     from primus.sandbox.container import Engine
 
-# In order of preference: the first needs no daemon. An engine is loaded when it is tried.
+# In order of preference: the first needs no daemon. An engine is imported only when it is tried.
 _CLASSES: Mapping[str, tuple[str, str]] = {
     "embedded": ("primus.sandbox.embedded", "EmbeddedEngine"),
     "docker": ("primus.sandbox.docker", "DockerEngine"),
@@ -20,10 +20,10 @@ ENGINES = ("auto", *_CLASSES)
 
 
 def choose(name: str = "auto", say: Callable[[str], None] | None = None) -> Engine:
-    """The engine called ``name``; ``auto`` prefers the one that needs no daemon.
+    """Return the engine called ``name``; ``auto`` prefers the one that needs no daemon.
 
-    ``say`` gets a line when an engine starts something long. Raises InputError for an unknown name and
-    HostError, naming what is missing for each engine, when none can run.
+    ``say`` is called with a line before an engine does something that takes long. Raises InputError for an unknown
+    name, and HostError, with what each engine lacks, if none can run.
     """
     if name not in ENGINES:
         raise InputError(f"no engine {name!r}", hint=f"one of {', '.join(ENGINES)}")

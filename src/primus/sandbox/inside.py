@@ -1,10 +1,10 @@
-"""The helper processes of one embedded run, which live and die with the runner.
+"""The helper processes of one embedded run, which end together with the runner.
 
-The first enters new mount and pid namespaces, mounts the image's overlay there and waits. The second is process 1 of
-the pid namespace: it starts the OCI runtime, waits for the command and passes signals on. When either ends, however it
-ends, the kernel ends everything in the container.
+The first one enters new mount and PID namespaces, mounts the image's overlay there and waits. The second one is process
+1 of the PID namespace: it starts the OCI runtime, waits for the command and forwards signals. When either ends, for
+whatever reason, the kernel ends everything in the container.
 
-They are interpreters of their own, so that the runner may have threads and these have none.
+They run in interpreters of their own, which have no threads, so the runner may have some.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORWARDED = (
 
 
 def main(args: list[str]) -> int:
-    """``args``: job descriptor, report descriptor, the runner's pid. Returns the command's exit code."""
+    """Run with the arguments job descriptor, report descriptor, PID of the runner. Returns the command's exit code."""
     report = int(args[1])
     os.set_inheritable(report, False)
     job = channel.unpack(int(args[0]))
@@ -50,7 +50,7 @@ def main(args: list[str]) -> int:
 
 
 def _guard(job: dict[str, Any], report: int) -> int:
-    # Blocked, so that a signal that comes early waits until somebody listens.
+    # Blocked, so that an early signal is delivered when there is a handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*FORWARDED, signal.SIGCHLD})
     os.umask(0o022)
     scratch = Path(job["scratch"])
@@ -70,14 +70,14 @@ def _guard(job: dict[str, Any], report: int) -> int:
         os.close(alive)
         return _wait(pid)
     finally:
-        # Here we are root of the user namespace; the runner may be nobody to these files.
+        # This process is root of the user namespace, whereas the runner may not own these files.
         syscalls.unmount(root)
         for name in ("upper", "work"):
             shutil.rmtree(scratch / name, ignore_errors=True)
 
 
 def _bundle(job: dict[str, Any], root: str) -> tuple[int, str] | None:
-    """Finish the configuration by what only the image tells; returns why the command cannot be started, if so."""
+    """Add what only the image's files contain. Returns why the command cannot start, or None."""
     config = job["config"]
     process = config["process"]
     overlay.write_names(root, config["hostname"], network=job["network"])
@@ -85,7 +85,7 @@ def _bundle(job: dict[str, Any], root: str) -> tuple[int, str] | None:
     who = identity(job["user"], passwd, group)
     process["user"] = {"uid": who.uid, "gid": who.gid, "additionalGids": [*who.groups, *job["groups"]]}
     if who.uid:
-        # As an exec by that user would leave it: nothing until it runs a setuid program.
+        # The capabilities after an exec by that user: none until it runs a setuid program.
         process["capabilities"] = {"bounding": process["capabilities"]["bounding"]}
     env = dict(item.split("=", 1) for item in process["env"])
     env = {"HOME": who.home, "HOSTNAME": config["hostname"], **({"TERM": job["term"]} if job["tty"] else {}), **env}
@@ -130,14 +130,14 @@ def _run(job: dict[str, Any]) -> int:
     words = [*job["runtime"], "run", "--bundle", str(scratch)]
     if job["tty"]:
         _terminal_for_the_runtime()
-        # The runtime stays between the two terminals and passes signals on.
-        # --keep leaves the control groups, which tell of kills, to us. crun 1.8 does not know it.
+        # The runtime stays between the two terminals and forwards signals.
+        # With --keep, the control groups, which count kills, are left to us. crun 1.8 does not have this option.
         keep = ["--keep"] if Path(words[0]).name == "runc" else []
         code = _wait(_start([*words, *keep, job["container"]]))
         if code:
             _raise_logged(job, scratch)
         return code
-    # The command gets our own descriptors, and is our child once the runtime has ended.
+    # The command gets our own descriptors, and becomes our child when the runtime ends.
     pid_file = scratch / "pid"
     with _owners_kept():
         _, status = os.waitpid(_start([*words, "--detach", "--pid-file", str(pid_file), job["container"]]), 0)
@@ -148,15 +148,15 @@ def _run(job: dict[str, Any]) -> int:
 
 
 def _terminal_for_the_runtime() -> None:
-    """Give the runtime what it expects of a user's terminal, where stdin is none."""
+    """Give the runtime the user's terminal that it expects, if stdin is not one."""
     if os.isatty(0):
         return
     if not (os.isatty(1) or os.isatty(2)):
-        # It takes the size from a terminal. Nobody reads this one: what the runtime says is in its log.
+        # The runtime copies its size. Nobody reads this terminal, because the runtime's messages are in its log.
         slave = os.openpty()[1]
         termios.tcsetwinsize(slave, (24, 80))
         os.dup2(slave, 2)
-    # The end of a file is a character on a terminal, which the runtime does not write.
+    # On a terminal, the end of a file is a character, which the runtime does not write.
     read, write = os.pipe()
     if os.fork() == 0:
         with contextlib.suppress(OSError):
@@ -169,7 +169,7 @@ def _terminal_for_the_runtime() -> None:
 
 
 def _start(words: list[str]) -> int:
-    # The interpreter ignores SIGPIPE and SIGXFSZ; programs expect neither.
+    # The interpreter ignores SIGPIPE and SIGXFSZ, and programs expect the default.
     defaults = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
     env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
     return os.posix_spawn(words[0], words, env, setsigmask=[], setsigdef=defaults)
@@ -177,7 +177,7 @@ def _start(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _owners_kept() -> Iterator[None]:
-    """Undo that the runtime gives stdin, stdout and stderr to the container's user: they may be the host's files."""
+    """Restore the owners of stdin, stdout and stderr, which the runtime gives to the container's user."""
     before = {}
     for number in (0, 1, 2):
         with contextlib.suppress(OSError):
@@ -190,7 +190,7 @@ def _owners_kept() -> Iterator[None]:
 
 
 def _wait(pid: int) -> int:
-    """Pass signals on to ``pid`` until it ends; reap whatever else ends. The exit code, 128+n for signal n."""
+    """Forward signals to ``pid`` until it ends, and reap other children. Returns the exit code, 128+n for signal n."""
     while True:
         with contextlib.suppress(ChildProcessError):
             while True:
@@ -207,7 +207,7 @@ def _wait(pid: int) -> int:
 
 
 def _raise_logged(job: dict[str, Any], scratch: Path) -> None:
-    """Raise what the runtime's log says was wrong; return when it says nothing."""
+    """Raise the error in the runtime's log, if there is one."""
     told = ""
     with contextlib.suppress(OSError, ValueError):
         for line in (scratch / "runtime.log").read_text().splitlines():
@@ -226,7 +226,7 @@ def _raise_logged(job: dict[str, Any], scratch: Path) -> None:
 
 
 def _finish(job: dict[str, Any]) -> None:
-    """Say when the memory limit killed a process, and let the runtime run the hooks for the end."""
+    """Report whether the memory limit killed a process, and let the runtime run its final hooks."""
     limit = job["config"]["linux"]["resources"].get("memory", {}).get("limit")
     if limit and cgroups.oom_kills(cgroups.made(Path(job["scratch"], "state"))):
         text = f"primus: the kernel killed a process: over the memory limit of {limit / (1 << 20):.0f} MiB\n"

@@ -1,4 +1,4 @@
-"""Run a build script so that nothing but its inputs can change its outputs."""
+"""Running a build script so that only its inputs can affect its outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primus.sandbox.engines import choose
 
 LOG_TAIL_LINES = 30
 
-# 1980-01-01 is the earliest time a zip archive (so a wheel) can hold.
+# 1980-01-01 is the earliest time that a zip archive, and so a wheel, supports.
 BUILD_ENV: Mapping[str, str] = {
     "HOME": "/tmp/home",
     "LC_ALL": "C.UTF-8",
@@ -20,7 +20,7 @@ BUILD_ENV: Mapping[str, str] = {
     "TZ": "UTC",
 }
 
-# The home directory is made inside: /tmp is the image's, and the image has none.
+# The home directory is created inside: /tmp belongs to the image, which has no home.
 _PRELUDE = 'umask 022 && mkdir -p "$HOME" && exec "$@"'
 
 
@@ -36,11 +36,11 @@ def run_isolated(
 ) -> int:
     """Run ``argv`` in ``root`` as its root user, without network, and return its exit code.
 
-    ``inputs`` maps absolute paths inside to host files or directories, all read-only. The host directory
-    ``outputs`` (made if missing) is /out, the only place whose changes are kept. ``env`` adds to
-    ``BUILD_ENV``; the image's own environment apart from PATH is kept too. Everything the script prints
-    goes to ``log``, which is replaced. Works from any thread. ``engine`` None picks what this machine has.
-    Raises InputError for a bad input path and HostError when the machine cannot isolate.
+    ``inputs`` maps absolute paths inside to host files or folders, all read-only. The host folder ``outputs``
+    (created if missing) is /out, the only place whose changes are kept. ``env`` adds to ``BUILD_ENV``; the image's
+    own environment is kept as well, except for PATH. The script's output replaces ``log``. Any thread may call
+    this. ``engine`` None selects one. Raises InputError for an invalid input path, and HostError if the machine
+    cannot isolate the script.
     """
     outputs.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -63,8 +63,8 @@ def run_isolated(
 
 
 def log_tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last ``lines`` lines of a log, then one line with its path; for showing after a failure."""
-    # The end of the file is enough: a compiler's log may be gigabytes.
+    """Return the last ``lines`` lines of a log and a line with its path, for a message after a failure."""
+    # Read only the end of the file, because a compiler's log can have gigabytes.
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 400 * lines))

@@ -1,4 +1,4 @@
-"""Put an image into a Docker engine: one streamed archive, memory bounded, nothing written in between."""
+"""Loading an image into a Docker engine: one streamed archive, bounded memory, no temporary files."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _PATIENCE_S = 2
 
 
 def connect(timeout_s: int = 600) -> docker.DockerClient:
-    """A client for the engine that DOCKER_HOST or the default socket names, which answered within 2 s.
+    """Return a client for the engine that DOCKER_HOST or the default socket names, after it answered within 2 s.
 
-    Raises HostError when none does.
+    Raises HostError if there is none.
     """
     try:
         import docker
@@ -39,7 +39,7 @@ def connect(timeout_s: int = 600) -> docker.DockerClient:
         _ping()
         client = docker.from_env(timeout=_PATIENCE_S)
         client.ping()
-        # Loading may keep the engine busy for minutes.
+        # Loading can keep the engine busy for minutes.
         client.api.timeout = timeout_s
         return client
     except (docker.errors.DockerException, requests.RequestException, OSError, ValueError) as error:
@@ -47,8 +47,8 @@ def connect(timeout_s: int = 600) -> docker.DockerClient:
 
 
 def _ping() -> None:
-    """Raise OSError unless the engine answers within two seconds (only asked of a local socket)."""
-    # The SDK would leave a socket behind for each engine that does not answer.
+    """Raise OSError unless the engine answers within two seconds (for local sockets only)."""
+    # The SDK would leak a socket for each engine that does not answer.
     kind, _, path = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").partition("://")
     if kind != "unix":
         return
@@ -80,7 +80,7 @@ def _advice(error: BaseException) -> str:
 
 
 def image_id(root: RootFs) -> str:
-    """The id a Docker engine gives the image: the digest of its config."""
+    """Return the image's id in a Docker engine: the digest of its config."""
     return "sha256:" + hashlib.sha256(root.config_bytes).hexdigest()
 
 
@@ -91,10 +91,10 @@ def load(
     client: docker.DockerClient | None = None,
     sent: Callable[[int], None] | None = None,
 ) -> str:
-    """Load ``root`` into the engine as ``tag`` (or without a name) and return the image id there.
+    """Load ``root`` into the engine as ``tag`` (or without a name) and return the image id.
 
-    Nothing is sent when the engine has the image. ``sent`` gets the number of bytes of each piece sent.
-    Raises HostError when no engine answers, when it refuses the image or a blob is damaged.
+    Nothing is sent if the engine has the image. ``sent`` is called with the number of bytes of each piece. Raises
+    HostError if no engine answers, if it refuses the image, or if a blob is damaged.
     """
     import docker
     import requests
@@ -155,7 +155,7 @@ def _loaded(engine: docker.DockerClient, stream: Any, wanted: str, root: RootFs)
     found = _present(engine, wanted)
     if found is not None:
         return found
-    # Engines on containerd's image store name images by their manifest, which they write anew.
+    # Engines with containerd's image store identify images by their manifest, which they write anew.
     for name in named:
         image = engine.images.get(name)
         if image.attrs.get("RootFS", {}).get("Layers") == [layer.diff_id for layer in root.layers]:
@@ -185,10 +185,10 @@ def _padding(size: int) -> bytes:
 
 
 def archive_chunks(root: RootFs, tag: str | None) -> Iterator[bytes]:
-    """The image as the pieces of a ``docker save`` archive.
+    """Yield the image in the pieces of a ``docker save`` archive.
 
-    zstd layers go out as plain tars, because engines before 23 cannot read zstd; each is read twice, first
-    for its size, which the archive wants in front. Raises HostError for a damaged blob.
+    zstd layers are sent as plain tars, because engines before 23 cannot read zstd. Each is read twice, first for
+    its size, which the archive needs in advance. Raises HostError for a damaged blob.
     """
     config_name = f"{image_id(root).partition(':')[2]}.json"
     names = [f"{layer.diff_id.partition(':')[2]}/layer.tar" for layer in root.layers]

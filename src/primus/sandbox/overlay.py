@@ -1,4 +1,4 @@
-"""The image's file system: an overlay over its unpacked layers, and what the host reads and writes in it."""
+"""The image's file system: an overlay of its unpacked layers, and the files that the host reads and writes in it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MAX_LINKS = 40
 
 
 def mount_overlay(lower: list[str], base: Path, *, user_namespace: bool) -> Path:
-    """Mount the layer directories ``lower`` (bottom first) at ``base/root`` and return that path."""
+    """Mount the layer folders ``lower`` (bottom first) at ``base/root`` and return that path."""
     for name in ("upper", "work", "root", "l"):
         (base / name).mkdir(exist_ok=True)
     (base / "upper").chmod(0o755)
-    # Short names relative to a working directory: the kernel reads at most one page of options.
+    # Short names relative to a working directory, because the kernel reads at most one page of options.
     for number, layer in enumerate(reversed(lower)):
         (base / "l" / str(number)).symlink_to(layer)
     os.chdir(base / "l")
@@ -26,7 +26,7 @@ def mount_overlay(lower: list[str], base: Path, *, user_namespace: bool) -> Path
     if user_namespace:
         plain += ",userxattr"
     problem: OSError | None = None
-    # Older kernels refuse names they do not know; the defaults are then the same or harmless.
+    # Older kernels refuse unknown names. Their defaults are the same, or harmless.
     for extra in (",redirect_dir=off,metacopy=off,index=off", ",redirect_dir=off,index=off", ""):
         try:
             mount("overlay", base / "root", "overlay", MS_NODEV, plain + extra)
@@ -42,7 +42,7 @@ def mount_overlay(lower: list[str], base: Path, *, user_namespace: bool) -> Path
 
 
 def resolve_inside(root: str, path: str) -> str:
-    """The host path of ``path`` below ``root``, with every symbolic link kept inside ``root``."""
+    """Return the host path of ``path`` below ``root``, resolving every symbolic link inside ``root``."""
     todo = [part for part in path.split("/") if part not in ("", ".")][::-1]
     done: list[str] = []
     links = 0
@@ -66,7 +66,7 @@ def resolve_inside(root: str, path: str) -> str:
 
 
 def write_names(root: str, hostname: str, *, network: bool) -> None:
-    """Write /etc/hosts, /etc/hostname and /etc/resolv.conf; with ``network`` they say what the host's say."""
+    """Write /etc/hosts, /etc/hostname and /etc/resolv.conf; with ``network``, copy the host's entries."""
     hosts = f"127.0.0.1\tlocalhost {hostname}\n::1\tlocalhost ip6-localhost ip6-loopback\n"
     resolver = "# no network\n"
     if network:
@@ -82,10 +82,10 @@ def write_names(root: str, hostname: str, *, network: bool) -> None:
 
 
 def missing_program(root: str, name: str, search: str, cwd: str, mounted: list[str]) -> tuple[int, str] | None:
-    """Why ``name`` cannot be started in the image, as (exit code, sentence); None when it probably can.
+    """Return why ``name`` cannot be started in the image, as (exit code, sentence), or None if it probably can.
 
-    An OCI runtime says so too late, or not at all. ``search`` is PATH, ``mounted`` the targets of mounts: what lies
-    there is not looked for.
+    An OCI runtime reports this too late or not at all. ``search`` is PATH. ``mounted`` are the targets of mounts,
+    below which nothing is looked up.
     """
     places = [name] if "/" in name else [f"{folder or '.'}/{name}" for folder in search.split(":")]
     found = ""

@@ -1,4 +1,4 @@
-"""The user's terminal: its size, its settings, and whether a command gets one of its own."""
+"""The user's terminal: its size, its settings, and whether a command gets its own terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from primus.sandbox.container import Command, Stream
 
 
 def window_size(number: int) -> tuple[int, int]:
-    """Rows and columns of the terminal at descriptor ``number``; (24, 80) when it is none."""
+    """Return rows and columns of the terminal at descriptor ``number``; (24, 80) if it is not a terminal."""
     try:
         rows, columns, _, _ = struct.unpack("HHHH", fcntl.ioctl(number, termios.TIOCGWINSZ, b"\0" * 8))
     except OSError:
@@ -23,7 +23,7 @@ def window_size(number: int) -> tuple[int, int]:
 
 
 def raw_mode(number: int) -> list[Any] | None:
-    """Put a terminal into raw mode and return what :func:`restore` needs; None when it is no terminal."""
+    """Put a terminal into raw mode and return the argument for :func:`restore`; None if it is not a terminal."""
     before = saved(number)
     if before is not None:
         tty.setraw(number, termios.TCSADRAIN)
@@ -31,7 +31,7 @@ def raw_mode(number: int) -> list[Any] | None:
 
 
 def saved(number: int) -> list[Any] | None:
-    """The settings of the terminal at ``number``, for :func:`restore`; None when it is no terminal."""
+    """Return the settings of the terminal at ``number``, for :func:`restore`; None if it is not a terminal."""
     try:
         return termios.tcgetattr(number)
     except termios.error:
@@ -39,14 +39,14 @@ def saved(number: int) -> list[Any] | None:
 
 
 def restore(number: int, before: list[Any] | None) -> None:
-    """Undo :func:`raw_mode`; None does nothing."""
+    """Restore the settings. Does nothing for None."""
     if before is not None:
         with contextlib.suppress(termios.error):
             termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
 def wanted(command: Command, stdin: Stream, stdout: Stream) -> bool:
-    """Whether the command gets a pseudo-terminal."""
+    """Return whether the command gets a pseudo-terminal."""
     if command.tty is not None:
         return command.tty
     return stdin is None and stdout is None and os.isatty(0) and os.isatty(1)

@@ -1,4 +1,4 @@
-"""Processes that this one waits for in some thread, and must end when it is interrupted."""
+"""The processes that threads of this one wait for, which must end when it is interrupted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 @contextlib.contextmanager
 def tracked(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """``process``, which leads a session of its own; with what is in it, it is killed should the block end first."""
+    """Yield ``process``, which leads its own session. If the block ends first, kill it with its session."""
     _running.add(process)
     try:
         yield process
@@ -25,13 +25,13 @@ def tracked(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes
 
 
 def stop_all() -> None:
-    """Kill every tracked process and its session's group, whatever thread waits for it."""
+    """Kill every tracked process with its process group, whichever thread waits for it."""
     for process in list(_running):
         _kill(process)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    # It leads its group as long as it was not waited for, and only then the number is surely its own.
+    # Until it is waited for, the process leads its group, and its number cannot belong to another one.
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

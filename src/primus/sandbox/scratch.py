@@ -1,4 +1,4 @@
-"""Directories that live as long as one run, and vanish even when the run was killed."""
+"""Folders that exist for one run, and are removed even if the run was killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from primus.errors import HostError
 
 @dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """One run's own directory; ``lock`` is the file that is locked while the run lives."""
+    """The folder of one run; ``lock`` is the file that is locked during the run."""
 
     name: str
     path: Path
@@ -24,9 +24,9 @@ class Scratch:
 
 @contextlib.contextmanager
 def scratch(base: Path, remove: Callable[[Path], bool]) -> Iterator[Scratch]:
-    """Make a directory below ``base``; ``remove`` removes it at the end, and those of killed runs.
+    """Create a folder below ``base``. At the end, ``remove`` is called for it and for those of killed runs.
 
-    What ``remove`` answers False for is left to a later run.
+    If ``remove`` returns False, a later run tries again.
     """
     try:
         base.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def _create(base: Path) -> tuple[int, Scratch]:
         name = uuid.uuid4().hex[:16]
         lock = base / f"{name}.lock"
         held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # Another run's sweep may have caught the file before it was locked; then take another name.
+        # Another run's cleanup may have removed the file before it was locked. Take another name then.
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(held).st_nlink:

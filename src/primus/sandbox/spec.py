@@ -1,4 +1,4 @@
-"""The OCI runtime configuration (``config.json``) of one run, made from the image's settings and the command's."""
+"""The OCI runtime configuration (``config.json``) of one run, from the image's settings and the command's."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from primus.sandbox.container import (
     merged,
 )
 
-# Docker's default set but for MKNOD: enough for package managers and daemons, not enough to touch the host. Where no
-# control group guards devices, whoever may make a node may read the host's disks.
+# Docker's default set except MKNOD: enough for package managers and daemons, not enough to access the host. If no
+# control group guards devices, whoever can create a device node can read the host's disks.
 _CAPABILITIES = [
     *("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID"),
     *("CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SYS_CHROOT", "CAP_AUDIT_WRITE", "CAP_SETFCAP"),
 ]
-# As Docker and Podman do: files that show the host's hardware and keys, and switches of the kernel.
+# As in Docker and Podman: files that show the host's hardware and keys, and kernel settings.
 _HIDDEN = [
     *("/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats"),
     *("/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats", "/sys/firmware"),
@@ -44,12 +44,12 @@ _SECCOMP_FILE = Path(__file__).with_name("seccomp.yaml")
 def configuration(
     root: RootFs, command: Command, *, terminal: tuple[int, int] | None, user_namespace: bool
 ) -> dict[str, Any]:
-    """The configuration, but for the user's ids, which only the image's own files tell.
+    """Return the configuration without the user's ids, which are in the image's files.
 
-    ``terminal`` is the rows and columns of the command's terminal, None where it gets none. Without them the runtime
-    copies the size of its own terminal, which may happen after the command has asked for it.
-    ``user_namespace`` says that the runtime will be root of one: it then cannot make device nodes, so the host's are
-    mounted. No control group is named: runc then names it like the container, and does without where it may make none.
+    ``terminal`` is the size (rows, columns) of the command's terminal, or None. Without a size, the runtime copies
+    that of its own terminal, possibly after the command has read it. ``user_namespace``: the runtime is root of a
+    user namespace. It cannot create device nodes then, so the host's are mounted. No control group is named: runc
+    names it like the container, and does without one if it cannot create any.
     """
     devices = merged(command.devices)
     mounts = [_bind(mount) for mount in (*devices.mounts, *command.mounts)]
@@ -104,7 +104,7 @@ def _standard_mounts(command: Command, user_namespace: bool) -> list[dict[str, A
     terminals = ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"]
     system = {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": [*plain, "ro"]}
     if command.network and user_namespace:
-        # A user namespace may show the network of its own only; the host's /sys is there already.
+        # A user namespace may only mount a /sys of its own network, so the host's is used.
         system = {
             "destination": "/sys",
             "type": "bind",
@@ -124,7 +124,7 @@ def _standard_mounts(command: Command, user_namespace: bool) -> list[dict[str, A
 
 
 def _bind(mount: Mount) -> dict[str, Any]:
-    # "rro" makes read-only what is mounted below, too; kernels before 5.12 cannot.
+    # "rro" also makes mounts below it read-only; kernels before 5.12 do not support it.
     read_only = "rro" if _kernel() >= (5, 12) else "ro"
     options = mount.options or ("rbind", "rprivate", read_only if mount.read_only else "rw")
     return {
@@ -172,7 +172,7 @@ def _resources(limits: Limits) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if limits.memory_bytes is not None:
         found["memory"] = {"limit": limits.memory_bytes}
-        # Memory and swap together. Version 1 has the file only where the kernel accounts for swap.
+        # Memory and swap together. Version 1 has the file only if the kernel accounts for swap.
         first = Path("/sys/fs/cgroup/memory")
         if not first.is_dir() or (first / "memory.memsw.limit_in_bytes").exists():
             found["memory"]["swap"] = limits.memory_bytes
@@ -183,7 +183,7 @@ def _resources(limits: Limits) -> dict[str, Any]:
 
 @cache
 def seccomp() -> Mapping[str, Any]:
-    """The filter of system calls, from ``seccomp.yaml``."""
+    """Return the filter of system calls, from ``seccomp.yaml``."""
     data = cast("dict[str, Any]", yamlfile.read(_SECCOMP_FILE, _SECCOMP_FILE.name).data)
     allow = "SCMP_ACT_ALLOW"
     calls: list[dict[str, Any]] = [{"names": words.split(), "action": allow} for words in data["allow"].values()]

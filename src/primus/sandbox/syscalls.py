@@ -1,4 +1,4 @@
-"""The few Linux calls Python 3.11 has no function for. Every failure is an OSError that names the call."""
+"""Linux calls that Python 3.11 does not offer. Every failure is an OSError that names the call."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def _check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move this process (or, for pids, its children) into new namespaces."""
+    """Move this process (for PIDs: its children) into new namespaces."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 
 def mount(source: str, target: str | Path, kind: str | None, flags: int = 0, options: str = "") -> None:
-    """mount(2); ``options`` is the file system's own option string."""
+    """Call mount(2). ``options`` are the file system's own."""
     result = _libc.mount(
         os.fsencode(source),
         os.fsencode(target),
@@ -47,18 +47,18 @@ def mount(source: str, target: str | Path, kind: str | None, flags: int = 0, opt
 
 
 def unmount(target: str | Path) -> None:
-    """umount2(2): gone from view at once, from the kernel with its last user."""
+    """Call umount2(2): the mount disappears at once, and is freed after its last use."""
     _check(_libc.umount2(os.fsencode(target), ctypes.c_int(_MNT_DETACH)), f"unmount {target}")
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Get SIGKILL when the parent thread ends; end now when it is no longer process ``parent``."""
+    """Get SIGKILL when the parent thread ends. End now if it is no longer process ``parent``."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0), "prctl")
-    # The parent may have died before the call above.
+    # The parent may have ended before the call above.
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hide() -> None:
-    """Close this process's memory and environment to others with the same uid."""
+    """Hide this process's memory and environment from other processes of the same user."""
     _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")

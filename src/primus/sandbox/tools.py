@@ -1,4 +1,4 @@
-"""Tools the host must have; a missing one is installed (Debian, Ubuntu, root), and that is said aloud."""
+"""Tools that the host must have. As root on Debian and Ubuntu, a missing one is installed, with a message."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from primus.errors import HostError, LacksPackages
 _T = TypeVar("_T")
 _LISTS = Path("/var/lib/apt/lists")
 _STALE_S = 24 * 3600
-# Builds run in threads, and apt runs once at a time.
+# Builds run in threads, but apt can run only once at a time.
 _installing = threading.Lock()
 
 
 def need(tool: str, package: str, *, say: Callable[[str], None]) -> Path:
-    """Where the executable ``tool`` is, after installing the Debian package ``package`` if it was missing.
+    """Return the path of the executable ``tool``. If it is missing, install the Debian package ``package`` first.
 
-    ``say`` gets a line before anything is installed. Raises HostError, with the command to type, where it cannot be
-    installed.
+    ``say`` is called with a line before the installation. Raises HostError, with the command to type, if it fails.
     """
     with _installing:
         found = find(tool)
@@ -39,9 +38,9 @@ def need(tool: str, package: str, *, say: Callable[[str], None]) -> Path:
 
 
 def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:
-    """Install the Debian package of each tool (``packages``: tool → package); ``say`` gets a line first.
+    """Install the Debian package of each tool (``packages``: tool → package). ``say`` is called with a line first.
 
-    Raises HostError, with the command to type, where one cannot be installed; the others are installed all the same.
+    Raises HostError, with the command to type, if one fails. The others are installed nevertheless.
     """
     tools = " and ".join(filter(None, (", ".join(list(packages)[:-1]), list(packages)[-1])))
     verb = "is" if len(packages) == 1 else "are"
@@ -57,7 +56,7 @@ def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:
     say(f"{tools} {verb} missing: installing with `{typed}`")
     reason = _apt(["apt-get", "-q", "update"]) if _lists_stale(_LISTS, time.time()) else ""
     if not reason and (reason := _apt([*command, *packages.values()])) and len(packages) > 1:
-        # One package that the archive does not have keeps apt from installing the others.
+        # A package that the archive does not have would keep apt from installing the others.
         failed = [(tool, why) for tool, package in packages.items() if (why := _apt([*command, package]))]
         tools, reason = ", ".join(tool for tool, _ in failed), failed[0][1] if failed else ""
         verb = "is" if len(failed) == 1 else "are"
@@ -68,9 +67,9 @@ def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:
 
 
 def with_packages(call: Callable[[], _T], *, say: Callable[[str], None]) -> _T:
-    """What ``call`` returns, after installing the packages of this host that it turns out to lack.
+    """Call ``call``. If it raises because packages of this host are missing, install them and call it again.
 
-    Raises HostError where they cannot be installed.
+    Raises HostError if they cannot be installed.
     """
     try:
         return call()
@@ -83,7 +82,7 @@ def with_packages(call: Callable[[], _T], *, say: Callable[[str], None]) -> _T:
 
 
 def installable() -> bool:
-    """Whether :func:`install` may install packages here: as root, on Debian or Ubuntu."""
+    """Return whether :func:`install` may install packages: as root, on Debian or Ubuntu."""
     return os.geteuid() == 0 and _has_apt()
 
 
@@ -92,14 +91,14 @@ def _has_apt() -> bool:
 
 
 def find(tool: str) -> Path | None:
-    """Where the executable is, or None. Administrators' tools lie in sbin, which a user's PATH may leave out."""
+    """Return the path of the executable, or None. Also looks in sbin, which may not be on a user's PATH."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     found = shutil.which(tool, path=path)
     return Path(found) if found else None
 
 
 def is_debian_like(os_release: str) -> bool:
-    """Whether the text of /etc/os-release is that of Debian, Ubuntu or a relative."""
+    """Return whether the text of /etc/os-release is that of Debian, Ubuntu or a derivative."""
     fields = dict(line.split("=", 1) for line in os_release.splitlines() if "=" in line)
     words = f"{fields.get('ID', '')} {fields.get('ID_LIKE', '')}".replace('"', "").split()
     return "debian" in words or "ubuntu" in words
@@ -118,7 +117,7 @@ def _lists_stale(lists: Path, now: float) -> bool:
 
 
 def _apt(command: list[str]) -> str:
-    """Run apt; its first error, or an empty text when all went well."""
+    """Run apt. Returns its first error, or an empty text."""
     done = subprocess.run(
         command,
         capture_output=True,

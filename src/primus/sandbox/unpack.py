@@ -1,4 +1,4 @@
-"""Turn a layer blob into a directory that overlayfs can use as a lower layer."""
+"""Unpacking a layer blob to a folder that overlayfs can use as a lower layer."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _CHUNK = 1 << 20
 
 
 def layer_dir(cache: Path, layer: LayerRef) -> Path:
-    """Where ``layer`` lies unpacked below ``cache``."""
+    """Return the folder of the unpacked ``layer`` below ``cache``."""
     return cache / layer.diff_id.partition(":")[2][:32]
 
 
 def is_unpacked(cache: Path, layer: LayerRef) -> bool:
-    """Whether ``layer`` is there whole: the directory appears only after both digests are proven."""
+    """Return whether ``layer`` is unpacked. The folder appears only after both digests have been checked."""
     return layer_dir(cache, layer).is_dir()
 
 
 def unpack_layer(layer: LayerRef, blob: Path, cache: Path, *, user_namespace: bool = False) -> Path:
-    """Unpack ``blob`` below ``cache`` unless it is there, and return the directory.
+    """Unpack ``blob`` below ``cache`` unless that is done already, and return the folder.
 
-    Safe against other unpackers of the same layer (they wait) and against SIGKILL (the next one starts over).
-    ``user_namespace`` picks the overlay attribute that a user namespace may set. Raises HostError for a
-    damaged blob or a file system that cannot hold the files, InputError for a layer that leaves its root.
+    Safe against other processes that unpack the same layer (they wait) and against SIGKILL (the next one starts
+    over). ``user_namespace`` selects the overlay attribute that a user namespace may set. Raises HostError for a
+    damaged blob or a file system that cannot hold the files, InputError for a layer with paths outside its root.
     """
     target = layer_dir(cache, layer)
     if target.is_dir():
@@ -73,12 +73,12 @@ def _extract(layer: LayerRef, blob: Path, root: Path, user_namespace: bool) -> N
         with tarfile.TarFile(fileobj=cast("Any", _Forward(reader)), mode="r") as archive:
             while (member := archive.next()) is not None:
                 writer.add(archive, member)
-                # The archive keeps every header it has seen; a layer may have a million.
+                # tarfile keeps every header, and a layer can have a million.
                 archive.members.clear()  # type: ignore[attr-defined]
         writer.finish()
         reader.finish()
     except (tarfile.TarError, InputError, EOFError) as error:
-        # Bad bytes explain more than the parser's complaint about them.
+        # A wrong digest explains more than the parser's error about the same bytes.
         reader.finish()
         if isinstance(error, PrimusError):
             raise
@@ -88,7 +88,7 @@ def _extract(layer: LayerRef, blob: Path, root: Path, user_namespace: bool) -> N
 
 
 class _Forward:
-    """A reader as a file that seeks forward only; tarfile's own streaming mode copies far more."""
+    """A reader as a file object that seeks forward only. tarfile's own streaming mode copies far more."""
 
     def __init__(self, reader: BlobReader) -> None:
         self._reader = reader
@@ -111,7 +111,7 @@ class _Forward:
 
 
 class _Writer:
-    """Writes members below ``root``. It made everything there, so it knows each real directory by name."""
+    """Writes members below ``root``. It created everything there, so it knows each real folder by name."""
 
     def __init__(self, root: Path, layer: LayerRef, user_namespace: bool) -> None:
         self._root = str(root)
@@ -143,7 +143,7 @@ class _Writer:
             os.mkdir(self._path(parent), 0o755)  # noqa: PTH102
         except FileExistsError:
             raise self._refuse(name, f"{parent!r} is not a directory") from None
-        # The caller's umask must not show in the image.
+        # The caller's umask must not affect the image.
         os.chmod(self._path(parent), 0o755)  # noqa: PTH101
         self._dirs[parent] = None
 
@@ -165,12 +165,12 @@ class _Writer:
 
     def _whiteout(self, name: str, base: str) -> None:
         if base.startswith(_WHITEOUT + _WHITEOUT):
-            return  # aufs bookkeeping
+            return  # bookkeeping of aufs
         hidden = name[: -len(base)] + base[len(_WHITEOUT) :]
         if base == _WHITEOUT or hidden.rpartition("/")[2] in (".", ".."):
             raise self._refuse(name, "it hides no name")
         if hidden in self._dirs:
-            # The layer brings its own directory of that name: only what lies below it is hidden.
+            # The layer has its own folder of that name, so only the contents of the lower one are hidden.
             os.setxattr(self._path(hidden), self._opaque, b"y")
             return
         with contextlib.suppress(FileExistsError):
@@ -190,7 +190,7 @@ class _Writer:
         self._own(path, member)
         os.chmod(path, stat.S_IMODE(member.mode))  # noqa: PTH101
         self._attributes(path, member)
-        # Set at the end: every file written below changes it.
+        # Set at the end, because every file written below changes it.
         self._dirs[name] = _mtime_ns(member)
 
     def _other(self, archive: tarfile.TarFile, name: str, member: tarfile.TarInfo) -> None:
@@ -230,7 +230,7 @@ class _Writer:
             os.mkfifo(path, 0o600)
             return True
         if member.ischr() or member.isblk():
-            # The sandbox brings its own /dev and mounts everything else without devices.
+            # The sandbox has its own /dev, and mounts everything else without devices.
             return False
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as out:
@@ -255,7 +255,7 @@ class _Writer:
             if not key.startswith("SCHILY.xattr."):
                 continue
             name = key.removeprefix("SCHILY.xattr.")
-            # Overlay's own attributes would let a layer point anywhere; labels belong to the host.
+            # Overlay's own attributes would let a layer refer to any path, and security labels belong to the host.
             if name.startswith("user.overlay.") or not (
                 name == "security.capability" or name.startswith(("user.", "system.posix_acl_"))
             ):

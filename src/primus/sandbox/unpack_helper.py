@@ -1,4 +1,4 @@
-"""The process that unpacks an image's layers, as root or as root of an ordinary user's namespace."""
+"""The process that unpacks an image's layers, as root or as root of a regular user's namespace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_WORKERS = 4
 
 
 def main(args: list[str]) -> int:
-    """``args``: job descriptor, report descriptor, the runner's pid. Unpacks every layer of the job."""
+    """Run with the arguments job descriptor, report descriptor, PID of the runner. Unpacks every layer of the job."""
     job = channel.unpack(int(args[0]))
     try:
         syscalls.die_with_parent(int(args[2]))
@@ -27,7 +27,7 @@ def main(args: list[str]) -> int:
 
 
 def _all(layers: list[dict[str, dict[str, str | int]]], cache: Path, user_namespace: bool) -> None:
-    # Most of the time goes into the kernel making files, where threads do not wait for each other.
+    # Most of the time is spent in the kernel creating files, where threads do not block each other.
     with ThreadPoolExecutor(min(_MOST_WORKERS, os.cpu_count() or 1)) as pool:
         tasks = [
             pool.submit(

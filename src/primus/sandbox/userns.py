@@ -1,4 +1,4 @@
-"""User namespaces for ordinary users: their uid is root inside, their subordinate ids everybody else."""
+"""User namespaces for regular users: the user is root inside, and the user's subordinate ids are all other users."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from primus.sandbox.running import tracked
 
 _Range = tuple[int, int]
 
-# Runs before anything else of ours in the child: enter a new user namespace, wait for the parent to write the
-# id maps, become root of it, and exec the real command. It speaks with the parent over two pipes.
+# Runs first in the child: enters a new user namespace, waits for the parent to write the id maps, becomes root in it,
+# and executes the actual command. Two pipes connect it to the parent.
 _ENTER = """
 import ctypes, os, sys
 ready, go, parent, keep_groups = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "keep"
@@ -54,18 +54,18 @@ _REMOVE = "import shutil, sys; [shutil.rmtree(path, ignore_errors=True) for path
 
 
 def needed() -> bool:
-    """Whether this process needs a user namespace for what root may do directly."""
+    """Return whether this process needs a user namespace to do what root can do directly."""
     return os.geteuid() != 0
 
 
 def helper(module: str, *args: str) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment that run ``main(args)`` of one of our modules in a fresh interpreter."""
+    """Return the command and environment that run ``main(args)`` of one of our modules in a new interpreter."""
     boot = (
         "import json, os, sys; sys.path[:] = json.loads(os.environ.pop('PRIMUS_PATH')); "
         "from importlib import import_module; sys.exit(import_module(sys.argv.pop(1)).main(sys.argv[1:]))"
     )
-    # The container's first process comes from here: it must not carry the host's environment, which may hold
-    # tokens. No site, no user settings: it starts in a third of the time and nothing can slip in.
+    # The container's first process starts here, so it must not have the host's environment, which may contain tokens.
+    # Without site and user settings, it starts in a third of the time, and they cannot affect it.
     env = {"PRIMUS_PATH": json.dumps([str(Path(entry).absolute()) for entry in sys.path])}
     if "LD_LIBRARY_PATH" in os.environ:
         env["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
@@ -94,7 +94,7 @@ def _user() -> tuple[str, int]:
 
 
 def missing() -> tuple[str, str] | None:
-    """What keeps this user from having a user namespace, as (what, what to do); None when nothing does."""
+    """Return what prevents this user from creating a user namespace, as (problem, remedy), or None."""
     with contextlib.suppress(OSError, ValueError):
         if int(Path("/proc/sys/user/max_user_namespaces").read_text()) == 0:
             hint = "as root: sysctl -w user.max_user_namespaces=15000"
@@ -130,11 +130,10 @@ def _map(ranges: Sequence[_Range], own: int) -> list[str]:
 def start(
     argv: Sequence[str], *, pass_fds: Sequence[int] = (), keep_groups: bool = False, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start ``argv`` as root of a new user namespace; for root, as a plain process. HostError when refused.
+    """Start ``argv`` as root of a new user namespace or, if this user is root, as a plain process.
 
-    ``options`` go to Popen.
-
-    With ``keep_groups`` it keeps the user's supplementary groups, and nothing in the namespace can change its own.
+    ``options`` are passed to Popen. With ``keep_groups``, the process keeps the user's supplementary groups, and no
+    process in the namespace can change its own. Raises HostError if the kernel refuses.
     """
     if not needed():
         return subprocess.Popen(list(argv), pass_fds=tuple(pass_fds), **options)
@@ -199,13 +198,13 @@ def _write_maps(pid: int, answer: bytes) -> None:
 
 
 def in_namespace(argv: Sequence[str], **options: Any) -> int:
-    """Run a host command as root of the user namespace (as is when root already); returns its exit code."""
+    """Run a host command as root of the user namespace (directly if this user is root). Returns its exit code."""
     with start(argv, **options) as process:
         return process.wait()
 
 
 def remove(path: Path) -> None:
-    """Remove a directory tree, also one whose files belong to mapped ids. Missing trees are fine."""
+    """Remove a folder and its contents, including files of mapped ids. A missing folder is not an error."""
     if not path.exists():
         return
     shutil.rmtree(path, ignore_errors=True)
@@ -215,7 +214,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def child(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of :func:`start` in a session of its own, see :func:`primus.sandbox.running.tracked`."""
-    # The terminal's Ctrl-C reaches the runner alone, which passes it on once.
+    """Yield a process of :func:`start` in its own session, see :func:`primus.sandbox.running.tracked`."""
+    # The terminal's Ctrl-C reaches only the runner, which forwards it once.
     with tracked(start(argv, start_new_session=True, **options)) as process:
         yield process

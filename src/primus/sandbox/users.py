@@ -1,4 +1,4 @@
-"""Who runs inside: the image's own passwd and group files, never the host's."""
+"""The user inside a container, resolved with the image's own passwd and group files, never the host's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _rows(path: Path, least: int) -> list[list[str]]:
 def identity(spec: str | None, passwd: Path, group: Path) -> Identity:
     """Resolve ``user``, ``uid``, ``user:group`` or ``uid:gid`` against the image's files.
 
-    A number need not be in the files; an unknown name is an InputError.
+    A number does not have to be in the files. Raises InputError for an unknown name.
     """
     user, _, wanted = (spec or "0").partition(":")
     user = user or "0"

@@ -1,1 +1,1 @@
-"""What goes in: versions.yaml, its schema and the lock."""
+"""The input of a build: versions.yaml, its schema, and the lock."""

@@ -1,4 +1,4 @@
-"""What an HTTP answer or its failure means to the lock: absent, passing or lasting, and in which words."""
+"""The meaning of an HTTP answer or failure for the lock (absent, temporary or permanent), and its wording."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from primus.yamlfile import read
 
 _CAUSES = Path(__file__).with_name("causes.yaml")
 
-# "Not here". AMD's indexes answer 403 for a package or file that they do not have, as object stores do that nobody may
-# list (ROCm/rocm-cli #194, #271).
+# "Not found". AMD's indexes answer 403 for a package or file that they do not have, as object stores without listing
+# permission do (ROCm/rocm-cli #194, #271).
 ABSENT = (403, 404, 410)
-# What a server or a network may answer now and not in a moment.
+# Answers and failures that may be different a moment later.
 PASSING = (408, 425, 429, 500, 502, 503, 504)
 
 
 class SafeSession(requests.Session):
-    """Follows no redirect from https to http, where anyone on the way could change the answer."""
+    """Follows no redirect from https to http, on which anyone on the path could change the answer."""
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
-        """Where the answer sends; InvalidSchema when that is less safe."""
+        """Return the target of a redirect. Raises InvalidSchema if it is less secure."""
         target: str | None = super().get_redirect_target(resp)  # type: ignore[no-untyped-call,unused-ignore]
         if target and resp.url.startswith("https:") and urljoin(resp.url, target).startswith("http:"):
             raise requests.exceptions.InvalidSchema("it redirects from https to http")
@@ -39,7 +39,7 @@ PLAIN = {"Accept-Encoding": "identity"}
 
 
 def file_length(response: requests.Response) -> int | None:
-    """The file's length by the answer's headers, if these speak of the file's own bytes."""
+    """Return the file's length from the answer's headers, if they describe the file's own bytes."""
     length = response.headers.get("Content-Length", "")
     as_it_is = response.headers.get("Content-Encoding", "identity") == "identity"
     page = response.headers.get("Content-Type", "").startswith("text/html")
@@ -47,7 +47,7 @@ def file_length(response: requests.Response) -> int | None:
 
 
 def retry_after(response: requests.Response) -> float | None:
-    """Seconds that the server asks for: a number, or until a date."""
+    """Return the seconds that the server requests, given as a number or as a date."""
     text = response.headers.get("Retry-After", "").strip()
     if text.isdigit():
         return float(text)
@@ -58,7 +58,7 @@ def retry_after(response: requests.Response) -> float | None:
 
 
 def cause(tool: str, text: str) -> str:
-    """What the text that ``tool`` wrote says is wrong, in a few words; empty where it says nothing known."""
+    """Return the cause that the output of ``tool`` names, in a few words; empty if it names no known one."""
     return next((words for mark, words in _causes()[tool].items() if mark in text), "")
 
 
@@ -68,6 +68,6 @@ def _causes() -> Mapping[str, Mapping[str, str]]:
 
 
 def short(error: Exception) -> str:
-    """The cause of a network error in a few words, without its URL."""
+    """Return the cause of a network error in a few words, without its URL."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return cause("requests", str(error)) or (f"HTTP status {status}" if status else type(error).__name__)

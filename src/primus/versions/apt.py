@@ -16,20 +16,20 @@ import urllib3
 
 @dataclass(frozen=True, kw_only=True)
 class AptAccess:
-    """apt's ``Acquire`` settings and its ``auth.conf`` entries, as far as http and https go."""
+    """apt's ``Acquire`` settings for http and https, and its ``auth.conf`` entries."""
 
     settings: Mapping[str, str]
     logins: Sequence[tuple[str, tuple[str, str]]] = field(default=(), repr=False)
 
     @classmethod
     def of_host(cls) -> AptAccess:
-        """What apt on this host is configured to."""
+        """Return the configuration of this host's apt."""
         dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=False).stdout
         settings = {k.lower(): v for k, v in re.findall(r'^([^ ]+) "(.*)";$', dump, re.M)}
         return cls(settings=settings, logins=_logins(settings))
 
     def get(self) -> Callable[[str, Mapping[str, str]], requests.Response]:
-        """A function that asks for a URL as apt would. One per thread."""
+        """Return a function that requests a URL as apt would. Each thread needs its own."""
         session = requests.Session()
         if "false" in {v.lower() for k, v in self.settings.items() if "verify-peer" in k}:
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
@@ -59,7 +59,7 @@ class AptAccess:
         return get
 
     def login(self, url: str) -> tuple[str, str] | None:
-        """User and password of the first auth.conf entry that covers ``url``; one without a scheme means https."""
+        """Return user and password of the first auth.conf entry for ``url``. An entry without a scheme is for https."""
         return next((pair for place, pair in self.logins if re.match(re.escape(place) + r"(?=[/:]|$)", url)), None)
 
     def _setting(self, scheme: str, name: str, host: str) -> str:
@@ -67,7 +67,7 @@ class AptAccess:
             if self.settings.get(key):
                 return self.settings[key]
         plain = self.settings.get(f"acquire::{scheme}::{name}", "")
-        # apt uses the http proxy for https as well when https has none of its own.
+        # Like apt, use the http proxy for https if https has none.
         return plain or (self.settings.get("acquire::http::proxy", "") if name == "proxy" else "")
 
 

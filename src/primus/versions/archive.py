@@ -1,7 +1,7 @@
-"""A private view of the Debian archive: the host's apt configuration, another suite, and no package installed.
+"""A private view of the Debian archive: the host's apt configuration with another suite and no installed packages.
 
-Everything apt keeps (indexes, cache, status) lies in a folder of our own; mirrors, proxies, CA, credentials and
-validity checks are the host's.
+All of apt's files (indexes, cache, status) are in a private folder. Mirrors, proxies, CA, credentials and validity
+checks are the host's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental", 
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
-# Ubuntu's apt knows no Debian mirror, its package debootstrap does.
+# Ubuntu's apt has no Debian mirror configured, but its package debootstrap contains one.
 _DEBOOTSTRAP = Path("/usr/sbin/debootstrap")
 
 Stanza = Mapping[str, str]
@@ -42,7 +42,7 @@ Stanza = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Archive:
-    """apt over private indexes. Made by :func:`open_archive`; lives as long as its folder."""
+    """apt with private indexes. Created by :func:`open_archive`, and valid as long as its folder."""
 
     folder: Path
     architecture: str
@@ -50,7 +50,7 @@ class Archive:
 
     @property
     def options(self) -> list[str]:
-        """apt's options that make it private; the rest of its configuration stays the host's."""
+        """Return the options that make apt private. The rest of its configuration is the host's."""
         at = self.folder
         pairs = {
             "Dir::State": f"{at}/state",
@@ -61,7 +61,7 @@ class Archive:
             "Dir::Cache::archives": f"{at}/cache/archives",
             "Dir::Etc::sourcelist": "/dev/null",
             "Dir::Etc::sourceparts": f"{at}/sources",
-            # Preferences and a default release choose packages for this host; an image must not depend on it.
+            # Preferences and a default release select packages for this host, and must not affect an image.
             "Dir::Etc::preferences": "/dev/null",
             "Dir::Etc::preferencesparts": f"{at}/preferences",
             "APT::Default-Release": "",
@@ -75,13 +75,13 @@ class Archive:
             "Acquire::Retries": "1",
             "Acquire::http::Timeout": "8",
             "Acquire::https::Timeout": "8",
-            # apt would count itself as essential; the image has no use for it.
+            # apt would treat itself as essential, but the image does not need it.
             "pkgCacheGen::ForceEssential": ",",
         }
         return [word for name, value in pairs.items() for word in ("-o", f"{name}={value}")]
 
     def run(self, tool: str, *args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-        """Run ``apt-get`` or ``apt-cache`` on this archive; the caller judges the exit code."""
+        """Run ``apt-get`` or ``apt-cache`` on this archive. The caller checks the exit code."""
         return subprocess.run(
             [tool, *self.options, *args],
             cwd=cwd,
@@ -93,7 +93,7 @@ class Archive:
         )
 
     def update(self) -> None:
-        """Fetch the indexes. Raises HostError when a source does not answer or is not trusted."""
+        """Fetch the indexes. Raises HostError if a source does not answer or is not trusted."""
         with asking("apt", f"apt:{self.maker}", f"the {self.maker.title()} archive", "update", silent=True) as asked:
             done = self.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "update")
             text = done.stdout + done.stderr
@@ -106,7 +106,7 @@ class Archive:
             )
 
     def expired(self, now: datetime) -> tuple[tuple[str, str], ...]:
-        """Suite and last valid day of each index taken although it is past it."""
+        """Return suite and last valid day of each index that was used after that day."""
         found = []
         for file in sorted((self.folder / "state/lists").glob("*Release")):
             text = file.read_text(encoding="utf-8", errors="replace")
@@ -121,8 +121,10 @@ class Archive:
 def open_archive(
     suites: tuple[str, ...], architecture: str, preferences: str = "", status: str = ""
 ) -> Iterator[Archive]:
-    """The archive of ``suites`` with fresh indexes, in a temporary folder; ``preferences`` say which package comes
-    from which, ``status`` (dpkg's) which are installed. Raises HostError when it is out of reach.
+    """Return the archive of ``suites`` with fresh indexes, in a temporary folder.
+
+    ``preferences`` select the source of a package, ``status`` (dpkg's) lists the installed ones. Raises HostError
+    if the archive is not available.
     """
     if shutil.which("apt-get") is None:
         raise HostError(
@@ -144,7 +146,7 @@ def open_archive(
         text = "\n\n".join("\n".join(f"{key}: {value}" for key, value in stanza.items()) for stanza in stanzas)
         (folder / "sources/debian.sources").write_text(text + "\n", encoding="utf-8")
         (folder / "preferences/suites").write_text(preferences, encoding="utf-8")
-        # apt waits for a silent mirror many times over.
+        # apt itself would wait for a silent mirror many times longer.
         ask_archive(suites)
         archive = Archive(folder=folder, architecture=architecture, maker=maker)
         archive.update()
@@ -152,22 +154,24 @@ def open_archive(
 
 
 def host_stanzas(suites: tuple[str, ...]) -> tuple[Stanza, ...]:
-    """Sources of ``suites`` on this host, see :func:`debian_stanzas`."""
+    """Return the sources of ``suites`` on this host, see :func:`debian_stanzas`."""
     return debian_stanzas(_host_stanzas(), suites, os.environ, _default_mirror(_DEBOOTSTRAP))
 
 
 def debian_stanzas(
     host: Sequence[Stanza], suites: tuple[str, ...], environment: Mapping[str, str], default: str = ""
 ) -> tuple[Stanza, ...]:
-    """Sources of ``suites``: PRIMUS_DEBIAN_MIRROR, else the host's Debian sources, else the mirrors of ``default``.
+    """Return the sources of ``suites``: PRIMUS_DEBIAN_MIRROR, or the host's Debian sources, or the mirrors of
+    ``default``.
 
-    Raises HostError when there are none of these, as on a new Ubuntu.
+    Raises HostError if there is none of these, as on a new Ubuntu.
     """
     return tuple(stanza for suite in suites for stanza in _stanzas(host, suite, environment, default))
 
 
 def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str], default: str) -> tuple[Stanza, ...]:
-    # A frozen archive has no newer index of these two; their files are locked by hash, so a stale one misleads nobody.
+    # These two archives are frozen, so there is no newer index. The lock has the hashes of their files, so an expired
+    # index does no harm.
     stale = {"Check-Valid-Until": "no"} if suite in ROLLING else {}
     maker = _maker(suite)
     mirrors = environment.get(f"PRIMUS_{maker.upper()}_MIRROR", "").split()
@@ -189,7 +193,7 @@ def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str],
             continue
         pockets = {suite_of(word)[1] for word in stanza["Suites"].split()}
         suites = [suite + p for p in _POCKETS[:3] if p in pockets and not (p and suite in ROLLING)]
-        # A pocket that only repeats on another mirror is kept once per URI.
+        # If a pocket is listed for another mirror as well, keep it once per URI.
         if suites:
             wanted: dict[str, str] = {**stanza, **stale, "Types": "deb", "Components": "main"}
             wanted["Suites"] = " ".join(suites)
@@ -211,24 +215,26 @@ def _stanzas(host: Sequence[Stanza], suite: str, environment: Mapping[str, str],
 
 
 def _default_mirror(script: Path) -> str:
-    """Debian's mirror and its security archive, as the ``script`` debootstrap names them; empty without it."""
+    """Return Debian's mirror and its security archive from debootstrap's ``script``; empty if it is missing."""
     text = script.read_text(encoding="utf-8") if script.is_file() else ""
     found = re.search(r'^DEF_MIRROR="([^"\s]+)"$', text, re.M)
     return f"{found[1]} {found[1]}-security" if found else ""
 
 
 def _maker(suite: str) -> str:
-    """Whose archive the suite is in."""
+    """Return the publisher of a suite."""
     return "ubuntu" if suite in _UBUNTU else "debian"
 
 
 def titled(suite: str) -> str:
-    """The suite with its maker's name: ``Debian bookworm``."""
+    """Return the suite with its publisher: ``Debian bookworm``."""
     return f"{_maker(suite).title()} {suite}"
 
 
 def suite_of(word: str) -> tuple[str, str]:
-    """A suite as ``(release, pocket)``: ``bookworm-updates`` → ``("bookworm", "-updates")``; else ``("", "")``."""
+    """Split a suite into ``(release, pocket)``: ``bookworm-updates`` → ``("bookworm", "-updates")``; else ``("",
+    "")``.
+    """
     for name in (*_CODENAMES, *_ALIASES):
         if word.startswith(name) and word[len(name) :] in _POCKETS:
             return name, word[len(name) :]
@@ -236,7 +242,7 @@ def suite_of(word: str) -> tuple[str, str]:
 
 
 def parse_sources(text: str, deb822: bool) -> tuple[Stanza, ...]:
-    """The stanzas of one apt sources file, one-line entries brought into deb822 form."""
+    """Return the stanzas of one apt sources file, with one-line entries converted to deb822."""
     if deb822:
         blocks = re.split(r"\n\s*\n", re.sub(r"(?m)^#.*\n?", "", text))
         stanzas = [_fields(block) for block in blocks if block.strip()]
@@ -270,7 +276,7 @@ def _fields(block: str) -> dict[str, str]:
 
 def _is_of(maker: str, stanza: Stanza) -> bool:
     words = stanza.get("Suites", "").split()
-    # Others publish under these suite names too; the maker's own keyring tells them apart where one is named.
+    # Other publishers use these suite names, too. If a keyring is named, it tells them apart.
     signed = stanza.get("Signed-By", "")
     return (
         "deb" in stanza.get("Types", "").split()
@@ -296,7 +302,7 @@ def _host_stanzas() -> tuple[Stanza, ...]:
 
 
 def reason(text: str) -> str:
-    """The first cause in apt's output, without its URL (which may hold credentials)."""
+    """Return the first cause in apt's output, without its URL, which may contain credentials."""
     if known := cause("apt", text):
         return known
     errors = [re.sub(r"\S+://\S+\s*", "", line[3:]) for line in text.splitlines() if line.startswith("E: ")]
@@ -304,9 +310,10 @@ def reason(text: str) -> str:
 
 
 def ask_archive(suites: Iterable[str]) -> None:
-    """Ask each mirror that apt would use for the suites. HostError within ``HOST_DEADLINE_S`` if one does not answer.
+    """Check that every mirror that apt would use for the suites answers. HostError within ``HOST_DEADLINE_S``
+    otherwise.
 
-    Any answer but an error of the server is one: apt judges the rest, and says what is wrong with it.
+    Every answer except a server error counts. apt checks the contents later, and reports what is wrong.
     """
     wanted = tuple(suites)
     if not wanted:

@@ -1,4 +1,4 @@
-"""Ask several sources at once whether they answer, within a few seconds."""
+"""Checking within a few seconds, and at the same time for all sources, whether they answer."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 
 from primus.errors import HostError
 
-# Of the 5 s that a refusal may take; on a busy machine starting Python takes a good part of the rest.
+# Part of the 5 s within which an error must appear. On a busy machine, starting Python takes much of the rest.
 DEADLINE_S = 4.0
-# A source that fails at once may be about to answer: a connection reset, a gateway that restarts.
+# A source that fails at once may recover quickly, for example after a reset connection or a gateway's restart.
 RETRY_AFTER_S = 0.5
-# For what pip and apt are configured to: as long as a slow mirror takes that works all the same.
+# For sources of pip's and apt's configuration: however slow a mirror is, it works.
 HOST_DEADLINE_S = 8.0
 
-# What asks a source, and raises HostError without an answer; and the package, image or repository that is pinned to the
-# source, or nothing.
+# A function that checks a source and raises HostError without an answer, and the package, image or repository that is
+# pinned to the source, if any.
 Probe = tuple[Callable[[], object], str]
 
 
@@ -27,10 +27,10 @@ def ask(
     deadline: float | None = None,
     hint: str = "run it on a machine that reaches it, or take another channel (--channel)",
 ) -> None:
-    """Ask every source at once, and once more what fails. Raises HostError, within ``deadline`` seconds (default:
-    ``DEADLINE_S``), for the first that gives no answer.
+    """Check all sources at the same time, and those that fail once more.
 
-    ``channel`` is the one that needs them, where it is known.
+    Raises HostError, within ``deadline`` seconds (default: ``DEADLINE_S``), for the first source without an answer.
+    ``channel`` is the one that needs them, if known.
     """
     failed: dict[str, HostError] = {}
 
@@ -40,7 +40,7 @@ def ask(
             try:
                 probe()
             except HostError:
-                # What took longer than that to fail has had its time.
+                # A failure after more than that had its time, and is not tried again.
                 if time.monotonic() - began > RETRY_AFTER_S:
                     raise
                 time.sleep(RETRY_AFTER_S)

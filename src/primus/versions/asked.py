@@ -1,7 +1,7 @@
-"""Requests to the sources: who listens to them, what they answered, and which of them are silent.
+"""Requests to sources: recording them for a report, and reporting sources that are silent.
 
-Requests leave from several threads and several tools (requests, pip, skopeo, git), so each of them tells the listeners
-of this module, like a logger. Without a listener nothing is kept.
+Several threads and tools (requests, pip, skopeo, git) make requests, so they all notify the listeners of this module,
+as with a logger. Without a listener, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-# A silent source is reported within 5 s. Starting Python and pip takes the other half of that time.
+# A silent source is reported within 5 s. Starting Python and pip takes half of that time.
 FIRST_WORD_S = 2.5
-# A host that is slow with every one of hundreds of files is named often enough.
+# A host that is slow with each of hundreds of files is reported only this often.
 MOST_WORDS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long to wait for a source: seconds to connect, seconds of silence, and how often a passing fault is retried.
+    """How long to wait for a source: seconds to connect, seconds of silence, and the retries after a temporary
+    failure.
 
-    ``pause_s`` doubles with each try; a server's Retry-After replaces it up to ``longest_pause_s``.
+    ``pause_s`` doubles with each try. A server's Retry-After replaces it, up to ``longest_pause_s``.
     """
 
     connect_s: float = 4.0
@@ -39,8 +40,9 @@ PATIENCE = Patience()
 
 @dataclass(kw_only=True)
 class Asked:
-    """One request. ``about`` is the package, image or repository that it concerns, ``size`` is in bytes, ``seconds``
-    lasts until the answer began (for a tool: until it ended).
+    """One request. ``about`` is the package, image or repository that it concerns, and ``size`` is in bytes.
+
+    ``seconds`` is the time until the answer began (for a tool: until it ended).
     """
 
     tool: str
@@ -56,11 +58,11 @@ class Asked:
     heard: float = field(default_factory=time.monotonic)
 
     def hear(self) -> None:
-        """The source has just sent something."""
+        """Record that the source has just sent something."""
         self.heard = time.monotonic()
 
     def answer(self, status: int | None, kind: str = "", size: int | None = None) -> None:
-        """The answer has begun."""
+        """Record the beginning of the answer."""
         self.status, self.type, self.size = status, kind, size
         if status in (403, 404, 410):
             self.verdict = "not here"
@@ -68,7 +70,7 @@ class Asked:
             self.verdict = "answered" if status is None or status < 400 else "refused"
 
     def row(self) -> dict[str, Any]:
-        """The request as a row of the report."""
+        """Return the request as a row of the report."""
         row = asdict(self)
         del row["began"], row["heard"]
         return row | {"seconds": round(self.seconds, 3)}
@@ -99,7 +101,7 @@ _LISTENERS: list[_Listener] = []
 
 @contextmanager
 def listening(say: Callable[[str], None] | None = None) -> Iterator[list[Asked]]:
-    """Collect every request made in this context. ``say`` gets a line per retry and per silent source."""
+    """Collect every request made in this context. ``say`` is called with a line per retry and per silent source."""
     listener = _Listener(say)
     _LISTENERS.append(listener)
     if say is not None:
@@ -112,7 +114,7 @@ def listening(say: Callable[[str], None] | None = None) -> Iterator[list[Asked]]
 
 
 def tell(text: str) -> None:
-    """Say one line to whoever listens: a retry, or something odd about an answer."""
+    """Send one line to the listeners: a retry, or something unusual about an answer."""
     for listener in tuple(_LISTENERS):
         if listener.say is not None:
             listener.say(f"! {text}")
@@ -122,8 +124,10 @@ def tell(text: str) -> None:
 def asking(
     tool: str, url: str, about: str, method: str = "GET", *, record: bool = True, silent: bool = False
 ) -> Iterator[Asked]:
-    """Tell the listeners of a request while it lasts. ``record`` is False for one that is only watched, such as the
-    rest of an answer that is recorded already; ``silent`` is a tool that takes long without being stuck.
+    """Notify the listeners of a request while the context is open.
+
+    ``record`` is False for a request that is only watched, such as the rest of a recorded answer. ``silent`` is for
+    a tool that takes long without output.
     """
     one = Asked(tool=tool, url=bare_url(url), about=about, method=method)
     listeners = tuple(_LISTENERS)
@@ -143,11 +147,11 @@ def asking(
         one.seconds = time.monotonic() - one.began
         for listener in listeners:
             with listener.guard:
-                # By identity: two requests may be equal.
+                # By identity, because two requests may be equal.
                 listener.open[:] = [other for other in listener.open if other is not one]
 
 
 def bare_url(url: str) -> str:
-    """``url`` without credentials, query and fragment: what a message or a report may show."""
+    """Return ``url`` without credentials, query and fragment, so that messages and reports may show it."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

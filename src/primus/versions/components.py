@@ -1,4 +1,4 @@
-"""versions.yaml: the one file of pins. What may stand in it, and why a moving reference may not."""
+"""The contents of versions.yaml, the file of pins. Moving references are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primus.paths import path_fault
 from primus.schema import WrongValue, described
 from primus.versions.suites import name_of, suites_of
 
-# PEP 440 public version with optional local part; a Debian version also fits a base package's own pin.
+# A PEP 440 public version with an optional local part, or a Debian version for a base package's own pin.
 _VERSION = r"[0-9]+(\.[0-9]+)*((a|b|rc)[0-9]+)?(\.post[0-9]+)?(\.dev[0-9]+)?(\+[a-z0-9]+([._-][a-z0-9]+)*)?"
 _DEB = r"[a-z0-9][a-z0-9.+-]+(/[a-z]+)?"
 # A name on a Python index, in which {arch} may stand for the GPU architecture.
@@ -22,13 +22,13 @@ _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
 
 
 def normalised(name: str) -> str:
-    """Name of a Python package as PEP 503 compares it."""
+    """Normalize the name of a Python package as PEP 503 does."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """How a source becomes a wheel: what its root file system holds on top of the target's base."""
+    """How a source is built to a wheel: what its root file system contains in addition to the target's base."""
 
     debs: tuple[str, ...] = described(
         "Packages besides the base's own, such as a compiler.",
@@ -50,8 +50,7 @@ class Build:
 
 @dataclass(frozen=True, kw_only=True)
 class Pin:
-    """One exact version of a component, and where it comes from. Exactly one of wheel, sdist, git, deb, path, inside is
-    given.
+    """One exact version of a component, and its source: exactly one of wheel, sdist, git, deb, path and inside.
 
     ``{arch}`` in a package name or in a build stands for the target's GPU architecture.
     """
@@ -159,7 +158,7 @@ class Pin:
             raise ValueError("a git pin, and only it, has `commit` and `package`")
 
     def _check_paths(self) -> None:
-        """ValueError for a path that leaves its folder, or that no image may have."""
+        """Raise ValueError for a path outside its folder, or one that no image may contain."""
         if self.path is not None and (fault := path_fault(self.path)) and not self.outside:
             raise ValueError(
                 f"path {self.path!r} cannot be used: {fault}; a folder outside of this repository needs `outside: true`"
@@ -174,24 +173,24 @@ class Pin:
 
     @property
     def source(self) -> str | None:
-        """The Python package that is built from source, if it is."""
+        """Return the Python package that is built from source, or None."""
         return self.sdist or self.package
 
     def named(self, kind: str) -> str | None:
-        """The package that the pin asks for as one of the lock's kinds; None when it asks for another kind."""
+        """Return the requested package of one of the lock's kinds; None if the pin is of another kind."""
         kinds = {"wheel": self.wheel, "sdist": self.sdist, "git": self.package, "deb": self.deb}
-        # What is no base is the root of a build, called after its source.
+        # A deb of a base, or of a build root, which is named after its source.
         return {**kinds, **dict.fromkeys(("base", "build"), self.source)}.get(kind)
 
     @property
     def text(self) -> str:
-        """The pin in a few words, as plan and explain show it."""
+        """Return the pin in a few words, as in the output of plan and explain."""
         if self.path is not None:
             return f"{self.path} → {self.to}"
         return f"{self.wheel or self.source or self.deb or f'in {self.inside}'} {self.version}"
 
     def resolved(self, place: int, arch: str | None) -> Pin:
-        """The pin with its place in the component and ``{arch}`` filled in. ValueError for a target without one."""
+        """Return the pin with its position in the component and ``{arch}`` replaced. ValueError if there is none."""
         build = self.build or Build()
         texts = [self.wheel, self.sdist, build.prepare, *build.wheels, *build.environment.values()]
         if arch is None and (named := [text for text in texts if text and "{arch}" in text]):
@@ -217,7 +216,7 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One pinned thing. It may have one pin per channel and target."""
+    """One pinned component. It can have one pin per channel and target."""
 
     name: str = described("Name as its makers write it.")
     pins: tuple[Pin, ...] = described("Its exact pins.")
@@ -230,9 +229,9 @@ class Component:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """A root file system made of Debian packages; the lock holds each package's exact version and hash.
+    """A root file system of Debian packages. The lock contains each package's exact version and hash.
 
-    With ``image`` the packages are laid over an image of a registry, whose own layers are taken as they are.
+    With ``image``, the packages are added to an image from a registry, whose own layers stay unchanged.
     """
 
     suite: str = described("Codename of the suite (a codename stays; `stable` moves).", pattern=r"[a-z]+")
@@ -275,7 +274,7 @@ class Base:
         if self.image and self.kernels:
             raise ValueError("`kernels` goes with a base of packages alone, not with `image`")
         for extra, packages in self.extras.items():
-            # "NAME build" is the root of a build.
+            # "NAME build" is the root file system of a build.
             if not re.fullmatch(_NAME, extra) or extra == "build":
                 raise ValueError(
                     f"extras: {extra!r} is no name: lower-case letters, digits and hyphens, and not `build`"
@@ -292,13 +291,13 @@ class Base:
 
     @property
     def suites(self) -> tuple[str, ...]:
-        """Every suite the packages come from, the base's own first."""
+        """Return every suite that packages come from, the base's own first."""
         return suites_of(self.suite, self.packages)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """A Python index of a channel's own, beside those that pip is configured to use."""
+    """A Python index that belongs to a channel, in addition to those of pip's configuration."""
 
     channel: Literal["amd"] = described("Channel whose wheels and sdists it offers.")
     url: str = described("Its address.", pattern=r"https?://[^ ]+", shape="an http or https address")
@@ -306,7 +305,7 @@ class Index:
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """The release's pins."""
+    """The pins of the release."""
 
     release: str = described("Name of the release.", pattern=r"v[0-9]{2}\.[0-9]+", shape="like v26.11")
     created: str = described(
@@ -324,7 +323,7 @@ class Versions:
         except ValueError:
             raise WrongValue(f"created: {self.created} is not a date of the calendar", "created") from None
         if created.year < 1980:
-            # Zip archives, such as wheels, hold no earlier date.
+            # Zip archives, such as wheels, cannot store an earlier date.
             raise WrongValue(f"created must be 1980-01-01 or later, not {self.created}", "created")
         for name in (*self.bases, *self.components, *self.indexes):
             if not re.fullmatch(_NAME, name):

@@ -1,4 +1,4 @@
-"""Debs: the packages of a base and all they need, by apt's own resolver over the host's mirrors."""
+"""Debs: the packages of a base with all dependencies, resolved by apt over the host's mirrors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from primus.versions.suites import name_of, preferences, suites_of, upstream
 def resolve_debs(
     base_name: str, base: BaseRequest, architecture: str, *, progress: Progress, status: str = ""
 ) -> tuple[LockedFile, ...]:
-    """Every deb of the base's root file system: the essential ones, those asked for, and what they depend on.
+    """Return every deb of the base's root file system: essential packages, requested packages and their
+    dependencies.
 
-    Over an image, whose dpkg ``status`` tells what is there already, only what it lacks. Recommends stay out. Raises
-    InputError for a package or Python version the suite lacks, HostError when the archive is out of reach.
+    For a base over an image, whose dpkg ``status`` lists the installed packages, return only the missing ones.
+    Recommended packages are left out. Raises InputError for a package or Python version that the suite does not
+    have, HostError if the archive is not available.
     """
     key = f"debs {base_name}"
     suites, names = suites_of(base.suite, base.packages), [name_of(p) for p in base.packages]
@@ -29,8 +31,8 @@ def resolve_debs(
     with open_archive(suites, architecture, preferences(base.suite, base.packages), status) as archive:
         for suite, day in archive.expired(datetime.now(UTC)):
             progress.say(f"! the index of Debian {suite} was valid until {day}; taken all the same")
-        # usrmerge converts a running system and drags in all of perl; a root file system that is made merged from the
-        # start satisfies the same dependency with a marker package, which mmdebstrap's hook for it wants to install.
+        # usrmerge converts a running system and depends on all of perl. A root file system that is merged from the
+        # start fulfills the same dependency with a marker package, which mmdebstrap's hook for it installs.
         essential = ["?essential", *(() if "usrmerge" in names else ("usr-is-merged",))]
         chosen = _closure(archive, base, names if base.image else [*essential, *names])
         _check_suites(archive, base, chosen)
@@ -53,7 +55,7 @@ def resolve_debs(
 
 
 def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -> None:
-    """Raise InputError when the suite's Python is not the one the base states."""
+    """Raise InputError if the suite's Python differs from the base's stated version."""
     minor = ".".join(base.python.split(".")[:2])
     version = chosen.get(f"python{minor}-minimal")
     if version is None:
@@ -72,7 +74,7 @@ def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -
 
 
 def parse_uris(text: str) -> dict[str, str]:
-    """Package → version from the output of ``apt-get install --print-uris``."""
+    """Return package → version from the output of ``apt-get install --print-uris``."""
     chosen: dict[str, str] = {}
     for file in re.findall(r"^'[^']*' (\S+)_[^_ ]+\.deb [0-9]+", text, re.M):
         name, _, version = file.partition("_")
@@ -81,7 +83,7 @@ def parse_uris(text: str) -> dict[str, str]:
 
 
 def parse_records(text: str) -> dict[tuple[str, str], dict[str, str]]:
-    """``(package, version)`` → its fields, from the output of ``apt-cache show``; the first record wins."""
+    """Return ``(package, version)`` → its fields from the output of ``apt-cache show``; the first record counts."""
     records: dict[tuple[str, str], dict[str, str]] = {}
     for block in text.split("\n\n"):
         fields = dict(re.findall(r"^(Package|Version|Filename|Size|SHA256): (\S+)$", block, re.M))
@@ -108,7 +110,7 @@ def _closure(archive: Archive, base: BaseRequest, packages: Iterable[str]) -> di
 
 
 def _check_suites(archive: Archive, base: BaseRequest, chosen: Mapping[str, str]) -> None:
-    """Raise InputError when a package did not come from the suite it names: apt only prefers."""
+    """Raise InputError if a package comes from another suite than requested, which apt only prefers."""
     named = {name: suite for name, _, suite in (p.partition("/") for p in base.packages) if suite}
     offers = archive.run("apt-cache", "madison", *named).stdout if named else ""
     for name, suite in named.items():

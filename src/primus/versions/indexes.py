@@ -1,6 +1,6 @@
-"""The Python indexes of this host, exactly as pip is configured to use them: pages, local folders, credentials, CA.
+"""The Python indexes of this host, as pip is configured to use them: pages, local folders, credentials, CA.
 
-pip resolves; this module answers what pip does not: where a file of a given name lies, and how long it is.
+pip resolves versions. This module answers what pip does not: where a file is, and how large it is.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from primus.versions.pages import Link, NotAPage, folder, local_path, parse_page
 if TYPE_CHECKING:
     from primus.versions.lock import LockedFile
 
-# What pip takes when nothing is configured; asked of pip itself, so that no address stands in this project.
+# pip's default index without any configuration. It is read from pip, so that this project contains no address.
 _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+html;q=0.2, text/html;q=0.01"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Indexes:
-    """What pip would search: simple indexes, then find-links places; and how it would reach them."""
+    """The places that pip would search (simple indexes, then find-links), and how it would reach them."""
 
     index_urls: tuple[str, ...]
     find_links: tuple[str, ...] = ()
@@ -49,13 +49,13 @@ class Indexes:
 
     @classmethod
     def of_host(cls) -> Indexes:
-        """The configuration of this host's pip (files and PIP_* variables). Raises HostError when pip is missing."""
+        """Return the configuration of this host's pip (files and PIP_* variables). Raises HostError without pip."""
         settings = parse_config(_pip("config", "list"))
         return cls.from_settings(settings, _pip_default_index() if "index-url" not in settings else "")
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, str], default_index: str) -> Indexes:
-        """The indexes that pip's settings name; ``default_index`` stands in when they name none."""
+        """Return the indexes that pip's settings name, or ``default_index`` if they name none."""
         urls: list[str] = []
         if settings.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
             urls = [settings.get("index-url", default_index), *settings.get("extra-index-url", "").split()]
@@ -72,13 +72,13 @@ class Indexes:
         )
 
     def only(self, url: str) -> Indexes:
-        """The one index at ``url``, reached as pip would reach it."""
+        """Return only the index at ``url``, reached as pip would reach it."""
         return replace(self, index_urls=(url,), find_links=())
 
     def session(self) -> requests.Session:
-        """A session with pip's client certificate. Not for two threads at once."""
+        """Return a session with pip's client certificate. It must not be used by two threads at the same time."""
         if self.trusted_hosts:
-            # Whoever wrote trusted-host knows; pip does not warn either.
+            # trusted-host was set on purpose, and pip does not warn either.
             urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         session = SafeSession()
         adapter = HTTPAdapter(max_retries=0, pool_maxsize=16)
@@ -96,7 +96,7 @@ class Indexes:
         headers: Mapping[str, str] | None = None,
         about: str = "",
     ) -> requests.Response:
-        """One streamed request with the right CA and credentials. Raises ``requests`` errors as they are."""
+        """Make one streamed request with the right CA and credentials. Raises the errors of ``requests``."""
         host = urlsplit(url).netloc
         trusted = host in self.trusted_hosts or (urlsplit(url).hostname or "") in self.trusted_hosts
         with asking("primus", url, about or url.rpartition("/")[2], method) as request:
@@ -108,7 +108,8 @@ class Indexes:
                     allow_redirects=True,
                     headers=dict(headers or {}),
                     auth=self.credentials.get(host),
-                    # Not on the session: there the environment's proxies would win over pip's own setting.
+                    # Not set on the session, where the environment's proxies would take precedence over pip's own
+                    # setting.
                     proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
                     verify=False if trusted else self._ca(),
                     timeout=(asked.PATIENCE.connect_s, asked.PATIENCE.read_s),
@@ -131,10 +132,11 @@ class Indexes:
         headers: Mapping[str, str] | None = None,
         probe: bool = False,
     ) -> requests.Response:
-        """The answer to :meth:`get`, asked again while a fault may pass; one that says "not here" counts as an answer.
-        A ``probe`` asks once, and takes a fault that may pass for an answer, too.
+        """Make a request with :meth:`get`, and retry it after a temporary failure. "Not found" counts as an
+        answer.
 
-        Raises HostError, which names ``what`` was asked and ``about`` which package.
+        A ``probe`` asks once, and accepts a temporary failure as an answer. Raises HostError that names
+        ``what`` was requested and for ``about`` which package.
         """
         cause, hint = "", "check the network, or point pip at a mirror (pip config set global.index-url URL)"
         patience, tries = asked.PATIENCE, 1 if probe else asked.PATIENCE.tries
@@ -174,16 +176,16 @@ class Indexes:
     def _ca(self) -> str | bool:
         env = os.environ
         configured = self.cert or env.get("REQUESTS_CA_BUNDLE") or env.get("CURL_CA_BUNDLE")
-        # pip trusts the system's store; requests alone would not see a company's own CA there.
+        # pip trusts the system's certificate store. requests alone would not find a company's own CA in it.
         return configured or ssl.get_default_verify_paths().cafile or True
 
     def places(self, name: str) -> tuple[str, ...]:
-        """Pages and folders that may offer files of the project ``name``, local ones first."""
+        """Return pages and folders that may offer files of the project ``name``, local ones first."""
         pages = [url.rstrip("/") + f"/{name}/" for url in self.index_urls]
         return tuple(sorted((*self.find_links, *pages), key=lambda place: local_path(place) is None))
 
     def offers(self, session: requests.Session, place: str) -> tuple[Link, ...]:
-        """What one place offers; nothing when it does not know the project. HostError when it does not answer."""
+        """Return the files that one place offers; none for an unknown project. HostError if it does not answer."""
         local = local_path(place)
         if local is not None:
             return folder(local)
@@ -204,13 +206,14 @@ class Indexes:
                 ) from None
 
     def links(self, session: requests.Session, name: str) -> Iterator[Link]:
-        """Every file offered for the project ``name``, place after place. Raises HostError like :meth:`offers`."""
+        """Yield every file offered for the project ``name``, place by place. Raises HostError as :meth:`offers`."""
         for place in self.places(name):
             yield from self.offers(session, place)
 
     def probe(self, name: str) -> None:
-        """Raise HostError within seconds when an index does not answer (asked for the page of ``name``). A fault that
-        may pass is an answer here; whoever wants the page asks again.
+        """Raise HostError within seconds if an index does not answer a request for the page of ``name``.
+
+        A temporary failure counts as an answer, because the later request for the page is retried.
         """
         session = self.session()
         for url in self.remote:
@@ -220,12 +223,13 @@ class Indexes:
 
     @property
     def remote(self) -> tuple[str, ...]:
-        """The indexes that a network lies before."""
+        """Return the indexes on the network."""
         return tuple(url for url in self.index_urls if local_path(url) is None)
 
     def probe_any(self, files: Sequence[LockedFile]) -> None:
-        """Raise HostError when the files need an index that is out of reach: no local place has them, and of the
-        remote indexes none answers.
+        """Raise HostError if the files need an index that cannot be reached.
+
+        This is the case if no local place has them, and none of the remote indexes answers.
         """
         local = {
             link.file
@@ -256,9 +260,9 @@ class Indexes:
             raise errors[0]
 
     def measure(self, session: requests.Session, url: str, about: str = "") -> tuple[int, str | None]:
-        """Length of the file at ``url``; its sha256 too, but only when it had to be read in full to learn it.
+        """Return the length of the file at ``url``, and its sha256 if it had to be read in full for that.
 
-        Raises HostError when the file is not there or a web page stands in its place.
+        Raises HostError if there is no such file, or if the answer is a web page.
         """
         local = local_path(url)
         if local is not None:
@@ -269,8 +273,9 @@ class Indexes:
                 if response.ok and (length := file_length(response)) is not None:
                     return length, None
         except requests.RequestException:
-            pass  # asked again below, where a fault is waited out
-        # Some servers refuse HEAD, as a signed address does; one byte tells the length of the whole.
+            pass  # Requested again below, with retries.
+        # Some servers refuse HEAD, for example for signed addresses. The answer to a request for one byte has the total
+        # length.
         headers = PLAIN | {"Range": "bytes=0-0"}
         with self._patient(session, url, about, what="the file", headers=headers) as response:
             self._must_be_file(response, url, about)
@@ -282,7 +287,7 @@ class Indexes:
         return self.read(session, url, about)
 
     def read(self, session: requests.Session, url: str, about: str = "") -> tuple[int, str]:
-        """Length and sha256 of the file at ``url``, by reading all of it; resumed where it is cut."""
+        """Return length and sha256 of the file at ``url`` by reading all of it. An interrupted transfer is resumed."""
         local = local_path(url)
         if local is not None:
             with local.open("rb") as file:
@@ -307,7 +312,7 @@ class Indexes:
                     return size, digest.hexdigest()
                 except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
                     cause = short(error)
-            # A server that starts over each time makes no progress.
+            # A server that restarts from the beginning each time makes no progress.
             faults = 1 if size > most else faults + 1
             most = max(most, size)
             if faults >= asked.PATIENCE.tries:
@@ -320,7 +325,7 @@ class Indexes:
             time.sleep(asked.PATIENCE.pause_s)
 
     def _must_be_file(self, response: requests.Response, url: str, about: str) -> None:
-        """HostError for an address that has no such file, or a page in its place."""
+        """Raise HostError for an address without such a file, or with a page instead."""
         kind = response.headers.get("Content-Type", "")
         if response.status_code in ABSENT:
             cause = f"HTTP status {response.status_code}"
@@ -336,12 +341,12 @@ class Indexes:
 
 
 def _name(about: str) -> str:
-    """The package of ``NAME`` or ``NAME VERSION``."""
+    """Return the package of ``NAME`` or ``NAME VERSION``."""
     return about.partition(" ")[0]
 
 
 def parse_config(listing: str) -> dict[str, str]:
-    """pip's effective settings for `install` from the text of `pip config list` (variables win over files)."""
+    """Return pip's settings for `install` from the output of `pip config list`. Variables override files."""
     layers: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for line in listing.splitlines():
         key, equals, value = line.partition("=")
@@ -356,7 +361,7 @@ def parse_config(listing: str) -> dict[str, str]:
 
 
 def pip_failure_hides_network(text: str) -> bool:
-    """Whether pip's error output speaks of a network that failed and not of a version that is missing."""
+    """Return whether pip's error output is about a failed network, not a missing version."""
     marks = ("connection broken", "Could not fetch URL", "Max retries exceeded", "HTTPError", "SSLError")
     absent = tuple(f" {status} Client Error" for status in ABSENT)
     return any(mark in line for line in text.splitlines() for mark in marks if not any(a in line for a in absent))
@@ -380,7 +385,7 @@ def _pip(*args: str) -> str:
 
 
 def _pip_default_index() -> str:
-    # pip offers no command that tells; its constant is the same in every release since 8.
+    # pip has no command for this. Its constant has not changed since release 8.
     code = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -1,6 +1,6 @@
-"""The lock: every file that enters a target, by name, version, file name, size and sha256; never a host name.
+"""The lock: every file of a target with name, version, file name, size and sha256, but without host names.
 
-One file per target and channel, committed, one entry per line so that a diff reads like a list of changes.
+There is one committed file per target and channel, with one entry per line, so that a diff is a list of changes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Kind = Literal["wheel", "sdist", "git", "deb", "layer"]
 
 @dataclass(frozen=True, kw_only=True)
 class LockedFile:
-    """One file. ``base`` names the root file system that a deb, a layer, or a wheel of a build, belongs to; a wheel
-    without one is the image's. ``index`` is the index of versions.yaml that offers it (pip's own where there is none);
-    ``name`` is PEP 503-normalised for Python packages.
+    """One file. ``index`` is the index of versions.yaml that offers it, or None for pip's own.
 
-    A ``layer`` is one of an image of a registry, ``git`` the archive of a commit.
+    ``base`` names the root file system of a deb, a layer, or a wheel of a build; a wheel without one belongs to the
+    image. ``name`` is normalized as in PEP 503 for Python packages. A ``layer`` belongs to an image from a
+    registry, and ``git`` is the archive of a commit.
     """
 
     kind: Kind
@@ -54,9 +54,10 @@ class LockedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseRequest:
-    """What a base asks of an archive and a registry. ``packages`` may hold ``name/suite``, as in versions.yaml.
+    """What a base needs from an archive and a registry. ``packages`` may contain ``name/suite``, as in
+    versions.yaml.
 
-    ``over`` names the base that an extra lies over. The lock then holds only the packages that this base lacks.
+    ``over`` names the base of an extra. The lock then contains only the packages that this base does not have.
     """
 
     suite: str
@@ -68,7 +69,7 @@ class BaseRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A commit of a repository, and the version that its package is to have."""
+    """A commit of a repository, and the version of its package."""
 
     url: str
     commit: str
@@ -77,13 +78,14 @@ class Commit:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of the sources for one target: the lock's input. ``python`` is the major.minor of its base.
+    """The input of a lock: what one target needs from the sources. ``python`` is the major.minor version of its
+    base.
 
-    ``wheels`` and ``sdists`` map normalised package names to exact versions, ``debs`` names of the base's packages to
-    upstream ones; ``pure`` names wheels to take for every platform; ``requires`` names wheels of any version that
-    fits; ``bases`` holds the target's own base, its extras and the roots of its builds, ``builds`` the wheels that lie
-    in these (``NAME``, of the image's version, or ``NAME==VERSION``). ``indexes`` are the channel's own (name →
-    address), ``indexed`` the packages that must come from them.
+    ``wheels`` and ``sdists`` map normalized package names to exact versions, and ``debs`` maps names of the base's
+    packages to upstream versions. ``pure`` names wheels for any platform; ``requires`` names wheels of any version
+    that fits. ``bases`` contains the target's own base, its extras and the root file systems of its builds;
+    ``builds`` the wheels in these (``NAME``, of the image's version, or ``NAME==VERSION``). ``indexes`` are the
+    channel's own (name → address), ``indexed`` the packages that must come from them.
     """
 
     target: str
@@ -103,19 +105,19 @@ class Request:
 
     @property
     def asks(self) -> bool:
-        """Whether there is anything to lock; a target of local folders alone asks for nothing."""
+        """Whether there is anything to lock. A target that consists of local folders has no lock."""
         return bool(self.bases or self.wheels or self.sdists or self.gits)
 
     @property
     def provided(self) -> dict[str, str]:
-        """Python packages that come from the base or are built here, as pip compares versions."""
+        """Python packages that come from the base or are built here, with versions as pip compares them."""
         names = {name: version for name, version in self.debs.items() if name.startswith("python3-")}
         brought = {name.removeprefix("python3-"): f"{version}+debian" for name, version in names.items()}
         built = {**self.sdists, **{name: one.version for name, one in self.gits.items()}}
         return brought | {name: version if "+" in version else f"{version}+built" for name, version in built.items()}
 
     def flat(self) -> dict[str, str]:
-        """The request as one flat mapping, the form in which the lock keeps it and drift is found."""
+        """Return the request as one flat mapping, which the lock stores and in which changes are detected."""
         result = {"architecture": self.architecture, "python": self.python}
         for name, base in self.bases.items():
             result[f"base {name} suite"] = base.suite
@@ -135,7 +137,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Lock:
-    """A resolved request. ``pins`` is the request it answers, ``files`` the answer, sorted by kind and name."""
+    """A resolved request. ``pins`` is the request, ``files`` the result, sorted by kind and name."""
 
     target: str
     channel: str
@@ -144,17 +146,17 @@ class Lock:
 
     @property
     def distinct(self) -> tuple[LockedFile, ...]:
-        """Each file once: the root of a build holds the base's packages too, and they are fetched once."""
+        """Return each file once. The root file system of a build repeats the base's packages."""
         return tuple({f.sha256: f for f in self.files}.values())
 
     def of(self, kind: Kind, base: str | None = None) -> tuple[LockedFile, ...]:
-        """The files of one kind: of ``base``, or the image's own (debs: of every base)."""
+        """Return the files of one kind: those of ``base``, or the image's own (debs: those of every base)."""
         every = kind == "deb" and base is None
         return tuple(f for f in self.files if f.kind == kind and (every or f.base == base))
 
     @property
     def python_packages(self) -> tuple[LockedFile, ...]:
-        """The Python packages of the image: its wheels, and the sources that are built into wheels."""
+        """Return the Python packages of the image: its wheels, and the sources that are built to wheels."""
         return (*self.of("wheel"), *self.of("sdist"), *self.of("git"))
 
 
@@ -172,7 +174,7 @@ class _File:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """One pin on which versions.yaml and the lock disagree; None means absent."""
+    """One pin on which versions.yaml and the lock differ; None means absent."""
 
     pin: str
     locked: str | None
@@ -183,7 +185,7 @@ class Drift:
 
 
 def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
-    """Where the lock no longer answers the request; empty when it is fresh."""
+    """Return where the lock does not match the request; empty if it is up to date."""
     wanted = request.flat()
     names = sorted({*wanted, *lock.pins})
     return tuple(
@@ -192,7 +194,7 @@ def drift(lock: Lock, request: Request) -> tuple[Drift, ...]:
 
 
 def dumps(lock: Lock) -> str:
-    """The lock as committed text: JSON, one pin and one file per line."""
+    """Return the text of the lock: JSON with one pin and one file per line."""
 
     def line(value: object) -> str:
         return json.dumps(value, ensure_ascii=False)
@@ -214,8 +216,8 @@ def dumps(lock: Lock) -> str:
 
 
 def loads(text: str | bytes, name: str) -> Lock:
-    """The lock in ``text``; ``name`` is the file's name in messages. Raises InputError when it is not a lock."""
-    # `primus lock` reads the lock that it replaces, so it refuses a damaged one, too.
+    """Parse a lock; ``name`` is the file's name in messages. Raises InputError if the text is not a lock."""
+    # `primus lock` reads the lock that it replaces, so it also refuses a damaged one.
     hint = "restore it from version control, or delete it and run `primus lock`"
     try:
         document = parse_json(text, name)
@@ -237,7 +239,7 @@ def loads(text: str | bytes, name: str) -> Lock:
 
 
 def load(path: Path, name: str | None = None) -> Lock | None:
-    """The lock at ``path``, or None when there is none yet."""
+    """Return the lock at ``path``, or None if it does not exist."""
     try:
         return loads(read_bytes(path, name), name or str(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What an index offers: simple pages (PEP 503 HTML, PEP 691 JSON) and local folders."""
+"""The files that an index offers: simple pages (PEP 503 HTML, PEP 691 JSON) and local folders."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 from urllib.request import url2pathname
 
-# What pip takes; it skips a page of any other type, and then says that there is no such version.
+# The types that pip accepts. It ignores a page of any other type, and then reports that the version does not exist.
 _TYPES = ("text/html", "application/vnd.pypi.simple.")
 _ARCHIVES = (".whl", ".tar.gz", ".zip", ".metadata")
 
 
 class NotAPage(Exception):
-    """The answer is no list of files; the text says what it is."""
+    """The answer is not a list of files. The message describes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One file an index offers. ``sha256`` and ``size`` are None where the page does not say."""
+    """One file of an index. ``sha256`` and ``size`` are None if the page does not state them."""
 
     file: str
     url: str
@@ -31,7 +31,7 @@ class Link:
 
 
 def parse_page(text: str, content_type: str, url: str) -> tuple[Link, ...]:
-    """The links of a simple page, PEP 691 JSON or PEP 503 HTML. Raises NotAPage for anything else."""
+    """Return the links of a simple page, PEP 691 JSON or PEP 503 HTML. Raises NotAPage for anything else."""
     if not content_type.lower().startswith(_TYPES):
         raise NotAPage(f"it sends {content_type.partition(';')[0] or 'no Content-Type'}, which pip does not read")
     if "json" in content_type:
@@ -90,7 +90,7 @@ def _link(url: str, requires_python: str | None) -> Link:
 
 
 def local_path(url: str) -> Path | None:
-    """The path behind a file: URL or a bare path; None for a remote URL."""
+    """Return the path of a file: URL or a bare path; None for a remote URL."""
     parts = urlsplit(url)
     if parts.scheme in ("file", "copy"):
         return Path(url2pathname(parts.path))
@@ -98,7 +98,7 @@ def local_path(url: str) -> Path | None:
 
 
 def folder(path: Path) -> tuple[Link, ...]:
-    """Files in a find-links folder, of one page file, or of a static index folder (index.html inside)."""
+    """Return the files of a find-links folder, of one page file, or of a static index folder (with index.html)."""
     if path.is_file():
         return parse_page(path.read_text(encoding="utf-8"), "text/html", path.as_uri())
     if not path.is_dir():

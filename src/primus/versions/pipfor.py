@@ -1,8 +1,8 @@
-"""Runs pip as if on another Python: ``python pipfor.py 3.11.2 x86_64 FD install …``.
+"""Run pip as if on another Python: ``python pipfor.py 3.11.2 x86_64 FD install …``.
 
-pip's own ``--python-version`` and ``--platform`` choose wheels, but leave environment markers to the running
-interpreter, so a host with another Python would lock other dependencies. Each request is told to the file descriptor
-``FD`` as lines of JSON: one when it leaves, one when its answer begins. This file is a program, not imported.
+pip's own ``--python-version`` and ``--platform`` select wheels, but environment markers use the running interpreter. A
+host with another Python would therefore lock other dependencies. Each request is reported to the file descriptor ``FD``
+as lines of JSON: one when it is sent, one when its answer begins. This file is a program and is not imported.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import runpy
 import sys
 from typing import Any
 
-# The most that a server may ask pip to wait. Statuses that pip itself does not retry are retried as well.
+# The longest Retry-After to obey. Statuses that pip itself does not retry are retried as well.
 LONGEST_PAUSE_S = 10.0
 PASSING = (408, 425, 429, 500, 502, 503, 504, 520, 524)
 
 
 def main() -> None:
-    """Replace pip's marker environment, then be pip."""
+    """Replace pip's marker environment, then run pip."""
     python, machine, out = sys.argv[1:4]
     sys.argv = ["pip", *sys.argv[4:]]
     from pip._vendor.packaging import markers
@@ -47,7 +47,7 @@ def main() -> None:
     ):  # fmt: skip
         if not hasattr(owner, name):
             sys.exit(f"ERROR: this pip has no {owner.__name__}.{name}, which locking replaces; install pip<27")
-    # A server may ask pip to come back in an hour; pip would wait that long.
+    # A server can ask for an hour, and pip would wait that long.
     asked_for = Retry.get_retry_after
     Retry.get_retry_after = lambda self, response: min(asked_for(self, response) or 0.0, LONGEST_PAUSE_S) or None  # type: ignore[assignment,method-assign,unused-ignore]
     Retry.is_retry = lambda self, _, status, *__, **___: bool(self.total) and status in PASSING  # type: ignore[assignment,method-assign,unused-ignore]
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _tell_requests(out: int) -> None:
-    """Make pip write every request to the file descriptor ``out``."""
+    """Make pip report every request to the file descriptor ``out``."""
     from pip._vendor.requests.adapters import HTTPAdapter
 
     send, numbers = HTTPAdapter.send, itertools.count()

@@ -1,4 +1,4 @@
-"""pip as a program: run with its requests listened to, and its failure as one sentence."""
+"""Running pip as a program, with its requests recorded and its failures explained in one sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from primus.versions.indexes import pip_failure_hides_network
 def run_pip(
     shim: Sequence[str], args: Sequence[str], environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run pip, and pass on what it asks of which index while it runs."""
+    """Run pip, and report its requests while it runs."""
     reading, writing = os.pipe()
     command = [*shim, str(writing), *args]
     pipe = subprocess.PIPE
@@ -50,7 +50,7 @@ def run_pip(
 
 
 def _hear(lines: Iterable[str]) -> None:
-    """Tell the listeners of requests what pip writes of its own."""
+    """Report the requests that pip writes to the listeners."""
     with ExitStack() as every:
         running: dict[int, tuple[ExitStack, Asked]] = {}
         for line in lines:
@@ -69,7 +69,7 @@ def _hear(lines: Iterable[str]) -> None:
 
 
 def explain(output: str, urls: Sequence[str] = ()) -> InputError | HostError:
-    """pip's output on failing as one sentence and what to do; ``urls`` are the indexes that it was given."""
+    """Return the error for pip's failure, from its output; ``urls`` are the indexes that it was given."""
     if pip_failure_hides_network(output):
         url, package, why = _network_fault(output)
         return HostError(
@@ -92,7 +92,7 @@ def explain(output: str, urls: Sequence[str] = ()) -> InputError | HostError:
     if missing:
         offered = [] if missing[3].strip() == "none" else [v.strip() for v in missing[3].split(",")]
         return no_such(missing[1], missing[2], offered, "wheel", urls)
-    # ResolutionImpossible: the lines between the heading and the advice are the conflict itself.
+    # ResolutionImpossible: the lines between the heading and the advice are the conflict.
     conflict = re.search(r"The conflict is caused by:\n(.*?)\n\n", output, re.S)
     if conflict:
         pinned = re.search(r"The user requested (\S+?)==", conflict[1])
@@ -114,7 +114,7 @@ def explain(output: str, urls: Sequence[str] = ()) -> InputError | HostError:
 
 
 def _network_fault(output: str) -> tuple[str, str, str]:
-    """The address, the package and the cause that pip's warnings name; empty where they name none."""
+    """Return address, package and cause from pip's warnings; empty if they do not name them."""
     for line in output.splitlines():
         if "Could not fetch URL" in line and (found := re.search(r"Could not fetch URL (\S+?): (.*)", line)):
             if any(f" {status} Client Error" in line for status in ABSENT):
@@ -134,7 +134,7 @@ def _cause(text: str) -> str:
 
 
 def no_such(name: str, version: str, offered: Iterable[str], what: str, urls: Sequence[str] = ()) -> InputError:
-    """The sentence for a version that none of ``urls`` has; ``what`` is a wheel or a source archive."""
+    """Return the error for a version that none of ``urls`` has; ``what`` is a wheel or a source archive."""
     versions = list(dict.fromkeys(offered))
     if not versions:
         asked = ", ".join(map(bare_url, urls))

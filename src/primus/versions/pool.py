@@ -1,4 +1,4 @@
-"""Where locked debs lie today: URIs from apt, and how apt on this host reaches them (proxy, CA, credentials)."""
+"""The current locations of locked debs: URIs from apt, and apt's way to reach them (proxy, CA, credentials)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from primus.versions.lock import LockedFile
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """URIs of the debs of one base. ``exact`` are by (package, version), ``near`` are folders of its other versions."""
+    """URIs of the debs of one base. ``exact`` are by (package, version), ``near`` are folders of other versions."""
 
     exact: Mapping[tuple[str, str], str]
     near: Mapping[str, tuple[str, ...]]
     access: AptAccess
 
     def urls(self, file: LockedFile) -> tuple[str, ...]:
-        """Where the file may lie, best first. A pool keeps a file for a while after its index forgot it."""
+        """Return possible locations, best first. A pool keeps files for a while after the index drops them."""
         exact = self.exact.get((file.name, file.version))
         if exact is not None:
             return (exact,)
@@ -32,9 +32,9 @@ class Pool:
 
 
 def locate(debs: Sequence[LockedFile], suites: tuple[str, ...], architecture: str, spill: Path) -> Pool:
-    """Look the debs up in the archive as it is now. Raises HostError when it is out of reach.
+    """Look up the debs in the current archive. Raises HostError if it is not available.
 
-    Debs behind a transport only apt speaks (mirror lists, vendors' own methods) are fetched by apt into ``spill``.
+    For transports that only apt supports (mirror lists, vendors' own methods), apt fetches the debs to ``spill``.
     """
     with open_archive(suites, architecture) as archive:
         asked = [f"{f.name}={f.version}" for f in debs]
@@ -65,7 +65,7 @@ def _spill(archive: Archive, exact: Mapping[tuple[str, str], str], spill: Path) 
     done = archive.run("apt-get", "-q", "download", *asked, cwd=spill)
     if done.returncode != 0:
         raise HostError("apt could not download from its sources: " + reason(done.stdout + done.stderr))
-    # apt names what it saves like its archive cache: package_version_architecture.deb, epoch escaped.
+    # apt saves files under the names of its archive cache: package_version_architecture.deb, with the epoch escaped.
     there = {key: file for file in spill.glob("*.deb") for key in parse_uris(f"'' {file.name} 0").items()}
     return {key: there[key].resolve().as_uri() for key in foreign if key in there}
 

@@ -1,5 +1,6 @@
-"""Images of a registry: which layers a digest stands for, and the bytes; through skopeo, which knows this host's
-mirrors (containers-registries.conf), certificates and logins.
+"""Images of a registry: the layers of a digest, and their bytes.
+
+skopeo accesses the registry with this host's mirrors (containers-registries.conf), certificates and logins.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ _MIRROR = "name a mirror in containers-registries.conf"
 
 
 def probe(image: str) -> None:
-    """Raise HostError when the registry does not give the image's manifest."""
+    """Raise HostError if the registry does not return the image's manifest."""
     skopeo("--command-timeout", "3.5s", "inspect", "--raw", f"docker://{image}")
 
 
 def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile, ...]:
-    """The layers of ``image`` (``name@sha256:…``), lowest first.
+    """Return the layers of ``image`` (``name@sha256:…``), lowest first.
 
-    Raises InputError for an image of another platform or with layers of a kind that is not taken, HostError when the
-    registry does not answer or sends other bytes.
+    Raises InputError for an image of another platform or with unsupported layers, HostError if the registry does
+    not answer or sends other bytes.
     """
     name, _, digest = image.partition("@")
     manifest = _manifest(name, digest)
@@ -85,13 +86,13 @@ def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile,
 
 
 def copy_image(image: str, architecture: str, folder: Path) -> None:
-    """Bring the image into ``folder``: one file per layer, called by the 64 digits of its digest, bytes unchanged."""
+    """Copy the image to ``folder``: one file per layer, named by the 64 digits of its digest, with unchanged bytes."""
     platform = ("--override-os", "linux", "--override-arch", architecture)
     skopeo(*platform, "copy", "--quiet", f"docker://{image}", f"dir:{folder}", grows=folder)
 
 
 def installed(image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path) -> str:
-    """dpkg's status in the image: the packages that it brings already. Empty for an image without dpkg."""
+    """Return dpkg's status in the image, which lists its packages. Empty for an image without dpkg."""
     copy_image(image, architecture, folder)
     status = ""
     for layer in layers:
@@ -118,10 +119,10 @@ def _manifest(name: str, digest: str) -> dict[str, Any]:
 
 
 def skopeo(*words: str, grows: Path | None = None) -> bytes:
-    """What ``skopeo WORDS`` prints. HostError says why the registry does not do it.
+    """Return the output of ``skopeo WORDS``. Raises HostError with the reason for a failure.
 
-    ``inspect`` is given up after ``PATIENCE.read_s`` seconds, a copy to ``grows`` when that folder has not grown for as
-    long, and a copy to a registry when nothing has been sent for ``_COMMIT_S``.
+    ``inspect`` is ended after ``PATIENCE.read_s`` seconds. A copy to the folder ``grows`` is ended if it has not
+    grown for as long, and a copy to a registry if nothing was sent for ``_COMMIT_S``.
     """
     if shutil.which("skopeo") is None:
         raise HostError("skopeo is missing; it is needed to copy images", hint="apt-get install skopeo")
@@ -132,7 +133,7 @@ def skopeo(*words: str, grows: Path | None = None) -> bytes:
         out, cause = _skopeo(words, address, image, grows)
         if out is not None:
             return out
-        # A token that ran out looks like a missing login; the next run asks for a new one.
+        # An expired token looks like a missing login. The next run requests a new one.
         if number == patience.tries or not (cause.startswith("HTTP status 5") or (cause in _PASSING and number == 1)):
             break
         tell(f"{address} ({image}): {cause}; asking again")
@@ -143,13 +144,13 @@ def skopeo(*words: str, grows: Path | None = None) -> bytes:
     raise HostError(f"the registry of {image} does not answer: {cause}", hint=f"{hint}, or {more}", about=image)
 
 
-# Causes of :func:`_reason` that a second run may not meet.
+# Causes of :func:`_reason` that may be gone in a second run.
 _PASSING = ("it wants credentials", "the connection was reset", "it ended early")
 
 
 def _skopeo(words: Sequence[str], address: str, image: str, grows: Path | None) -> tuple[bytes | None, str]:
-    """What one run prints, or None and the cause of its failure."""
-    # Its log names a rate limit that it waits out by itself, for minutes.
+    """Return the output of one run, or None and the cause of its failure."""
+    # skopeo itself waits minutes for a rate limit; its log names it.
     with tempfile.TemporaryFile() as log, asking("skopeo", address, image, words[-2]) as request:
         command = ["skopeo", "--debug", *words]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as process:
@@ -174,7 +175,7 @@ def _skopeo(words: Sequence[str], address: str, image: str, grows: Path | None) 
 def _while_it_answers(
     process: subprocess.Popen[bytes], request: Asked, grows: Path | None, silence_s: float
 ) -> bytes | None:
-    """What the tool prints; None when it was ended because nothing came for ``silence_s`` seconds."""
+    """Return the tool's output; None if it was ended because of ``silence_s`` seconds of silence."""
     size = -1
     sent = Path(f"/proc/{process.pid}/io")
     while True:
@@ -184,7 +185,7 @@ def _while_it_answers(
             if grows:
                 now = sum(file.stat().st_size for file in grows.iterdir()) if grows.is_dir() else 0
             else:
-                # "wchar: N": what it has written, also to sockets. Its log is a few lines per request.
+                # "wchar: N" is the number of bytes written, also to sockets. The log has a few lines per request.
                 now = int(text_if_readable(sent).partition("wchar: ")[2].partition("\n")[0] or 0)
             if now > size:
                 size = now

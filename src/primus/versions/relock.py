@@ -1,4 +1,4 @@
-"""From a request to its lock, changing as little as it can: what still answers its pin keeps its version."""
+"""Resolving a request to a lock with as few changes as possible: versions that still match their pins are kept."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Stale = frozenset[str]
 
 @dataclass(frozen=True, kw_only=True)
 class _Build:
-    """The wheels that were found for a build root, and what was asked: ``asked``, beside the image's versions."""
+    """The wheels of one build root. ``asked`` is what was requested, in addition to the image's versions."""
 
     asked: tuple[object, ...]
     image: Mapping[str, str]
     files: tuple[LockedFile, ...]
 
     def answers(self, asked: tuple[object, ...], image: Mapping[str, str]) -> bool:
-        """Whether the same files answer for another image: they contain no package in which the images differ.
+        """Return whether the files also fit another image: they contain no package in which the images differ.
 
         Images of one channel differ in packages of their GPU architecture, on which no build tool depends.
         """
@@ -42,23 +42,25 @@ class _Build:
 
 @dataclass(frozen=True)
 class Known:
-    """What was found for bases, commits and build roots, so that targets locked together ask for each once."""
+    """Results for bases, commits and build roots, so that targets that are locked together share each request."""
 
     sources: dict[BaseRequest | Commit, tuple[LockedFile, ...]] = field(default_factory=dict)
     builds: list[_Build] = field(default_factory=list)
 
 
-# What only maintainer scripts call. Those of an extra do not run, so apt takes this as installed; `passwd`, which comes
-# with it, would bring programs that run as root.
+# Only maintainer scripts call these, and those of an extra do not run, so apt is told that they are installed.
+# Otherwise, `passwd` would be installed with them, and contains programs that run as root.
 _FOR_SCRIPTS = (
     "\nPackage: adduser\nStatus: install ok installed\nVersion: 999\nArchitecture: all\nMulti-Arch: foreign\n"
 )
-# Kind of a pin or file → the part of the lock that it belongs to; bases and builds are parts by name.
+# Kind of a pin or file → its part of the lock. Bases and builds are parts by name.
 _PARTS = {"wheel": "wheels", "deb": "wheels", "sdist": "sdists", "git": "gits"}
 
 
 def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: Collection[LockedFile] = ()) -> Stale:
-    """The parts to resolve anew: ``"wheels"``, ``"sdists"``, ``"gits"``, ``"base NAME"`` and ``"build NAME"``."""
+    """Return the parts to resolve again: ``"wheels"``, ``"sdists"``, ``"gits"``, ``"base NAME"`` and ``"build
+    NAME"``.
+    """
     builds = {f"build {name}" for name in request.builds}
     parts = {f"base {name}" for name in request.bases} | {*_PARTS.values()} | builds
     if previous is None or refresh:
@@ -69,16 +71,16 @@ def stale(request: Request, previous: Lock | None, refresh: bool = False, gone: 
         if kind in ("architecture", "python"):
             return frozenset(parts)
         changed.add(_PARTS.get(kind) or f"{kind} {rest.rpartition(' ')[0]}")
-        # What is built here is no longer, or not yet, an answer for what the wheels need.
+        # A package that is built here, or was until now, changes which wheels are needed.
         if kind in ("sdist", "git"):
             changed.add("wheels")
-        # A base's glibc and exact Python decide which wheels fit it.
+        # A base's glibc and exact Python determine which wheels fit it.
         if one.pin.startswith("base ") and one.pin.endswith((" suite", " python")):
             changed.add("wheels")
     if "wheels" in changed:
         # They have the image's versions.
         changed |= builds
-    # An extra lies over its base: both come from the archive as it is on one day.
+    # An extra is installed over its base, so both come from the archive of the same day.
     for name, base in request.bases.items():
         if base.over and changed & {f"base {name}", f"base {base.over}"}:
             changed |= {f"base {name}", f"base {base.over}"}
@@ -100,13 +102,12 @@ def resolve(
     known: Known | None = None,
     progress: Progress,
 ) -> Lock:
-    """The lock that answers ``request``. With ``refresh`` nothing of ``previous`` is kept.
+    """Resolve ``request`` to a lock. With ``refresh``, no version of ``previous`` is kept.
 
-    ``gone`` are files of ``previous`` that no source offers any more: they and what hangs on them are taken anew.
-    ``known`` gathers what is found, for the targets that are locked after this one. ``progress`` hears of a silent
-    source within seconds.
-
-    Raises InputError when the pins cannot be met and HostError when a source is out of reach.
+    ``gone`` are files of ``previous`` that no source offers any more. They, and what depends on them, are resolved
+    again. ``known`` collects results for the targets that are locked later. ``progress`` is called within seconds
+    if a source is silent. Raises InputError if the pins cannot be fulfilled, HostError if a source is not
+    available.
     """
     known = Known() if known is None else known
     with listening(progress.say):
@@ -145,7 +146,7 @@ def resolve(
 
 
 def _without(extra: str, base: str, files: Sequence[LockedFile]) -> list[LockedFile]:
-    """``files`` without those of ``extra`` that ``base`` has too. InputError where the two differ in a version."""
+    """Return ``files`` without those of ``extra`` that ``base`` also has. InputError if their versions differ."""
     below = {f.name: f for f in files if f.base == base and f.kind in ("deb", "layer")}
     result = []
     for file in files:
@@ -168,7 +169,7 @@ def _build(
     known: Known,
     progress: Progress,
 ) -> tuple[LockedFile, ...]:
-    """The wheels of the build root ``root``, as found for a target before this one if they answer for this one, too."""
+    """Return the wheels of the build root ``root``, reusing those of an earlier target if they fit this one."""
     wheels = request.builds[root]
     asked = (
         root, wheels, keep, request.python, request.architecture, request.bases, request.indexes, request.indexed,
@@ -190,7 +191,7 @@ def _commits(commits: Mapping[str, Commit], known: Known) -> list[LockedFile]:
 
 
 def _bases(request: Request, parts: Stale, known: Known, progress: Progress) -> list[LockedFile]:
-    """The files of every base in ``parts``; bases that ask the same are asked for once."""
+    """Return the files of every base in ``parts``. Equal bases are resolved once."""
     wanted = {name: base for name, base in request.bases.items() if f"base {name}" in parts}
     lacking = {base: name for name, base in reversed(wanted.items()) if base not in known.sources}
     with ThreadPoolExecutor(max(1, len(lacking))) as pool:
@@ -200,7 +201,7 @@ def _bases(request: Request, parts: Stale, known: Known, progress: Progress) -> 
 
 
 def _base(name: str, base: BaseRequest, architecture: str, progress: Progress) -> tuple[LockedFile, ...]:
-    """The packages of a base, below them the layers of its image."""
+    """Return the packages of a base, after the layers of its image."""
     given = _FOR_SCRIPTS if base.over else ""
     if base.image is None:
         return resolve_debs(name, base, architecture, progress=progress, status=given)

@@ -1,6 +1,6 @@
-"""A commit of a git repository, submodules included, as one archive whose bytes depend on the commit alone.
+"""A commit of a git repository with its submodules, as one archive whose bytes depend only on the commit.
 
-``git archive`` would leave out submodules and obey attributes of the tree; here every blob goes in as it is.
+``git archive`` would leave out submodules and apply attributes of the tree. Here, every blob is included unchanged.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from primus.versions.answers import cause
 from primus.versions.asked import asking, bare_url, tell
 from primus.versions.lock import Commit, LockedFile
 
-# 1980-01-01, the oldest time a wheel can hold.
+# 1980-01-01, the earliest time that a wheel can store.
 _MTIME = 315532800
 _WAIT_S = 4.0
 _POINTER = b"version https://git-lfs.github.com/spec/v1\n"
-# How git says that it must fetch more than one commit.
+# git's messages if it must fetch more than one commit.
 _REFUSALS = ("not our ref", "unadvertised object", "does not support shallow", "no shallow")
 
 
 def probe(url: str) -> None:
-    """Raise HostError when the repository does not answer."""
+    """Raise HostError if the repository does not answer."""
     _git("ls-remote", "--quiet", "--", url, "HEAD", timeout=_WAIT_S, about=url)
 
 
 def named(url: str) -> str:
-    """The repository in one word, for messages: ``aiter`` of ``https://HOST/ROCm/aiter.git``."""
+    """Return the repository's short name for messages: ``aiter`` for ``https://HOST/ROCm/aiter.git``."""
     return url.rstrip("/").rpartition("/")[2].removesuffix(".git")
 
 
 def resolve_commit(name: str, one: Commit) -> LockedFile:
-    """The archive of the commit of package ``name``. Raises InputError when the repository has no such commit."""
+    """Return the archive of the commit of package ``name``. Raises InputError if the repository has no such commit."""
     with tempfile.TemporaryDirectory(prefix="primus-git-") as folder:
         path = Path(folder, "archive.tar")
         archive_commit(one.url, one.commit, path)
@@ -81,7 +81,7 @@ def archive_commit(url: str, commit: str, target: Path) -> None:
 
 
 def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[str, str, bytes]]:
-    """(path, mode, bytes) of every file of the commit, in the tree's own order."""
+    """Yield (path, mode, bytes) of every file of the commit, in the tree's order."""
     here = folder / commit
     if not here.is_dir():
         _git("init", "--quiet", "--bare", str(here), about=url)
@@ -103,7 +103,7 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
                 if path not in places:
                     raise InputError(f"{url} at {commit} has a submodule {path} without an address")
                 if not (folder / digest).is_dir():
-                    # Its host may be another one, which nobody has asked yet.
+                    # It may be on another host, which has not been probed.
                     probe(places[path])
                 yield from _files(places[path], digest, f"{prefix}{path}/", folder)
                 continue
@@ -116,7 +116,7 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
 
 
 def _bring(here: Path, url: str, commit: str) -> None:
-    """Fetch the commit alone; where the server gives no single commit, everything that its branches and tags reach."""
+    """Fetch the commit. If the server offers no single commits, fetch the history of all branches and tags."""
     waits = (f"http.lowSpeedTime={max(1, round(asked.PATIENCE.read_s))}", "http.lowSpeedLimit=1")
     fetch = ["-C", str(here), *(word for wait in waits for word in ("-c", wait)), "fetch", "--quiet", "--no-tags"]
     try:
@@ -131,7 +131,7 @@ def _bring(here: Path, url: str, commit: str) -> None:
 
 
 def _submodules(here: Path, commit: str, url: str) -> Iterator[tuple[str, str]]:
-    """Path and address of each submodule that the commit names."""
+    """Yield path and address of each submodule of the commit."""
     words = ["config", "--blob", f"{commit}:.gitmodules", "--get-regexp", r"^submodule\..*\.(path|url)$"]
     done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False, env=_env())
     found: dict[str, dict[str, str]] = {}
@@ -143,7 +143,7 @@ def _submodules(here: Path, commit: str, url: str) -> Iterator[tuple[str, str]]:
 
 
 def _meant(url: str, address: str) -> str:
-    """A submodule's address; a relative one is meant from the repository's own."""
+    """Return a submodule's address. A relative one starts from the repository's own."""
     if not address.startswith(("./", "../")):
         return address
     base = url.rstrip("/")
@@ -153,7 +153,7 @@ def _meant(url: str, address: str) -> str:
 
 
 class _NoSingleCommit(Exception):
-    """The server gives no commit by its digits, or no history without its past."""
+    """The server does not offer a commit by its digest, or not without its history."""
 
 
 def _no_commit(url: str, commit: str) -> InputError:
@@ -163,7 +163,7 @@ def _no_commit(url: str, commit: str) -> InputError:
 
 
 def _git(*words: str, about: str, timeout: float | None = None) -> bytes:
-    """What git prints. ``about`` is the repository's address; HostError says why it does not answer."""
+    """Return git's output. Raises HostError with the reason; ``about`` is the repository's address."""
     remote = next((word for word in ("ls-remote", "fetch") if word in words), None)
     with asking("git", about, named(about), remote or "", record=remote is not None) as request:
         done = _run(words, about, timeout)

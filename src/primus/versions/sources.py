@@ -1,6 +1,6 @@
 """Sources outside pip's and apt's configuration: a channel's own indexes, image registries, git repositories.
 
-They are asked first, all at once and for a few seconds: what does not answer is one sentence and not a long wait.
+They are probed first, all at the same time and for a few seconds, so that an unavailable source is reported at once.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Where what is pinned comes from: index → address, base → image, commit → repository."""
+    """The sources of pins: index → address, base → image, commit → repository."""
 
     indexes: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, str] = field(default_factory=dict)
     repositories: Mapping[str, str] = field(default_factory=dict)
-    # Index → a package that is pinned there, for which it is asked whether it answers.
+    # Index → a package that is pinned there, which the probe requests.
     packages: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of_project(cls, versions: Versions, bases: Mapping[str, BaseRequest]) -> Sources:
-        """Every source that versions.yaml names; ``bases`` are the bases and build roots of some targets."""
+        """Return every source in versions.yaml. ``bases`` are the bases and build roots of some targets."""
         pins = [pin for component in versions.components.values() for pin in component.pins]
         return cls(
             indexes={name: index.url for name, index in versions.indexes.items()},
@@ -51,7 +51,7 @@ class Sources:
 
     @classmethod
     def of_request(cls, request: Request) -> Sources:
-        """The sources that one target asks."""
+        """Return the sources that one target needs."""
         return cls(
             indexes=request.indexes,
             images={name: base.image for name, base in request.bases.items() if base.image},
@@ -60,7 +60,7 @@ class Sources:
         )
 
     def of_files(self, files: Iterable[LockedFile]) -> Sources:
-        """Those of these sources that the files come from. Raises InputError for a file from one that is not here."""
+        """Return the sources of these files. Raises InputError for a file from a source not in versions.yaml."""
         files = list(files)
         indexes, images, repositories = set[str](), set[str](), set[str]()
         for file in files:
@@ -81,12 +81,12 @@ class Sources:
         )
 
     def probes(self, indexes: Callable[[], Indexes]) -> dict[str, Probe]:
-        """What to ask of each source, by its name in messages.
+        """Return a probe for each source, by its name in messages.
 
-        ``indexes`` gives the host's pip configuration, which the channel's own indexes are asked under too.
+        ``indexes`` returns the host's pip configuration, which also applies to the channel's own indexes.
         """
         found: dict[str, Probe] = {}
-        # Starting pip takes a second or more, which is not the sources' time.
+        # Starting pip takes a second or more, which must not count as the sources' time.
         host = indexes() if self.indexes else None
         for name, url in self.indexes.items():
             if host is not None:
@@ -103,10 +103,11 @@ class Sources:
 
 
 def ask_host(*, indexes: Indexes | None = None, python: Sequence[LockedFile] = (), suites: Iterable[str] = ()) -> None:
-    """Ask the sources that pip and apt on this host are configured for: the indexes that ``python`` files need, and
-    the archive of ``suites``.
+    """Probe the sources in this host's configuration: pip's indexes for ``python`` files, and the archive of
+    ``suites``.
 
-    Raises HostError within ``HOST_DEADLINE_S`` when none of pip's indexes answers, or a mirror of apt's does not.
+    Raises HostError within ``HOST_DEADLINE_S`` if none of pip's indexes answers, or if one of apt's mirrors does
+    not.
     """
     if indexes is not None:
         urls = " and ".join(map(bare_url, indexes.remote))

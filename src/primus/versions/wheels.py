@@ -1,4 +1,4 @@
-"""Wheels and sdists: which files answer the pins, by pip's own resolver and the host's own pip configuration."""
+"""Wheels and sdists: the files that match the pins, found by pip's resolver with the host's pip configuration."""
 
 from __future__ import annotations
 
@@ -33,16 +33,14 @@ from primus.versions.pages import Link
 from primus.versions.piprun import explain, no_such, run_pip
 from primus.versions.suites import MACHINES
 
-# glibc of the suites a base may use: a wheel built for a newer glibc does not start there.
+# glibc of the suites that a base may use. A wheel that was built for a newer glibc does not work there.
 GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
 _LEGACY = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """One file in pip's report; ``sha256`` is None when its index told none, ``index`` is set for an index of
-    versions.yaml.
-    """
+    """One file in pip's report. ``sha256`` may be unknown; ``index`` is set for an index of versions.yaml."""
 
     name: str
     version: str
@@ -54,7 +52,7 @@ class Found:
 
 
 def platforms(suite: str, architecture: str) -> tuple[str, ...]:
-    """Wheel platform tags the suite can run, newest first. Raises InputError for a suite nobody measured."""
+    """Return the wheel platform tags that the suite supports, newest first. Raises InputError for an unknown suite."""
     if suite not in GLIBC or architecture not in MACHINES:
         known = ", ".join(GLIBC)
         raise InputError(f"no glibc version is known for suite {suite!r} on {architecture}", hint=f"known: {known}")
@@ -70,9 +68,9 @@ def platforms(suite: str, architecture: str) -> tuple[str, ...]:
 def resolve_wheels(
     request: Request, *, progress: Progress, keep: Mapping[str, str] | None = None
 ) -> tuple[LockedFile, ...]:
-    """The pinned wheels and all they need. ``keep`` maps names to versions that should stay if they can.
+    """Return the pinned wheels and all dependencies. ``keep`` maps names to preferred versions.
 
-    Raises InputError when no set of versions fits, HostError when an index does not answer.
+    Raises InputError if no set of versions fits, HostError if an index does not answer.
     """
     if not request.wheels and not request.requires:
         return ()
@@ -109,7 +107,7 @@ def resolve_wheels(
 
 
 def _placed(found: Sequence[Found], request: Request, indexes: Indexes) -> Sequence[Found]:
-    """Every file from where it belongs; see :func:`_indexed`."""
+    """Return every file with the index that it belongs to; see :func:`_indexed`."""
     if not request.indexes:
         return found
     with ThreadPoolExecutor(8) as pool:
@@ -117,8 +115,10 @@ def _placed(found: Sequence[Found], request: Request, indexes: Indexes) -> Seque
 
 
 def _indexed(one: Found, request: Request, indexes: Indexes) -> Found:
-    """The file from where it belongs, wherever pip saw it: a package of the channel from the channel's own indexes
-    (InputError when none offers it), any other from those that pip is configured for, if they have it.
+    """Return the file from the index that it belongs to, wherever pip found it.
+
+    A package of the channel belongs to the channel's own indexes (InputError if none offers it), any other to those
+    of pip's configuration, if they have it.
     """
     session, own = indexes.session(), one.name in request.indexed
     mine = None if own else next((link for link in indexes.links(session, one.name) if link.file == one.file), None)
@@ -146,10 +146,11 @@ def resolve_build(
     keep: Mapping[str, str],
     progress: Progress,
 ) -> tuple[LockedFile, ...]:
-    """The wheels of the build root ``root`` and all they need, in the image's versions (``image``) where it has them.
+    """Return the wheels of the build root ``root`` and all dependencies, in the versions of ``image`` if it has
+    them.
 
-    ``keep`` maps names to versions that should stay if they can. Raises InputError for a name without version that the
-    image lacks, and when what only the build has does not go with the image's versions.
+    ``keep`` maps names to preferred versions. Raises InputError for a name without a version that the image does
+    not have, and if the build's own packages do not fit the image's versions.
     """
     progress.start(root, f"resolve wheels of {root}", unit="files")
     lacking = [name for name in wheels if "==" not in name and normalised(name) not in image]
@@ -172,7 +173,7 @@ def resolve_build(
 
 
 def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile, ...]:
-    """The one source archive of each sdist pin (what it needs is pinned on its own)."""
+    """Return the source archive of each sdist pin. Its dependencies are pinned separately."""
     if not request.sdists:
         return ()
     progress.start("sdists", "find source archives", unit="files")
@@ -212,7 +213,7 @@ def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile,
 
 
 def _check_python(link: Link, label: str, name: str, request: Request) -> None:
-    """InputError when the source says that it is not for the Python of the target's base."""
+    """Raise InputError if the source is not for the Python of the target's base."""
     pythons = [base.python for base in request.bases.values() if base.python.startswith(request.python + ".")]
     python = pythons[0] if pythons else request.python
     try:
@@ -228,7 +229,7 @@ def _check_python(link: Link, label: str, name: str, request: Request) -> None:
 
 
 def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
-    """pip's report as the files it would install. Raises InputError when one of them is no wheel."""
+    """Return the files that pip would install, from its report. Raises InputError if one of them is not a wheel."""
     found: list[Found] = []
     for item in report.get("install", ()):
         info = item["download_info"]
@@ -247,11 +248,11 @@ def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
 def _report(
     request: Request, pins: Sequence[str], constraints: Sequence[str], indexes: Indexes
 ) -> dict[str, Any] | None:
-    """pip's report; None when there is none with these constraints (without any it raises)."""
+    """Return pip's report; None if there is none with these constraints (without constraints, it raises)."""
     bases = [base for base in request.bases.values() if base.python.startswith(request.python + ".")]
     if not bases:
         raise InputError(f"no base of target {request.target} has Python {request.python}")
-    # Several bases with this Python: what runs on the oldest runs on all.
+    # If there are several bases with this Python, what works on the oldest works on all.
     base = min(bases, key=lambda b: GLIBC.get(b.suite, 0))
     tags = platforms(base.suite, request.architecture)
     abi = "cp" + request.python.replace(".", "")
@@ -268,14 +269,14 @@ def _report(
         patience = asked.PATIENCE
         args += ["--retries", str(patience.tries - 1), "--timeout", f"{patience.read_s / 2:g}"]
         args += ["--no-input", "--disable-pip-version-check", "--no-color", *pins]
-        # These would change what is resolved or clash with --target; indexes, CA and proxies stay the host's.
+        # These would change the result or conflict with --target. Indexes, CA and proxies stay the host's.
         off = {"PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0", "PIP_NO_DEPS": "0", "PIP_QUIET": "0", "PIP_PRE": "0"}
         shim = [sys.executable, "-P", str(Path(__file__).with_name("pipfor.py"))]
         done = run_pip([*shim, base.python, MACHINES[request.architecture]], args, os.environ | off)
         if done.returncode != 0 or not out.is_file():
             if constraints and not pip_failure_hides_network(done.stderr):
                 return None
-            # pip writes what failed to stderr and why to stdout.
+            # pip writes what failed to stderr, and the reason to stdout.
             urls = (*indexes.index_urls, *indexes.find_links, *request.indexes.values())
             raise explain(f"{done.stderr}\n{done.stdout}\n\n", urls)
         report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
@@ -287,7 +288,7 @@ def _report(
 
 
 def _pure(one: Found, indexes: Indexes) -> Found:
-    """The same version's wheel for every platform; pip prefers the one for this platform. InputError without one."""
+    """Return the same version's wheel for any platform, where pip prefers one for this. InputError without one."""
     if one.file.endswith("-none-any.whl"):
         return one
     stem = "-".join(one.file.split("-")[:2])
@@ -300,9 +301,10 @@ def _pure(one: Found, indexes: Indexes) -> Found:
 
 
 def _provided(request: Request, folder: Path) -> list[str]:
-    """Arguments that make pip take what the base brings as given: an empty wheel of each, and no other version.
+    """Return arguments that make pip accept the base's packages as installed: an empty wheel of each, and no other
+    version.
 
-    Without them a dependency on torch would lock the index's build of it beside the base's own.
+    Otherwise, a dependency on torch would add the index's build of it to the lock, beside the base's own.
     """
     folder.mkdir()
     for name, version in request.provided.items():

@@ -15,6 +15,8 @@ from typing import TextIO
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _GAP = "  "
+# A column of fewer characters than this breaks most words.
+_NARROWEST = 12
 _SIGNED = re.compile(r"(\s*)((?:[✓✗–→] )?)(.*)", re.DOTALL)
 # Where a word that is too long for its column may be broken: behind one of these.
 _PARTS = re.compile(r"[^/+:@,=_-]*[/+:@,=_-]|[^/+:@,=_-]+")
@@ -125,6 +127,8 @@ class Screen:
             if widths is None:
                 # A key and its text: the key stays whole as long as half of the screen is left for the text.
                 widths = _shrunk(natural, [min(n, max(1, room // len(natural))) for n in natural], room)
+                if any(width < min(n, _NARROWEST) for width, n in zip(widths, natural, strict=True)):
+                    return [line for row in cells for line in self._paragraph(row, indent)]
         return [line for row in cells for line in self._row(row, widths or natural, right, indent)]
 
     def _row(self, cells: Sequence[str], widths: Sequence[int], right: Collection[int], indent: str) -> list[str]:
@@ -140,6 +144,13 @@ class Screen:
             lines.append((indent + _GAP.join(words)).rstrip())
         return lines
 
+    def _paragraph(self, cells: Sequence[str], indent: str) -> list[str]:
+        mark, rest = cells[0], cells[1:]
+        if _columns(mark) > 1:
+            return self.wrap(" ".join(filter(None, cells)), indent, indent + _GAP)
+        first = indent + self.paint(mark or " ") + _GAP
+        return self.wrap(" ".join(filter(None, rest)), first, " " * _columns(_bare(first)))
+
     def _blocks(self, head: Sequence[str], rows: Sequence[Sequence[str]], indent: str) -> list[str]:
         width, lines = max(map(_columns, head[1:]), default=0), []
         for row in rows:
@@ -147,7 +158,11 @@ class Screen:
             for name, cell in zip(head[1:], row[1:], strict=True):
                 if cell:
                     label = indent + _GAP + name + " " * (width - _columns(name)) + _GAP
-                    lines += self.wrap(_one_line(cell), label, " " * _columns(label))
+                    if self.width is not None and self.width - _columns(label) < _NARROWEST:
+                        lines += self.wrap(name, indent + _GAP)
+                        lines += self.wrap(_one_line(cell), indent + _GAP * 2)
+                    else:
+                        lines += self.wrap(_one_line(cell), label, " " * _columns(label))
         return lines
 
 

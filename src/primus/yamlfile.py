@@ -38,6 +38,18 @@ _NUMBER = re.compile(
     r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
     r"|(?P<inf>[-+]?\.(?:inf|Inf|INF))|(?P<nan>\.(?:nan|NaN|NAN))"
 )
+# What to do about a problem, by words of libyaml and of PyYAML's own parser.
+_REMEDIES = {
+    "cannot start any token": "put the value in quotes",
+    "mapping values are not allowed": "put a value that contains ': ' in quotes, or correct the indentation",
+    "block end": "give the entries of a list or a mapping the same indentation",
+    "expected '-' indicator": "give the entries of a list or a mapping the same indentation",
+    "expected key": "give the entries of a list or a mapping the same indentation",
+    "',' or": "close the bracket, and separate its values by commas",
+    "unexpected end of stream": "close the quotes",
+    "alphabetic or numeric": "put a value that begins with '*' or '&' in quotes",
+    "unknown escape character": "use single quotes, or write the backslash twice",
+}
 # Characters that YAML does not allow. A class of those it allows would take 6 ms to compile.
 _UNREADABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 # What git leaves in a file that it could not merge.
@@ -255,7 +267,12 @@ class _Builder:
                 raise merged from None
             mark = error.problem_mark or error.context_mark
             where = f"{self.name}:{mark.line + 1}:{mark.column + 1}" if mark else self.name
-            raise InputError(f"this is not YAML: {error.problem or error.context}", where=where) from None
+            problem = str(error.problem or error.context)
+            line = (text.split("\n")[mark.line :] or [""])[0] if mark else ""
+            hint = next((hint for part, hint in _REMEDIES.items() if part in problem), None)
+            if "\t" in line[: len(line) - len(line.lstrip())]:
+                problem, hint = "a tab cannot indent a line", "use spaces instead of tabs"
+            raise InputError(f"this is not YAML: {problem}", where=where, hint=hint) from None
         except yaml.YAMLError as error:
             raise InputError(f"this is not YAML: {' '.join(str(error).split())}", where=self.name) from None
         self._count = self._length = 0

@@ -67,6 +67,20 @@ def test_words_stay_whole_then_break_behind_punctuation_then_rows_become_blocks(
     ]
 
 
+def test_no_word_breaks_on_a_narrow_screen_that_it_fits() -> None:
+    changes = [(Styled("+", "green"), "python-numpy", "wheels", "16.9 MB", "from 1 file")]
+    assert Screen(width=20, colour=True).table(changes, indent="  ") == [
+        "  \033[32m+\033[0m  python-numpy",
+        "     wheels 16.9 MB",
+        "     from 1 file",
+    ]
+    assert Screen(width=20).table([("deepseek-16b", "torchtitan")], head=("RECIPE", "PRECISIONS")) == [
+        "deepseek-16b",
+        "  PRECISIONS",
+        "    torchtitan",
+    ]
+
+
 def test_a_pipe_gets_one_line_per_row_and_control_characters_do_no_harm() -> None:
     assert PLAIN.table([("a" * 300, Styled("b\x1b[2J\nc", "red"))]) == ["a" * 300 + "  b [2J c"]
 

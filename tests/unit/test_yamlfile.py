@@ -61,6 +61,25 @@ def test_mistakes_have_a_place(text: str, place: str, words: str) -> None:
     assert words in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("a:\n\t- b\n", "use spaces instead of tabs"),
+        ("a: b\n  \tc: d\n", "use spaces instead of tabs"),
+        ("a: @b\n", "in quotes"),
+        ("a: b: c\n", "in quotes"),
+        ("a: [1, 2\nb: 3\n", "close the bracket"),
+        ("a: 'b\n", "close the quotes"),
+        ("- a\nb: c\n", "the same indentation"),
+        ('a: "\\q"\n', "single quotes"),
+    ],
+)
+def test_what_is_not_yaml_has_a_remedy(text: str, remedy: str) -> None:
+    with pytest.raises(InputError, match="not YAML") as caught:
+        parse(text, "f")
+    assert remedy in (caught.value.hint or "")
+
+
 def test_an_anchor_that_holds_itself_is_refused() -> None:
     with pytest.raises(InputError):
         parse("a: &x [*x]\n", "f")

@@ -69,6 +69,8 @@ def test_no_value_of_the_environment_reaches_the_script(
     ("words", "message"),
     [
         (["--time", "soon"], "not a duration"),
+        (["--time", "99:99"], "not a duration"),
+        (["--time", "12:00:60"], "not a duration"),
         (["--partition", "a b"], "not a name of Slurm"),
         (["--env", "1A=2"], "neither NAME nor NAME=VALUE"),
         (["--container", "docker"], "needs --image"),

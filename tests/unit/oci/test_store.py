@@ -127,6 +127,16 @@ def test_full_disk_is_a_sentence() -> None:
     assert error.exit_code == 3
 
 
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EACCES, "as a user who may"), (errno.EROFS, "can be written"), (errno.ENOENT, "another")],
+)
+def test_a_store_that_cannot_be_written_names_the_remedy(number: int, remedy: str) -> None:
+    error = storage_error(OSError(number, os.strerror(number)), Path("/store/x"))
+    assert remedy in str(error.hint)
+    assert "--store" in str(error.hint)
+
+
 def test_broken_index_is_a_sentence(store: Store) -> None:
     (store.root / "index.json").write_text("{")
     with pytest.raises(HostError, match="not JSON"):

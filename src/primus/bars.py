@@ -1,4 +1,4 @@
-"""Progress on a terminal: bars with speed and remaining time, counts, and one line per finished piece."""
+"""Progress on a terminal: bars with speed and remaining time, counts, and one line per finished task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from primus.progress import last_line
 
 
 class RichProgress:
-    """Bars on a terminal. A context manager; the bars vanish at its end, what was said stays."""
+    """Progress bars on a terminal. A context manager; at its end, the bars disappear and printed lines stay."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
@@ -43,7 +43,7 @@ class RichProgress:
         self._bars.stop()
 
     def start(self, key: str, label: str, total: int | None = None, unit: str = "bytes") -> None:
-        """Show a bar (a pulse where ``total`` is not known)."""
+        """Show a bar (a pulsing one if ``total`` is unknown)."""
         with self._guard:
             if key in self._tasks:
                 self._bars.remove_task(self._tasks.pop(key))
@@ -52,20 +52,20 @@ class RichProgress:
             self._tasks[key] = self._bars.add_task(label, total=total, unit=unit, log=log)
 
     def advance(self, key: str, amount: int) -> None:
-        """Move the bar; a negative amount takes back what has to be done again."""
+        """Move the bar. A negative amount takes back work that has to be repeated."""
         with self._guard:
             if key in self._tasks:
                 self._bars.advance(self._tasks[key], amount)
 
     def follow(self, key: str, log: Path) -> None:
-        """Show the last line of the log beside the bar."""
+        """Show the last line of the log next to the bar."""
         with self._guard:
             self._logs[key] = log
             if key in self._tasks:
                 self._bars.update(self._tasks[key], log=log)
 
     def finish(self, key: str, note: str = "") -> None:
-        """Replace the bar by one line."""
+        """Replace the bar with one line."""
         with self._guard:
             task = self._tasks.pop(key, None)
             if task is not None:
@@ -80,19 +80,19 @@ class RichProgress:
 
 
 class _LastLine(ProgressColumn):
-    """What a tool said last."""
+    """The last line of a tool's output."""
 
     def render(self, task: Task) -> Text:
-        """The last line of the task's log."""
+        """Return the last line of the task's log."""
         log = task.fields.get("log")
         return Text(last_line(log) if log else "", style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class _Amount(ProgressColumn):
-    """The column right of the bar."""
+    """The column to the right of the bar."""
 
     def render(self, task: Task) -> Text:
-        """Count, or bytes with speed and the time that is left."""
+        """Return the count, or bytes with speed and remaining time."""
         done, total = int(task.completed), task.total
         if task.fields.get("unit") != "bytes":
             return Text(f"{done}/{int(total)}" if total is not None else (str(done) if done else ""))

@@ -1,4 +1,4 @@
-"""The progress display that fits where standard error leads to."""
+"""Selecting the progress display that suits standard error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primus.progress import PlainProgress, Progress, QuietProgress
 
 @contextmanager
 def choose_progress(json: bool = False) -> Iterator[Progress]:
-    """The right Progress for this run: bars on a terminal, lines in a log or pipe, nothing with ``--json``."""
+    """Yield the display of this command: bars on a terminal, lines in a log or pipe, nothing with ``--json``."""
     if json:
         yield QuietProgress()
     elif not sys.stderr.isatty():
@@ -21,7 +21,7 @@ def choose_progress(json: bool = False) -> Iterator[Progress]:
         finally:
             plain.close()
     else:
-        # Seam "terminal": rich costs 60 ms, and a log or pipe has no use for it.
+        # Seam "terminal": importing rich takes 60 ms, and a log or pipe does not need it.
         from primus.bars import RichProgress
 
         with RichProgress() as progress:

@@ -1,7 +1,7 @@
-"""Errors a person can act on: what is wrong, where, and what to do.
+"""Errors for users: what is wrong, where, and what to do about it.
 
-Every error that reaches the command line is a :class:`PrimusError`; its class decides the exit code
-(0 ok, 1 failed check or job, 2 bad input, 3 environment). ``main`` prints one and never a traceback.
+Every error that reaches the command line is a :class:`PrimusError`. Its class determines the exit code (0 success, 1
+failed check or job, 2 invalid input, 3 missing requirement). ``main`` prints it without a traceback.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
-    """``did you mean 'x'?`` with the nearest of ``known`` (``most`` of them at most); empty when none is near."""
-    # Seam "suggestion": only a wrong name costs these 5 ms.
+    """Return ``did you mean 'x'?`` with up to ``most`` similar words of ``known``; empty if none is similar."""
+    # Seam "suggestion": importing difflib takes 5 ms, and only an unknown name needs it.
     from difflib import get_close_matches
 
     names = list(known)
@@ -21,16 +21,16 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The same as the end of a sentence that refuses ``word``: ``; did you mean 'x'?`` or nothing."""
+    """Return the same as the end of a sentence that refuses ``word``: ``; did you mean 'x'?``, or an empty text."""
     return f"; {near}" if (near := did_you_mean(word, known)) else ""
 
 
 class PrimusError(Exception):
     """Base of all errors shown to the user.
 
-    ``message`` says what is wrong in one sentence, ``where`` is ``file:line:col`` when a file is to blame,
-    ``hint`` says what to do about it. ``about`` is the package, image or repository concerned, for a caller that knows
-    where that is pinned.
+    ``message`` states the problem in one sentence, ``where`` is ``file:line:col`` if a file is wrong, and ``hint``
+    tells what to do. ``about`` is the package, image or repository concerned, for a caller that knows where it is
+    pinned.
     """
 
     exit_code = 1
@@ -50,31 +50,31 @@ class PrimusError(Exception):
 
 
 class CheckFailed(PrimusError):
-    """A check or a job failed: the input was fine, the outcome was not (exit code 1)."""
+    """A check or a job failed although the input was valid (exit code 1)."""
 
     exit_code = 1
 
 
 class InputError(PrimusError):
-    """A file, option or value given by the user is wrong (exit code 2)."""
+    """A file, option or value given by the user is invalid (exit code 2)."""
 
     exit_code = 2
 
 
 class HostError(PrimusError):
-    """The machine lacks something: a tool, a source that answers, disk, permission (exit code 3)."""
+    """The machine lacks something: a tool, a source that answers, disk space, permission (exit code 3)."""
 
     exit_code = 3
 
 
 class Interrupted(PrimusError):
-    """Ctrl-C or a signal ended a command that can say what is left of it (exit code 130)."""
+    """Ctrl-C or a signal ended a command that can report how to continue (exit code 130)."""
 
     exit_code = 130
 
 
 class LacksPackages(HostError):
-    """The archive is out of reach until ``packages`` of this host's own distribution are installed."""
+    """The archive cannot be used until ``packages`` of this host's distribution are installed."""
 
     def __init__(self, message: str, packages: tuple[str, ...], hint: str) -> None:
         super().__init__(message, hint=f"apt-get install {' '.join(packages)}, or {hint}")

@@ -1,7 +1,7 @@
-"""Files on disk, read and written safely: no pipe or device is opened, and no file is ever half written.
+"""Reading and writing files safely: no pipe or device is opened, and no file is partly written.
 
-A *sealed* file is a cache or record of our own: JSON behind its CRC-32. One that is damaged reads like one that is
-absent, because it can be made again.
+A *sealed* file is one of our own caches or records: JSON with a CRC-32. A damaged one counts as absent, because it can
+be created again.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import IO, Any
 
 from primus.errors import InputError
 
-# The largest text file that is read whole: locks, recipes and records are far smaller.
+# The largest text file that is read. Locks, recipes and records are far smaller.
 _MOST_BYTES = 64 << 20
 
 
 def refuse_special(path: Path, shown: str) -> None:
-    """InputError for a pipe or a device, which would block the reader or never end."""
+    """Raise InputError for a pipe or a device, which would block the reader or never end."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InputError("this is not a regular file", where=shown)
 
@@ -26,10 +26,11 @@ def refuse_special(path: Path, shown: str) -> None:
 def open_regular(path: Path | str, shown: str | None = None, *, follow: bool = True) -> IO[bytes]:
     """Open a regular file for reading. InputError for a pipe, device, socket or folder, OSError as any open.
 
-    Without ``follow`` a symbolic link is an OSError, too. ``shown`` is the file's name in messages.
+    Without ``follow``, a symbolic link is an OSError as well. ``shown`` is the file's name in messages.
     """
     shown = shown or str(path)
-    # Opening some devices already has an effect, so it is looked at first; in case a pipe replaces it, nothing waits.
+    # Opening some devices has side effects, so check first. If a pipe replaces the file meanwhile, the open does not
+    # block.
     _regular(os.stat(path) if follow else os.lstat(path), shown)  # noqa: PTH116
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     stream = os.fdopen(os.open(path, flags), "rb", buffering=0)
@@ -57,9 +58,9 @@ def text_if_readable(path: Path) -> str:
 
 
 def read_bytes(path: Path | str, shown: str | None = None) -> bytes:
-    """The whole file. InputError for what is no regular file or larger than files of text are, OSError as any read."""
+    """Return the whole file. InputError if it is not a regular file or too large, OSError as any read."""
     with open_regular(path, shown) as stream:
-        # The size and not the limit: Python sets aside as many bytes as it is asked for.
+        # Its size instead of the limit, because Python allocates as many bytes as requested.
         size = os.fstat(stream.fileno()).st_size
         data = stream.read(min(size, _MOST_BYTES) + 1) or b""
         while len(data) <= _MOST_BYTES and (more := stream.read(1 << 16)):
@@ -70,9 +71,9 @@ def read_bytes(path: Path | str, shown: str | None = None) -> bytes:
 
 
 def write_file(path: Path, data: str | bytes) -> None:
-    """Write ``data`` so that ``path`` is either as before or complete; makes its folder. OSError as any write."""
+    """Write ``data`` to ``path`` atomically, and create its folder. Raises OSError as any write."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not the process id: containers on several nodes that share the folder may have the same.
+    # Not the process id, because containers on several nodes that share the folder may have the same one.
     waiting = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     try:
         waiting.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -83,21 +84,21 @@ def write_file(path: Path, data: str | bytes) -> None:
 
 
 def seal(data: bytes) -> bytes:
-    """``data`` (JSON) behind its CRC-32, for :func:`read_sealed`."""
+    """Return ``data`` (JSON) with its CRC-32 in front, for :func:`read_sealed`."""
     from zlib import crc32
 
     return b"%08x\n" % crc32(data) + data
 
 
 def write_sealed(path: Path, value: object) -> None:
-    """Write ``value`` as sealed JSON, whole or not at all. OSError as any write."""
+    """Write ``value`` as sealed JSON, atomically. Raises OSError as any write."""
     import json
 
     write_file(path, seal(json.dumps(value).encode()))
 
 
 def read_sealed(path: Path | str) -> Any:
-    """The value of a sealed file; None when it is absent, damaged or no regular file."""
+    """Return the value of a sealed file; None if it is absent, damaged or not a regular file."""
     import json
     from zlib import crc32
 

@@ -1,4 +1,4 @@
-"""Read JSON that people or other programs may have changed, for the strict schemas of :mod:`primus.schema`."""
+"""Reading JSON that people or other programs may have changed, for the strict schemas of :mod:`primus.schema`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class _Json(Document):
     text: str = field(repr=False)
 
     def where(self, key: Key = ()) -> str:
-        """``file:line:col`` of the key ``key``; the file alone when it is too large to search."""
+        """Return ``file:line:col`` of ``key``, or only the file if it is too large to search."""
         with contextlib.suppress(InputError):
-            # JSON is YAML, whose parser knows places; only errors need them.
+            # JSON is YAML, whose parser records places. Only errors need them.
             return parse(self.text, self.name).where(key)
         return self.name
 
 
 def read_json(path: Path) -> Document:
-    """The document at ``path``. InputError for what is not JSON, OSError as any read."""
+    """Read the document at ``path``. Raises InputError if it is not JSON, and OSError as any read."""
     return parse_json(read_bytes(path), str(path))
 
 
 def parse_json(data: bytes | str, name: str) -> Document:
-    """The document in ``data``. InputError with the place for what is not JSON in UTF-8, and for duplicate keys."""
+    """Parse a document. Raises InputError, with the place, if it is not JSON in UTF-8, and for duplicate keys."""
     try:
         text = data if isinstance(data, str) else data.decode()
         value: Any = json.loads(text, object_pairs_hook=_mapping, parse_constant=_refuse)

@@ -1,6 +1,7 @@
-"""Replace a function of a library, but only while it is what the replacement was written for.
+"""Replacing a function of a library, only if it is the one that the replacement was written for.
 
-A new version may move a function or change its parameters. The replacement would then do nothing, or something else.
+A new version may move a function or change its parameters. Without this check, the replacement would have no effect, or
+a wrong one.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from primus.errors import HostError
 
 
 def replace(owner: Any, name: str, stand_in: Any, *, takes: str | None = None) -> Any:
-    """Put ``stand_in`` in the place of ``owner.name`` and return what was there.
+    """Replace ``owner.name`` by ``stand_in`` and return the original.
 
-    ``stand_in`` gets the signature of what it replaces, so that a second replacement finds what the first one found.
+    ``stand_in`` gets the signature of the original, so that a second replacement sees the same as the first.
 
-    ``takes`` are the names of its parameters when the replacement was written, such as ``"module, factor"``; None for
-    what has no signature (values, classes, functions written in C).
-
-    Raises HostError when ``owner`` has no such name, or when it takes other parameters.
+    ``takes`` are the names of the original's parameters, such as ``"module, factor"``; None if it has no signature
+    (values, classes, functions written in C). Raises HostError if ``owner`` has no such name, or if the parameters
+    differ.
     """
     place = f"{getattr(owner, '__module__', None) or ''}.{owner.__name__}".lstrip(".")
     found = getattr(owner, name, None)

@@ -1,4 +1,4 @@
-"""The rule for every path that enters an image, whoever brings it: a component, a wheel, a package or a base image."""
+"""The rule for every path in an image, from any source: a component, a wheel, a package or a base image."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _MOST_NAME, _MOST_PATH = 255, 4095
 
 
 def path_fault(path: str) -> str | None:
-    """What is wrong with ``path`` as the path of a file in a layer; None for a clean one.
+    """Return what is wrong with ``path`` as the path of a file in a layer; None if nothing is.
 
-    Clean paths are relative, stay inside the root, are UTF-8 without control characters, fit Linux's limits, and have
-    no name that begins with ``.wh.``: such a name would remove files of other layers.
+    A valid path is relative, stays inside the root, is UTF-8 without control characters, respects Linux's limits,
+    and contains no name that begins with ``.wh.``, which would remove files of other layers.
     """
-    # Nearly every path passes here; layers have a hundred thousand of them.
+    # The fast path for nearly all paths: layers have a hundred thousand of them.
     if (
         path.isascii()
         and path.isprintable()
@@ -42,7 +42,7 @@ def path_fault(path: str) -> str | None:
 
 
 def link_fault(target: str) -> str | None:
-    """What is wrong with ``target`` as the target of a symbolic link; None for a usable one. It may be absolute."""
+    """Return what is wrong with ``target`` as the target of a symbolic link; None if nothing is. It may be absolute."""
     if target.isascii() and target.isprintable() and 0 < len(target) <= _MOST_PATH:
         return None
     return _text_fault(target)

@@ -1,4 +1,4 @@
-"""What a person watching sees while long work runs. Work reports here; how it looks is one class's business."""
+"""Reporting the progress of long work. The work calls a Progress, whose class determines the display."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
-# Often enough to see that a build lives, seldom enough for the log of a build that takes an hour.
+# Short enough to show that a build is alive, long enough for the log of a build that takes an hour.
 HEARTBEAT_S = 30.0
 
 
 class Progress(Protocol):
-    """Where long work reports. ``key`` names one piece of work; amounts are in ``unit`` ("bytes", "files", "steps").
+    """The interface for reporting. ``key`` identifies one task; amounts are in ``unit`` ("bytes", "files",
+    "steps").
 
-    Methods may be called from several threads at once.
+    Methods may be called from several threads at the same time.
     """
 
     def start(self, key: str, label: str, total: int | None = None, unit: str = "bytes") -> None:
-        """A piece of work begins; ``total`` is None when it is not known."""
+        """Start a task; ``total`` is None if it is unknown."""
 
     def advance(self, key: str, amount: int) -> None:
-        """``amount`` more is done."""
+        """Report that ``amount`` more is done."""
 
     def follow(self, key: str, log: Path) -> None:
-        """The piece's tool writes its output to ``log``; its last line tells what it is doing."""
+        """Name the ``log`` to which the task's tool writes. Its last line shows what the tool is doing."""
 
     def finish(self, key: str, note: str = "") -> None:
-        """The piece is done; ``note`` is a few words on the outcome."""
+        """Finish a task; ``note`` describes the result in a few words."""
 
     def say(self, text: str) -> None:
-        """One line that stays on the screen."""
+        """Print a line that stays on the screen."""
 
 
 class QuietProgress:
@@ -57,8 +58,10 @@ class QuietProgress:
 
 
 class PlainProgress:
-    """For logs and pipes: one line per finished piece, and every ``HEARTBEAT_S`` one per piece that is still running,
-    with its elapsed time, how far it is, and the last line of its tool. :meth:`close` ends the heartbeat.
+    """Progress for logs and pipes: one line per finished task, and a heartbeat.
+
+    Every ``HEARTBEAT_S``, the heartbeat prints a line per running task with its elapsed time, its amount, and the
+    last line of its tool. :meth:`close` stops it.
     """
 
     def __init__(self, stream: TextIO | None = None, *, heartbeat_s: float = HEARTBEAT_S) -> None:
@@ -70,7 +73,7 @@ class PlainProgress:
         self._heart: threading.Thread | None = None
 
     def start(self, key: str, label: str, total: int | None = None, unit: str = "bytes") -> None:
-        """Remember the piece; the heartbeat begins with the first one."""
+        """Record the task. The heartbeat starts with the first one."""
         with self._guard:
             before = self._running.get(key)
             began = before.began if before else time.monotonic()
@@ -80,13 +83,13 @@ class PlainProgress:
                 self._heart.start()
 
     def advance(self, key: str, amount: int) -> None:
-        """Count, for the heartbeat."""
+        """Record the amount, for the heartbeat."""
         with self._guard:
             if piece := self._running.get(key):
                 piece.done += amount
 
     def follow(self, key: str, log: Path) -> None:
-        """Remember the log, for the heartbeat."""
+        """Record the log, for the heartbeat."""
         with self._guard:
             if piece := self._running.get(key):
                 piece.log = log
@@ -102,7 +105,7 @@ class PlainProgress:
         print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """End the heartbeat."""
+        """Stop the heartbeat."""
         self._closed.set()
 
     def _beat(self) -> None:
@@ -132,14 +135,14 @@ class _Piece:
 
 
 def clock(seconds: float) -> str:
-    """``2:05`` or ``1:02:05``."""
+    """Format seconds as ``2:05`` or ``1:02:05``."""
     minutes, left = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
 def last_line(log: Path, most: int = 100) -> str:
-    """The last line of a tool's log that says anything, without escape sequences and cut to ``most`` characters."""
+    """Return the last non-empty line of a tool's log, without escape sequences, cut to ``most`` characters."""
     try:
         with log.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - 4096))

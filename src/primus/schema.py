@@ -1,7 +1,7 @@
-"""Frozen dataclasses from plain data, strictly; and JSON Schema from the same dataclasses.
+"""Strict conversion of plain data to frozen dataclasses, and JSON Schema of the same dataclasses.
 
-One declaration per file format: the dataclass. A field's comment for people is ``metadata["doc"]``, its shape
-``metadata["pattern"]`` (a regular expression with ``metadata["shape"]`` in words). Nothing unknown passes: an
+Each file format is declared once, as a dataclass. ``metadata["doc"]`` of a field is its description, and
+``metadata["pattern"]`` a regular expression for its text, with ``metadata["shape"]`` as its description in words. An
 unknown key, a missing one or a value of another type is an :class:`~primus.errors.InputError` with its place.
 """
 
@@ -21,7 +21,7 @@ from primus.yamlfile import Document, Key, Plain, scalar
 
 T = TypeVar("T")
 
-# What each type is called, and the scalars of YAML that it takes; bool is no number here.
+# The name of each type, and the YAML scalars that it accepts. bool does not count as a number.
 _SCALARS: dict[type, tuple[str, Callable[[object], bool]]] = {
     str: ("text", lambda value: isinstance(value, str)),
     int: ("a whole number", lambda value: type(value) is int),
@@ -31,7 +31,9 @@ _SCALARS: dict[type, tuple[str, Callable[[object], bool]]] = {
 
 
 class WrongValue(ValueError):
-    """Raised by a dataclass's ``__post_init__`` for a value at ``key``, seen from the dataclass: ``("rows", 2)``."""
+    """Raised by a dataclass's ``__post_init__`` for the value at ``key``, relative to the dataclass: ``("rows",
+    2)``.
+    """
 
     def __init__(self, message: str, *key: str | int) -> None:
         super().__init__(message)
@@ -39,17 +41,17 @@ class WrongValue(ValueError):
 
 
 def described(doc: str, *, pattern: str | None = None, shape: str | None = None, least: int = 0, **options: Any) -> Any:
-    """A dataclass field with its sentence for people, and optionally the shape of its text (or of its items).
+    """Return a dataclass field with a description, and optionally a pattern for its text (or for its items).
 
-    A list must have at least ``least`` items. Where a missing list means all, an empty one would mean the opposite of
-    what it says.
+    A list must have at least ``least`` items, because a missing list may mean all, and an empty one would then mean
+    the opposite of what it shows.
     """
     metadata = {"doc": doc, "pattern": pattern, "shape": shape, "least": least}
     return dataclasses.field(metadata=metadata, **options)
 
 
 def build(cls: type[T], document: Document, data: Plain | None = None, key: Key = ()) -> T:
-    """An instance of ``cls`` from the document (or from ``data`` at ``key`` in it); strict, see the module."""
+    """Build an instance of ``cls`` from the document, or from ``data`` at ``key`` in it. Strict; see the module."""
     return cast(T, _value(cls, document.data if not key else data, document, key, {}))
 
 
@@ -121,7 +123,7 @@ def _dataclass(cls: type, data: Plain, doc: Document, key: Key) -> object:
 
 @cache
 def _names(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    """Key in the file → field. A Python keyword gets a trailing underscore in the code (``for_`` → ``for``)."""
+    """Return key in the file → field. A Python keyword has a trailing underscore in the code (``for_`` → ``for``)."""
     return {f.name.rstrip("_"): f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("hidden")}
 
 
@@ -146,7 +148,7 @@ def _wrong(shape: str, data: Plain, doc: Document, key: Key, near: list[str] | N
 
 
 def json_schema(cls: type, *, title: str) -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of the file format that ``cls`` declares."""
+    """Return the JSON Schema (draft 2020-12) of the file format that ``cls`` declares."""
     definitions: dict[str, Any] = {}
     top = _schema(cls, definitions, {})
     return {
@@ -188,7 +190,8 @@ def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> 
         return {"type": "object", "additionalProperties": _schema(args[1], defs, meta)}
     if origin is typing.Literal:
         return {"enum": list(args)}
-    # A YAML editor reads 26.11 as a number where we read the text, so every scalar is allowed in its raw form too.
+    # A YAML editor reads 26.11 as a number where this module reads text, so every scalar is also allowed in its raw
+    # form.
     kinds: dict[type, Any] = {
         str: {"type": ["string", "number"]},
         int: {"type": "integer"},
@@ -202,7 +205,7 @@ def _schema(hint: Any, defs: dict[str, Any], meta: typing.Mapping[str, Any]) -> 
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    # The reader takes null for such a value, so an editor must not call it an error.
+    # The reader accepts null for such a value, so an editor must not report it as an error.
     if "enum" in schema:
         return {**schema, "enum": [*schema["enum"], None]}
     if "type" in schema:

@@ -1,7 +1,8 @@
-"""Text for a terminal: tables and sentences that fit its width, and colour where the terminal shows it.
+"""Text for a terminal: tables and sentences that fit its width, and color if the terminal supports it.
 
-The image's verbs use it too, and start-up counts there: importing rich takes 0.07 s, half of what ``primus show`` may
-take in all. So tables are laid out here with the standard library alone, and rich draws live progress only.
+The verbs in the image use this module, too, where start-up time matters: importing rich takes 0.07 s, half of what
+``primus show`` may take in total. Tables are therefore laid out with the standard library, and rich only draws live
+progress.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ _GAP = "  "
 # A column of fewer characters than this breaks most words.
 _NARROWEST = 12
 _SIGNED = re.compile(r"(\s*)((?:[✓✗–→] )?)(.*)", re.DOTALL)
-# Where a word that is too long for its column may be broken: behind one of these.
+# A word that is too long for its column may be broken after one of these.
 _PARTS = re.compile(r"[^/+:@,=_-]*[/+:@,=_-]|[^/+:@,=_-]+")
 
 
 class Styled(str):
-    """Text with a style ("bold", "dim", "red", "green", "yellow", "cyan"). Layout treats it as plain text; a screen
-    without colour prints it so.
+    """Text with a style ("bold", "dim", "red", "green", "yellow", "cyan").
+
+    Layout treats it as plain text, and a screen without color prints it as such.
     """
 
     __slots__ = ("style",)
     style: str
 
     def __new__(cls, text: str, style: str) -> Styled:
-        """``text`` in ``style``."""
+        """Return ``text`` in ``style``."""
         self = super().__new__(cls, text)
         self.style = style
         return self
@@ -39,17 +41,17 @@ class Styled(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Screen:
-    """What text is laid out for: a width in columns (None: unlimited, as in a pipe) and whether colour is shown."""
+    """The target of a layout: a width in columns (None: unlimited, as in a pipe), and whether color is shown."""
 
     width: int | None = None
     colour: bool = False
 
     @classmethod
     def of(cls, stream: TextIO | None = None) -> Screen:
-        """The screen behind ``stream`` (default: standard output).
+        """Return the screen of ``stream`` (default: standard output).
 
-        A pipe has no width, so each row stays on one line for grep; ``COLUMNS`` sets a width for pipes too. Colour
-        needs a terminal other than ``TERM=dumb``, and no ``NO_COLOR``.
+        A pipe has no width, so that each row stays on one line for grep; ``COLUMNS`` sets a width for pipes as
+        well. Color needs a terminal other than ``TERM=dumb``, and no ``NO_COLOR``.
         """
         stream = stream or sys.stdout
         terminal = stream.isatty()
@@ -65,18 +67,19 @@ class Screen:
         return cls(width=max(width, 20) if width else None, colour=colour)
 
     def paint(self, text: str, style: str = "") -> str:
-        """``text`` in ``style``, or in its own style when it is :class:`Styled`."""
+        """Return ``text`` in ``style``, or in its own style if it is :class:`Styled`."""
         style = style or getattr(text, "style", "")
         return f"\033[{_CODES[style]}m{text}\033[0m" if self.colour and style and text else str(text)
 
     def verdict(self, passed: bool) -> str:
-        """A green check mark or a red cross."""
+        """Return a green check mark or a red cross."""
         return self.paint("✓", "green") if passed else self.paint("✗", "red")
 
     def wrap(self, text: str, indent: str = "", hanging: str | None = None) -> list[str]:
-        """One paragraph as lines; the first begins with ``indent``, the others with ``hanging`` (default: the same).
+        """Wrap one paragraph. The first line begins with ``indent``, the others with ``hanging`` (default: the
+        same).
 
-        ``indent`` may be painted. Without a width the paragraph is one line.
+        ``indent`` may be painted. Without a width, the paragraph is one line.
         """
         hanging = indent if hanging is None else hanging
         if self.width is None:
@@ -86,9 +89,9 @@ class Screen:
         return [(hanging if number else indent) + self.paint(line, style) for number, line in enumerate(lines)]
 
     def fit(self, text: str) -> str:
-        """Finished text, line by line: longer lines wrap below their own text, and a first ``✓`` or ``✗`` has colour.
+        """Wrap the lines of a finished text below their own beginnings, and color a leading ``✓`` or ``✗``.
 
-        A line that begins with ``→`` stays whole: it names a path, to be copied.
+        A line that begins with ``→`` is not wrapped, so that its path can be copied.
         """
         lines = []
         for line in text.split("\n"):
@@ -108,10 +111,11 @@ class Screen:
         right: Collection[int] = (),
         indent: str = "",
     ) -> list[str]:
-        """Aligned columns as lines no wider than the screen; ``right`` are the numbers of right-aligned columns.
+        """Return aligned columns as lines that fit the screen; ``right`` are the numbers of right-aligned
+        columns.
 
-        Too wide a table wraps inside its cells, the widest column first. One that cannot fit becomes a block per row,
-        with ``head`` as labels.
+        If a table is too wide, its cells are wrapped, the widest column first. If that is not enough, each row
+        becomes a block with ``head`` as labels.
         """
         lines = [*([[Styled(cell, "bold") for cell in head]] if head else []), *rows]
         if not lines:
@@ -125,7 +129,7 @@ class Screen:
             if widths is None and head:
                 return self._blocks(head, rows, indent)
             if widths is None:
-                # A key and its text: the key stays whole as long as half of the screen is left for the text.
+                # A key and its text: the key is not broken as long as half of the screen is left for the text.
                 widths = _shrunk(natural, [min(n, max(1, room // len(natural))) for n in natural], room)
                 if any(width < min(n, _NARROWEST) for width, n in zip(widths, natural, strict=True)):
                     return [line for row in cells for line in self._paragraph(row, indent)]
@@ -181,17 +185,17 @@ def _bare(text: str) -> str:
 
 
 def _columns(text: str) -> int:
-    """How many columns a terminal needs for the text."""
+    """Return the number of columns that a terminal needs for the text."""
     if text.isascii():
         return len(text)
-    # Seam "wide text": 8 ms that ASCII saves.
+    # Seam "wide text": not needed for ASCII, which saves 8 ms.
     from unicodedata import combining, east_asian_width
 
     return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def _fitting(cells: Sequence[Sequence[str]], natural: Sequence[int], room: int) -> list[int] | None:
-    """Column widths that fit ``room`` with words whole, or with words broken behind punctuation; None without any."""
+    """Return widths that fit ``room`` with whole words, or with words broken after punctuation, or None."""
     if sum(natural) <= room:
         return list(natural)
     for split in (str.split, lambda text: [part for word in text.split() for part in _PARTS.findall(word)]):
@@ -202,7 +206,7 @@ def _fitting(cells: Sequence[Sequence[str]], natural: Sequence[int], room: int) 
 
 
 def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """``natural`` with the widest columns narrowed until the sum fits ``room``, none below its ``least``."""
+    """Return ``natural`` with the widest columns narrowed until the sum fits ``room``, none below its ``least``."""
     widths = list(natural)
     while sum(widths) > room:
         wide = [column for column, width in enumerate(widths) if width > max(1, least[column])]
@@ -213,7 +217,7 @@ def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int
 
 
 def _broken(text: str, width: int) -> list[str]:
-    """The text in lines of at most ``width`` columns: between words, else behind punctuation, else anywhere."""
+    """Break the text into lines of at most ``width`` columns: between words, else after punctuation, else anywhere."""
     width = max(1, width)
     if _columns(text) <= width:
         return [text]
@@ -243,7 +247,7 @@ def counted(amount: int, noun: str) -> str:
 
 
 def bytes_text(amount: int) -> str:
-    """Bytes in decimal units, as registries count them."""
+    """Format bytes in decimal units, as registries count them."""
     value, unit = float(amount), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:

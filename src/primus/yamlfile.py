@@ -1,9 +1,9 @@
-"""Read YAML into plain data that keeps the place of each value. This is the only module that parses YAML.
+"""Reading YAML to plain data with the place of each value. This is the only module that parses YAML.
 
 Plain scalars follow the core schema of YAML 1.2: ``1e-6`` is a number, ``yes`` and ``2026-11-20`` are text, ``010`` is
 ten. :func:`read` leaves scalars as text for the strict schemas of :mod:`primus.schema`, so that a version such as
 ``3.10`` keeps its zero; :func:`read_values` types them. Duplicate keys, tags and merge keys are errors. The size, the
-depth and the number of values of a file are limited, so a hostile file ends in a message and not in a crash.
+depth and the number of values of a file are limited, so that a hostile file causes an error message and not a crash.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Tree: TypeAlias = "Scalar | list[Tree] | dict[str, Tree]"
 Key: TypeAlias = "tuple[str | int, ...]"
 
 _MOST_CHARACTERS = 2_000_000
-# A few aliases of aliases can stand for more values than any memory holds.
+# A few nested aliases can stand for more values than fit into memory.
 _MOST_VALUES = 20_000
 _DEEPEST = 64
-# Longer ones fit no field, and Python refuses to convert some of them.
+# No field needs longer numbers, and Python refuses to convert some of them.
 _MOST_DIGITS = 64
 
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
@@ -50,11 +50,11 @@ _REMEDIES = {
     "alphabetic or numeric": "put a value that begins with '*' or '&' in quotes",
     "unknown escape character": "use single quotes, or write the backslash twice",
 }
-# Characters that YAML does not allow. A class of those it allows would take 6 ms to compile.
+# Characters that YAML does not allow. A class of the allowed ones would take 6 ms to compile.
 _UNREADABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
-# What git leaves in a file that it could not merge.
+# git's markers in a file that it could not merge.
 _CONFLICT = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
-# Text that is one plain scalar whatever stands around it.
+# Text that is one plain scalar in any context.
 _ONE_WORD = re.compile(r"[+-]?\w[\w./+-]*|[+-]?\.\w+")
 # Text that needs no quotes, unless it reads as a number or another special value.
 _PLAIN = re.compile(r"[\w/](?:[\w/.+:-]*[\w/])?")
@@ -64,7 +64,7 @@ _PLAIN = re.compile(r"[\w/](?:[\w/.+:-]*[\w/])?")
 class Document:
     """The file's data (mappings, lists, text, None) and the 1-based line and column of each key path.
 
-    ``typed`` data has numbers and truth values as such, as JSON does; otherwise every scalar is text or None.
+    ``typed`` data contains numbers and booleans, as in JSON; otherwise every scalar is text or None.
     """
 
     name: str
@@ -73,15 +73,15 @@ class Document:
     typed: bool = False
 
     def where(self, key: Key = ()) -> str:
-        """``file:line:col`` of the key ``key``, or of its nearest parent in the file."""
+        """Return ``file:line:col`` of ``key``, or of its nearest parent in the file."""
         return _nearest(self.name, self.places, key)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """The file's data with typed scalars; ``places`` are of keys, ``origins`` of values.
+    """The file's data with typed scalars; ``places`` are those of keys, ``origins`` those of values.
 
-    ``repeated`` are the places of duplicate keys whose last value was taken.
+    ``repeated`` are the places of duplicate keys whose last value was used.
     """
 
     name: str
@@ -91,11 +91,11 @@ class Values:
     repeated: tuple[str, ...] = ()
 
     def where(self, key: Key = ()) -> str:
-        """``file:line:col`` of the key ``key``, or of its nearest parent in the file."""
+        """Return ``file:line:col`` of ``key``, or of its nearest parent in the file."""
         return _nearest(self.name, self.places, key)
 
     def origin(self, key: Key = ()) -> str:
-        """``file:line:col`` of the value at ``key``, or of its nearest parent in the file."""
+        """Return ``file:line:col`` of the value at ``key``, or of its nearest parent in the file."""
         return _nearest(self.name, self.origins, key)
 
 
@@ -107,14 +107,14 @@ def _nearest(name: str, places: dict[Key, tuple[int, int]], key: Key) -> str:
 
 
 def read(path: Path, name: str | None = None) -> Document:
-    """Read ``path`` with scalars left as text; ``name`` is its name in messages. Raises InputError with the place."""
+    """Read ``path`` with scalars as text; ``name`` is its name in messages. Raises InputError with the place."""
     return parse(_text(path, name or str(path)), name or str(path))
 
 
 def read_values(path: Path, name: str | None = None, *, keep_last: bool = False) -> Values:
     """Read ``path`` with typed scalars; ``name`` is its name in messages. Raises InputError with the place.
 
-    ``keep_last`` takes the last value of a duplicate key, as PyYAML does, and lists the key in ``Values.repeated``.
+    ``keep_last`` uses the last value of a duplicate key, as PyYAML does, and lists the key in ``Values.repeated``.
     """
     return parse_values(_text(path, name or str(path)), name or str(path), keep_last=keep_last)
 
@@ -131,21 +131,21 @@ def _text(path: Path, shown: str) -> str:
 
 
 def parse(text: str, name: str) -> Document:
-    """Parse ``text`` with scalars left as text; raises InputError with the place of the first mistake."""
+    """Parse ``text`` with scalars as text. Raises InputError with the place of the first error."""
     found = _Builder(name, typed=False)
     data: Any = found.build(text)
     return Document(name=name, data=data, places=found.places)
 
 
 def parse_values(text: str, name: str, *, keep_last: bool = False) -> Values:
-    """Parse ``text`` with typed scalars; raises InputError with the place of the first mistake."""
+    """Parse ``text`` with typed scalars. Raises InputError with the place of the first error."""
     found = _Builder(name, typed=True, keep_last=keep_last)
     data: Any = found.build(text)
     return Values(name=name, data=data, places=found.places, origins=found.origins, repeated=tuple(found.repeated))
 
 
 def value(text: str, where: str) -> Scalar | list[Scalar]:
-    """The scalar, or list of scalars, that ``text`` of a command line means. InputError for anything else."""
+    """Return the scalar, or list of scalars, for ``text`` from a command line. Raises InputError for anything else."""
     if _ONE_WORD.fullmatch(text):
         try:
             return scalar(text)
@@ -167,7 +167,7 @@ def value(text: str, where: str) -> Scalar | list[Scalar]:
 
 
 def conflict(text: str, name: str) -> InputError | None:
-    """The error for an unresolved merge conflict in ``text``, with the place of its first marker; None without one."""
+    """Return the error for an unresolved merge conflict in ``text``, with the place of its first marker, or None."""
     found = _CONFLICT.search(text)
     if found is None:
         return None
@@ -181,7 +181,7 @@ def _printable(text: str) -> str:
 
 
 def scalar(text: str) -> Scalar:
-    """What the plain scalar ``text`` means in YAML 1.2's core schema. ValueError for a number of too many digits."""
+    """Return the value of the plain scalar ``text`` in YAML 1.2's core schema. ValueError for too long a number."""
     if text in _NULL:
         return None
     if text in _BOOL:
@@ -207,7 +207,7 @@ def scalar(text: str) -> Scalar:
 
 
 def spell(given: Scalar | list[Scalar]) -> str:
-    """``given`` as YAML that this module reads back as the same value."""
+    """Return ``given`` as YAML that this module reads as the same value."""
     if isinstance(given, list):
         return f"[{', '.join(spell(item) for item in given)}]"
     if given is None or isinstance(given, bool):
@@ -216,16 +216,16 @@ def spell(given: Scalar | list[Scalar]) -> str:
         special = given in _NULL or given in _BOOL or _NUMBER.fullmatch(given)
         if _PLAIN.fullmatch(given) and not special:
             return given
-        # JSON escapes what it must; YAML folds these line breaks, and refuses DEL.
+        # JSON escapes what is necessary, but YAML folds these line breaks and refuses DEL.
         return re.sub("[\x7f\x85\u2028\u2029]", lambda c: f"\\u{ord(c[0]):04x}", json.dumps(given, ensure_ascii=False))
     if isinstance(given, float) and not math.isfinite(given):
         return ".nan" if math.isnan(given) else ".inf" if given > 0 else "-.inf"
-    # A point in the mantissa, so that readers of YAML 1.1 see a number, too.
+    # With a point in the mantissa, readers of YAML 1.1 also see a number.
     return re.sub(r"^(-?\d+)e", r"\1.0e", repr(given))
 
 
 def _yaml() -> Any:
-    """Seam "YAML": 20 ms that a project with a warm cache, and a recipe read from it, do not need."""
+    """Import PyYAML. Seam "YAML": 20 ms that a project with a warm cache, and a recipe read from it, do not need."""
     import yaml
 
     return yaml
@@ -243,14 +243,14 @@ class _Node:
 
 
 class _Builder:
-    """Builds one document from the parser's events, which come one by one, so that a limit stops the parser as well."""
+    """Builds one document from the parser's events, one at a time, so that a limit also stops the parser."""
 
     def __init__(self, name: str, *, typed: bool, keep_last: bool = False) -> None:
         self.name, self.typed, self.keep_last = name, typed, keep_last
         self.repeated: list[str] = []
         self.places: dict[Key, tuple[int, int]] = {}
         self.origins: dict[Key, tuple[int, int]] = {}
-        self._anchors: dict[str, _Node | None] = {}  # None: still open
+        self._anchors: dict[str, _Node | None] = {}  # None while the node is open
         self._count = self._length = 0
 
     def build(self, text: str) -> Tree:
@@ -314,7 +314,7 @@ class _Builder:
             self._anchors[event.anchor] = None
         node = _Node(place)
         if isinstance(event, yaml.ScalarEvent):
-            # A plain scalar's style is None to the parser written in Python and "" to the one in C.
+            # A plain scalar's style is None with the Python parser and "" with the C parser.
             node.scalar, node.plain = self._checked(event), not event.style
         elif isinstance(event, yaml.SequenceStartEvent):
             node.items = []
@@ -340,7 +340,7 @@ class _Builder:
         return self._checked(event)
 
     def _checked(self, event: Any) -> str:
-        # An escape can spell it; no path, variable or argument can hold it.
+        # An escape can spell it; no path, variable or argument can contain it.
         if "\0" in event.value:
             raise self._error("the character U+0000 is not allowed", _mark(event))
         return str(event.value)

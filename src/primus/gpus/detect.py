@@ -56,9 +56,10 @@ def detect(root: Path = Path("/")) -> Found:
 
 
 def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The devices that a process may use, of ``count`` on the machine, as HIP_VISIBLE_DEVICES names each.
+    """Return the devices that a process may use, out of ``count`` on the machine, as HIP_VISIBLE_DEVICES names
+    them.
 
-    ROCR_VISIBLE_DEVICES chooses first, and the others count among what it left.
+    ROCR_VISIBLE_DEVICES applies first, and the other variables count among the devices that it leaves.
     """
     if (outer := environment.get("ROCR_VISIBLE_DEVICES")) is not None:
         count = len(_words(outer))

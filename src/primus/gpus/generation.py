@@ -153,9 +153,10 @@ class Table:
         self._require_variables()
 
     def _require_variables(self) -> None:
-        """A variable that several AMD architectures have an entry for needs one for every AMD architecture.
+        """Check that a variable with entries for several AMD architectures has one for every AMD architecture.
 
-        Otherwise the images of a new architecture would lack the variable in silence. ``value: null`` leaves it unset.
+        Otherwise the images of a new architecture would silently lack the variable. ``value: null`` leaves it
+        unset.
         """
         archs = {a.arch: a.arch for a in self.archs if a.vendor == "amd"}
         of = archs | {g.name: g.arch for g in self.generations if g.arch in archs}

@@ -1,9 +1,9 @@
-"""How much of its GPU's memory a rank takes at its peak, predicted from the recipe alone.
+"""Predicting the peak memory of one rank on its GPU, from the recipe alone.
 
 The terms are those of *Reducing Activation Recomputation in Large Transformer Models* (arXiv:2205.05198), for FSDP2 and
-for Megatron's distributed optimizer. What a layer keeps for its backward pass is counted tensor by tensor; the few
-factors below that no counting gives were fitted to runs on H200s. docs/benchmarks/h200-memory.md compares every
-prediction with what was measured. One *element* below is one value per token; GiB are 2³⁰ bytes.
+for Megatron's distributed optimizer. The tensors that a layer keeps for its backward pass are counted one by one; a few
+factors below, which cannot be counted, were fitted to runs on H200s. docs/benchmarks/h200-memory.md compares every
+prediction with the measurement. One *element* below is one value per token; GiB are 2³⁰ bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from primus.recipes.rules import memory_of
 from primus.recipes.size import size
 from primus.turbo.optimizations import chosen
 
-# The share of a GPU's memory that training can use: the rest goes to the context, to NCCL and to fragmentation.
+# The share of a GPU's memory that training can use. The rest is for the context, NCCL and fragmentation.
 USABLE = 0.95
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -35,12 +35,12 @@ _MOST = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one rank, by what they hold.
+    """The memory of one rank in bytes, by contents.
 
-    ``weights``, ``gradients`` and ``optimizer`` are the rank's shards. ``unsharded`` are the gathered weights of the
-    layers at work, and their gradients before they are reduced. ``activations`` are kept for the backward pass,
-    ``loss`` are the logits and their gradients. ``reused`` is memory of gradients that activations and logits take
-    before the gradients exist.
+    ``weights``, ``gradients`` and ``optimizer`` are the rank's shards. ``unsharded`` are the gathered weights of
+    the layers being computed, and their gradients before they are reduced. ``activations`` are kept for the
+    backward pass. ``loss`` are the logits and their gradients. ``reused`` is memory of gradients that activations
+    and logits use before the gradients exist.
     """
 
     weights: float
@@ -53,38 +53,38 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """What the allocator reserves when it never has to give memory back.
+        """What the allocator reserves if it never has to release memory.
 
-        Sharded gradients count in full although they do not exist while activations are at their largest: they are
-        allocated on the stream of the collectives, and what is freed there is not used again elsewhere.
+        Sharded gradients count in full although they do not exist while activations are at their largest: they
+        are allocated on the stream of the collectives, and memory that is freed there is not reused elsewhere.
         """
         return sum(self.terms.values())
 
     @property
     def terms(self) -> dict[str, float]:
-        """Name → bytes of what adds up to ``peak``. What is reused counts negative, and only where there is any."""
+        """Return name → bytes of the terms of ``peak``. Reused memory is negative, and left out if there is none."""
         found = asdict(self)
         reused = found.pop("reused")
         return found | ({"reused": -reused} if reused else {})
 
     @property
     def least(self) -> float:
-        """What must fit in any case: the start of the backward pass, or its end. Below ``peak``, training is slower."""
+        """The memory required at the start or end of the backward pass. Below ``peak``, training is slower."""
         states = self.weights + self.optimizer
         return max(states + self.activations + self.loss, states + self.gradients) + self.unsharded
 
 
 def predict(recipe: Recipe, micro_batch: int | None = None) -> Memory:
-    """Predict the peak of one rank of ``recipe``; ``micro_batch`` replaces the recipe's.
+    """Predict the peak of one rank of ``recipe``. ``micro_batch`` replaces the recipe's.
 
-    With pipeline stages, this is the first stage. It holds the activations of as many micro-batches as there are
+    With pipeline stages, this is the first stage, which keeps the activations of as many micro-batches as there are
     stages.
     """
     return memory_of(recipe).predict(recipe, recipe.local_batch if micro_batch is None else micro_batch)
 
 
 def largest_batch(recipe: Recipe, available: float) -> int:
-    """The largest micro batch whose peak is within ``available`` bytes; 0 where one does not fit."""
+    """Return the largest micro batch whose peak is within ``available`` bytes; 0 if not even one fits."""
     if predict(recipe, 1).peak > available:
         return 0
     low, high = 1, 2
@@ -112,11 +112,11 @@ def fused_loss(model: Architecture, tokens: float) -> float:
 
 
 def layer_elements(model: Architecture, *, eight: bool) -> float:
-    """Elements per token that one compiled layer keeps for its backward pass.
+    """Return the elements per token that one compiled layer keeps for its backward pass.
 
-    Its input, queries, keys and values (grouped heads are repeated before attention), attention's output, the sum after
-    it, the second norm's output; gate, up and their product of the feed-forward part. In FP8 the inputs of products
-    are computed again from what precedes them.
+    These are its input, queries, keys and values (grouped heads are repeated before attention), the output of
+    attention, the sum after it, the output of the second norm, and gate, up and their product in the feed-forward
+    part. In FP8, the inputs of products are computed again from the tensors before them.
     """
     width, mla = model.hidden_size, model.mla
     queries = model.heads * model.head_size
@@ -132,9 +132,9 @@ def layer_elements(model: Architecture, *, eight: bool) -> float:
 
 
 def ffn_width(model: Architecture, *, routed: bool = True) -> float:
-    """Width of the feed-forward part as one token sees it, averaged over the layers.
+    """Return the width of the feed-forward part for one token, averaged over the layers.
 
-    ``routed``: with the copies of it that experts work on.
+    ``routed``: include the copies of the token that experts process.
     """
     moe = model.moe
     if not moe.experts:
@@ -145,16 +145,18 @@ def ffn_width(model: Architecture, *, routed: bool = True) -> float:
 
 
 def copies_in_eight(model: Architecture) -> float:
-    """Bytes of the weights of all layers in FP8, transposed for the backward pass. Compiled layers keep them from the
-    forward pass on, whatever the number of tokens; selective and full recomputation make them again.
+    """Return the bytes of all layers' weights in FP8, transposed for the backward pass.
+
+    Compiled layers keep them from the forward pass on, for any number of tokens. With selective and full
+    recomputation they are created again.
     """
     return float(size(model).active - model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2))
 
 
 def gathered_experts(recipe: Recipe, model: Architecture) -> float:
-    """Experts of one layer that a rank gathers beyond those that one token meets.
+    """Return the parameters of a layer's experts that a rank gathers in addition to those that one token uses.
 
-    Expert parallelism shares the experts out first. What is left is sharded over the other ranks, if there are any.
+    Expert parallelism distributes the experts first. The rest is sharded over the other ranks, if there are any.
     """
     moe, parts = model.moe, recipe.degree("ep")
     if not moe.experts or recipe.world_size // recipe.degree("replicas") <= parts:
@@ -174,11 +176,12 @@ def unsharded(
     cast: bool = False,
     experts: float = 0.0,
 ) -> float:
-    """What is whole at once: the output layer and two blocks in the computing precision, and gradients of one of each.
+    """Return the bytes that are gathered at once: the output layer and two blocks, and gradients of one of each.
 
-    ``ends`` is 2 where the embedding is gathered together with the output layer. ``alone``: nothing is reduced, for
-    there is one rank or no gradient. ``cast``: each of ``world`` ranks converts its shard before it is gathered.
-    ``experts`` are parameters of experts that a block gathers in addition.
+    They are in the computing precision. ``ends`` is 2 if the embedding is gathered together with the output layer.
+    ``alone``: nothing is reduced, because there is one rank or no gradient. ``cast``: each of ``world`` ranks
+    converts its shard before it is gathered. ``experts`` are parameters of experts that a block gathers in
+    addition.
     """
     count = size(model)
     if model.family == "flux":
@@ -191,7 +194,7 @@ def unsharded(
     if alone:
         return ((ends * head + 2 * block) * compute + converted) / tensor
     # Gradients exist in the computing precision, and in float32 while they are reduced. Those of the output layer are
-    # reduced and gone before those of the embedding exist; one rank reduces nothing, and keeps both.
+    # freed before those of the embedding exist. One rank reduces nothing, and keeps both.
     reduced = ends if world == 1 else 1
     whole = ends * head * compute + reduced * head * (compute + FLOAT32) + block * (3 * compute + FLOAT32)
     return (whole + converted) / tensor

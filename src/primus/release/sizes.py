@@ -1,4 +1,4 @@
-"""How large an image will be, before it has a lock: from published sizes and the layers of its preview."""
+"""Estimating the size of an image without a lock, from published sizes and the layers of its preview."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CHANNEL = "amd"
 _FILE = Path(__file__).with_name("sizes.yaml")
 _MEASURED = "measured"
 Basis = Literal["published", "near", "assumed"]
-# Layers of a preview that an image of any channel has too, by the beginning of their names.
+# Layers of a preview that images of every channel contain, by the beginning of their names.
 _SHARED = ("python", "turbo ", "environment", "facts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """An image of others that has all of it."""
+    """A published image of another project that contains everything."""
 
     image: str = described("Its name.")
     mb: float = described("Compressed size in 10^6 bytes.")
@@ -71,7 +71,7 @@ class Estimate:
     budget_gb: float | None
 
     def gb(self, *bases: str) -> float:
-        """Size of the parts with one of ``bases``, or of all, in 10^9 bytes."""
+        """Return the size of the parts with one of ``bases``, or of all parts, in 10^9 bytes."""
         return sum(part.mb for part in self.parts if not bases or part.basis in bases) / 1000
 
     @property

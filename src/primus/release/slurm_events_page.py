@@ -21,7 +21,7 @@ _WHAT = {
 
 
 def slurm_events_page(result: Mapping[str, Any]) -> str:
-    """The page; every figure in it stands in the result. KeyError when it is no such result."""
+    """Return the page. Every figure comes from ``result``. Raises KeyError for another format."""
     rows, lines, wrong = result["rows"], [], []
     for event, what in _WHAT.items():
         mine = [row for row in rows if row["event"] == event]
@@ -67,7 +67,7 @@ def slurm_events_page(result: Mapping[str, Any]) -> str:
 
 
 def fleet_page(result: Mapping[str, Any]) -> str:
-    """What tests of preflight and tuning counted. KeyError when it is no such result."""
+    """Return the page about tests of preflight and tuning. Raises KeyError for another format."""
     preflight, tuning = result["rows"]["preflight"], result["rows"]["tuning"]
     lines = [
         [

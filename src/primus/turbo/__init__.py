@@ -1,1 +1,1 @@
-"""Optimized kernels: what each is, needs and excludes; compiled ahead of time; proven to run as compiled."""
+"""Optimizations that a run can enable: the catalogue, and our own kernels."""

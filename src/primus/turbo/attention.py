@@ -73,19 +73,19 @@ _forward.register_autograd(_gradients, setup_context=_save)
 def flash_attention_4(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int = 0, causal: bool = True
 ) -> torch.Tensor:
-    """Attention of ``q`` [batch, tokens, heads, size] over ``k`` and ``v``, which may have fewer heads.
+    """Return attention of ``q`` [batch, tokens, heads, size] over ``k`` and ``v``, which may have fewer heads.
 
-    ``window``: how many tokens each token sees, itself included; 0 for all before it. Without ``causal`` each token
-    sees all tokens. BF16 or FP16, NVIDIA sm_90 and later.
+    ``window`` is the number of tokens that each token sees, including itself; 0 for all before it. Without
+    ``causal``, each token sees all tokens. Supports BF16 and FP16 on NVIDIA sm_90 and later.
     """
     out: torch.Tensor = _forward(q, k, v, q.shape[-1] ** -0.5, window if causal else _EVERYTHING)[0]
     return out
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Any:
-    """What :func:`windowed_attention` needs: which blocks of 128 × 128 pairs hold any that count.
+    """Return the mask for :func:`windowed_attention`: which blocks of 128 × 128 pairs contain visible ones.
 
-    On a CPU, where flex_attention has no backward pass, all pairs.
+    On a CPU, where flex_attention has no backward pass, it is a mask of all pairs.
     """
     CALLS["window_mask"] += 1
     return _block_mask(length, window, device)
@@ -101,7 +101,7 @@ def _block_mask(length: int, window: int, device: torch.device) -> Any:
 
 
 def seen_within(window: int) -> Any:
-    """For flex_attention: whether ``query`` sees ``key``, itself or one of the ``window`` - 1 tokens before."""
+    """Return a function for flex_attention: ``query`` sees ``key`` if it is one of the last ``window`` tokens."""
 
     def seen(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
         return (query >= key) & (query - key < window)
@@ -110,9 +110,10 @@ def seen_within(window: int) -> Any:
 
 
 def windowed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
-    """Causal attention within the window of ``mask``; tensors are [batch, tokens, heads, size], heads may be grouped.
+    """Causal attention within the window of ``mask``; tensors are [batch, tokens, heads, size], heads may be
+    grouped.
 
-    Compiled, one Triton kernel each way that leaves out blocks without any pair that counts; any GPU.
+    Compiled, it is one Triton kernel in each direction, which skips blocks without visible pairs, on any GPU.
     """
     parts = tuple(part.transpose(1, 2) for part in (q, k, v))
     if isinstance(mask, torch.Tensor):
@@ -125,7 +126,7 @@ def windowed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: 
 
 
 def attend_in_diffusers() -> None:
-    """Let the FLUX transformer of diffusers use Flash Attention 4. Its tensors are [batch, tokens, heads, size]."""
+    """Make the FLUX transformer of diffusers use Flash Attention 4. Its tensors are [batch, tokens, heads, size]."""
     from diffusers.models.transformers import transformer_flux
 
     def attend(
@@ -139,7 +140,7 @@ def attend_in_diffusers() -> None:
 
 
 def attend_in_transformers() -> str:
-    """Register Flash Attention 4 with Hugging Face's models; their ``attn_implementation`` takes the returned name."""
+    """Register Flash Attention 4 with Hugging Face's models. Returns the name for ``attn_implementation``."""
     from transformers import AttentionInterface
 
     def attend(
@@ -156,8 +157,8 @@ def attend_in_transformers() -> str:
 
 
 class FlashAttention4(torch.nn.Module):
-    """In place of torchtitan's wrapper around PyTorch's attention: tensors are [batch, heads, tokens, size]."""
+    """Replaces torchtitan's wrapper of PyTorch's attention. Tensors are [batch, heads, tokens, size]."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Causal attention over all tokens before."""
+        """Return causal attention."""
         return flash_attention_4(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)

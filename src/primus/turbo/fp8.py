@@ -1,8 +1,8 @@
-"""Linear layers and the feed-forward block with one FP8 scale per tensor: quantization fused with what comes before.
+"""Linear layers and the feed-forward block in FP8 with one scale per tensor, with fused quantization.
 
-A product on the tensor cores takes both factors with the summed dimension contiguous, so each activation and each
-gradient is needed in two layouts: one for the next product, one for the weight's gradient. Scales are those of
-torchao's tensorwise recipe: the largest value of the tensor itself decides.
+A product on the tensor cores needs both factors with the summed dimension contiguous. Each activation and each gradient
+is therefore needed in two layouts: one for the next product, one for the weight's gradient. Scales are those of
+torchao's tensorwise recipe, from the largest value of the tensor itself.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _SMALLEST = 1e-12
 
 
 def _scale(top: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a tensor is multiplied with before the cast: float64 in between, as torchao does it."""
+    """Return the factor of a tensor before the cast, computed in float64 as in torchao."""
     return (torch.finfo(dtype).max / top.double().clamp(min=_SMALLEST)).float()
 
 
 def _quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``x`` and its transpose in ``dtype``, and their scale."""
+    """Return ``x`` and its transpose in ``dtype``, and their scale."""
     scale = _scale(x.abs().max(), dtype)
     return *cast_both([x], [scale], dtype), scale
 
 
 def _weight(weight: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight's FP8 values [out, in] and their scale: as FSDP gathered them, or cast here."""
+    """Return a weight's FP8 values [out, in] and their scale: as gathered by FSDP, or cast here."""
     if hasattr(weight, "_data"):
         return weight._data, weight._scale
     scale = _scale(weight.abs().max(), dtype)
@@ -48,7 +48,7 @@ def _weight(weight: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
 def _product(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, out: torch.dtype, fast: bool
 ) -> torch.Tensor:
-    """``a @ b.T`` of scaled FP8 factors, both with the summed dimension contiguous."""
+    """Return ``a @ b.T`` of scaled FP8 factors, both with the summed dimension contiguous."""
     if not a.is_cuda:
         return ((a.float() @ b.float().t()) / (a_scale * b_scale)).to(out)
     found: torch.Tensor = torch._scaled_mm(
@@ -58,7 +58,7 @@ def _product(
 
 
 class _Formats:
-    """Data types of activations, weights and gradients, and which products may accumulate fast."""
+    """Data types of activations, weights and gradients, and which products may use fast accumulation."""
 
     def __init__(self, config: Any) -> None:
         self.input = config.cast_config_input.target_dtype
@@ -94,7 +94,7 @@ class _Linear(torch.autograd.Function):
 
 @torch._dynamo.allow_in_graph
 class _Projections(torch.autograd.Function):
-    """Several layers of one input as one product each way, though each keeps scales of its own."""
+    """Several layers with the same input as one product in each direction. Each layer keeps its own scales."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, config: Any, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -115,8 +115,9 @@ class _Projections(torch.autograd.Function):
         flipped, scale, *weights = ctx.saved_tensors
         formats, kind, like = ctx.formats, grads[0].dtype, grads[0].shape[:-1]
         data, scales = _stacked(weights, formats.weight)
-        # One product adds up what all gradients say of x, so that scale of gradient · scale of weight must be the same
-        # for all: the smallest that makes use of a gradient's range. The others lose no precision, only range.
+        # One product sums up the gradients of x from all layers, so scale of gradient · scale of weight must be equal
+        # for all. Use the smallest product for which a gradient fills its range. The others lose no precision, only
+        # range.
         flat = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         limits = [_scale(largest(grad), formats.grad) * own for grad, own in zip(flat, scales, strict=True)]
         common = torch.stack(limits).amin()
@@ -186,22 +187,23 @@ class _FeedForward(torch.autograd.Function):
 
 
 def _computed(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in the type that autocast asks for, as in ``torch.nn.functional.linear``.
+    """Return ``x`` in the type that autocast requests, as ``torch.nn.functional.linear`` does.
 
-    FSDP's mixed precision hands ``x`` over in that type. On one rank torchtitan uses autocast, and ``x`` is float32.
+    With FSDP's mixed precision, ``x`` already has that type. On one rank, torchtitan uses autocast, and ``x`` is
+    float32.
     """
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
-    """``x @ weight.T`` with factors and gradients in FP8; ``config`` is torchao's, with one scale per tensor."""
+    """Return ``x @ weight.T`` with factors and gradients in FP8; ``config`` is torchao's, with one scale per tensor."""
     made: torch.Tensor = _Linear.apply(_computed(x), weight, config)
     return made
 
 
 def projections(x: torch.Tensor, weights: Sequence[torch.Tensor], config: Any) -> tuple[torch.Tensor, ...]:
-    """``x @ weight.T`` for each weight, with factors and gradients in FP8; ``config`` is torchao's."""
+    """Return ``x @ weight.T`` for each weight, with factors and gradients in FP8; ``config`` is torchao's."""
     made: tuple[torch.Tensor, ...] = _Projections.apply(_computed(x), config, *weights)
     return made
 
@@ -209,6 +211,6 @@ def projections(x: torch.Tensor, weights: Sequence[torch.Tensor], config: Any) -
 def feed_forward(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, config: Any
 ) -> torch.Tensor:
-    """``(silu(x @ gate.T) · (x @ up.T)) @ down.T`` with factors and gradients in FP8; ``config`` is torchao's."""
+    """Return ``(silu(x @ gate.T) · (x @ up.T)) @ down.T``, computed in FP8 as in :func:`linear`."""
     made: torch.Tensor = _FeedForward.apply(_computed(x), gate, up, down, config)
     return made

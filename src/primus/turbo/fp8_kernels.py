@@ -1,7 +1,7 @@
-"""Triton kernels that quantize to FP8, and the operators around them.
+"""Triton kernels that quantize to FP8, and operators that call them.
 
-Each writes a tensor as it is and transposed in one pass. Every operator counts its calls in
-:data:`primus.turbo.optimizations.CALLS`. On tensors that are not on a GPU the operators compute the same in plain
+Each writes a tensor and its transpose in one pass. Every operator counts its calls in
+:data:`primus.turbo.optimizations.CALLS`. For tensors that are not on a GPU, the operators compute the same in plain
 PyTorch.
 """
 
@@ -34,8 +34,8 @@ _LARGEST_BLOCKS = 4
 def _bytes(value, KIND: tl.constexpr, ALONE: tl.constexpr):
     """``value`` as bytes of the FP8 type ``KIND``."""
     if ALONE:
-        # ptxas 12.8 for sm_90 reads an unset register where the upper byte of a pair of e5m2 values is taken alone, so
-        # each value is converted by itself.
+        # ptxas 12.8 for sm_90 reads an uninitialized register if the upper byte of a pair of e5m2 values is used alone,
+        # so each value is converted separately.
         pair = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e5m2x2.f32 $0, 0f00000000, $1;", "=h,f", [value], dtype=tl.int16, is_pure=True, pack=1
         )
@@ -45,7 +45,7 @@ def _bytes(value, KIND: tl.constexpr, ALONE: tl.constexpr):
 
 @triton.jit
 def _store_both(value, rows_out, columns_out, at, to, inside, flipped, ALONE: tl.constexpr):
-    """Store ``value`` as FP8 as it is, and transposed as bytes."""
+    """Store ``value`` as FP8, and transposed as bytes."""
     KIND: tl.constexpr = rows_out.dtype.element_ty
     tl.store(rows_out + at, value.to(KIND), mask=inside)
     tl.store(columns_out + to, tl.trans(_bytes(value, KIND, ALONE)), mask=flipped)
@@ -166,7 +166,7 @@ def _grid(rows: int, columns: int, tile: tuple[int, int, int]) -> tuple[int, int
 
 
 def eight(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x · scale`` in plain PyTorch, cut to ``dtype``'s range and cast to it."""
+    """Return ``x · scale``, clamped to ``dtype``'s range and cast to it, in plain PyTorch."""
     top = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-top, top).to(dtype)
 
@@ -179,9 +179,9 @@ def _turned(x: torch.Tensor) -> torch.Tensor:
 def cast_both(
     parts: Sequence[torch.Tensor], scales: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``parts`` [rows, columns of each], each times its scale, cut to ``dtype``'s range and cast to it.
+    """Multiply each of ``parts`` [rows, columns of each] by its scale, clamp it to ``dtype``'s range and cast it.
 
-    Returned are all of them side by side, and the same transposed.
+    Returns all of them side by side, and the transpose of the same.
     """
     CALLS["fp8_cast_both" if len(parts) == 1 else "fp8_cast_parts"] += 1
     if not parts[0].is_cuda:
@@ -209,7 +209,7 @@ def _(parts: Any, scales: Any, dtype: torch.dtype) -> Any:  # noqa: ARG001 - the
 
 @torch.library.custom_op("primus::fp8_largest", mutates_args=())
 def largest(x: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value of ``x``, in float32; NaN where there is one."""
+    """Return the largest absolute value of ``x``, in float32; NaN if ``x`` contains one."""
     CALLS["fp8_largest"] += 1
     if not x.is_cuda:
         return x.abs().max().float()
@@ -228,7 +228,7 @@ def _(x: Any) -> Any:
 
 @torch.library.custom_op("primus::fp8_flip", mutates_args=())
 def flip(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [rows, columns] of an 8-bit type, transposed in memory."""
+    """Return the transpose in memory of ``x`` [rows, columns], of an 8-bit type."""
     CALLS["fp8_flip"] += 1
     if not x.is_cuda:
         return _turned(x)
@@ -249,7 +249,7 @@ def _(x: Any) -> Any:
 
 @torch.library.custom_op("primus::fp8_swiglu_largest", mutates_args=())
 def swiglu_largest(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value of ``silu(gate) · up``, in float32; NaN where there is one."""
+    """Return the largest absolute value of ``silu(gate) · up``, in float32; NaN if it contains one."""
     CALLS["fp8_swiglu_largest"] += 1
     if not gate.is_cuda:
         return (torch.nn.functional.silu(gate.float()) * up.float()).abs().max()
@@ -268,7 +268,7 @@ def _(gate: Any, up: Any) -> Any:  # noqa: ARG001
 
 @torch.library.custom_op("primus::fp8_swiglu_cast", mutates_args=())
 def swiglu_cast(gate: torch.Tensor, up: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``silu(gate) · up · scale``, computed in float32, cut to ``dtype``'s range and cast to it."""
+    """Return ``silu(gate) · up · scale``, computed in float32, clamped to ``dtype``'s range and cast to it."""
     CALLS["fp8_swiglu_cast"] += 1
     if not gate.is_cuda:
         return eight(torch.nn.functional.silu(gate.float()) * up.float(), scale, dtype)
@@ -298,7 +298,7 @@ def _gradients(
 
 @torch.library.custom_op("primus::fp8_swiglu_backward_largest", mutates_args=())
 def swiglu_backward_largest(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The largest absolute gradients of ``gate`` and ``up`` under ``grad``: two float32, NaN where there is one."""
+    """Return the largest absolute gradients of ``gate`` and ``up`` under ``grad``: two float32, NaN if there is one."""
     CALLS["fp8_swiglu_backward_largest"] += 1
     if not gate.is_cuda:
         of_gate, of_up, _ = _gradients(gate, up, grad)
@@ -322,8 +322,10 @@ def swiglu_backward(
     gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor, gate_scale: torch.Tensor, up_scale: torch.Tensor,
     made_scale: torch.Tensor, dtype: torch.dtype, made_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Scaled gradients of ``gate`` and ``up`` [rows, columns] in ``dtype``, each as it is and transposed, and
-    ``silu(gate) · up · made_scale`` in ``made_dtype``, transposed."""
+    """Return the scaled gradients of ``gate`` and ``up`` [rows, columns] in ``dtype``, each with its transpose.
+
+    Also returns ``silu(gate) · up · made_scale`` in ``made_dtype``, transposed.
+    """
     CALLS["fp8_swiglu_backward"] += 1
     if not gate.is_cuda:
         of_gate, of_up, made = _gradients(gate, up, grad)

@@ -1,8 +1,8 @@
-"""Triton kernels of our own, each for a gap that a profile of a training step shows and no library fills.
+"""Our own Triton kernels, each for a gap that a profile of a training step shows and no library fills.
 
-Every wrapper counts its calls in :data:`primus.turbo.optimizations.CALLS`, which is how a run proves what it used. On
-tensors that are not on a GPU the wrappers compute the same in plain PyTorch: so the CPU proxies train through the same
-code path.
+Every wrapper counts its calls in :data:`primus.turbo.optimizations.CALLS`, with which a run proves what it used. For
+tensors that are not on a GPU, the wrappers compute the same in plain PyTorch, so that CPU proxies use the same code
+path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _larger(a, b):
 
 @triton.jit
 def _cut(x, LARGEST: tl.constexpr):
-    """``x`` within ±LARGEST. NaN stays NaN: a product of it must not look sound."""
+    """``x`` clamped to ±LARGEST. NaN stays NaN, so that it is not hidden by a product."""
     x = tl.maximum(x, -LARGEST, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
@@ -36,14 +36,14 @@ def _cross_entropy(logits, labels, losses, stride, columns, IGNORED: tl.constexp
     logits += row * stride
     label = tl.load(labels + row)
     offsets = tl.arange(0, BLOCK)
-    # One pass with a running maximum finds the sum; the second one writes the gradient over the logits. A row fits in
-    # the L2 cache, so the second pass does not read device memory.
+    # One pass with a running maximum computes the sum; the second pass overwrites the logits with the gradient. A row
+    # fits into the L2 cache, so the second pass does not read device memory.
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
         x = tl.load(logits + start + offsets, mask=start + offsets < columns, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(highest, x)
-        # Where a lane saw nothing yet, -inf - -inf would be NaN.
+        # Before a lane has seen a value, -inf - -inf would be NaN.
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(highest - safe) + tl.exp(x - safe)
         highest = higher
@@ -53,7 +53,7 @@ def _cross_entropy(logits, labels, losses, stride, columns, IGNORED: tl.constexp
     at_label = tl.load(logits + tl.where(counted, label, 0)).to(tl.float32)
     loss = tl.log(total_sum) + top - at_label
     tl.store(losses + row, tl.where(counted, loss, 0.0))
-    # The logit at the label is read above by all lanes before any of them overwrites it.
+    # All lanes have read the logit at the label, above, before any of them overwrites it.
     tl.debug_barrier()
     factor = tl.where(counted, 1.0 / total_sum, 0.0)
     for start in range(0, columns, BLOCK):
@@ -65,10 +65,10 @@ def _cross_entropy(logits, labels, losses, stride, columns, IGNORED: tl.constexp
 
 
 def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor, losses: torch.Tensor) -> None:
-    """Write each row's cross entropy to ``losses`` and the gradient of their sum over ``logits``.
+    """Write each row's cross entropy to ``losses``, and overwrite ``logits`` with the gradient of their sum.
 
-    ``logits`` [rows, vocabulary] any float type, rows contiguous; ``labels`` [rows] int64, -100 for a row that does
-    not count; ``losses`` [rows] float32. Computed in float32.
+    ``logits`` [rows, vocabulary] have any float type and contiguous rows; ``labels`` [rows] are int64, -100 for a
+    row that does not count; ``losses`` [rows] are float32. Computed in float32.
     """
     CALLS["cross_entropy_"] += 1
     if not logits.is_cuda:
@@ -99,9 +99,10 @@ def _cast_fp8(x, scale, out, count, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def cast_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x · scale``, cut to what ``dtype`` holds and cast to it: one pass over ``x`` instead of three.
+    """Return ``x · scale``, clamped to ``dtype``'s range and cast to it: one pass over ``x`` instead of three.
 
-    ``x`` is contiguous; ``scale`` holds one float32. The bits are those of multiplying, clamping and casting in turn.
+    ``x`` is contiguous; ``scale`` is one float32. The result has the bits of multiplying, clamping and casting in
+    turn.
     """
     CALLS["cast_fp8"] += 1
     if not x.is_cuda:
@@ -126,10 +127,11 @@ def _copy_in(grad, out, share, width, at, BLOCK: tl.constexpr):
 
 
 def copy_in(grads: Sequence[torch.Tensor], out: torch.Tensor, ranks: int) -> bool:
-    """Lay ``grads`` out for a reduce-scatter over ``ranks``: each one's first dimension in ``ranks`` equal parts.
+    """Copy ``grads`` to the layout for a reduce-scatter over ``ranks``: each first dimension in ``ranks`` equal
+    parts.
 
-    ``out`` [ranks, numbers per rank] is contiguous and may be of a wider type. Returns False, and does nothing, when a
-    gradient is not contiguous or its first dimension does not divide evenly.
+    ``out`` [ranks, numbers per rank] is contiguous and may have a wider type. If a gradient is not contiguous, or
+    its first dimension is not divisible, does nothing and returns False.
     """
     if not all(grad.is_contiguous() and grad.dim() and grad.shape[0] % ranks == 0 for grad in grads):
         return False
@@ -174,10 +176,10 @@ def adamw_(
     p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *, clip: torch.Tensor,
     amax: torch.Tensor | None, lr: float, decay: float, betas: tuple[float, float], eps: float, step: int,
 ) -> None:  # fmt: skip
-    """One AdamW step in place, in float32: ``p``, ``m`` and ``v`` are updated from the gradient ``g · clip``.
+    """Update ``p``, ``m`` and ``v`` in place by one AdamW step in float32, with the gradient ``g · clip``.
 
-    ``clip`` holds one number; ``step`` counts from 1. ``amax`` (one float32, raised to at least the largest absolute
-    weight) spares a pass over the weights before they are cast to FP8.
+    ``clip`` is one number; ``step`` starts at 1. ``amax`` is one float32, which is raised to the largest absolute
+    weight, so that the weights need not be read again before they are cast to FP8.
     """
     CALLS["adamw_"] += 1
     beta1, beta2 = betas

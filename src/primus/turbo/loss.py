@@ -1,4 +1,4 @@
-"""The output projection and its cross entropy together, a chunk of tokens at a time."""
+"""The output projection and its cross entropy in one function, one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_x, grad_weight = ctx.saved_tensors
-        # The gradients are this function's own and are used once.
+        # The gradients belong to this function and are used once.
         return grad_x.mul_(grads[0]), None if grad_weight is None else grad_weight.mul_(grads[0]), None, None
 
 
 def linear_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int = CHUNK
 ) -> torch.Tensor:
-    """Sum of the cross entropies of ``x @ weight.T`` against ``labels`` (-100: does not count), as float32.
+    """Return the sum of the cross entropies of ``x @ weight.T`` against ``labels`` (-100: ignored), as float32.
 
-    ``x`` [..., hidden] and ``weight`` [vocabulary, hidden] are of one type, ``labels`` [...] int64. The gradients are
-    made in the forward pass, so that no more than ``chunk`` tokens' logits exist at once; ``backward`` works once. A
-    frozen ``weight`` has none, which saves a third of the work.
+    ``x`` [..., hidden] and ``weight`` [vocabulary, hidden] have one type, and ``labels`` [...] are int64. The
+    gradients are computed in the forward pass, so that only the logits of ``chunk`` tokens exist at any time;
+    ``backward`` works once. A frozen ``weight`` gets no gradient, which saves a third of the work.
     """
     loss: torch.Tensor = _LinearCrossEntropy.apply(x, weight, labels, chunk)
     return loss
@@ -59,7 +59,7 @@ class LossHead(torch.nn.Linear):
     labels: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Loss or logits."""
+        """Return the loss or the logits."""
         if self.labels is None:
             return super().forward(x)
         labels, self.labels = self.labels, None

@@ -1,7 +1,7 @@
-"""The catalogue of optimizations that a run can switch on: what each needs, excludes and promises.
+"""The catalogue of optimizations for training runs: requirements, exclusions and effects.
 
-Pure: a recipe decides which ones apply, so every machine resolves the same list. Whether their packages are installed
-is asked on the machine that trains.
+Pure: the recipe determines which ones apply, so every machine resolves the same list. Whether their packages are
+installed is checked on the machine that trains.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIMIZATIONS_FILE = Path(__file__).with_name("optimizations.yaml")
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """One entry. Empty requirements accept everything."""
+    """One entry. An empty requirement accepts everything."""
 
     name: str
     title: str
@@ -50,7 +50,7 @@ class Optimization:
     sharded: bool = False
 
     def objections(self, recipe: Recipe) -> Iterator[str]:
-        """Why ``recipe`` cannot use it, each as the end of "NAME needs …"."""
+        """Yield the reasons why ``recipe`` cannot use it, each as the end of "NAME needs …"."""
         for what, value, accepted in (
             ("backend", recipe.backend, self.backends),
             ("precision", recipe.precision, self.precisions),
@@ -82,7 +82,7 @@ class Optimization:
 
 
 def state(one: Optimization, arch: str | None) -> str:
-    """Whether this machine can use it: ``arch`` is its GPU's, None where it has none."""
+    """Return whether this machine can use it, as text. ``arch`` is its GPU's architecture, None without a GPU."""
     if lacking := missing_packages((one.name,)):
         return f"not usable here: {', '.join(lacking)} not installed"
     vendor = None if arch is None else "amd" if arch.startswith("gfx") else "nvidia"
@@ -97,7 +97,7 @@ def _text(value: object) -> str:
 
 @cache
 def optimizations() -> Mapping[str, Optimization]:
-    """Every entry of the catalogue by its name."""
+    """Return every entry of the catalogue by name."""
     data: Any = read_values(OPTIMIZATIONS_FILE, OPTIMIZATIONS_FILE.name).data
     made = {}
     for entry in data["optimizations"]:
@@ -107,15 +107,15 @@ def optimizations() -> Mapping[str, Optimization]:
 
 
 def automatic(recipe: Recipe) -> tuple[str, ...]:
-    """The optimizations that ``auto`` switches on for ``recipe``, in the catalogue's order."""
+    """Return the optimizations that ``auto`` enables for ``recipe``, in the catalogue's order."""
     return tuple(name for name, one in optimizations().items() if one.auto and not any(one.objections(recipe)))
 
 
 def chosen(recipe: Recipe) -> tuple[str, ...]:
-    """The optimizations that ``recipe`` asks for, in the catalogue's order.
+    """Return the optimizations that ``recipe`` requests, in the catalogue's order.
 
-    Raises InputError for a name that the catalogue lacks, for one that the recipe cannot use, and for two that exclude
-    each other.
+    Raises InputError for a name that is not in the catalogue, for one that the recipe cannot use, and for two that
+    exclude each other.
     """
     setting = recipe.settings.get("turbo")
     if setting is None or setting.value in ("off", False, "", None):
@@ -140,7 +140,7 @@ def chosen(recipe: Recipe) -> tuple[str, ...]:
 
 
 def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
-    """Every optimization of the catalogue: whether ``recipe`` switches it on, and why. Raises as :func:`chosen`."""
+    """Return for every optimization whether ``recipe`` enables it, and why. Raises as :func:`chosen`."""
     on, setting = chosen(recipe), recipe.settings.get("turbo")
     value = setting.value if setting is not None else None
     found: dict[str, tuple[bool, str]] = {}
@@ -160,14 +160,14 @@ def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
 
 
 def active(names: Sequence[str]) -> dict[str, Any]:
-    """For the facts of a run: which of ``names`` really ran on this rank, and what was called how often."""
+    """Return, for the facts of a run, which of ``names`` ran on this rank, and how often each function was called."""
     known = optimizations()
     ran = [name for name in names if all(CALLS[call] for call in known[name].proof)]
     return {"turbo": sorted(ran), "turbo_calls": dict(sorted(CALLS.items()))}
 
 
 def missing_packages(names: tuple[str, ...]) -> list[str]:
-    """Packages that ``names`` need and this machine's Python lacks."""
+    """Return the packages that ``names`` need and this machine's Python does not have."""
     needed = dict.fromkeys(package for name in names for package in optimizations()[name].packages)
     return [package for package in needed if not _importable(package)]
 

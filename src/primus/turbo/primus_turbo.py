@@ -1,8 +1,8 @@
-"""Primus Turbo's public API as this package calls it, and the modules that stand in for PyTorch's own.
+"""Calls of Primus Turbo's public API, and modules that replace PyTorch's own.
 
-The calls are those of Primus Turbo 0.4 (AMD-AGI/Primus-Turbo, the commit that versions.yaml pins); ``SIGNATURES`` lists
-the parameters that they rely on, and :func:`check` compares it with the package that is installed. Every call is
-counted in :data:`primus.turbo.optimizations.CALLS`, which is how a run proves what it used.
+The calls are those of Primus Turbo 0.4 (AMD-AGI/Primus-Turbo, the commit that versions.yaml pins). ``SIGNATURES`` lists
+the parameters that they use, and :func:`check` compares it with the installed package. Every call is counted in
+:data:`primus.turbo.optimizations.CALLS`, with which a run proves what it used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from primus.turbo.optimizations import CALLS
 
-# Name in primus_turbo.pytorch → parameters that are given by name or position here.
+# Name in primus_turbo.pytorch → parameters that are passed by name or position here.
 SIGNATURES: dict[str, tuple[str, ...]] = {
     "ops.flash_attn_func": ("q", "k", "v", "softmax_scale", "causal", "window_size", "deterministic"),
     "ops.flash_attn_fp8_func": ("q", "k", "v", "softmax_scale", "causal", "window_size", "deterministic", "fp8_config"),
@@ -24,14 +24,14 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
     "modules.Float8Linear.from_float": ("mod", "config"),
     "core.low_precision.Float8QuantConfig": ("granularity", "block_size"),
 }
-# As Primus configures attention in FP8.
+# Primus's configuration of FP8 attention.
 _ATTENTION_BLOCK = 64
-# Its FP8 products take sizes that this divides.
+# Sizes in its FP8 products must be divisible by this number.
 _FP8_MULTIPLE = 128
 
 
 def check(names: Iterable[str] = SIGNATURES) -> None:
-    """SystemExit when the installed package lacks one of ``names``, or a parameter that is used of it."""
+    """Raise SystemExit if the installed package lacks one of ``names``, or one of the used parameters."""
     for name in names:
         found: Any = _package()
         try:
@@ -57,10 +57,11 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, window: int = 0,
     eight: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """Causal attention of ``q`` [samples, tokens, heads, size] over ``k`` and ``v``, which may have fewer heads.
+    """Return causal attention of ``q`` [samples, tokens, heads, size] over ``k`` and ``v``, which may have fewer
+    heads.
 
-    ``window``: how many tokens each one sees, itself included; 0 for all before it. ``eight``: in FP8, scaled by
-    blocks of 64.
+    ``window`` is the number of tokens that each token sees, including itself; 0 for all before it. ``eight``:
+    compute in FP8, scaled by blocks of 64.
     """
     turbo = _package()
     CALLS["turbo_attention_fp8" if eight else "turbo_attention"] += 1
@@ -81,7 +82,7 @@ def attention(
 
 
 class TurboAttention(torch.nn.Module):  # type: ignore[misc,unused-ignore]
-    """In place of torchtitan's wrapper around PyTorch's attention: tensors are [samples, heads, tokens, size]."""
+    """Replaces torchtitan's wrapper of PyTorch's attention. Tensors are [samples, heads, tokens, size]."""
 
     def __init__(self, *, eight: bool = False) -> None:
         super().__init__()
@@ -90,13 +91,13 @@ class TurboAttention(torch.nn.Module):  # type: ignore[misc,unused-ignore]
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, **_: Any
     ) -> torch.Tensor:
-        """Causal attention over all tokens before."""
+        """Return causal attention."""
         q, k, v = (tensor.transpose(1, 2).contiguous() for tensor in (q, k, v))
         return attention(q, k, v, scale=scale, eight=self.eight).transpose(1, 2)
 
 
 class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc,unused-ignore]
-    """PyTorch's norm with its parameters, computed by Primus Turbo. Made by assigning to ``__class__``."""
+    """PyTorch's norm with its parameters, computed by Primus Turbo. Created by assigning to ``__class__``."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize the last dimension of ``x``."""
@@ -108,9 +109,9 @@ class RmsNorm(torch.nn.RMSNorm):  # type: ignore[misc,unused-ignore]
 
 
 def convert_linears(model: torch.nn.Module, filtered: Iterable[str]) -> None:
-    """Let every linear layer but those whose names contain one of ``filtered`` compute in FP8, scaled by tensor.
+    """Compute every linear layer in FP8, scaled by tensor, except those whose names contain one of ``filtered``.
 
-    SystemExit for a layer whose sizes the products do not take: it would train in BF16 without a word.
+    Raises SystemExit for a layer with unsupported sizes, which would silently train in BF16.
     """
     turbo, left_out = _package(), tuple(filtered)
     low = turbo.core.low_precision
@@ -134,7 +135,7 @@ def _count_linear(*_: Any) -> None:
 def grouped_experts(
     w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, x: torch.Tensor, num_tokens_per_expert: torch.Tensor
 ) -> torch.Tensor:
-    """torchtitan's ``_run_experts_grouped_mm``: ``x`` [tokens sorted by expert, hidden] through SwiGLU experts."""
+    """Replaces torchtitan's ``_run_experts_grouped_mm``: ``x`` [sorted tokens, hidden] through SwiGLU experts."""
     product: Callable[..., torch.Tensor] = _package().ops.grouped_gemm
     CALLS["turbo_grouped_gemm"] += 1
     lengths = num_tokens_per_expert.to(device=x.device, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What FSDP2 and the optimizer do with shards, faster: for every model and every backend that uses both."""
+"""Faster handling of shards by FSDP2 and the optimizer, for every model and every backend that uses both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primus.turbo.kernels import adamw_, copy_in
 
 
 def lay_out_gradients() -> None:
-    """Let FSDP2 lay gradients out for the reduce-scatter by one kernel per gradient, in this process."""
+    """Make FSDP2 copy gradients to the layout of the reduce-scatter with one kernel per gradient, in this process."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     def foreach_reduce_scatter_copy_in(grads: Any, out: torch.Tensor, ranks: int) -> None:
@@ -28,20 +28,21 @@ _clip: list[torch.Tensor] = []
 
 
 def clip_by(norm: torch.Tensor, max_norm: float) -> None:
-    """Let :class:`Step` scale the gradients of the next update so that their norm is at most ``max_norm``."""
+    """Make :class:`Step` scale the gradients of the next update so that their norm is at most ``max_norm``."""
     _clip[:] = [(max_norm / (norm + 1e-6)).clamp(max=1.0).float()]
 
 
 class Step:
-    """AdamW's step over all parameters of one optimizer, with the optimizer's own state, so that checkpoints fit.
+    """AdamW's step over all parameters of one optimizer, with the optimizer's own state, so that checkpoints are
+    unchanged.
 
-    It stands in for ``optimizer.step`` and runs the same hooks. Hooks see clipped gradients, as they do without it.
+    It replaces ``optimizer.step`` and runs the same hooks, which see clipped gradients as before.
     """
 
     def __init__(self, optimizer: torch.optim.AdamW) -> None:
         self._optimizer = optimizer
         self._count = -1
-        # torch's learning-rate schedulers look for their own mark.
+        # torch's learning-rate schedulers check for their own attribute.
         self._wrapped_by_lr_sched = True
         optimizer.register_load_state_dict_post_hook(self._loaded)
 
@@ -49,12 +50,12 @@ class Step:
         self._count = -1
 
     def __call__(self, *_args: Any, **_options: Any) -> None:
-        """Update all parameters; arguments that torch's ``step`` takes are ignored."""
+        """Update all parameters. Arguments of torch's ``step`` are ignored."""
         own = self._optimizer
         before = [*_global_optimizer_pre_hooks.values(), *own._optimizer_step_pre_hooks.values()]
         with torch.no_grad():
             if before:
-                # Only a hook reads gradients before the kernel scales them. This pass is for it alone.
+                # Only hooks read gradients before the kernel scales them. This pass is needed only for them.
                 self._clip_now()
                 for hook in before:
                     hook(own, (), {})
@@ -72,7 +73,7 @@ class Step:
 
         scaled: list[Any] = []
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        # Without a gradient norm (states being made for a checkpoint to fill) there is nothing to clip by.
+        # Without a gradient norm (when states are created for loading a checkpoint), there is nothing to clip.
         clip = _clip[0] if _clip and not clipped else torch.ones((), device=parameters[0].device)
         largest = torch.zeros(len(parameters), device=clip.device)
         first = 0
@@ -103,7 +104,7 @@ class Step:
 
 
 def _scale(scaled: list[Any], largest: torch.Tensor) -> None:
-    """What torchao's ``precompute_float8_dynamic_scale_for_fsdp`` does, without reading the weights again."""
+    """Compute the scales as in torchao's ``precompute_float8_dynamic_scale_for_fsdp``, with the kernel's maximum."""
     import torch.distributed as dist
 
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)

@@ -97,7 +97,7 @@ def kubernetes(words: Sequence[str], environment: Mapping[str, str], *, allow_un
     if command != "create":
         raise HostError(
             f"{command} is for the workload service and trains nothing",
-            hint="run primus compat run_k8s_pretrain.sh without --dry-run",
+            hint="run it without --dry-run and PRIMUS_DRY_RUN, which show what create would train",
         )
     rest.remove(command)
     given = {one.key: one for one in options(rest)}

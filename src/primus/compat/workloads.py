@@ -95,6 +95,7 @@ def ask(command: str, words: Sequence[str], environment: Mapping[str, str]) -> A
         raise CheckFailed(f"the service refuses {command}: HTTP {error.code} {told or error.reason}") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
+        reason = getattr(reason, "strerror", None) or reason
         raise HostError(f"{urlsplit(url).netloc} does not answer: {reason}", hint="check --url") from error
     try:
         return json.loads(text) if text.strip() else {}

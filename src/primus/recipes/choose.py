@@ -138,7 +138,7 @@ def _gpu(asked: Asked, settings: Mapping[str, Setting]) -> Setting:
 
     found = detect()
     if not found.names:
-        return Setting(value=CPU, origin="this machine, which has no GPU")
+        return Setting(value=CPU, origin="this machine has no GPU")
     if not found.generation:
         raise InputError(
             f"the GPUs of this machine cannot be identified: {found.sentence()}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,15 +77,14 @@ def _flops(options: tuple[tuple[str, str], ...]) -> float:
     return 2.0 * int(given["-m"]) * int(given["-n"]) * int(given["-k"]) * (int(batch) if batch.isdigit() else 1)
 
 
-def read_shapes(files: Iterable[Path]) -> tuple[list[Shape], int]:
-    """Return all distinct shapes, most total work first, and the number of unreadable lines.
+def read_shapes(folder: Path) -> tuple[list[Shape], int]:
+    """Return all distinct shapes of the logs in ``folder``, most total work first, and the number of unreadable lines.
 
-    Raises InputError if the files contain no shape.
+    Raises InputError if there is no shape.
     """
     counts: Counter[tuple[tuple[str, str], ...]] = Counter()
-    torn, names = 0, []
-    for file in sorted(files):
-        names.append(str(file))
+    torn = 0
+    for file in sorted(folder.glob("*.txt")):
         try:
             with file.open(encoding="utf-8", errors="replace") as lines:
                 for line in lines:
@@ -102,7 +100,7 @@ def read_shapes(files: Iterable[Path]) -> tuple[list[Shape], int]:
             raise InputError(f"{file} cannot be read: {(error.strerror or '').lower()}") from error
     if not counts:
         raise InputError(
-            f"no GEMM is logged in {', '.join(names) or 'the folder'}" + (f" ({torn} other lines)" if torn else ""),
+            f"no GEMM is logged in {folder}" + (f" ({torn} other lines)" if torn else ""),
             hint="the stage dump makes the log: primus tune gemm RECIPE --stage dump",
         )
     shapes = [Shape(options=options, count=count, flops=_flops(options)) for options, count in counts.items()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,12 +71,10 @@ def _environment(*, tuning: bool) -> dict[str, str]:
     return {"PYTORCH_TUNABLEOP_ENABLED": "1", "PYTORCH_TUNABLEOP_TUNING": "1" if tuning else "0"}
 
 
-def read_shapes(files: Iterable[Path]) -> list[str]:
-    """Return the distinct recorded GEMMs of all files, in order. Raises InputError if there is none."""
+def read_shapes(folder: Path) -> list[str]:
+    """Return the distinct recorded GEMMs of all files in ``folder``, in order. Raises InputError if there is none."""
     found: dict[str, None] = {}
-    names = []
-    for file in sorted(files):
-        names.append(file.name)
+    for file in sorted(folder.glob("*.csv")):
         try:
             text = file.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
@@ -88,7 +86,7 @@ def read_shapes(files: Iterable[Path]) -> list[str]:
                 found[",".join(line.split(",")[:2])] = None
     if not found:
         raise InputError(
-            f"no GEMM is recorded in {', '.join(names) or 'the folder'}",
+            f"no GEMM is recorded in {folder}",
             hint="the stage dump records them: primus tune gemm RECIPE --engine tunableop --stage dump",
         )
     return list(found)

@@ -262,7 +262,9 @@ def test_a_cluster_that_does_not_answer_is_said(api: Api, capsys: pytest.Capture
 EXP = "examples/megatron/configs/llama2_7B-pretrain.yaml"
 
 
-def test_the_workload_service_is_asked_as_documented(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_workload_service_is_asked_as_documented(
+    api: Api, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = ["compat", "run_k8s_pretrain.sh", "--url", api.url]
     words = ["--replica", "2", "--cpu", "96", "--gpu", "4", "--exp", EXP, "--data_path", "mock"]
     more = ["--image", "docker.io/custom/image:latest", "--hf_token", "hf_my", "--workspace", "team-dev"]
@@ -285,6 +287,15 @@ def test_the_workload_service_is_asked_as_documented(api: Api, capsys: pytest.Ca
         assert json.loads(capsys.readouterr().out) == expected
     assert main([*script, "get", "--workload-id", "w1"]) == 0
     assert json.loads(capsys.readouterr().out)["workspace"] == "team-dev"
+    asked = list(api.bodies), dict(api.objects)
+    with monkeypatch.context() as patched:
+        patched.setenv("PRIMUS_DRY_RUN", "1")
+        assert main([*script, "delete", "--workload-id", "w1"]) == 3
+        assert "PRIMUS_DRY_RUN" in capsys.readouterr().err
+        patched.setenv("PRIMUS_GPU", "mi300x")
+        assert main([*script, "create", *words]) == 0
+        assert "primus train llama2-7b" in capsys.readouterr().err
+    assert (list(api.bodies), dict(api.objects)) == asked
     assert main([*script, "delete", "--workload-id", "w1"]) == 0
     assert main([*script, "get", "--workload-id", "w1"]) == 1
 
@@ -294,7 +305,7 @@ def test_the_workload_service_is_asked_as_documented(api: Api, capsys: pytest.Ca
     [
         (["list"], 2, "--url is missing"),
         (["--url", "ftp://x", "list"], 2, "not the address of a service"),
-        (["--url", "http://127.0.0.1:9", "list"], 3, "does not answer"),
+        (["--url", "http://127.0.0.1:9", "list"], 3, "127.0.0.1:9 does not answer: Connection refused"),
         (["--url", "http://127.0.0.1:9", "get"], 2, "--workload-id is missing"),
         (["--url", "http://127.0.0.1:9", "create", "--exp", EXP, "--image", "a", "--cpu", "many"], 2, "--cpu"),
         (["--url", "http://127.0.0.1:9", "create", "--image", "a"], 2, "--exp is missing"),

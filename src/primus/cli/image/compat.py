@@ -50,7 +50,8 @@ _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("command", metavar="COMMAND", help="name of a script, such as run_pretrain.sh")
-    parser.add_argument("words", metavar="WORD", nargs=argparse.REMAINDER, help="the command's own options")
+    # Without a default, argparse names it among the arguments that are required.
+    parser.add_argument("words", metavar="WORD", nargs=argparse.REMAINDER, default=[], help="the command's own options")
 
 
 def _own(command: str) -> argparse.ArgumentParser:
@@ -101,9 +102,9 @@ def run(options: argparse.Namespace) -> int:
     if command in ("pytorch_benchmark_setup.sh", "download_assets"):
         return _set_up(options.words, environment, downloads=command == "download_assets")
     own, words = _own(command).parse_known_args(options.words)
+    own.dry_run |= switched_on(environment, "PRIMUS_DRY_RUN")
     if command == "run_k8s_pretrain.sh" and not own.dry_run:
         return _ask_service(words, environment)
-    own.dry_run |= switched_on(environment, "PRIMUS_DRY_RUN")
     own.proxy |= switched_on(environment, "PRIMUS_PROXY")
     own.gpu = own.gpu or environment.get("PRIMUS_GPU")
     request = requested(

@@ -134,7 +134,7 @@ def _tunableop(recipe: Recipe, place: tunableop.Place, options: argparse.Namespa
 
 
 def _tune_with_pytorch(recipe: Recipe, place: tunableop.Place, options: argparse.Namespace) -> None:
-    shapes, gpus, key = tunableop.read_shapes(place.shapes.glob("*.csv")), _gpus(options.workers), _pytorch_key(recipe)
+    shapes, gpus, key = tunableop.read_shapes(place.shapes), _gpus(options.workers), _pytorch_key(recipe)
     work = place.work(key)
     with bench.alone(work.parent):
         if not options.json:
@@ -192,7 +192,7 @@ def tune(
 
     Returns 0, or 1 if a GEMM is slower than in ``against`` by more than ``tolerance`` (a fraction).
     """
-    shapes, torn = read_shapes(folder.shapes.glob("*.txt"))
+    shapes, torn = read_shapes(folder.shapes)
     found = program or shutil.which(_BENCH) or _of_rocm()
     if found is None or shutil.which(found) is None:
         raise HostError(f"{program or _BENCH} is not installed", hint="use an Instinct image, or pass --bench PROGRAM")

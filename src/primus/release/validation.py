@@ -268,7 +268,11 @@ def table(validated: Sequence[Validated]) -> str:
             f"{len(record['jobs'])} runs  {curve}  {said}{'  (kept)' if one.kept else ''}"
         )
     bad = sum(not one.record["passed"] for one in validated)
-    lines.append(f"{'FAILED' if bad else 'passed'}: {len(validated) - bad} of {len(validated)} passed")
+    faults = {v["name"] for one in validated for v in one.record["verdicts"] if not v["passed"]}
+    # Gates concern the image and fail in every cell, which must not hide that the jobs passed.
+    image_only = faults and all(name.startswith(_GATE) for name in faults)
+    because = f"; every job passed, but the image fails {', '.join(sorted(faults))}" if image_only else ""
+    lines.append(f"{'FAILED' if bad else 'passed'}: {len(validated) - bad} of {len(validated)} passed{because}")
     return "\n".join(lines)
 
 

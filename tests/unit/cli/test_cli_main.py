@@ -14,6 +14,7 @@ from primus import __version__
 from primus.cli.host import VERBS
 from primus.cli.main import HOST_VERBS, main, verbs
 from primus.errors import CheckFailed, HostError, InputError, PrimusError
+from primus.oci.store import Store
 
 ROOT = Path(__file__).parents[3]
 HERE = [verb for verb, (name, _) in verbs().items() if find_spec(f"primus.cli.{name}")]
@@ -182,6 +183,31 @@ def test_verbs_and_targets_complete(tmp_path: Path) -> None:
     assert completions("primus pl", tmp_path) == ["plan"]
     assert completions("primus build c", tmp_path) == ["cpu"]
     assert completions("primus validate cpu --eng", tmp_path) == ["--engine"]
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("primus compat ", "run_pretrain.sh"),
+        ("primus train llama3.1-8b --turbo ", "auto"),
+        ("primus train llama3.1-8b --turbo real-rope,fused-a", "real-rope,fused-adamw"),
+        ("primus train llama3.1-8b --accept-change ", "assets.corpus"),
+        ("primus turbo list --gpu ", "mi300x"),
+        ("primus turbo compile --kernel ", "liger-rms-norm"),
+        ("primus validate cpu --recipe llama3-", "llama3-proxy"),
+    ],
+)
+def test_values_from_a_list_complete_and_no_file_is_offered(line: str, word: str, tmp_path: Path) -> None:
+    found = completions(line, tmp_path)
+    assert word in found
+    assert "versions.yaml" not in found
+
+
+def test_images_of_the_store_complete(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.prepare()
+    store.tag("v26.10-cpu", store.put(b"{}", "application/vnd.oci.image.manifest.v1+json"), {})
+    assert completions(f"primus clean --store {store.root} --image v26.1", tmp_path) == ["v26.10-cpu"]
 
 
 def test_a_missing_recipe_alone_is_called_required(capsys: pytest.CaptureFixture[str]) -> None:

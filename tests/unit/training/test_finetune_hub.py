@@ -115,7 +115,9 @@ def test_the_refusal_gives_the_words_that_take_the_weights_own(tmp_path: Path) -
     ("spoil", "told"),
     [
         (lambda folder: (folder / "config.json").unlink(), "have no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "LoRA adapters, not a whole"),
+        (lambda folder: (folder / "config.json").rename(folder / "weights"), "have no config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read, or is not JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not a mapping"),
         (lambda folder: (folder / "model.safetensors").unlink(), "contains no safetensors files"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "or it is damaged"),
@@ -132,6 +134,13 @@ def test_weights_that_cannot_be_trained_are_a_sentence(tmp_path: Path, spoil: An
     spoil(folder)
     with pytest.raises(InputError, match=told):
         hub.check(folder, whole("llama3.1-8b"), 4096)
+
+
+def test_the_folder_of_a_run_is_not_its_weights(tmp_path: Path) -> None:
+    weights(tmp_path / "weights", LLAMA31)
+    with pytest.raises(InputError, match="a folder of a run") as refused:
+        hub.check(tmp_path, whole("llama3.1-8b"), 4096)
+    assert refused.value.hint == f"name {tmp_path / 'weights'}"
 
 
 def test_the_command_refuses_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

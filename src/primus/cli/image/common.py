@@ -12,6 +12,7 @@ from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Asked
+from primus.turbo.optimizations import optimizations
 
 # A duration on the command line, in whole seconds.
 seconds = whole(least=0)
@@ -32,6 +33,13 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
 def complete_recipe(prefix: str, **_: object) -> list[str]:
     """Return the recipes that begin with ``prefix``, for tab completion."""
     return [name for name in names() if name.startswith(prefix)]
+
+
+def complete_turbo(prefix: str, **_: object) -> list[str]:
+    """Return the values of ``--turbo`` whose last name can complete ``prefix``, for tab completion."""
+    before, comma, _last = prefix.rpartition(",")
+    words = optimizations() if comma else ("auto", "off", *optimizations())
+    return [f"{before}{comma}{word}" for word in words]
 
 
 def short_origin(origin: str, recipe: Recipe) -> str:
@@ -69,7 +77,10 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=whole(), metavar="N", help="processes per machine")
     parser.add_argument("--steps", type=whole(), metavar="N", help="number of optimizer steps")
     parser.add_argument("--seed", type=whole(), metavar="N", help="random seed for weights and data")
-    parser.add_argument("--turbo", metavar="auto|off|NAME,…", help="optimizations to use; see `primus turbo list`")
+    turbo = parser.add_argument(
+        "--turbo", metavar="auto|off|NAME,…", help="optimizations to use; see `primus turbo list`"
+    )
+    turbo.completer = complete_turbo  # type: ignore[attr-defined]
 
 
 def resolved(options: argparse.Namespace) -> Recipe:

@@ -45,11 +45,18 @@ _OF_TORCHRUN = (
     "MASTER_PORT",
 )
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+# The commands that the shell completes.
+_COMPLETED = (
+    "run_pretrain.sh", "run_local_pretrain.sh", "run_slurm_pretrain.sh", "run_k8s_pretrain.sh",
+    "pytorch_benchmark_report.sh", "pytorch_benchmark_setup.sh", "download_assets", "train_fsdp.py", "launcher.py",
+    "run_llama_train.sh", "madengine",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("command", metavar="COMMAND", help="name of a script, such as run_pretrain.sh")
+    command = parser.add_argument("command", metavar="COMMAND", help="name of a script, such as run_pretrain.sh")
+    command.completer = lambda **_: _COMPLETED  # type: ignore[attr-defined]
     # Without a default, argparse names it among the arguments that are required.
     parser.add_argument("words", metavar="WORD", nargs=argparse.REMAINDER, default=[], help="the command's own options")
 

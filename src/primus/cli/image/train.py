@@ -45,10 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a checkpoint, or a run (its newest checkpoint)",
     )
-    parser.add_argument(
+    change = parser.add_argument(
         "--accept-change", action="append", default=[], metavar="FIELD",
         help="resume even if FIELD (assets.corpus, model.rope_theta, … or all) differs from the checkpoint",
     )  # fmt: skip
+    change.completer = lambda **_: ("all", "model", "assets.corpus", "assets.tokenizer", "data_parallel")  # type: ignore[attr-defined]
     parser.add_argument(
         "--stall-timeout", type=seconds, default=1800, metavar="S",
         help="end the job after S seconds without a line from any rank, and name the rank that hangs (0: never)",

@@ -23,6 +23,7 @@ from typing import Any
 from primus.aot.catalogue import Kernel, load_catalogue
 from primus.aot.gpu import Gpu
 from primus.cli.arguments import folder
+from primus.cli.image.common import offered
 from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import generation, load_table
@@ -39,8 +40,12 @@ _BAKED = "/opt/primus/triton"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("what", choices=("list", "compile", "check", "interpret"))
-    parser.add_argument("--gpu", help="target whose GPU to use (default: the image's)")
-    parser.add_argument("--kernel", action="append", default=[], help="only this kernel of the catalogue; repeatable")
+    gpu = parser.add_argument("--gpu", help="target whose GPU to use (default: the image's)")
+    gpu.completer = lambda **_: offered("gpu")  # type: ignore[attr-defined]
+    kernel = parser.add_argument(
+        "--kernel", action="append", default=[], help="only this kernel of the catalogue; repeatable"
+    )
+    kernel.completer = lambda **_: [one.name for one in load_catalogue().kernels]  # type: ignore[attr-defined]
     parser.add_argument(
         "--out", type=folder("--out"), help=f"compile: output folder (default: ${{PRIMUS_TRITON_BAKED}} or {_BAKED})"
     )

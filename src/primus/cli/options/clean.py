@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import argparse
 
-from primus.cli.options.common import add_project_options
+from primus.cli.options.common import add_project_options, complete_image
 
 EXAMPLE = "primus clean --dry-run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus clean``."""
-    parser.add_argument(
+    image = parser.add_argument(
         "--image",
         action="append",
         default=[],
         metavar="NAME",
         help="also remove this image, for example v26.10-cpu; can be given several times",
     )
+    image.completer = complete_image  # type: ignore[attr-defined]
     parser.add_argument(
         "--caches", action="store_true", help="also remove all downloaded files, unpacked layers and caches"
     )

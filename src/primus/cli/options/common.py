@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from primus.cli.arguments import folder, path
+
+if TYPE_CHECKING:
+    from primus.plan.project import Project
 
 
 def add_project(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +73,22 @@ def add_build_options(parser: argparse.ArgumentParser) -> None:
 
 def complete_target(prefix: str, **_: object) -> list[str]:
     """Return the targets that begin with ``prefix``, for tab completion."""
+    return [name for name in _project().target_names() if name.startswith(prefix)]
+
+
+def complete_recipe(prefix: str, **_: object) -> list[str]:
+    """Return the recipes that begin with ``prefix``, for tab completion."""
+    return sorted(path.stem for path in (_project().root / "recipes").glob("*.yaml") if path.stem.startswith(prefix))
+
+
+def complete_image(prefix: str, parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Return the images of the store that begin with ``prefix``, for tab completion."""
+    store = _project(parsed_args.project, parsed_args.store).workspace.store
+    return [name for name in store.images() if name.startswith(prefix)]
+
+
+def _project(start: Path | None = None, store: Path | None = None) -> Project:
     # Seam "completion": `--help` does not need it.
     from primus.plan.project import Project
 
-    return [name for name in Project.find().target_names() if name.startswith(prefix)]
+    return Project.find(start, store=store)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from primus.cli.arguments import folder
-from primus.cli.options.common import add_build_options, add_engine, add_project_options, add_target
+from primus.cli.options.common import add_build_options, add_engine, add_project_options, add_target, complete_recipe
 from primus.training.levels import LEVELS
 
 EXAMPLE = "primus validate cpu --suite quick"
@@ -19,7 +19,10 @@ EXAMPLE = "primus validate cpu --suite quick"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus validate``."""
     add_target(parser)
-    parser.add_argument("--recipe", metavar="NAME", help="recipe to train (default: those that the target names)")
+    recipe = parser.add_argument(
+        "--recipe", metavar="NAME", help="recipe to train (default: those that the target names)"
+    )
+    recipe.completer = complete_recipe  # type: ignore[attr-defined]
     parser.add_argument(
         "--suite",
         choices=LEVELS,

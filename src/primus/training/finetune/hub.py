@@ -48,12 +48,22 @@ def check(folder: Path, model: Architecture, seq_len: int, where: str | None = N
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (folder / "adapter_config.json").is_file():
+            raise InputError(
+                f"{folder} contains LoRA adapters, not a whole model", where=where,
+                hint="merge them into their base weights with PEFT, and name the folder of the result",
+            ) from None  # fmt: skip
+        if (folder / "weights").is_dir():
+            raise InputError(
+                f"{folder} is a folder of a run, not of weights", where=where, hint=f"name {folder / 'weights'}"
+            ) from None
         raise InputError(
             f"the weights in {folder} have no config.json, so their model is unknown", where=where,
             hint="copy it from the source of the weights",
         ) from None  # fmt: skip
     except (OSError, ValueError) as error:
-        raise InputError("config.json cannot be read", where=str(file)) from error
+        hint = "copy it from the source of the weights"
+        raise InputError("config.json cannot be read, or is not JSON", where=str(file), hint=hint) from error
     if not isinstance(config, dict):
         raise InputError("config.json is not a mapping", where=str(file))
     for part in tensors.files(folder):

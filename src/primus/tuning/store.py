@@ -155,12 +155,16 @@ def speedups(measured: Sequence[Measured]) -> tuple[float, float]:
     return (before / after if after else 1.0), (gain / work if work else 1.0)
 
 
-def slower(measured: Sequence[Measured], baseline: Path, tolerance: float) -> list[str]:
-    """Return a sentence per shape that is slower than the baseline by over ``tolerance``. InputError without one."""
+def baseline(file: Path) -> dict[str, float]:
+    """Return the best time of each shape in a ``times.json``, in µs. Raises InputError if it is not such a file."""
     try:
-        rows = {row["shape"]: float(row["best_us"]) for row in json.loads(baseline.read_text(encoding="utf-8"))}
+        return {row["shape"]: float(row["best_us"]) for row in json.loads(file.read_text(encoding="utf-8"))}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{baseline} holds no times", hint="name the times.json of another tuning") from error
+        raise InputError(f"{file} holds no times", hint="name the times.json of another tuning") from error
+
+
+def slower(measured: Sequence[Measured], rows: Mapping[str, float], tolerance: float) -> list[str]:
+    """Return a sentence per shape that is slower than in ``rows`` by over ``tolerance``."""
     return [
         f"{one.shape.title}: {one.best:.1f} µs, was {rows[shape]:.1f}"
         for one in measured

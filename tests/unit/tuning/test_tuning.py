@@ -210,8 +210,9 @@ def test_a_slower_shape_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFi
     ("more", "code", "message"),
     [
         (["--bench", "/nothing"], 3, "not installed"),
-        (["--workers", "0"], 3, "no GPU"),
+        (["--bench", __file__], 2, "is not executable"),
         (["--against", "/nothing"], 2, "no times"),
+        (["--folder", __file__], 2, "is not a folder"),
     ],
 )
 def test_what_is_missing_is_said(
@@ -220,6 +221,30 @@ def test_what_is_missing_is_said(
     dumped(tmp_path / "out", range(256, 258))
     assert main(words(tmp_path / "out", program(tmp_path), *more)) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--workers", "0"], "a whole number of at least 1, not '0'"),
+        (["--dump-steps", "0"], "a whole number of at least 1, not '0'"),
+        (["--tolerance", "nan"], "a number of at least 0, not 'nan'"),
+        (["--tolerance", "-1"], "a number of at least 0, not '-1'"),
+        (["--tolerance", "ten"], "a number of at least 0, not 'ten'"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words(tmp_path / "out", program(tmp_path), *more))
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_baseline_is_named_before_anything_is_measured(tmp_path: Path) -> None:
+    folder = dumped(tmp_path / "out", range(256, 258))
+    assert main(words(tmp_path / "out", program(tmp_path), "--against", str(tmp_path / "absent.json"))) == 2
+    assert not folder.times.exists()
 
 
 def test_without_a_log_the_stage_that_makes_it_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,13 +16,16 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from primus.cli.arguments import folder, whole
 from primus.cli.image import tune_throughput
 from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import CheckFailed, HostError, InputError
@@ -31,6 +34,7 @@ from primus.gpus.table import generation
 from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.system.finding import Host
+from primus.terminal import counted
 from primus.tuning import bench, store, tunableop
 from primus.tuning.shapes import read_shapes
 
@@ -47,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_choices(parser)
     parser.add_argument(
         "--folder",
-        type=Path,
+        type=folder("--folder"),
         metavar="DIR",
         help="folder of results (default: output/tune_ENGINE, or tune_throughput)",
     )
@@ -57,16 +61,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine", choices=("hipblaslt", "tunableop"), default="hipblaslt",
         help="hipblaslt-bench, or PyTorch's TunableOp (default: hipblaslt)",
     )  # fmt: skip
-    gemm.add_argument("--dump-steps", type=int, default=3, metavar="N", help="steps of the stage dump (default: 3)")
+    gemm.add_argument(
+        "--dump-steps", type=whole(least=1), default=3, metavar="N", help="steps of the stage dump (default: 3)"
+    )
     gemm.add_argument("--bench", default=None, metavar="PROGRAM", help="hipblaslt-bench (default: the image's)")
-    gemm.add_argument("--workers", type=int, metavar="N", help="GPUs to measure on (default: all)")
+    gemm.add_argument("--workers", type=whole(least=1), metavar="N", help="GPUs to measure on (default: all)")
     gemm.add_argument("--hipblaslt", metavar="VERSION", help="version of hipBLASLt (default: the image's)")
     gemm.add_argument(
         "--against", type=Path, metavar="FILE", help="times.json of another tuning: fail if a shape is slower"
     )
-    gemm.add_argument("--tolerance", type=float, default=0.1, metavar="SHARE", help="for --against (default: 0.1)")
+    gemm.add_argument("--tolerance", type=_share, default=0.1, metavar="SHARE", help="for --against (default: 0.1)")
     tune_throughput.add_arguments(parser.add_argument_group("throughput"))
     parser.add_argument("--json", action="store_true", help="print one JSON document and no progress")
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, not {text[:40]!r}")
+    return share
 
 
 def run(options: argparse.Namespace) -> int:
@@ -78,20 +94,20 @@ def run(options: argparse.Namespace) -> int:
     below = options.folder or Path("output") / f"tune_{options.engine}"
     if options.engine == "tunableop":
         return _tunableop(recipe, tunableop.Place.of(recipe.name, below), options)
-    folder = store.Folder.of(recipe.name, below)
+    place = store.Folder.of(recipe.name, below)
     code = 0
     for stage in _stages(options):
         if stage == "dump":
-            log = folder.dump(_node())
+            log = place.dump(_node())
             log.parent.mkdir(parents=True, exist_ok=True)
             code = _dump(recipe, {"HIPBLASLT_LOG_MASK": "32", "HIPBLASLT_LOG_FILE": str(log)}, options)
         elif stage == "tune":
             code = tune(
-                recipe, folder, program=options.bench, workers=options.workers, hipblaslt=options.hipblaslt,
+                recipe, place, program=options.bench, workers=options.workers, hipblaslt=options.hipblaslt,
                 as_json=options.json, against=options.against, tolerance=options.tolerance,
             )  # fmt: skip
         else:
-            tuned = store.check(folder, key_here(recipe, options.hipblaslt))
+            tuned = store.check(place, key_here(recipe, options.hipblaslt))
             code = _train(recipe, [], {"HIPBLASLT_TUNING_OVERRIDE_FILE": str(tuned)}, options)
         if code:
             return code
@@ -138,7 +154,7 @@ def _tune_with_pytorch(recipe: Recipe, place: tunableop.Place, options: argparse
     work = place.work(key)
     with bench.alone(work.parent):
         if not options.json:
-            print(f"{len(shapes)} shapes; {len(gpus)} GPUs", file=sys.stderr)
+            print(f"{counted(len(shapes), 'shape')}; {counted(len(gpus), 'GPU')}", file=sys.stderr)
         result = tunableop.measure(shapes, work, gpus)
         tunableop.merge(place, key, result)
     if options.json:
@@ -193,7 +209,11 @@ def tune(
     Returns 0, or 1 if a GEMM is slower than in ``against`` by more than ``tolerance`` (a fraction).
     """
     shapes, torn = read_shapes(folder.shapes)
+    # Before hours of measuring: the file may not exist.
+    before = store.baseline(against) if against else None
     found = program or shutil.which(_BENCH) or _of_rocm()
+    if program and Path(program).is_file() and not os.access(program, os.X_OK):
+        raise InputError(f"--bench {program} is not executable", hint=f"chmod +x {shlex.quote(program)}")
     if found is None or shutil.which(found) is None:
         raise HostError(f"{program or _BENCH} is not installed", hint="use an Instinct image, or pass --bench PROGRAM")
     gpus = _gpus(workers)
@@ -203,7 +223,8 @@ def tune(
         if not as_json:
             left = f", {torn} lines without a GEMM ignored" if torn else ""
             print(
-                f"{len(shapes)} shapes, {sum(one.count for one in shapes)} calls{left}; {len(gpus)} GPUs",
+                f"{counted(len(shapes), 'shape')}, {counted(sum(one.count for one in shapes), 'call')}{left}; "
+                f"{counted(len(gpus), 'GPU')}",
                 file=sys.stderr,
             )
         bench.measure(shapes, work, found, gpus)
@@ -212,12 +233,13 @@ def tune(
             for shape in missing:
                 (work / f"{shape.key}.search.txt").unlink(missing_ok=True)
             raise CheckFailed(
-                f"{len(missing)} of {len(shapes)} shapes have no usable result; the first: {missing[0].title}",
+                f"{len(missing)} of {counted(len(shapes), 'shape')} without a usable result; "
+                f"the first: {missing[0].title}",
                 hint=f"the logs are in {work}; run it again to measure these once more",
             )
         store.merge(folder, key, measured)
     step, shape_gain = store.speedups(measured)
-    worse = store.slower(measured, against, tolerance) if against else []
+    worse = store.slower(measured, before, tolerance) if before is not None else []
     if as_json:
         rows = json.loads(folder.times.read_text(encoding="utf-8"))
         document = {"tuned": str(folder.tuned), "shapes": rows, "gemm_speedup": step, "slower": worse}
@@ -259,6 +281,6 @@ def _gpus(workers: int | None) -> list[str]:
     if workers is not None and workers > len(found):
         # The kernel may not list every device, so a larger --workers is accepted.
         found = [str(number) for number in range(workers)]
-    if not found or workers == 0:
+    if not found:
         raise HostError("there is no GPU on this machine", hint="--workers N measures on N devices")
     return found[:workers]

@@ -42,6 +42,21 @@ def main() -> None:
             assert float((other.detach() - theirs).abs().max() / theirs.abs().max()) > 1e-4, (name, wrong)
 
 
+def activations() -> None:
+    """SiLU and GELU, with gradients, also where an exponential alone would be infinite."""
+    for dtype in (torch.float32, torch.float64):
+        for ours, theirs in (
+            (diffusion._silu, torch.nn.functional.silu),
+            (diffusion._gelu, lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+        ):
+            values = torch.tensor([-1e3, -100.0, -30.0, -9.0, -1.0, 0.0, 2.0, 30.0, 1e3], dtype=dtype)
+            mine, other = values.clone().requires_grad_(), values.clone().requires_grad_()
+            ours(mine).sum().backward()
+            theirs(other).sum().backward()
+            torch.testing.assert_close(ours(mine), theirs(other), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-5)
+
+
 def flux() -> None:
     """FLUX's transformer, in float64 on both sides."""
     sizes = resolve("flux.1-dev", [], Asked(gpu="cpu", proxy=True)).architecture
@@ -104,5 +119,6 @@ def _wrong(sizes: object) -> Iterator[object]:
 
 
 main()
+activations()
 flux()
 fit()

@@ -228,10 +228,14 @@ def test_reported_figures_are_those_of_the_recipe(
     assert verdict.reason.startswith(told)
 
 
-@pytest.mark.parametrize(("images", "passed"), [(50.0, True), (100.0, False)])
-def test_images_per_second_are_tokens_per_second(images: float, passed: bool) -> None:
+@pytest.mark.parametrize(
+    ("images", "rate", "passed"),
+    # The last three as the log rounds them: 24 tokens are an image.
+    [(50.0, 1200, True), (100.0, 1200, False), (1.397, 34, True), (0.8, 19, True), (0.4, 19, False)],
+)
+def test_images_per_second_are_tokens_per_second(images: float, rate: float, passed: bool) -> None:
     recipe = resolve("flux.1-dev", (), Asked(gpu="cpu", proxy=True))
-    rate = 50.0 * recipe.seq_len
+    assert recipe.seq_len == 24
     steps = tuple(replace(step, images_per_second=images, tokens_per_second=rate) for step in series().steps)
     verdict = proof.figures(FIGURES | {"flops_per_unit": FLOPS}, evidence(SEEN), Series(steps=steps), recipe, None)
     assert verdict.passed is passed

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from primus.recipes.architecture import Architecture
-from primus.training.reference.model import Constants, Rounding, Weights, exact, log_sum_exp
+from primus.training.reference.model import Constants, Rounding, Weights, exact, log_sum_exp, one_plus_exp
 
 _EPS = 1e-6
 # The number of sinusoids that encode a time, and their longest period in radians.
@@ -186,12 +186,12 @@ class Diffusion:
 
 
 def _silu(states: torch.Tensor) -> torch.Tensor:
-    return states / (1 + torch.exp(-states))
+    return states / one_plus_exp(-states)
 
 
 def _gelu(states: torch.Tensor) -> torch.Tensor:
     """Return GELU's approximation (arXiv:1606.08415, section 2)."""
-    return states / (1 + torch.exp(-2 * math.sqrt(2 / math.pi) * (states + 0.044715 * states**3)))
+    return states / one_plus_exp(-2 * math.sqrt(2 / math.pi) * (states + 0.044715 * states**3))
 
 
 def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

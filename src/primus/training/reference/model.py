@@ -171,7 +171,7 @@ class Model:
     def _swiglu(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         gate = self._linear(weights, name + "gate_proj", states)
         up = self._linear(weights, name + "up_proj", states)
-        return self._linear(weights, name + "down_proj", self.between(gate / (1 + torch.exp(-gate)) * up))
+        return self._linear(weights, name + "down_proj", self.between(gate / one_plus_exp(-gate) * up))
 
     def _attention(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         sizes = self.sizes
@@ -244,10 +244,8 @@ class Model:
         flat = states.flatten(0, 1)
         # Routers compute in full precision in every backend.
         raw = flat @ weights[name + "gate.weight"].T
-        if moe.score == "softmax":
-            scores = torch.exp(raw - log_sum_exp(raw).unsqueeze(-1))
-        else:
-            scores = 1 / (1 + torch.exp(-raw))
+        softmax = moe.score == "softmax"
+        scores = torch.exp(raw - log_sum_exp(raw).unsqueeze(-1)) if softmax else 1 / one_plus_exp(-raw)
         bias = weights.get(name + "gate.e_score_correction_bias")
         choice = self._limited(scores.detach() if bias is None else scores.detach() + bias)
         chosen = self._best(choice)
@@ -315,6 +313,14 @@ def log_sum_exp(values: torch.Tensor) -> torch.Tensor:
     """Return the logarithm of the sum of exponentials along the last dimension."""
     top = values.detach().amax(-1, keepdim=True)
     return (torch.exp(values - top).sum(-1, keepdim=True).log() + top).squeeze(-1)
+
+
+def one_plus_exp(values: torch.Tensor) -> torch.Tensor:
+    """Return 1 + exp(x), the denominator of sigmoid functions, for x up to 80.
+
+    An infinite exponential would make the gradient NaN. Beyond 80, the quotient is 0 in any precision.
+    """
+    return 1 + torch.exp(values.clamp(max=80))
 
 
 def _paired(states: torch.Tensor) -> torch.Tensor:

@@ -210,7 +210,7 @@ INDEXES = (
         name="429-soon",
         source=PIP.format(11006),
         answer=index(first(2, status(429, Retry_After="1"))),
-        warns="HTTP status 429; asking again in 1 s",
+        warns="HTTP status 429; retrying in 1 s",
     ),
     Behaviour(
         name="429-date",
@@ -228,7 +228,7 @@ INDEXES = (
         name="500-passes",
         source=f"{RFC}#status.500",
         answer=index(first(2, status(500))),
-        warns="HTTP status 500; asking again",
+        warns="HTTP status 500; retrying",
     ),
     Behaviour(name="502-stays", source=f"{RFC}#status.502", answer=index(status(502)), says="HTTP status 502"),
     Behaviour(
@@ -330,7 +330,7 @@ INDEXES = (
         name="size-differs",
         source="https://peps.python.org/pep-0700/",
         answer=index(pep691(files(size=7))),
-        says="the index says that rocm-10.0.0.tar.gz has 7 bytes",
+        says="the index states 7 bytes for rocm-10.0.0.tar.gz",
     ),
     Behaviour(name="login-page", source=PIP.format(6754), answer=index(LOGIN), says="web page with a form"),
     Behaviour(

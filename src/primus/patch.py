@@ -22,20 +22,20 @@ def replace(owner: Any, name: str, stand_in: Any, *, takes: str | None = None) -
     differ.
     """
     place = f"{getattr(owner, '__module__', None) or ''}.{owner.__name__}".lstrip(".")
-    found = getattr(owner, name, None)
-    if found is None:
+    original = getattr(owner, name, None)
+    if original is None:
         raise _changed(place, f"has no {name}")
     if takes is not None:
-        signature = inspect.signature(found)
-        if (seen := ", ".join(signature.parameters)) != takes:
-            raise _changed(place, f"has {name}({seen})")
+        signature = inspect.signature(original)
+        if (parameters := ", ".join(signature.parameters)) != takes:
+            raise _changed(place, f"has {name}({parameters})")
         stand_in.__signature__ = signature
     setattr(owner, name, stand_in)
-    return found
+    return original
 
 
-def _changed(place: str, what: str) -> HostError:
+def _changed(place: str, difference: str) -> HostError:
     return HostError(
-        f"{place} {what}, which is not what primus replaces",
+        f"{place} {difference}, which is not what primus replaces",
         hint=f"use the version of {place.partition('.')[0]} that versions.yaml pins",
     )

@@ -132,16 +132,18 @@ def _text(path: Path, shown: str) -> str:
 
 def parse(text: str, name: str) -> Document:
     """Parse ``text`` with scalars as text. Raises InputError with the place of the first error."""
-    found = _Builder(name, typed=False)
-    data: Any = found.build(text)
-    return Document(name=name, data=data, places=found.places)
+    builder = _Builder(name, typed=False)
+    data: Any = builder.build(text)
+    return Document(name=name, data=data, places=builder.places)
 
 
 def parse_values(text: str, name: str, *, keep_last: bool = False) -> Values:
     """Parse ``text`` with typed scalars. Raises InputError with the place of the first error."""
-    found = _Builder(name, typed=True, keep_last=keep_last)
-    data: Any = found.build(text)
-    return Values(name=name, data=data, places=found.places, origins=found.origins, repeated=tuple(found.repeated))
+    builder = _Builder(name, typed=True, keep_last=keep_last)
+    data: Any = builder.build(text)
+    return Values(
+        name=name, data=data, places=builder.places, origins=builder.origins, repeated=tuple(builder.repeated)
+    )
 
 
 def value(text: str, where: str) -> Scalar | list[Scalar]:
@@ -153,25 +155,25 @@ def value(text: str, where: str) -> Scalar | list[Scalar]:
             raise InputError(str(error), where=where) from None
     shown = _printable(text if len(text) <= 60 else f"{text[:60]}…")
     try:
-        found = parse_values(text, "value").data
+        parsed = parse_values(text, "value").data
     except InputError as error:
         reason = error.message.removeprefix("this is not YAML: ")
         raise InputError(f"{shown!r} is not a plain value: {reason}", where=_printable(where)) from None
-    if isinstance(found, list):
-        items = [item for item in found if not isinstance(item, list | dict)]
-        if len(items) == len(found):
+    if isinstance(parsed, list):
+        items = [item for item in parsed if not isinstance(item, list | dict)]
+        if len(items) == len(parsed):
             return items
-    elif not isinstance(found, dict):
-        return found
+    elif not isinstance(parsed, dict):
+        return parsed
     raise InputError(f"{shown!r} is not a plain value", where=where, hint="give a scalar or a list of scalars")
 
 
 def conflict(text: str, name: str) -> InputError | None:
     """Return the error for an unresolved merge conflict in ``text``, with the place of its first marker, or None."""
-    found = _CONFLICT.search(text)
-    if found is None:
+    match = _CONFLICT.search(text)
+    if match is None:
         return None
-    where = f"{name}:{text.count(chr(10), 0, found.start()) + 1}:1"
+    where = f"{name}:{text.count(chr(10), 0, match.start()) + 1}:1"
     hint = "keep one of the two sides and delete the marker lines"
     return InputError("a merge conflict is not resolved here", where=where, hint=hint)
 
@@ -186,18 +188,18 @@ def scalar(text: str) -> Scalar:
         return None
     if text in _BOOL:
         return _BOOL[text]
-    found = _NUMBER.fullmatch(text)
-    if found is None:
+    number = _NUMBER.fullmatch(text)
+    if number is None:
         return text
     if len(text) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(text)} characters is too long")
-    match found.lastgroup:
+    match number.lastgroup:
         case "int":
             return int(text)
         case "oct":
-            return int(found["oct"], 8)
+            return int(number["oct"], 8)
         case "hex":
-            return int(found["hex"], 16)
+            return int(number["hex"], 16)
         case "float":
             return float(text)
         case "inf":
@@ -206,22 +208,22 @@ def scalar(text: str) -> Scalar:
             return float("nan")
 
 
-def spell(given: Scalar | list[Scalar]) -> str:
-    """Return ``given`` as YAML that this module reads as the same value."""
-    if isinstance(given, list):
-        return f"[{', '.join(spell(item) for item in given)}]"
-    if given is None or isinstance(given, bool):
-        return {None: "null", True: "true", False: "false"}[given]
-    if isinstance(given, str):
-        special = given in _NULL or given in _BOOL or _NUMBER.fullmatch(given)
-        if _PLAIN.fullmatch(given) and not special:
-            return given
+def spell(data: Scalar | list[Scalar]) -> str:
+    """Return ``data`` as YAML that this module reads as the same value."""
+    if isinstance(data, list):
+        return f"[{', '.join(spell(item) for item in data)}]"
+    if data is None or isinstance(data, bool):
+        return {None: "null", True: "true", False: "false"}[data]
+    if isinstance(data, str):
+        special = data in _NULL or data in _BOOL or _NUMBER.fullmatch(data)
+        if _PLAIN.fullmatch(data) and not special:
+            return data
         # JSON escapes what is necessary, but YAML folds these line breaks and refuses DEL.
-        return re.sub("[\x7f\x85\u2028\u2029]", lambda c: f"\\u{ord(c[0]):04x}", json.dumps(given, ensure_ascii=False))
-    if isinstance(given, float) and not math.isfinite(given):
-        return ".nan" if math.isnan(given) else ".inf" if given > 0 else "-.inf"
+        return re.sub("[\x7f\x85\u2028\u2029]", lambda c: f"\\u{ord(c[0]):04x}", json.dumps(data, ensure_ascii=False))
+    if isinstance(data, float) and not math.isfinite(data):
+        return ".nan" if math.isnan(data) else ".inf" if data > 0 else "-.inf"
     # With a point in the mantissa, readers of YAML 1.1 also see a number.
-    return re.sub(r"^(-?\d+)e", r"\1.0e", repr(given))
+    return re.sub(r"^(-?\d+)e", r"\1.0e", repr(data))
 
 
 def _yaml() -> Any:

@@ -254,6 +254,6 @@ def refused(kit: Any, *words: str, address: str, cause: str) -> None:
     assert result.code == 3, result.err
     (sentence,) = [line for line in result.err.splitlines() if line.startswith("primus ")]
     assert f"the index rocm-pytorch ({address}) does not answer: {cause}" in sentence
-    assert "take another channel (--channel)" in result.err
+    assert "use another channel (--channel)" in result.err
     # On an idle machine it is less than 5; what the sources wait for is DEADLINE_S, and two busy cores add the rest.
     assert seconds < 10, f"{seconds:.1f} s"

@@ -119,7 +119,7 @@ def test_wrong_python_and_unknown_package_are_named(archive: Server) -> None:
 def test_unmet_needs_are_one_sentence(archive: Server) -> None:
     make_deb(archive.root / "pool", "broken", "1", needs="libthing (>= 9)")
     index_debs(archive.root, "bookworm")
-    with pytest.raises(InputError, match=r"do not fit together: .*broken : Depends: libthing \(>= 9\)"):
+    with pytest.raises(InputError, match=r"are not compatible: .*broken : Depends: libthing \(>= 9\)"):
         _resolve(_base("broken"))
 
 
@@ -137,7 +137,7 @@ def test_packages_of_another_suite_leave_the_rest_alone(later: Server, tmp_path:
         "tool": "2",
         "usr-is-merged": "37",
     }
-    assert said == ["! the index of Debian sid was valid until 8 January 2020; taken all the same"]
+    assert said == ["! the index of Debian sid was valid until 8 January 2020; using it anyway"]
     cache = FileCache(tmp_path / "c")
     _fetch(files, cache, {"b": ("bookworm", "sid")})
     assert all(cache.verify(f.sha256) for f in files)
@@ -160,9 +160,9 @@ def test_an_extra_has_what_its_base_lacks_and_not_what_only_maintainer_scripts_c
 
 
 def test_what_must_come_from_the_other_suite_too_is_said(later: Server) -> None:
-    with pytest.raises(InputError, match=r"do not fit together: tool : Depends: libtool \(>= 2\)") as caught:
+    with pytest.raises(InputError, match=r"are not compatible: tool : Depends: libtool \(>= 2\)") as caught:
         _resolve(_base("tool/sid"))
-    assert caught.value.hint == "name what has to come from sid too, as package/sid"
+    assert caught.value.hint == "list what must come from sid too, as package/sid"
     with pytest.raises(InputError, match="Debian sid has no package unrelated"):
         _resolve(_base("tool/sid", "libtool/sid", "unrelated/sid"))
 

@@ -109,7 +109,7 @@ def test_what_the_base_brings_is_not_taken_from_the_index(index: Server) -> None
     assert set(_resolve(brought)) == {"big", "old-python-only"}
     assert set(_resolve(brought, small="1.0")) == {"big", "old-python-only"}
     message = _within(9, lambda: _resolve(replace(_request(clash="1.0"), debs={"python3-small": "0.9"})), InputError)
-    assert "do not fit together" in message
+    assert "are not compatible" in message
 
 
 def test_a_pure_pin_takes_the_wheel_for_every_platform(index: Server) -> None:
@@ -127,7 +127,7 @@ def test_no_such_version_and_conflict_are_sentences(index: Server) -> None:
     assert "no wheel of small 1.2" in message
     assert "latest is 1.1" in message
     message = _within(9, lambda: _resolve(_request(clash="1.0", small="1.1")), InputError)
-    assert "do not fit together" in message
+    assert "are not compatible" in message
     assert "small==1.0" in message
 
 

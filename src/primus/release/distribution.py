@@ -119,7 +119,7 @@ class Registry:
             pause = float(asked) if asked.isascii() and asked.isdigit() else PATIENCE.pause_s * 2**number
             if pause > PATIENCE.longest_pause_s:
                 return answer
-            tell(f"{bare_url(answer.url)} ({self.name}): status {answer.status_code}; asking again")
+            tell(f"{bare_url(answer.url)} ({self.name}): status {answer.status_code}; retrying")
             time.sleep(pause)
         return send()
 

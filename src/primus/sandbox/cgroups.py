@@ -11,7 +11,7 @@ from pathlib import Path
 _PATIENCE_S = 2.0
 
 
-def made(state: Path) -> list[Path]:
+def groups_of(state: Path) -> list[Path]:
     """Return the groups of the one container whose runtime keeps its state below ``state``; none without a state."""
     for name in ("state.json", "status"):
         for path in state.glob(f"*/{name}"):

@@ -44,6 +44,6 @@ def raise_reported(number: int) -> None:
         line = file.readline()
     if not line:
         return
-    told = json.loads(line)
-    error = InputError if told["kind"] == "input" else HostError
-    raise error(told["message"], hint=told["hint"])
+    entry = json.loads(line)
+    error = InputError if entry["kind"] == "input" else HostError
+    raise error(entry["message"], hint=entry["hint"])

@@ -115,15 +115,15 @@ def merged(parts: Iterable[Devices]) -> Devices:
     for part in parts:
         env.update(part.env)
     return Devices(
-        nodes=_once(node for part in parts for node in part.nodes),
-        mounts=_once(mount for part in parts for mount in part.mounts),
+        nodes=_unique(node for part in parts for node in part.nodes),
+        mounts=_unique(mount for part in parts for mount in part.mounts),
         env=env,
-        hooks=_once(hook for part in parts for hook in part.hooks),
-        groups=_once(group for part in parts for group in part.groups),
+        hooks=_unique(hook for part in parts for hook in part.hooks),
+        groups=_unique(group for part in parts for group in part.groups),
     )
 
 
-def _once(items: Iterable[T]) -> tuple[T, ...]:
+def _unique(items: Iterable[T]) -> tuple[T, ...]:
     return tuple(dict.fromkeys(items))
 
 

@@ -57,7 +57,7 @@ def gpus(asked: str, *, root: Path = Path("/"), folders: Sequence[Path] = cdi.FO
             "no GPU was found on this machine: no CDI specification, no AMD GPU below /sys/class/kfd, no /dev/nvidia0",
             hint="load the GPU's driver, or leave --gpus out",
         )
-    _enough(count, len(found.names))
+    _check_count(count, len(found.names))
     return (_amd(root, count) if found.vendor == "amd" else _nvidia(root, count),)
 
 
@@ -89,11 +89,11 @@ def _names(registry: cdi.Registry, kind: str, count: int | None) -> list[str]:
     numbers = sorted((name for name in names if name.isdigit()), key=int)
     if count is None:
         return [f"{kind}=all"] if "all" in names else [f"{kind}={name}" for name in numbers or names]
-    _enough(count, len(numbers))
+    _check_count(count, len(numbers))
     return [f"{kind}={name}" for name in numbers[:count]]
 
 
-def _enough(count: int | None, have: int) -> None:
+def _check_count(count: int | None, have: int) -> None:
     if count is not None and count > have:
         raise HostError(f"--gpus {count}: this machine has {have} GPU{'s' if have != 1 else ''}")
 

@@ -73,7 +73,7 @@ class DockerEngine:
         try:
             _sweep(client)
             image = load(root, None, client=client)
-            terminal = relay.wanted(command, stdin, stdout)
+            terminal = relay.wants_terminal(command, stdin, stdout)
             options = _options(root, command, image, terminal)
             _add_devices(options["host"], command.devices, client)
             return _run(client, options, _Streams(stdin, stdout, stderr, terminal))
@@ -207,13 +207,13 @@ def _once(client: docker.DockerClient, options: dict[str, Any], host: dict[str, 
                 api.start(container)
             except docker.errors.APIError as error:
                 return _not_started(str(error.explanation or error), options["entrypoint"][0], streams)
-            with _listening() as wake:
+            with _signal_pipe() as wake:
                 _Wire(api, container, wire, streams, wake).carry()
         code = int(api.wait(container)["StatusCode"])
         state = api.inspect_container(container)["State"]
         if state.get("OOMKilled"):
             amount = host.get("mem_limit", 0) / (1 << 20)
-            streams.tell(f"primus: the kernel killed a process: over the memory limit of {amount:.0f} MiB\n")
+            streams.print_error(f"primus: the kernel killed a process: over the memory limit of {amount:.0f} MiB\n")
         return code
     finally:
         with contextlib.suppress(docker.errors.APIError):
@@ -237,16 +237,16 @@ def _not_started(reason: str, name: str, streams: _Streams) -> int:
     if "docker-init" in reason:
         raise _NoInit
     if "executable file not found" in reason or "no such file" in reason:
-        streams.tell(f"primus: {name}: not found in the image\n")
+        streams.print_error(f"primus: {name}: not found in the image\n")
         return 127
     if "permission denied" in reason or "exec format" in reason:
-        streams.tell(f"primus: {name}: it cannot be executed\n")
+        streams.print_error(f"primus: {name}: it cannot be executed\n")
         return 126
     raise HostError(f"the Docker engine cannot start the container: {reason}")
 
 
 @contextlib.contextmanager
-def _listening() -> Iterator[int | None]:
+def _signal_pipe() -> Iterator[int | None]:
     """Yield a descriptor that delivers a byte per signal; None outside the main thread, as others get none."""
     if threading.current_thread() is not threading.main_thread():
         yield None
@@ -274,7 +274,7 @@ class _Streams:
         self.stderr = stderr.fileno() if stderr else 2
         self.terminal = terminal
 
-    def tell(self, text: str) -> None:
+    def print_error(self, text: str) -> None:
         with contextlib.suppress(OSError):
             os.write(self.stderr, text.encode())
 

@@ -91,9 +91,9 @@ class EmbeddedEngine:
         runtime = self._runtime()
         lower = [str(path) for path in self.prepare(root)]
         with scratch(unpacked_below(root.cache.parent / "runs").absolute(), _remove) as own:
-            wanted = relay.wanted(command, stdin, stdout)
+            wanted = relay.wants_terminal(command, stdin, stdout)
             job = _job(root, command, relay.window_size(stdin.fileno() if stdin else 0) if wanted else None, own)
-            job.update(lower=lower, runtime=_words(runtime, own.path, job["limits"]))
+            job.update(lower=lower, runtime=_runtime_command(runtime, own.path, job["limits"]))
             return _start(job, stdin, stdout, stderr)
 
 
@@ -102,7 +102,7 @@ def _runtime() -> Path | None:
     return tools.find("runc") or tools.find("crun")
 
 
-def _words(runtime: Path, scratch: Path, limits: str) -> list[str]:
+def _runtime_command(runtime: Path, scratch: Path, limits: str) -> list[str]:
     words = [str(runtime), "--root", str(scratch / "state"), "--log", str(scratch / "runtime.log"), "--log-format=json"]
     if limits:
         return words
@@ -112,7 +112,7 @@ def _words(runtime: Path, scratch: Path, limits: str) -> list[str]:
 
 def _remove(path: Path) -> bool:
     """Remove a run's control groups, then its files, which name them. Returns False if a group is still in use."""
-    if not cgroups.remove(cgroups.made(path / "state")):
+    if not cgroups.remove(cgroups.groups_of(path / "state")):
         return False
     userns.remove(path)
     return True

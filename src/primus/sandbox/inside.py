@@ -208,27 +208,27 @@ def _wait(pid: int) -> int:
 
 def _raise_logged(job: dict[str, Any], scratch: Path) -> None:
     """Raise the error in the runtime's log, if there is one."""
-    told = ""
+    message = ""
     with contextlib.suppress(OSError, ValueError):
         for line in (scratch / "runtime.log").read_text().splitlines():
             entry = json.loads(line)
             if entry.get("level") in ("error", "fatal"):
-                told = str(entry.get("msg", ""))
-    if not told:
+                message = str(entry.get("msg", ""))
+    if not message:
         return
-    if job["limits"] and "cgroup" in told.lower():
+    if job["limits"] and "cgroup" in message.lower():
         raise HostError(
-            f"this machine does not let you set a {job['limits']} limit: {told}",
+            f"this machine does not let you set a {job['limits']} limit: {message}",
             hint="run as root, use --engine docker, or start primus without the limit under: "
             "systemd-run --user --scope -p MemoryMax=… -p CPUQuota=…",
         )
-    raise HostError(f"the OCI runtime cannot start the container: {told}")
+    raise HostError(f"the OCI runtime cannot start the container: {message}")
 
 
 def _finish(job: dict[str, Any]) -> None:
     """Report whether the memory limit killed a process, and let the runtime run its final hooks."""
     limit = job["config"]["linux"]["resources"].get("memory", {}).get("limit")
-    if limit and cgroups.oom_kills(cgroups.made(Path(job["scratch"], "state"))):
+    if limit and cgroups.oom_kills(cgroups.groups_of(Path(job["scratch"], "state"))):
         text = f"primus: the kernel killed a process: over the memory limit of {limit / (1 << 20):.0f} MiB\n"
         with contextlib.suppress(OSError):
             os.write(2, text.encode())

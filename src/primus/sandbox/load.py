@@ -102,15 +102,15 @@ def load(
     engine = client or connect()
     wanted = image_id(root)
     try:
-        found = _present(engine, wanted)
-        if found is None:
+        loaded = _present(engine, wanted)
+        if loaded is None:
             stream = engine.api.load_image(  # type: ignore[no-untyped-call]
                 _counted(archive_chunks(root, tag), sent)
             )
-            found = _loaded(engine, stream, wanted, root)
-        if tag and tag not in engine.images.get(found).tags:
+            loaded = _loaded(engine, stream, wanted, root)
+        if tag and tag not in engine.images.get(loaded).tags:
             name, _, version = _split(tag)
-            engine.api.tag(found, name, version)
+            engine.api.tag(loaded, name, version)
     except requests.exceptions.ConnectionError as error:
         raise HostError(
             f"the Docker engine closed the connection while loading {root.name}: {_reason(error)}",
@@ -124,7 +124,7 @@ def load(
     finally:
         if client is None:
             engine.close()
-    return found
+    return loaded
 
 
 def _split(tag: str) -> tuple[str, str, str]:

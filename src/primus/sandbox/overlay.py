@@ -88,7 +88,7 @@ def missing_program(root: str, name: str, search: str, cwd: str, mounted: list[s
     below which nothing is looked up.
     """
     places = [name] if "/" in name else [f"{folder or '.'}/{name}" for folder in search.split(":")]
-    found = ""
+    unusable = ""
     for place in places:
         inside = place if place.startswith("/") else f"{cwd}/{place}"
         path = resolve_inside(root, inside)
@@ -98,8 +98,8 @@ def missing_program(root: str, name: str, search: str, cwd: str, mounted: list[s
             mode = os.stat(path).st_mode  # noqa: PTH116
             if stat.S_ISREG(mode) and mode & 0o111:
                 return _not_executable(root, name, path)
-            found = found or inside
-    if found:
+            unusable = unusable or inside
+    if unusable:
         return 126, f"{name}: Permission denied"
     return 127, f"{name}: not found in the image"
 

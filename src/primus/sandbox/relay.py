@@ -45,7 +45,7 @@ def restore(number: int, before: list[Any] | None) -> None:
             termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
-def wanted(command: Command, stdin: Stream, stdout: Stream) -> bool:
+def wants_terminal(command: Command, stdin: Stream, stdout: Stream) -> bool:
     """Return whether the command gets a pseudo-terminal."""
     if command.tty is not None:
         return command.tty

@@ -31,7 +31,7 @@ def scratch(base: Path, remove: Callable[[Path], bool]) -> Iterator[Scratch]:
     try:
         base.mkdir(parents=True, exist_ok=True)
         _sweep(base, remove)
-        held, entry = _create(base)
+        lock_fd, entry = _create(base)
     except OSError as error:
         raise HostError(
             f"cannot keep a run's files below {base}: {error.strerror}",
@@ -42,35 +42,35 @@ def scratch(base: Path, remove: Callable[[Path], bool]) -> Iterator[Scratch]:
     finally:
         if remove(entry.path):
             entry.lock.unlink(missing_ok=True)
-        os.close(held)
+        os.close(lock_fd)
 
 
 def _create(base: Path) -> tuple[int, Scratch]:
     while True:
         name = uuid.uuid4().hex[:16]
         lock = base / f"{name}.lock"
-        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        lock_fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         # Another run's cleanup may have removed the file before it was locked. Take another name then.
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(held).st_nlink:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(lock_fd).st_nlink:
                 path = base / name
                 path.mkdir()
-                return held, Scratch(name=name, path=path, lock=lock)
-        os.close(held)
+                return lock_fd, Scratch(name=name, path=path, lock=lock)
+        os.close(lock_fd)
 
 
 def _sweep(base: Path, remove: Callable[[Path], bool]) -> None:
     for lock in base.glob("*.lock"):
         try:
-            held = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            lock_fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             continue
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if remove(lock.with_suffix("")):
                 lock.unlink(missing_ok=True)
         except BlockingIOError:
             pass
         finally:
-            os.close(held)
+            os.close(lock_fd)

@@ -169,16 +169,16 @@ def _hooks(wanted: Iterable[Hook]) -> dict[str, Any]:
 
 
 def _resources(limits: Limits) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    resources: dict[str, Any] = {}
     if limits.memory_bytes is not None:
-        found["memory"] = {"limit": limits.memory_bytes}
+        resources["memory"] = {"limit": limits.memory_bytes}
         # Memory and swap together. Version 1 has the file only if the kernel accounts for swap.
         first = Path("/sys/fs/cgroup/memory")
         if not first.is_dir() or (first / "memory.memsw.limit_in_bytes").exists():
-            found["memory"]["swap"] = limits.memory_bytes
+            resources["memory"]["swap"] = limits.memory_bytes
     if limits.cpus is not None:
-        found["cpu"] = {"quota": max(1000, round(limits.cpus * _PERIOD_US)), "period": _PERIOD_US}
-    return found
+        resources["cpu"] = {"quota": max(1000, round(limits.cpus * _PERIOD_US)), "period": _PERIOD_US}
+    return resources
 
 
 @cache

@@ -27,14 +27,14 @@ def need(tool: str, package: str, *, say: Callable[[str], None]) -> Path:
     ``say`` is called with a line before the installation. Raises HostError, with the command to type, if it fails.
     """
     with _installing:
-        found = find(tool)
-        if found is not None:
-            return found
+        path = find(tool)
+        if path is not None:
+            return path
         install({tool: package}, say=say)
-        found = find(tool)
-    if found is None:
+        path = find(tool)
+    if path is None:
         raise HostError(f"package {package} is installed, but does not provide {tool}")
-    return found
+    return path
 
 
 def install(packages: Mapping[str, str], *, say: Callable[[str], None]) -> None:

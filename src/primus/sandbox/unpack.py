@@ -10,7 +10,7 @@ import stat
 import tarfile
 from decimal import Decimal
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from primus.errors import HostError, InputError, PrimusError
 from primus.sandbox.blobs import BlobReader, damaged
@@ -236,7 +236,7 @@ class _Writer:
         with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as out:
             source_file = archive.extractfile(member)
             if source_file is not None:
-                _copy(source_file, out, member.size)
+                shutil.copyfileobj(source_file, out, _CHUNK)
         return True
 
     def _own(self, path: str, member: tarfile.TarInfo) -> None:
@@ -269,19 +269,9 @@ class _Writer:
                 os.utime(self._path(name), ns=(moment, moment))
 
 
-def _copy(source: IO[bytes], out: IO[bytes], size: int) -> None:
-    left = size
-    while left:
-        chunk = source.read(min(_CHUNK, left))
-        if not chunk:
-            raise tarfile.ReadError("the archive ends inside a file")
-        out.write(chunk)
-        left -= len(chunk)
-
-
 def _is_whiteout(path: str) -> bool:
-    found = os.lstat(path)
-    return stat.S_ISCHR(found.st_mode) and found.st_rdev == 0
+    status = os.lstat(path)
+    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int:

@@ -45,6 +45,7 @@ class AptAccess:
             certificate = self._setting(parts.scheme, "sslcert", parts.hostname or "")
             key = self._setting(parts.scheme, "sslkey", parts.hostname or "")
             peer = self._setting(parts.scheme, "verify-peer", parts.hostname or "") or "true"
+            system_ca = ssl.get_default_verify_paths().cafile or True
             return session.get(
                 bare,
                 stream=True,
@@ -53,7 +54,7 @@ class AptAccess:
                 auth=(user, password) if login else self.login(bare),
                 cert=(certificate, key) if certificate and key else certificate or None,
                 proxies=proxies,
-                verify=False if peer.lower() in ("false", "no", "0") else (ca or _system_ca()),
+                verify=False if peer.lower() in ("false", "no", "0") else (ca or system_ca),
             )
 
         return get
@@ -87,7 +88,3 @@ def _logins(settings: Mapping[str, str]) -> tuple[tuple[str, tuple[str, str]], .
             place = host if "://" in host else f"https://{host}"
             found.append((place.rstrip("/"), (user, password)))
     return tuple(found)
-
-
-def _system_ca() -> str | bool:
-    return ssl.get_default_verify_paths().cafile or True

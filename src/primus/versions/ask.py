@@ -25,7 +25,7 @@ def ask(
     channel: str | None = None,
     *,
     deadline: float | None = None,
-    hint: str = "run it on a machine that reaches it, or take another channel (--channel)",
+    hint: str = "run it on a machine that can reach it, or use another channel (--channel)",
 ) -> None:
     """Check all sources at the same time, and those that fail once more.
 

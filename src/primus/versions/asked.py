@@ -15,9 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 # A silent source is reported within 5 s. Starting Python and pip takes half of that time.
-FIRST_WORD_S = 2.5
+SILENCE_S = 2.5
 # A host that is slow with each of hundreds of files is reported only this often.
-MOST_WORDS = 20
+MOST_MESSAGES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +82,18 @@ class _Listener:
         self.open: list[Asked] = []
         self.say = say
         self.guard, self.done = threading.Lock(), threading.Event()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def watch(self) -> None:
-        """Report each source once if it sends nothing for ``FIRST_WORD_S`` seconds."""
+        """Report each source once if it sends nothing for ``SILENCE_S`` seconds."""
         while not self.done.wait(0.2):
             now = time.monotonic()
             with self.guard:
-                silent = [one for one in self.open if now - one.heard >= FIRST_WORD_S]
+                silent = [one for one in self.open if now - one.heard >= SILENCE_S]
             for one in silent:
-                if one.url not in self._told and len(self._told) < MOST_WORDS and self.say is not None:
-                    self._told.add(one.url)
-                    self.say(f"! {one.url} ({one.about}) has sent nothing for {FIRST_WORD_S:g} s; waiting for it")
+                if one.url not in self._reported and len(self._reported) < MOST_MESSAGES and self.say is not None:
+                    self._reported.add(one.url)
+                    self.say(f"! {one.url} ({one.about}) has sent nothing for {SILENCE_S:g} s; waiting for it")
 
 
 _LISTENERS: list[_Listener] = []

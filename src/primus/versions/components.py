@@ -37,15 +37,15 @@ class Build:
         default=(),
     )
     wheels: tuple[str, ...] = described(
-        "Wheels that lie there with all they need: NAME as the image has it, NAME==VERSION for the build alone.",
+        "Wheels to install there with their dependencies: NAME for the image's version, NAME==VERSION for another.",
         pattern=rf"[A-Za-z0-9._{{}}-]+(=={_VERSION})?",
         shape="a package name, or NAME==VERSION",
         default=(),
     )
-    built: tuple[str, ...] = described("Components built before it that lie there too.", default=())
+    built: tuple[str, ...] = described("Components to build first and install there.", default=())
     environment: Mapping[str, str] = described("Environment of the build.", default_factory=dict)
     prepare: str = described("Shell commands in the unpacked source before it is built.", default="")
-    job_gb: float = described("Memory that one compiler may need, in GB: decides how many run at once.", default=2.0)
+    job_gb: float = described("Memory that one compiler may need, in GB. Limits how many run in parallel.", default=2.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,28 +71,28 @@ class Pin:
         default=None,
     )
     commit: str | None = described(
-        "Commit of the repository; its submodules come along.",
+        "Commit of the repository, with its submodules.",
         pattern=r"[0-9a-f]{40}",
         shape="a full commit of 40 digits (a branch, a tag or a short commit can mean other bytes tomorrow)",
         default=None,
     )
     package: str | None = described(
-        "Python package that the repository makes.", pattern=_PYTHON, shape="a package name", default=None
+        "Python package that the repository builds.", pattern=_PYTHON, shape="a package name", default=None
     )
     deb: str | None = described(
-        "Package that the base brings, of this upstream version. A `python3-NAME` stands for NAME to pip.",
+        "Package of the base, with this upstream version. pip treats `python3-NAME` as NAME.",
         pattern=r"[a-z0-9][a-z0-9.+-]+",
         default=None,
     )
     inside: str | None = described(
-        "Component, or package of the base, whose files hold this one. It has no files of its own; where a library "
-        "states its version, the gate compares.",
+        "Component, or package of the base, whose files contain this one. It has no files of its own. If a library "
+        "states its version, a gate compares it.",
         pattern=r"[a-z0-9][a-z0-9.+-]+",
         shape="a component, or a package of the base",
         default=None,
     )
     path: str | None = described(
-        "Folder of this repository, taken as it is; one elsewhere with `outside: true`.", default=None
+        "Folder of this repository, copied unchanged. A folder elsewhere needs `outside: true`.", default=None
     )
     outside: bool = described("`path` is a folder outside of this repository.", default=False)
     version: str | None = described(
@@ -103,27 +103,27 @@ class Pin:
         default=None,
     )
     channel: Literal["amd", "debian", "pypi", "local"] = described("Where the files come from.")
-    targets: tuple[str, ...] = described("Targets that take this pin; all when left out.", least=1, default=())
+    targets: tuple[str, ...] = described("Targets that use this pin; default: all.", least=1, default=())
     to: str | None = described(
-        "Folder in the image that receives `path`; `{site}` is where its Python packages lie.",
+        "Folder in the image that `path` is copied to; `{site}` is the folder of its Python packages.",
         pattern=r"(\{site\})?/[^ ]*",
         shape="an absolute path, or {site}/NAME",
         default=None,
     )
-    include: tuple[str, ...] = described("Children of `path` to take; all when left out.", least=1, default=())
+    include: tuple[str, ...] = described("Children of `path` to copy; default: all.", least=1, default=())
     build: Build | None = described("How the source becomes a wheel, in the sandbox.", default=None)
     requires: tuple[str, ...] = described(
-        "Packages that the built wheel needs at run time and no other pin brings; the lock takes versions that fit.",
+        "Run-time dependencies of the built wheel that no other pin provides. The lock chooses compatible versions.",
         pattern=r"[A-Za-z0-9._-]+",
         shape="a package name",
         default=(),
     )
     pure: bool = described(
-        "Take the wheel for every platform, where one for this platform holds code of another GPU.", default=False
+        "Use the platform-independent wheel, because the one for this platform has code for another GPU.", default=False
     )
     without: tuple[str, ...] = described(
-        "Folders of the wheel to leave out: another component's wheel brings the same files, or they are for another "
-        "maker's GPUs.",
+        "Folders of the wheel to omit, because another component provides the same files or they are for another "
+        "vendor's GPUs.",
         pattern=r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*",
         shape="a folder's path in the wheel",
         default=(),
@@ -151,11 +151,11 @@ class Pin:
         if (self.pure or self.without) and kinds[0] != "wheel":
             raise ValueError("`pure` and `without` go with `wheel` only")
         if (kinds[0] in ("sdist", "git")) != (self.build is not None):
-            raise ValueError("an sdist or git pin, and only it, says how it becomes a wheel: `build`")
+            raise ValueError("`build` is required for sdist and git pins, and allowed only there")
         if self.requires and kinds[0] not in ("sdist", "git"):
-            raise ValueError("`requires` goes with `sdist` or `git` only: a wheel says itself what it needs")
+            raise ValueError("`requires` goes with `sdist` or `git` only: a wheel states its own dependencies")
         if (kinds[0] == "git") != (self.commit is not None and self.package is not None):
-            raise ValueError("a git pin, and only it, has `commit` and `package`")
+            raise ValueError("`commit` and `package` are required for git pins, and allowed only there")
 
     def _check_paths(self) -> None:
         """Raise ValueError for a path outside its folder, or one that no image may contain."""
@@ -237,7 +237,7 @@ class Base:
     suite: str = described("Codename of the suite (a codename stays; `stable` moves).", pattern=r"[a-z]+")
     python: str = described("Python version in the suite.", pattern=r"3\.[0-9]+\.[0-9]+", shape="like 3.11.2")
     packages: tuple[str, ...] = described(
-        "Packages; what they need comes along. `name/suite` takes one from another suite.",
+        "Packages, installed with their dependencies. `name/suite` takes one from another suite.",
         pattern=_DEB,
         shape="a package name, or name/suite",
     )
@@ -248,9 +248,9 @@ class Base:
         default=None,
     )
     kernels: Mapping[str, tuple[str, ...]] = described(
-        "Package → patterns of its files that are for one GPU architecture each, which their paths name, and of "
-        "libraries that hold code for several, with the links to them. They stay out of the base; those of a target's "
-        "architecture, and the libraries with its code alone, are a layer of their own.",
+        "Package → patterns of its GPU-specific files: files whose paths name one architecture, and libraries with "
+        "code for several, with the links to them. The base omits them. A separate layer holds the files for the "
+        "target's architecture, and the libraries reduced to its code.",
         default_factory=dict,
     )
     extras: Mapping[str, tuple[str, ...]] = described(
@@ -262,11 +262,11 @@ class Base:
     def __post_init__(self) -> None:
         for suite in self.suites:
             if suite in _MOVING_SUITES:
-                raise ValueError(f"suite {suite!r} moves to another release one day; write the codename")
+                raise ValueError(f"suite {suite!r} will move to another release; write the codename")
         if self.suite == "experimental":
             raise ValueError(
-                "experimental holds only what differs from sid: write `suite: sid`, and name/experimental for what "
-                "comes from there"
+                "experimental holds only packages that differ from sid: write `suite: sid`, and name/experimental to "
+                "take one from there"
             )
         names = [name_of(p) for p in self.packages]
         if twice := sorted({n for n in names if names.count(n) > 1}):
@@ -277,17 +277,17 @@ class Base:
             # "NAME build" is the root file system of a build.
             if not re.fullmatch(_NAME, extra) or extra == "build":
                 raise ValueError(
-                    f"extras: {extra!r} is no name: lower-case letters, digits and hyphens, and not `build`"
+                    f"extras: {extra!r} is not a name: use lower-case letters, digits and hyphens, and not `build`"
                 )
             if wrong := next((p for p in packages if not re.fullmatch(_DEB, p)), None):
                 raise ValueError(f"extras: {wrong!r} is not a package name, or name/suite")
         for package, patterns in self.kernels.items():
             if package not in names:
-                raise ValueError(f"{package} stands under `kernels` and not under `packages`")
+                raise ValueError(f"{package} is listed under `kernels` but not under `packages`")
             for pattern in patterns:
                 name = pattern.rpartition("/")[2]
                 if not pattern.startswith("/") or not name.strip("*?"):
-                    raise ValueError(f"{pattern!r} is no absolute pattern with a file's name at its end")
+                    raise ValueError(f"{pattern!r} is not an absolute pattern that ends in a file name")
 
     @property
     def suites(self) -> tuple[str, ...]:
@@ -309,7 +309,7 @@ class Versions:
 
     release: str = described("Name of the release.", pattern=r"v[0-9]{2}\.[0-9]+", shape="like v26.11")
     created: str = described(
-        "Date written into the images; the clock is never asked.",
+        "Date written into the images; the clock is never used.",
         pattern=r"[0-9]{4}-[0-9]{2}-[0-9]{2}",
         shape="a date like 2026-11-20",
     )
@@ -321,13 +321,13 @@ class Versions:
         try:
             created = date.fromisoformat(self.created)
         except ValueError:
-            raise WrongValue(f"created: {self.created} is not a date of the calendar", "created") from None
+            raise WrongValue(f"created: {self.created} is not a valid date", "created") from None
         if created.year < 1980:
             # Zip archives, such as wheels, cannot store an earlier date.
             raise WrongValue(f"created must be 1980-01-01 or later, not {self.created}", "created")
         for name in (*self.bases, *self.components, *self.indexes):
             if not re.fullmatch(_NAME, name):
-                raise ValueError(f"{name!r} is no name: lower-case letters, digits and hyphens")
+                raise ValueError(f"{name!r} is not a name: use lower-case letters, digits and hyphens")
         for name, component in self.components.items():
             seen: set[tuple[str, str]] = set()
             for index, pin in enumerate(component.pins):

@@ -30,7 +30,7 @@ def resolve_debs(
     progress.start(key, f"resolve {' and '.join(suites)}", unit="files")
     with open_archive(suites, architecture, preferences(base.suite, base.packages), status) as archive:
         for suite, day in archive.expired(datetime.now(UTC)):
-            progress.say(f"! the index of Debian {suite} was valid until {day}; taken all the same")
+            progress.say(f"! the index of Debian {suite} was valid until {day}; using it anyway")
         # usrmerge converts a running system and depends on all of perl. A root file system that is merged from the
         # start fulfills the same dependency with a marker package, which mmdebstrap's hook for it installs.
         essential = ["?essential", *(() if "usrmerge" in names else ("usr-is-merged",))]
@@ -73,13 +73,10 @@ def check_python(base_name: str, base: BaseRequest, chosen: Mapping[str, str]) -
         )
 
 
-def parse_uris(text: str) -> dict[str, str]:
-    """Return package → version from the output of ``apt-get install --print-uris``."""
-    chosen: dict[str, str] = {}
-    for file in re.findall(r"^'[^']*' (\S+)_[^_ ]+\.deb [0-9]+", text, re.M):
-        name, _, version = file.partition("_")
-        chosen[name] = unquote(version)
-    return chosen
+def parse_uris(text: str) -> dict[tuple[str, str], str]:
+    """Return ``(package, version)`` → URI from what apt-get prints with ``--print-uris``."""
+    rows = re.findall(r"^'([^']*)' ([^_ ]+)_(\S+)_[^_ ]+\.deb [0-9]+", text, re.M)
+    return {(name, unquote(version)): uri for uri, name, version in rows}
 
 
 def parse_records(text: str) -> dict[tuple[str, str], dict[str, str]]:
@@ -95,7 +92,7 @@ def parse_records(text: str) -> dict[tuple[str, str], dict[str, str]]:
 def _closure(archive: Archive, base: BaseRequest, packages: Iterable[str]) -> dict[str, str]:
     done = archive.run("apt-get", "-q", "-y", "install", "--print-uris", *packages)
     if done.returncode == 0:
-        return parse_uris(done.stdout)
+        return dict(list(parse_uris(done.stdout)))
     unknown = re.search(
         r"E: (?:Unable to locate package|Package '?([^' ]+)'? has no installation candidate) ?(\S*)", done.stderr
     )
@@ -105,8 +102,8 @@ def _closure(archive: Archive, base: BaseRequest, packages: Iterable[str]) -> di
     unmet = re.search(r"The following packages have unmet dependencies:\n(.*?)\n(?:E:|$)", done.stdout + "\n", re.S)
     reason = "; ".join(line.strip() for line in unmet[1].splitlines()) if unmet else done.stderr.strip()[:300]
     later = suites_of(base.suite, base.packages)[1:]
-    hint = f"name what has to come from {' or '.join(later)} too, as package/{later[0]}" if later else None
-    raise InputError(f"the packages of {titled(base.suite)} do not fit together: {reason}", hint=hint)
+    hint = f"list what must come from {' or '.join(later)} too, as package/{later[0]}" if later else None
+    raise InputError(f"the packages of {titled(base.suite)} are not compatible: {reason}", hint=hint)
 
 
 def _check_suites(archive: Archive, base: BaseRequest, chosen: Mapping[str, str]) -> None:

@@ -167,7 +167,7 @@ class Indexes:
                     cause, hint = f"{cause}, asked to come back in {pause:g} s", f"run it again in {pause:g} s"
                     break
             if number < tries:
-                tell(f"{bare_url(url)} ({about}): {cause}; asking again in {pause:g} s, try {number + 1} of {tries}")
+                tell(f"{bare_url(url)} ({about}): {cause}; retrying in {pause:g} s, try {number + 1} of {tries}")
                 time.sleep(pause)
         raise HostError(
             f"{what} at {bare_url(url)}, asked for {about}, does not answer: {cause}", hint=hint, about=_name(about)

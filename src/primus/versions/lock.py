@@ -161,14 +161,10 @@ class Lock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _File:
+class _File(Lock):
     """The lock as it is written."""
 
     format: int
-    target: str
-    channel: str
-    pins: Mapping[str, str]
-    files: tuple[LockedFile, ...]
     generated: str = ""
 
 

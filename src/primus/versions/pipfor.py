@@ -51,33 +51,33 @@ def main() -> None:
     asked_for = Retry.get_retry_after
     Retry.get_retry_after = lambda self, response: min(asked_for(self, response) or 0.0, LONGEST_PAUSE_S) or None  # type: ignore[assignment,method-assign,unused-ignore]
     Retry.is_retry = lambda self, _, status, *__, **___: bool(self.total) and status in PASSING  # type: ignore[assignment,method-assign,unused-ignore]
-    _tell_requests(int(out))
+    _report_requests(int(out))
     runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 
-def _tell_requests(out: int) -> None:
+def _report_requests(out: int) -> None:
     """Make pip report every request to the file descriptor ``out``."""
     from pip._vendor.requests.adapters import HTTPAdapter
 
     send, numbers = HTTPAdapter.send, itertools.count()
 
-    def told(self: Any, request: Any, *args: Any, **more: Any) -> Any:
+    def report_send(self: Any, request: Any, *args: Any, **more: Any) -> Any:
         number = next(numbers)
 
-        def tell(**fields: object) -> None:
+        def write(**fields: object) -> None:
             os.write(out, (json.dumps({"id": number, **fields}) + "\n").encode())
 
-        tell(url=request.url, method=request.method)
+        write(url=request.url, method=request.method)
         try:
             response = send(self, request, *args, **more)
         except Exception as error:
-            tell(failed=type(error).__name__)
+            write(failed=type(error).__name__)
             raise
         headers = response.headers
-        tell(status=response.status_code, type=headers.get("Content-Type", ""), size=headers.get("Content-Length", ""))
+        write(status=response.status_code, type=headers.get("Content-Type", ""), size=headers.get("Content-Length", ""))
         return response
 
-    HTTPAdapter.send = told  # type: ignore[method-assign,unused-ignore]
+    HTTPAdapter.send = report_send  # type: ignore[method-assign,unused-ignore]
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def run_pip(
         ) as process,
     ):
         os.close(writing)
-        listener = threading.Thread(target=_hear, args=(lines,), daemon=True)
+        listener = threading.Thread(target=_report_requests, args=(lines,), daemon=True)
         listener.start()
         try:
             out, err = process.communicate()
@@ -49,22 +49,22 @@ def run_pip(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def _hear(lines: Iterable[str]) -> None:
+def _report_requests(lines: Iterable[str]) -> None:
     """Report the requests that pip writes to the listeners."""
     with ExitStack() as every:
         running: dict[int, tuple[ExitStack, Asked]] = {}
         for line in lines:
-            told = json.loads(line)
-            if "url" in told:
+            event = json.loads(line)
+            if "url" in event:
                 one = every.enter_context(ExitStack())
-                about = unquote(urlsplit(told["url"]).path.rstrip("/").rpartition("/")[2])
-                running[told["id"]] = one, one.enter_context(asking("pip", told["url"], about, told["method"]))
+                about = unquote(urlsplit(event["url"]).path.rstrip("/").rpartition("/")[2])
+                running[event["id"]] = one, one.enter_context(asking("pip", event["url"], about, event["method"]))
                 continue
-            one, asked = running.pop(told["id"])
-            if "failed" in told:
-                asked.verdict = f"failed: {told['failed']}"
+            one, asked = running.pop(event["id"])
+            if "failed" in event:
+                asked.verdict = f"failed: {event['failed']}"
             else:
-                asked.answer(told["status"], told["type"], int(told["size"]) if told["size"].isdigit() else None)
+                asked.answer(event["status"], event["type"], int(event["size"]) if event["size"].isdigit() else None)
             one.close()
 
 
@@ -102,7 +102,7 @@ def explain(output: str, urls: Sequence[str] = ()) -> InputError | HostError:
             if line.strip()
         ]
         return InputError(
-            "the pins do not fit together: " + "; ".join(lines),
+            "the pins are not compatible: " + "; ".join(lines),
             hint="change one pin in versions.yaml",
             about=pinned[1] if pinned else None,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +42,14 @@ def locate(debs: Sequence[LockedFile], suites: tuple[str, ...], architecture: st
         exact: dict[tuple[str, str], str] = {}
         if present:
             done = archive.run("apt-get", "download", "--print-uris", *(f"{n}={v}" for n, v in sorted(present)))
-            exact = {key: uri for uri, key in _uris(done.stdout)}
+            exact = parse_uris(done.stdout)
         spilled = _spill(archive, exact, spill)
         near: dict[str, tuple[str, ...]] = {}
         gone = sorted({f.name for f in debs if (f.name, f.version) not in exact})
         known = {name for name, _ in parse_records(archive.run("apt-cache", "show", *gone).stdout)} if gone else set()
         if known:
             done = archive.run("apt-get", "download", "--print-uris", *sorted(known))
-            for uri, (name, _) in _uris(done.stdout):
+            for (name, _), uri in parse_uris(done.stdout).items():
                 near[name] = (*near.get(name, ()), uri.rpartition("/")[0] + "/")
     exact |= spilled
     return Pool(exact=exact, near=near, access=AptAccess.of_host())
@@ -66,14 +65,5 @@ def _spill(archive: Archive, exact: Mapping[tuple[str, str], str], spill: Path) 
     if done.returncode != 0:
         raise HostError("apt could not download from its sources: " + reason(done.stdout + done.stderr))
     # apt saves files under the names of its archive cache: package_version_architecture.deb, with the epoch escaped.
-    there = {key: file for file in spill.glob("*.deb") for key in parse_uris(f"'' {file.name} 0").items()}
+    there = {key: file for file in spill.glob("*.deb") for key in parse_uris(f"'' {file.name} 0")}
     return {key: there[key].resolve().as_uri() for key in foreign if key in there}
-
-
-def _uris(text: str) -> list[tuple[str, tuple[str, str]]]:
-    found = []
-    for line in text.splitlines():
-        match = re.match(r"'([^']*)' ", line)
-        if match:
-            found += [(match[1], key) for key in parse_uris(line).items()]
-    return found

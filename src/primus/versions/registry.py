@@ -91,7 +91,7 @@ def copy_image(image: str, architecture: str, folder: Path) -> None:
     skopeo(*platform, "copy", "--quiet", f"docker://{image}", f"dir:{folder}", grows=folder)
 
 
-def installed(image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path) -> str:
+def dpkg_status(image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path) -> str:
     """Return dpkg's status in the image, which lists its packages. Empty for an image without dpkg."""
     copy_image(image, architecture, folder)
     status = ""
@@ -136,7 +136,7 @@ def skopeo(*words: str, grows: Path | None = None) -> bytes:
         # An expired token looks like a missing login. The next run requests a new one.
         if number == patience.tries or not (cause.startswith("HTTP status 5") or (cause in _PASSING and number == 1)):
             break
-        tell(f"{address} ({image}): {cause}; asking again")
+        tell(f"{address} ({image}): {cause}; retrying")
         time.sleep(patience.pause_s * 2 ** (number - 1))
     login = f"sign in (skopeo login {image.partition('/')[0] if '.' in image or ':' in image else 'docker.io'})"
     hint = f"{login} or wait" if "rate limit" in cause else "check the network"
@@ -155,7 +155,7 @@ def _skopeo(words: Sequence[str], address: str, image: str, grows: Path | None) 
         command = ["skopeo", "--debug", *words]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as process:
             try:
-                out = _while_it_answers(
+                out = _communicate(
                     process, request, grows, asked.PATIENCE.read_s if grows or "inspect" in words else _COMMIT_S
                 )
             except BaseException:
@@ -172,7 +172,7 @@ def _skopeo(words: Sequence[str], address: str, image: str, grows: Path | None) 
     return None, cause
 
 
-def _while_it_answers(
+def _communicate(
     process: subprocess.Popen[bytes], request: Asked, grows: Path | None, silence_s: float
 ) -> bytes | None:
     """Return the tool's output; None if it was ended because of ``silence_s`` seconds of silence."""

@@ -15,7 +15,7 @@ from primus.versions.asked import listening
 from primus.versions.debs import resolve_debs
 from primus.versions.indexes import Indexes
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, drift
-from primus.versions.registry import installed, resolve_image
+from primus.versions.registry import dpkg_status, resolve_image
 from primus.versions.repository import resolve_commit
 from primus.versions.sources import Sources
 from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
@@ -202,12 +202,12 @@ def _bases(request: Request, parts: Stale, known: Known, progress: Progress) -> 
 
 def _base(name: str, base: BaseRequest, architecture: str, progress: Progress) -> tuple[LockedFile, ...]:
     """Return the packages of a base, after the layers of its image."""
-    given = _FOR_SCRIPTS if base.over else ""
+    assumed = _FOR_SCRIPTS if base.over else ""
     if base.image is None:
-        return resolve_debs(name, base, architecture, progress=progress, status=given)
+        return resolve_debs(name, base, architecture, progress=progress, status=assumed)
     layers = resolve_image(name, base.image, architecture)
     if not base.packages:
         return layers
     with tempfile.TemporaryDirectory(prefix="primus-image-") as folder:
-        status = installed(base.image, architecture, layers, Path(folder))
-    return (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status + given))
+        status = dpkg_status(base.image, architecture, layers, Path(folder))
+    return (*layers, *resolve_debs(name, base, architecture, progress=progress, status=status + assumed))

@@ -35,7 +35,7 @@ def probe(url: str) -> None:
     _git("ls-remote", "--quiet", "--", url, "HEAD", timeout=_WAIT_S, about=url)
 
 
-def named(url: str) -> str:
+def short_name(url: str) -> str:
     """Return the repository's short name for messages: ``aiter`` for ``https://HOST/ROCm/aiter.git``."""
     return url.rstrip("/").rpartition("/")[2].removesuffix(".git")
 
@@ -75,8 +75,8 @@ def archive_commit(url: str, commit: str, target: Path) -> None:
     if pointers:
         more = f" and {len(pointers) - 1} more" if len(pointers) > 1 else ""
         tell(
-            f"{bare_url(url)} at {commit[:12]} keeps {pointers[0]}{more} in Git LFS; its archive has the pointer and "
-            "not the file, so a build that reads the file fails"
+            f"{bare_url(url)} at {commit[:12]} stores {pointers[0]}{more} in Git LFS; its archive contains only the "
+            "pointer, so a build that reads the file fails"
         )
 
 
@@ -85,7 +85,7 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
     here = folder / commit
     if not here.is_dir():
         _git("init", "--quiet", "--bare", str(here), about=url)
-        _bring(here, url, commit)
+        _fetch(here, url, commit)
     listing = _git("-C", str(here), "ls-tree", "-r", "-z", "--full-tree", commit, about=url)
     places = dict(_submodules(here, commit, url))
     with subprocess.Popen(
@@ -101,7 +101,7 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
             path = os.fsdecode(name)
             if mode == "160000":
                 if path not in places:
-                    raise InputError(f"{url} at {commit} has a submodule {path} without an address")
+                    raise InputError(f"{url} at {commit} has a submodule {path} without a URL")
                 if not (folder / digest).is_dir():
                     # It may be on another host, which has not been probed.
                     probe(places[path])
@@ -115,14 +115,14 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
             yield prefix + path, mode, data
 
 
-def _bring(here: Path, url: str, commit: str) -> None:
+def _fetch(here: Path, url: str, commit: str) -> None:
     """Fetch the commit. If the server offers no single commits, fetch the history of all branches and tags."""
     waits = (f"http.lowSpeedTime={max(1, round(asked.PATIENCE.read_s))}", "http.lowSpeedLimit=1")
     fetch = ["-C", str(here), *(word for wait in waits for word in ("-c", wait)), "fetch", "--quiet", "--no-tags"]
     try:
         _git(*fetch, "--depth=1", "--", url, commit, about=url)
     except _NoSingleCommit:
-        tell(f"{bare_url(url)} gives no single commit; fetching its whole history")
+        tell(f"{bare_url(url)} does not send single commits; fetching its whole history")
         _git(*fetch, "--", url, "+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*", about=url)
         try:
             _git("-C", str(here), "cat-file", "-e", f"{commit}^{{commit}}", about=url)
@@ -139,10 +139,10 @@ def _submodules(here: Path, commit: str, url: str) -> Iterator[tuple[str, str]]:
         found.setdefault(name, {})[key] = value
     for module in found.values():
         if len(module) == 2:
-            yield module["path"], _meant(url, module["url"])
+            yield module["path"], _resolve_url(url, module["url"])
 
 
-def _meant(url: str, address: str) -> str:
+def _resolve_url(url: str, address: str) -> str:
     """Return a submodule's address. A relative one starts from the repository's own."""
     if not address.startswith(("./", "../")):
         return address
@@ -158,14 +158,14 @@ class _NoSingleCommit(Exception):
 
 def _no_commit(url: str, commit: str) -> InputError:
     return InputError(
-        f"{bare_url(url)} has no commit {commit}", hint="correct `commit` in versions.yaml", about=named(url)
+        f"{bare_url(url)} has no commit {commit}", hint="correct `commit` in versions.yaml", about=short_name(url)
     )
 
 
 def _git(*words: str, about: str, timeout: float | None = None) -> bytes:
     """Return git's output. Raises HostError with the reason; ``about`` is the repository's address."""
     remote = next((word for word in ("ls-remote", "fetch") if word in words), None)
-    with asking("git", about, named(about), remote or "", record=remote is not None) as request:
+    with asking("git", about, short_name(about), remote or "", record=remote is not None) as request:
         done = _run(words, about, timeout)
         text = done.stderr.decode("utf-8", "replace")
         if done.returncode == 0:
@@ -181,7 +181,7 @@ def _git(*words: str, about: str, timeout: float | None = None) -> bytes:
         hint="check the network"
         if "credentials" not in _reason(text)
         else "check the address; give git a login for it",
-        about=named(about),
+        about=short_name(about),
     )
 
 
@@ -196,7 +196,7 @@ def _run(words: Sequence[str], about: str, timeout: float | None) -> subprocess.
         raise HostError(
             f"the repository {bare_url(about)} does not answer: no answer in time",
             hint="run it again",
-            about=named(about),
+            about=short_name(about),
         ) from None
 
 

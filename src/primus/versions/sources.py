@@ -98,7 +98,7 @@ class Sources:
                 image.partition("@")[0],
             )
         for url in self.repositories.values():
-            found[f"the repository {url}"] = partial(repository.probe, url), repository.named(url)
+            found[f"the repository {url}"] = partial(repository.probe, url), repository.short_name(url)
         return found
 
 

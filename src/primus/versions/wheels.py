@@ -39,7 +39,7 @@ _LEGACY = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Candidate:
     """One file in pip's report. ``sha256`` may be unknown; ``index`` is set for an index of versions.yaml."""
 
     name: str
@@ -91,14 +91,14 @@ def resolve_wheels(
     report = _report(request, pins, constraints, indexes)
     if report is None:
         report = _report(request, pins, [], indexes)
-        progress.say("the versions locked before do not fit the new pins; their dependencies are resolved anew")
+        progress.say("the locked versions are not compatible with the new pins; resolving the dependencies again")
     found = tuple(one for one in parse_report(report or {}) if one.name not in request.provided)
     for one in found:
         wanted = request.wheels.get(one.name, one.version)
         if one.version != wanted:
             raise InputError(
                 f"{one.name} is pinned to {wanted}, but the index offers {one.version}",
-                hint=f"pin {one.version} if that is the one meant",
+                hint=f"pin {one.version} if that is the intended version",
             )
     placed = [_pure(one, indexes) if one.name in request.pure else one for one in _placed(found, request, indexes)]
     files = _measured("wheel", placed, indexes)
@@ -106,7 +106,7 @@ def resolve_wheels(
     return files
 
 
-def _placed(found: Sequence[Found], request: Request, indexes: Indexes) -> Sequence[Found]:
+def _placed(found: Sequence[Candidate], request: Request, indexes: Indexes) -> Sequence[Candidate]:
     """Return every file with the index that it belongs to; see :func:`_indexed`."""
     if not request.indexes:
         return found
@@ -114,7 +114,7 @@ def _placed(found: Sequence[Found], request: Request, indexes: Indexes) -> Seque
         return list(pool.map(lambda one: _indexed(one, request, indexes), found))
 
 
-def _indexed(one: Found, request: Request, indexes: Indexes) -> Found:
+def _indexed(one: Candidate, request: Request, indexes: Indexes) -> Candidate:
     """Return the file from the index that it belongs to, wherever pip found it.
 
     A package of the channel belongs to the channel's own indexes (InputError if none offers it), any other to those
@@ -179,7 +179,7 @@ def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile,
     progress.start("sdists", "find source archives", unit="files")
     indexes = Indexes.of_host()
     session = indexes.session()
-    found: list[Found] = []
+    found: list[Candidate] = []
     for name, version in request.sdists.items():
         places: dict[str | None, Indexes] = {None: indexes}
         if name in request.indexed:
@@ -197,7 +197,7 @@ def resolve_sdists(request: Request, *, progress: Progress) -> tuple[LockedFile,
         index, link = match
         _check_python(link, f"{name} {version}", name, request)
         found.append(
-            Found(
+            Candidate(
                 name=name,
                 version=version,
                 file=link.file,
@@ -228,9 +228,9 @@ def _check_python(link: Link, label: str, name: str, request: Request) -> None:
         )
 
 
-def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
+def parse_report(report: Mapping[str, Any]) -> tuple[Candidate, ...]:
     """Return the files that pip would install, from its report. Raises InputError if one of them is not a wheel."""
-    found: list[Found] = []
+    found: list[Candidate] = []
     for item in report.get("install", ()):
         info = item["download_info"]
         archive = info.get("archive_info") or {}
@@ -241,7 +241,7 @@ def parse_report(report: Mapping[str, Any]) -> tuple[Found, ...]:
             raise InputError(f"{name} would be installed from {file}, which is not a wheel", hint="pin it as an sdist")
         version = item["metadata"]["version"]
         digest = sha256 if re.fullmatch(r"[0-9a-f]{64}", sha256 or "") else None
-        found.append(Found(name=name, version=version, file=file, url=info["url"], sha256=digest))
+        found.append(Candidate(name=name, version=version, file=file, url=info["url"], sha256=digest))
     return tuple(found)
 
 
@@ -258,14 +258,14 @@ def _report(
     abi = "cp" + request.python.replace(".", "")
     with tempfile.TemporaryDirectory(prefix="primus-pip-") as folder:
         out = Path(folder, "report.json")
-        held = Path(folder, "constraints.txt")
-        held.write_text("\n".join(constraints), encoding="utf-8")
+        constraints_file = Path(folder, "constraints.txt")
+        constraints_file.write_text("\n".join(constraints), encoding="utf-8")
         args = ["install", "--dry-run", "--ignore-installed", "--report", str(out), "--only-binary=:all:"]
         args += ["--python-version", base.python, "--implementation", "cp", "--abi", abi, "--abi", "abi3"]
         args += ["--abi", "none", *(part for tag in tags for part in ("--platform", tag))]
         args += _provided(request, Path(folder, "provided"))
         args += [word for url in request.indexes.values() for word in ("--extra-index-url", url)]
-        args += ["--target", str(Path(folder, "target")), "--constraint", str(held)]
+        args += ["--target", str(Path(folder, "target")), "--constraint", str(constraints_file)]
         patience = asked.PATIENCE
         args += ["--retries", str(patience.tries - 1), "--timeout", f"{patience.read_s / 2:g}"]
         args += ["--no-input", "--disable-pip-version-check", "--no-color", *pins]
@@ -287,14 +287,14 @@ def _report(
     return report
 
 
-def _pure(one: Found, indexes: Indexes) -> Found:
+def _pure(one: Candidate, indexes: Indexes) -> Candidate:
     """Return the same version's wheel for any platform, where pip prefers one for this. InputError without one."""
     if one.file.endswith("-none-any.whl"):
         return one
     stem = "-".join(one.file.split("-")[:2])
     for link in indexes.links(indexes.session(), one.name):
         if link.file.startswith(stem + "-") and link.file.endswith("-none-any.whl"):
-            return Found(name=one.name, version=one.version, file=link.file, url=link.url, sha256=link.sha256)
+            return Candidate(name=one.name, version=one.version, file=link.file, url=link.url, sha256=link.sha256)
     raise InputError(
         f"{one.name} {one.version} has no wheel for every platform", hint="leave out `pure`, or pin a version with one"
     )
@@ -318,16 +318,16 @@ def _provided(request: Request, folder: Path) -> list[str]:
     return ["--find-links", str(folder), *pins] if pins else []
 
 
-def _measured(kind: Any, found: Sequence[Found], indexes: Indexes) -> tuple[LockedFile, ...]:
+def _measured(kind: Any, found: Sequence[Candidate], indexes: Indexes) -> tuple[LockedFile, ...]:
     local = threading.local()
 
-    def measured(one: Found) -> LockedFile:
+    def measured(one: Candidate) -> LockedFile:
         session = local.__dict__.setdefault("session", indexes.session())
         about = f"{one.name} {one.version}"
         size, read = indexes.measure(session, one.url, about)
         if one.size not in (None, size):
             raise HostError(
-                f"the index says that {one.file} has {one.size:,} bytes, but {bare_url(one.url)} sends {size:,}",
+                f"the index states {one.size:,} bytes for {one.file}, but {bare_url(one.url)} sends {size:,}",
                 hint="run it again later; the index or its mirror is being changed",
                 about=one.name,
             )

@@ -86,7 +86,7 @@ def test_the_lock_asks_for_the_base_and_the_extra_together(kit: Kit) -> None:
         ("images/demo.yaml", "[rdma]", "[rmda]", "images/demo.yaml:5:17: base small has no extra 'rmda'"),
         ("images/demo.yaml", "[rdma]", "[rdma, rdma]", "images/demo.yaml:5:23: rdma is listed twice"),
         ("images/demo.yaml", "{pypi:", "{amd:", "images/demo.yaml:5:10: extras: there is no channel 'amd' here"),
-        ("versions.yaml", "rdma:", "build:", "extras: 'build' is no name"),
+        ("versions.yaml", "rdma:", "build:", "extras: 'build' is not a name"),
         ("versions.yaml", "libibverbs1]", "'lib ibverbs1']", "extras: 'lib ibverbs1' is not a package name"),
     ],
 )

@@ -247,12 +247,12 @@ def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project, monkey
 @pytest.mark.parametrize(
     ("kernels", "sentence"),
     [
-        ("{librocblas5: [/usr/lib/*gfx*]}", "librocblas5 stands under `kernels` and not under `packages`"),
+        ("{librocblas5: [/usr/lib/*gfx*]}", "librocblas5 is listed under `kernels` but not under `packages`"),
         (
             "{python3-torch: [usr/*gfx*]}",
-            "'usr/*gfx*' is no absolute pattern with a file's name at its end",
+            "'usr/*gfx*' is not an absolute pattern that ends in a file name",
         ),
-        ("{python3-torch: [/usr/*]}", "'/usr/*' is no absolute pattern with a file's name at its end"),
+        ("{python3-torch: [/usr/*]}", "'/usr/*' is not an absolute pattern that ends in a file name"),
     ],
 )
 def test_patterns_that_cannot_be_meant(project: Project, kernels: str, sentence: str) -> None:

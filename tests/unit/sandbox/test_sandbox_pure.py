@@ -273,13 +273,13 @@ def test_no_runtime_is_a_sentence_unless_it_can_be_installed(monkeypatch):
 def test_runc_comes_before_crun(monkeypatch):
     found = {"crun": Path("/usr/bin/crun")}
     monkeypatch.setattr("primus.sandbox.tools.find", found.get)
-    words = embedded._words(embedded._runtime() or Path(), Path("/s"), "")
+    words = embedded._runtime_command(embedded._runtime() or Path(), Path("/s"), "")
     assert (words[0], words[-1]) == ("/usr/bin/crun", "--cgroup-manager=disabled")
     found["runc"] = Path("/usr/sbin/runc")
-    words = embedded._words(embedded._runtime() or Path(), Path("/s"), "")
+    words = embedded._runtime_command(embedded._runtime() or Path(), Path("/s"), "")
     assert (words[0], words[-1]) == ("/usr/sbin/runc", "--rootless=true")
     # With a limit, a group that cannot be made is an error.
-    assert embedded._words(Path("/usr/sbin/runc"), Path("/s"), "memory")[-1] == "--log-format=json"
+    assert embedded._runtime_command(Path("/usr/sbin/runc"), Path("/s"), "memory")[-1] == "--log-format=json"
 
 
 def test_a_silent_engine_costs_two_seconds(monkeypatch, tmp_path):
@@ -297,13 +297,13 @@ def test_a_silent_engine_costs_two_seconds(monkeypatch, tmp_path):
 
 
 def test_groups_are_found_asked_and_removed(tmp_path):
-    assert cgroups.made(tmp_path / "nothing") == []
+    assert cgroups.groups_of(tmp_path / "nothing") == []
     first, second = tmp_path / "memory/primus-x", tmp_path / "unified/primus-x"
     state = tmp_path / "state/primus/state.json"
     for folder in (first, second, state.parent):
         folder.mkdir(parents=True)
     state.write_text(json.dumps({"cgroup_paths": {"memory": str(first), "": str(second), "pids": "/elsewhere"}}))
-    groups = cgroups.made(tmp_path / "state")
+    groups = cgroups.groups_of(tmp_path / "state")
     assert groups == [first, second]
     assert cgroups.oom_kills(groups) == 0
     (second / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
@@ -325,7 +325,7 @@ def test_a_damaged_state_names_no_group(tmp_path):
     state.parent.mkdir()
     for text in ("", "{", "[]", '{"cgroup_paths": []}', "null"):
         state.write_text(text)
-        assert cgroups.made(tmp_path) == []
+        assert cgroups.groups_of(tmp_path) == []
 
 
 def test_the_sandbox_imports_little():

@@ -192,7 +192,7 @@ def test_print_uris_gives_names_and_versions_with_epochs() -> None:
         "'http://h/pool/libcap2_2.66-4%2bdeb12u3_amd64.deb' libcap2_1%3a2.66-4+deb12u3_amd64.deb 28000 MD5Sum:00\n"
         "'http://h/pool/media_10_all.deb' media-types_10.0.0_all.deb 26204 SHA256:00\n"
     )
-    assert parse_uris(text) == {"libcap2": "1:2.66-4+deb12u3", "media-types": "10.0.0"}
+    assert list(parse_uris(text)) == [("libcap2", "1:2.66-4+deb12u3"), ("media-types", "10.0.0")]
 
 
 def test_records_need_every_field_and_the_first_wins() -> None:

@@ -68,7 +68,7 @@ def test_a_conflict_is_one_sentence_with_both_sides() -> None:
         "The conflict is caused by:\n    The user requested b==1\n    a 1 depends on b==2\n\nTo fix this\n"
     )
     assert isinstance(error, InputError)
-    assert error.message == "the pins do not fit together: b==1 is required; a 1 depends on b==2"
+    assert error.message == "the pins are not compatible: b==1 is required; a 1 depends on b==2"
     assert error.about == "b"
 
 

@@ -19,13 +19,13 @@ def run(args: argparse.Namespace) -> int:
     history = load_history()
     project = open_pins(args)
     old, new = (one_of(choices(history, word, project), word) for word in (args.old, args.new))
-    found = diff(old, new)
+    difference = diff(old, new)
     if project is not None:
-        found = replace(found, curves=_curves(project.root, old.tag, new.tag))
+        difference = replace(difference, curves=_curves(project.root, old.tag, new.tag))
     if args.json:
-        print(json.dumps(asdict(found), ensure_ascii=False))
+        print(json.dumps(asdict(difference), ensure_ascii=False))
     else:
-        print(show.diff_markdown(found) if args.markdown else show.diff_text(found, Screen.of()))
+        print(show.diff_markdown(difference) if args.markdown else show.diff_text(difference, Screen.of()))
     return 0
 
 

@@ -16,11 +16,11 @@ def run(args: argparse.Namespace) -> int:
     """Compare the plan with the last build. Returns 1 if something would be built."""
     targets, workspace = resolved_targets(args)
     plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)
-    found = {plan.target: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
+    changed = {plan.target: changes(workspace.store.record("targets", plan.state), plan) for plan in plans}
     workspace.stats.save()
     if args.json:
-        print(json.dumps({target: [asdict(c) for c in several] for target, several in found.items()}))
+        print(json.dumps({target: [asdict(c) for c in rows] for target, rows in changed.items()}))
     else:
         screen = Screen.of()
-        print("\n".join(explain_text(plan, found[plan.target], workspace.store, screen) for plan in plans))
-    return 1 if any(found.values()) else 0
+        print("\n".join(explain_text(plan, changed[plan.target], workspace.store, screen) for plan in plans))
+    return 1 if any(changed.values()) else 0

@@ -205,8 +205,8 @@ def _show(options: argparse.Namespace, document: dict[str, Any], rows: str) -> i
     for condition in document.get("status", {}).get("conditions", []):
         if condition.get("status") == "True":
             print(f"{document['name']}: {condition.get('type')} {condition.get('message', '')}".rstrip())
-    found = [tuple(str(value) for value in row.values()) for row in document[rows]]
-    print("\n".join(Screen.of().table(found)) if found else f"no {rows}")
+    table = [tuple(str(value) for value in row.values()) for row in document[rows]]
+    print("\n".join(Screen.of().table(table)) if table else f"no {rows}")
     return 0
 
 

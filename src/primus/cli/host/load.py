@@ -27,13 +27,15 @@ def run(args: argparse.Namespace) -> int:
         nonlocal sent
         sent += amount
 
-    found = load(root, tag, sent=count)
+    image_id = load(root, tag, sent=count)
     if args.json:
         print(
-            json.dumps({"image_id": found, "tag": tag, "manifest": digest_of(root.manifest or b""), "bytes_sent": sent})
+            json.dumps(
+                {"image_id": image_id, "tag": tag, "manifest": digest_of(root.manifest or b""), "bytes_sent": sent}
+            )
         )
         return 0
     note = f"sent {sent / 1e6:.1f} MB" if sent else "the engine already has it, nothing sent"
     print(f"{tag}: {note}", file=sys.stderr)
-    print(found)
+    print(image_id)
     return 0

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from primus.cli.host.common import open_project, targets_of
 from primus.cli.host.lock_report import Report
@@ -19,9 +19,6 @@ from primus.plan.resolve import ResolvedTarget, resolve_all
 from primus.terminal import counted
 from primus.versions.components import normalised
 from primus.versions.lock import Drift, Lock, Request
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +56,13 @@ def _check(targets: Sequence[ResolvedTarget], as_json: bool) -> int:
     stale: list[dict[str, Any]] = []
     for resolved in targets:
         name = resolved.lock_name
-        found = _all_new(resolved.request) if resolved.lock is None else resolved.stale
-        rows = [{"lock": name, **asdict(one), "where": _where(resolved, one.pin)} for one in found]
+        drifts = _all_new(resolved.request) if resolved.lock is None else resolved.stale
+        rows = [{"lock": name, **asdict(drift), "where": _where(resolved, drift.pin)} for drift in drifts]
         stale += rows
         if not as_json:
-            for one, row in zip(found, rows, strict=True):
-                print(f"{row['where']}: {name} is stale: {one}")
-            if not found:
+            for drift, row in zip(drifts, rows, strict=True):
+                print(f"{row['where']}: {name} is stale: {drift}")
+            if not drifts:
                 print(f"✓ {name} matches versions.yaml")
     if as_json:
         print(json.dumps({"fresh": not stale, "stale": stale}, ensure_ascii=False, indent=2))

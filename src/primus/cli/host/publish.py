@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
     for line in _judgement(every, args.to) if refused or args.dry_run else ():
         print(line)
     for one in done:
-        what = (
+        sent = (
             f"sent {one['bytes_sent'] / 1e6:.1f} of {one['bytes'] / 1e6:.1f} MB" if one["new"] else "already published"
         )
-        print(f"{one['ref']}: {what}, {len(one['attached'])} documents attached")
+        print(f"{one['ref']}: {sent}, {len(one['attached'])} documents attached")
         print(f"{args.to}@{one['digest']}")
     return 1 if refused else 0
 

@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
         inputs = load_inputs()
         shape = show.one_markdown if args.markdown else show.one_text
         parts = [shape(history, r, stack_of(inputs, r.reference), screen) for r in found]
-        told = show.doubts_markdown if args.markdown else show.doubts_text
-        print("\n\n".join([*parts, *([told(doubts, screen)] if doubts else [])]))
+        show_doubts = show.doubts_markdown if args.markdown else show.doubts_text
+        print("\n\n".join([*parts, *([show_doubts(doubts, screen)] if doubts else [])]))
     else:
         print(show.list_markdown(found) if args.markdown else show.list_text(found, screen))
         if args.image is None and not args.markdown:

@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
     if args.record_golden and not args.suite:
         raise InputError("--record-golden records every backend and mode of a recipe", hint="add --suite quick")
     resolved, workspace = resolved_target(args)
-    found = hardware.choose(args.gpus, resolved.gpu)
-    if not args.json and (found.names or found.why):
-        print(f"GPUs: {', '.join(found.names) or f'none ({found.why})'}", file=sys.stderr)
-    cells = _cells(resolved, found.gpu, recipe=args.recipe, level=args.suite)
+    gpus = hardware.choose(args.gpus, resolved.gpu)
+    if not args.json and (gpus.names or gpus.why):
+        print(f"GPUs: {', '.join(gpus.names) or f'none ({gpus.why})'}", file=sys.stderr)
+    cells = _cells(resolved, gpus.gpu, recipe=args.recipe, level=args.suite)
     if args.dry_run:
         _show(cells, resolved, as_json=args.json)
         return 0
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         engine=args.engine,
         quiet=args.json,
         again=args.again or args.record_golden,
-        hardware=found,
+        hardware=gpus,
     )
     records = [one.record for one in validated]
     if args.record_golden:

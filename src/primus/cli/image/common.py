@@ -88,7 +88,7 @@ def resolved(options: argparse.Namespace) -> Recipe:
     names = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
     asked = Asked(**{name: getattr(options, name) for name in names})
     single = ("ranks", "steps", "seed", "turbo")
-    words = [f"{what}={value}" for what in single if (value := getattr(options, what)) is not None]
+    words = [f"{option}={value}" for option in single if (value := getattr(options, option)) is not None]
     recipe = resolve(options.recipe, [*options.overrides, *words], asked)
     # Seam "optimizations": most recipes use none.
     if "turbo" in recipe.settings:

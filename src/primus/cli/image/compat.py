@@ -114,9 +114,7 @@ def run(options: argparse.Namespace) -> int:
         return _ask_service(words, environment)
     own.proxy |= switched_on(environment, "PRIMUS_PROXY")
     own.gpu = own.gpu or environment.get("PRIMUS_GPU")
-    request = requested(
-        command, words, environment, allow_unmapped=own.allow_unmapped, precision=own.precision
-    )  # fmt: skip
+    request = requested(command, words, environment, allow_unmapped=own.allow_unmapped, precision=own.precision)
     if command == "run_slurm_pretrain.sh" and "SLURM_NODEID" not in environment and find_spec("primus.launch"):
         return _launch_slurm(request, environment, own)
     request = _for_this_machine(request, own)

@@ -52,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
     """Convert the file. Returns 0. Raises InputError if it is invalid or a recipe cannot express it."""
     merged = merge(options.file, os.environ, version=options.primus)
     if options.effective:
-        return _print_or_write(options, _effective_json(merged), _effective_text(merged))
+        keys = {key: {"value": one.value, "where": one.where} for key, one in merged.keys.items()}
+        return _print_or_write(options, {"primus": merged.source, "keys": keys}, _effective_text(merged))
     source = experiment(merged)
     done = source.translated()
     nodes = options.nodes or source.least_nodes
@@ -97,11 +98,6 @@ def _print_or_write(options: argparse.Namespace, document: Mapping[str, object],
         except OSError as error:
             raise HostError(f"cannot write {options.out}: {error.strerror}", hint="choose another --out") from error
     return 0
-
-
-def _effective_json(merged: Merged) -> Mapping[str, object]:
-    keys = {key: {"value": one.value, "where": one.where} for key, one in merged.keys.items()}
-    return {"primus": merged.source, "keys": keys}
 
 
 def _effective_text(merged: Merged) -> str:

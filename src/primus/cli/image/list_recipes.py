@@ -57,13 +57,13 @@ def _narrowed(entry: Entry, options: argparse.Namespace) -> Entry | None:
         return None
     if options.mode not in (None, entry.mode):
         return None
-    left = {
-        precision: tuple(gpu for gpu in some if options.gpu in (None, gpu))
-        for precision, some in entry.precisions.items()
+    matching = {
+        precision: gpus
+        for precision, supported in entry.precisions.items()
         if options.precision in (None, precision)
+        and (gpus := tuple(gpu for gpu in supported if options.gpu in (None, gpu)))
     }
-    left = {precision: some for precision, some in left.items() if some}
-    return replace(entry, precisions=left) if left else None
+    return replace(entry, precisions=matching) if matching else None
 
 
 def _row(entry: Entry) -> Sequence[str]:

@@ -71,20 +71,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    found = [nodes.read(path) for path in options.nodes]
-    between = nodes.compare(found)
-    passed = all(node.passed for node in found) and not between
+    compared = [nodes.read(path) for path in options.nodes]
+    between = nodes.compare(compared)
+    passed = all(node.passed for node in compared) and not between
     if options.html:
-        _write(options.html, nodes.page(found, between))
+        _write(options.html, nodes.page(compared, between))
     if options.json:
         more = [{"node": name, "check": one.check, "level": one.level, "said": one.said} for name, one in between]
-        document = {"passed": passed, "nodes": [node.document() for node in found], "between": more}
+        document = {"passed": passed, "nodes": [node.document() for node in compared], "between": more}
         print(json.dumps(document, indent=2, ensure_ascii=False))
     else:
-        table = nodes.rows(found, between)
+        table = nodes.rows(compared, between)
         print("\n".join(Screen.of().table(table, head=("", "node", "GPUs", "verdict"))))
         bad = sum(row[0] != nodes.MARKS["ok"] for row in table)
-        print(f"{counted(len(found), 'node')}: " + (f"{bad} with problems" if bad else "ready"))
+        print(f"{counted(len(compared), 'node')}: " + (f"{bad} with problems" if bad else "ready"))
     return 0 if passed else 1
 
 

@@ -128,9 +128,9 @@ def _compile(options: argparse.Namespace) -> int:
     out = options.out or _folder()
     cases = list(load_catalogue().cases(_kernels(options, gpu.vendor)))
     asked = bake(cases, gpu, out, str(out.absolute()), say=_progress(options))
-    found = {"arch": gpu.arch, "kernels": len(asked), "calls": len(cases), "folder": str(out)}
+    document = {"arch": gpu.arch, "kernels": len(asked), "calls": len(cases), "folder": str(out)}
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(document))
     else:
         print(f"{counted(len(asked), 'kernel')} for {gpu.arch}, requested by {counted(len(cases), 'call')}, in {out}")
     return 0
@@ -171,14 +171,14 @@ def _check(options: argparse.Namespace) -> int:
 def _interpret(options: argparse.Namespace) -> int:
     from primus.aot.interpret import interpret
 
-    found = []
+    rows = []
     for case, fault in interpret(_kernels(options, None)):
-        found.append({"case": case.label, "fault": fault})
+        rows.append({"case": case.label, "fault": fault})
         if not options.json:
             print(f"{'✗' if fault else '✓'} {case.label}{': ' + fault if fault else ''}", flush=True)
-    passed = not any(one["fault"] for one in found)
+    passed = not any(one["fault"] for one in rows)
     if options.json:
-        print(json.dumps({"cases": found, "passed": passed}, ensure_ascii=False))
+        print(json.dumps({"cases": rows, "passed": passed}, ensure_ascii=False))
     return 0 if passed else 1
 
 
@@ -204,8 +204,8 @@ def _gpu(options: argparse.Namespace) -> Gpu:
     known = {g.name for g in load_table().generations}
     if name is None or (options.gpu is None and name not in known):
         raise InputError("no GPU is given", hint="--gpu NAME: " + ", ".join(sorted(known)))
-    found = generation(name)
-    return Gpu(arch=found.arch, units=found.compute_units)
+    chosen = generation(name)
+    return Gpu(arch=chosen.arch, units=chosen.compute_units)
 
 
 def _progress(options: argparse.Namespace) -> Any:

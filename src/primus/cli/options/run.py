@@ -76,9 +76,9 @@ def _split_at_dashes(parser: argparse.ArgumentParser) -> None:
     def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         words = list(sys.argv[1:] if args is None else args)
         cut = words.index("--") if "--" in words else len(words)
-        found = plain(words[:cut])
-        found.command = words[cut + 1 :]
-        return found
+        options = plain(words[:cut])
+        options.command = words[cut + 1 :]
+        return options
 
     parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
 

@@ -1,1 +1,1 @@
-"""Measured comparisons. ``nox -s bench`` runs them; nothing here is part of what the project installs."""
+"""Benchmarks, most of which ``nox -s bench…`` runs. They are not part of the installed package."""

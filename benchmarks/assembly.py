@@ -1,8 +1,8 @@
-"""A whole image from fetched files: our assembly against ``docker build`` of the same wheels on the same base.
+"""Assembling a whole image from fetched files, compared with ``docker build`` of the same wheels on the same base.
 
-Both start with every file on disk, with the base and with the wheels that were built from source; both lay out the
-same wheels, compile their bytecode (ours but for tests that libraries bring) and end with an image.
-``nox -s bench-assembly`` starts it.
+Both sides start with all files on disk, including the base and the wheels built from source. Both unpack the same
+wheels, compile their bytecode (ours without the libraries' tests) and end with an image. Run it with ``nox -s
+bench-assembly``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from primus.errors import PrimusError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the results and say where; 1 when the bar is not met."""
+    """Measure and write the results. Returns 1 if the limit is missed."""
     parser = argparse.ArgumentParser(prog="nox -s bench-assembly --", description=__doc__)
     parser.add_argument("target", nargs="?", default="h200", help="image to assemble (default: h200)")
     parser.add_argument("--repeats", type=int, default=3, help="turns (default: 3)")
@@ -69,7 +69,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _memory(report: Report, ours: ImageProject, theirs: Theirs, targets: Sequence[str]) -> None:
-    """One run each, untimed, since counting memory slows what is counted; the daemon's includes what it started."""
+    """Measure memory in one extra run of each side, because measuring it slows the run. The daemon's figure
+    includes its children.
+    """
     ours.forget()
     mine = peak_megabytes(ours.command(targets))
     theirs.forget()

@@ -1,4 +1,4 @@
-"""BuildKit as Debian ships it: a docker.io daemon of our own, started for the benchmark and ended with it."""
+"""BuildKit as packaged by Debian: a private docker.io daemon that runs only during the benchmark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import IO
 from benchmarks.measure import Finished, run
 from primus.errors import HostError
 
-# By path, not by PATH: another docker client may come first there, and it would not be the distribution's.
+# An absolute path, because PATH may first lead to a Docker client that is not the distribution's.
 _CLIENT = "/usr/bin/docker"
 _DAEMON = "/usr/sbin/dockerd" if Path("/usr/sbin/dockerd").exists() else "/usr/bin/dockerd"  # Debian, Ubuntu
 
@@ -29,7 +29,7 @@ class BuildKit:
     daemon: int
 
     def build(self, context: Path, targets: Sequence[str], *, options: Sequence[str] = ()) -> tuple[str, Finished]:
-        """Build each target in turn; the last image's id, and all runs as one."""
+        """Build each target in turn. Returns the id of the last image, and the sum of all runs."""
         done = [run(self._build_command(context, t, options), env=self._env()) for t in targets]
         whole = Finished(
             seconds=sum(d.seconds for d in done), megabytes=max(d.megabytes for d in done), lines=done[-1].lines
@@ -37,16 +37,16 @@ class BuildKit:
         return whole.lines[-1], whole
 
     def forget(self) -> None:
-        """Remove every image that no one else needs, and all build cache."""
+        """Remove all images that are not in use, and the build cache."""
         images = self.ask("image", "ls", "-q", "--filter", "reference=bench*").split()
         if images:
             self.ask("image", "rm", "-f", *sorted(set(images)))
-        # What lost its name when a later build took it.
+        # Images that lost their name to a later build.
         self.ask("image", "prune", "-f")
         self.ask("builder", "prune", "-af")
 
     def load_root(self, tar: IO[bytes] | None, name: str) -> None:
-        """Make an image of one layer from a root file system's tar."""
+        """Create an image with one layer from the tar archive of a root file system."""
         done = subprocess.run(
             [_CLIENT, "import", "-", name],
             env={**os.environ, **self._env()},
@@ -59,7 +59,7 @@ class BuildKit:
             raise HostError(f"docker import: {done.stderr.strip()}")
 
     def ask(self, *arguments: str) -> str:
-        """What the client answers."""
+        """Run the Docker client and return its output."""
         done = subprocess.run(
             [_CLIENT, *arguments], env={**os.environ, **self._env()}, capture_output=True, text=True, check=False
         )
@@ -76,7 +76,7 @@ class BuildKit:
 
 @contextmanager
 def private_daemon(folder: Path) -> Iterator[BuildKit]:
-    """A daemon with everything it owns under ``folder``, without bridge and firewall rules; ended on leaving."""
+    """Start a daemon that keeps all its files below ``folder``, without bridge and firewall rules. Ends it on exit."""
     _install()
     folder.mkdir(parents=True)
     socket = folder / "docker.sock"

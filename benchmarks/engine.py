@@ -1,7 +1,7 @@
-"""Our engine against BuildKit over the same graph, in one run, turn by turn. Started by ``nox -s bench``.
+"""Our engine compared with BuildKit on the same graph, in alternating runs. Run it with ``nox -s bench``.
 
-Both build from one folder of inputs. For each row the two take turns, and who goes first alternates, so that a
-noisy neighbour on the machine hits both. What a run leaves behind is written to disk before the next one starts.
+Both build from the same input folder. In each row the two sides alternate, and so does the side that goes first, so
+that other load on the machine affects both. Files written by a run are synced to disk before the next one starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ RESULTS = Path(__file__).parent / "results"
 
 OURS, THEIRS, OURS_ONE = "ours", "buildkit", "ours_one"
 
-# What each row must reach. `ratio` is ours to BuildKit's, `times` ours to `of` in the same row; the rest is absolute.
+# The limit of each row. `ratio` is our time ÷ BuildKit's; `times` is our time ÷ that of `of` in the same row; other
+# limits are absolute.
 BARS: dict[str, dict[str, Any]] = {
     "cold": {"ratio": 1.0},
     "noop": {"ratio": 0.5},
@@ -53,43 +54,43 @@ class Side(Protocol):
 
     @property
     def name(self) -> str:
-        """How the results call it."""
+        """The name in the results."""
 
     def build(self, targets: Sequence[str]) -> tuple[str, Finished]:
-        """Build the targets; what identifies the result, and the run."""
+        """Build the targets. Returns an identifier of the result, and the run."""
 
     def forget(self) -> None:
-        """Back to an empty store."""
+        """Empty the store."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ours:
-    """`primus build`, each time a process of its own."""
+    """`primus build`, in a new process each time."""
 
     project: Path
     store: Path
     name: str = OURS
 
     def command(self, targets: Sequence[str]) -> list[str]:
-        """The command line that builds ``targets``."""
+        """Return the command line that builds ``targets``."""
         places = ["--project", str(self.project), "--store", str(self.store)]
         return [*PRIMUS, "build", *targets, *places, "--offline"]
 
     def build(self, targets: Sequence[str]) -> tuple[str, Finished]:
-        """Build the targets in one call."""
+        """Build the targets with one command."""
         done = run(self.command(targets))
-        # With nothing to do, the line begins with words and a time.
+        # If there is nothing to do, the line begins with a message and a time.
         return done.lines[-1].split()[-1], done
 
     def forget(self) -> None:
-        """Remove the store, and what is remembered of the project's files."""
+        """Remove the store and the cached state of the project's files."""
         shutil.rmtree(self.store, ignore_errors=True)
         shutil.rmtree(self.project / ".primus", ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OursOne:
-    """Our builder on the first of the targets only: what four are compared with, in the same turns."""
+    """Our builder on the first target only. The time of four targets is compared with it, in the same turns."""
 
     ours: Ours
     name: str = OURS_ONE
@@ -99,7 +100,7 @@ class OursOne:
         return self.ours.build(targets[:1])
 
     def forget(self) -> None:
-        """Back to an empty store."""
+        """Empty the store."""
         self.ours.forget()
 
 
@@ -113,7 +114,7 @@ class Theirs:
     options: tuple[str, ...] = ()
 
     def build(self, targets: Sequence[str]) -> tuple[str, Finished]:
-        """Build the targets one after the other: docker.io has no bake."""
+        """Build the targets one after another, because docker.io has no bake."""
         return self.kit.build(self.context, targets, options=self.options)
 
     def forget(self) -> None:
@@ -141,10 +142,10 @@ class Report:
         fresh: bool | None = None,
         judged: Sequence[str] = (OURS, THEIRS),
     ) -> None:
-        """Measure one row. ``before`` runs once a turn and ``each`` once a side, both untimed.
+        """Measure one row. ``before`` runs once per turn and ``each`` once per side; neither is timed.
 
-        ``fresh`` says whether every turn's image must differ from the one before (True) or be the same (False); a
-        fast wrong answer is no result. ``judged`` names the sides of which this is asked.
+        ``fresh``: whether the image of each turn must differ from the previous one (True) or equal it (False),
+        so that a fast but wrong build does not count. ``judged`` names the sides to which this applies.
         """
         taking = self.sides if sides is None else sides
         seen: dict[str, list[tuple[str, float]]] = {side.name: [] for side in taking}
@@ -164,7 +165,7 @@ class Report:
         self.add(key, name, "s", {side: [seconds for _, seconds in runs] for side, runs in seen.items()})
 
     def add(self, key: str, name: str, unit: str, samples: Mapping[str, Sequence[float]]) -> None:
-        """Keep one row; its ratio and verdict follow from the bar."""
+        """Add one row. Its ratio and verdict follow from the limit."""
         row: dict[str, Any] = {"key": key, "name": name, "unit": unit}
         row |= {side: summary(values) for side, values in samples.items() if values}
         if OURS in row and THEIRS in row:
@@ -190,14 +191,14 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """How often each kind of row is measured."""
+    """The number of repetitions of each kind of row."""
 
     slow: int
     fast: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the results and say where; 1 when a bar is not met."""
+    """Measure and write the results. Returns 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="nox -s bench --", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small blobs, few repeats, no cpu image")
     parser.add_argument("--side", choices=("both", OURS, THEIRS), default="both", help="measure one side only")
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     missed = [row["name"] for row in result["rows"] if row.get("met") is False]
     print(f"{len(result['rows'])} rows written to {out.name}; " + (f"missed: {', '.join(missed)}" if missed else "ok"))
-    # Small blobs say nothing about the bars, so a quick run fails only when something breaks.
+    # Small blobs say nothing about the limits, so a quick run fails only on an error.
     return 1 if missed and not args.quick else 0
 
 
@@ -247,7 +248,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tools_of(kit: BuildKit) -> dict[str, str]:
-    """Versions of what both sides stand on."""
+    """Return the versions of the tools that both sides use."""
     return {
         "zstandard": metadata.version("zstandard"),
         "docker.io": kit.ask("version", "--format", "{{.Server.Version}}"),
@@ -256,20 +257,22 @@ def tools_of(kit: BuildKit) -> dict[str, str]:
 
 
 def _command(args: argparse.Namespace) -> str:
-    # Without --out: a path of one machine tells the next reader nothing.
+    # Without --out, because a path of this machine means nothing to readers.
     words = ["--quick"] * args.quick + [f"--side={args.side}"] * (args.side != "both") + ["--skip-cpu"] * args.skip_cpu
     return " ".join(["nox -s bench", *(["--", *words] if words else [])])
 
 
 def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats) -> float:
-    """Measure all rows on the synthetic graph; the memory below which no figure means anything."""
+    """Measure all rows on the synthetic graph. Returns the resident memory in MB that a child process inherits;
+    figures below it mean nothing.
+    """
     one = TARGETS[:1]
 
     def empty(side: Side) -> None:
         side.forget()
         graph.warm()
 
-    # Docker writes the clock into its images, so only ours must come out the same from an empty store.
+    # Docker writes the current time into its images, so only ours can be reproducible from an empty store.
     report.compare("cold", "cold, inputs on disk", repeats.slow, targets=one, each=empty, fresh=False, judged=(OURS,))
     report.compare("noop", "nothing changed", repeats.fast, targets=one, fresh=False)
     report.compare(

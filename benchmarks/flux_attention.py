@@ -1,6 +1,7 @@
-"""Which attention gives FLUX finite gradients on this GPU: ``python -m benchmarks.flux_attention``, one line for each.
+"""Find the attention implementations that give finite gradients for FLUX on this GPU.
 
-Two blocks of each kind at the full width, one step in bfloat16, noise as data.
+``python -m benchmarks.flux_attention`` prints one line per implementation, after one step in bfloat16 with two blocks
+of each kind at full width and noise as data.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WAYS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
-    # Last: it can end in an illegal address, after which the process can use the GPU no more.
+    # Last, because it can end in an illegal address, after which the process can no longer use the GPU.
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
 }
 _IMAGES = 4
@@ -28,7 +29,7 @@ _PIXELS_PER_TOKEN = 16
 
 
 def main() -> None:
-    """Print loss and gradients of each way."""
+    """Print loss and gradients of each implementation."""
     words = ["ranks=1", "model.dit.double_layers=2", "model.dit.single_layers=2"]
     model_of = resolve("flux.1-dev", words, Asked(backend="flux", mode="pretrain", precision="bf16")).architecture
     sizes, side = model_of.dit, model_of.dit.image_size // _PIXELS_PER_TOKEN

@@ -1,7 +1,7 @@
-"""What building the AMD generations costs and shares: `nox -s bench-generations`.
+"""Time, memory and shared bytes of the images for AMD GPUs: `nox -s bench-generations`.
 
-Works on a copy of the repository's inputs with an empty store, offline: the files must be fetched (a build of all four
-targets does that). Every figure is of the preview images, from the locks as they are committed.
+Works offline, on a copy of the repository's inputs with an empty store. The files must have been fetched, for example
+by a build of all four targets. All figures are those of preview images built from the committed locks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NOOPS = 15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the results; 1 when a bar is not met."""
+    """Measure and write the results. Returns 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="nox -s bench-generations --", description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file")
     parser.add_argument("--once", action="store_true", help="one cold build instead of two")
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _copy(root: Path) -> Path:
-    """The repository's inputs, with its fetched files and nothing that was ever built from them."""
+    """Copy the repository's inputs and fetched files, without anything built from them. Returns the copy's folder."""
     for name in ("images", "recipes", "src"):
         shutil.copytree(ROOT / name, root / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "versions.yaml", root)
@@ -110,11 +110,11 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def build(self, *targets: str) -> list[str]:
-        """The command line that builds these."""
+        """Return the command line that builds ``targets``."""
         return [*PRIMUS, "build", *targets, "--offline", "--locked", "--project", str(self.root)]
 
     def add(self, name: str, value: float, unit: str, bar: tuple[str, float] | None = None) -> None:
-        """Keep one row; ``bar`` is ≤ or ≥ and the limit."""
+        """Add one row; ``bar`` is ≤ or ≥, and the limit."""
         row: dict[str, Any] = {"name": name, "value": round(value, 3 if value < 10 else 2), "unit": unit}
         if bar is not None:
             sign, limit = bar
@@ -169,7 +169,7 @@ def _sharing(report: Report) -> None:
 
 
 def _host_code(report: Report) -> None:
-    """What the device layers of both architectures hold alike: the host's part of libraries with GPU code inside."""
+    """Report what the device layers of both architectures have in common: the host code of libraries with GPU code."""
     store, found = Project(report.root).workspace.store, []
     for target in ("mi300x", "mi355x"):
         plan = _plan(report, target)
@@ -181,7 +181,7 @@ def _host_code(report: Report) -> None:
 
 
 def _host_parts(store: Store, layer: Layer) -> Iterator[tuple[str, int]]:
-    """Digest and compressed size of each host library's bytes but its GPU code."""
+    """Yield the digest and compressed size of each host library without its GPU code."""
     for member in walk(reference(layer), store.blob_path(layer.blob.digest)):
         if member.kind != "file":
             continue
@@ -221,7 +221,7 @@ def _processor_seconds() -> float:
 
 
 def _unpruned(workspace: Workspace, plan: ImagePlan, layers: Mapping[str, Layer]) -> dict[str, Layer]:
-    """The image's layers, and in place of those that were pruned what they would be whole."""
+    """Return the image's layers, with pruned layers replaced by unpruned ones."""
     files, whole = workspace.files, dict(layers)
     with tempfile.TemporaryDirectory(dir=workspace.folder) as folder:
         store = Store(Path(folder) / "store")

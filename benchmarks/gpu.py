@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu OUT.json --what WORDS CELL [CELL ...]
 
-A CELL is RECIPE:BACKEND:MODE:PRECISION, then any key=value words after further colons. ``bare:`` in front of a
-torchtitan cell runs torchtitan's own trainer with the same settings and none of this project's code, for comparison.
+A CELL is RECIPE:BACKEND:MODE:PRECISION, then any key=value words after further colons. ``bare:`` before a
+torchtitan cell runs torchtitan's own trainer with the same settings, without this project's code, for comparison.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> int:
     parser.add_argument("--suite", choices=LEVELS, default="quick", help="how much of the suite each cell runs")
     parser.add_argument("--runs", type=Path, default=Path("/tmp/primus-gpu"))
     options = parser.parse_args()
-    # A folder of its own: a machine may still hold another call's runs.
+    # A separate folder, because the machine may still contain runs of another call.
     options.runs = options.runs / time.strftime("%Y%m%d-%H%M%S")
     results: list[dict[str, Any]] = []
     for number, cell in enumerate(options.cells):
@@ -57,14 +57,16 @@ def main() -> int:
 
 
 def command(options: argparse.Namespace) -> str:
-    """What was called, with stand-ins for the file's name and the description, and no other path of this machine."""
+    """Return the command line, with placeholders for the file name and the description, and without paths of this
+    machine.
+    """
     names = {str(options.out): "OUT.json", options.what: "WORDS"}
     words = (names.get(word, word) for word in sys.argv[1:])
     return " ".join(["benchmarks.gpu", *(word for word in words if "/" not in word)])
 
 
 def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one cell: its verdicts, figures and series."""
+    """Run one cell. Returns its verdicts, figures and series."""
     words = cell.removeprefix("bare:").split(":")
     recipe, backend, mode, precision = words[:4]
     asked = Asked(backend=backend, mode=mode, precision=precision)
@@ -88,7 +90,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     if left.exit_code:
         print(_why(job.output / "log.txt"), flush=True)
     if mode == "lora":
-        # What the run itself counted as trained; the others' gradients are not computed.
+        # The number that the run itself counted as trained. The gradients of the others are not computed.
         unit = of_recipe_unit(
             job.recipe.architecture, job.recipe.seq_len, adapters=left.facts.get("trainable_parameters", 0)
         )
@@ -110,13 +112,13 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _why(log: Path) -> str:
-    """The log's errors and its end: torchrun's own report follows the cause by many lines."""
+    """Return the log's errors and its end, because torchrun's own report follows the cause by many lines."""
     lines = log.read_text(errors="replace").splitlines()
     return "\n".join([*[line for line in lines if "Error" in line][:10], *lines[-20:]])
 
 
 def bare(job: Job) -> dict[str, Any]:
-    """torchtitan's own ``train.py`` on its own model of the same size."""
+    """Run torchtitan's own ``train.py`` with its own model of the same size."""
     job.output.mkdir(parents=True)
     corpus = job.output / "corpus"
     corpus.mkdir()
@@ -144,7 +146,7 @@ def bare(job: Job) -> dict[str, Any]:
 
 
 def host() -> dict[str, Any]:
-    """What the figures belong to."""
+    """Return a description of the machine."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
         gpus = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()

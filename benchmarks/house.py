@@ -1,7 +1,7 @@
-"""Count what keeps the code easy to live in, from its syntax trees: `python -m benchmarks.house` writes the result.
+"""Count figures that show how maintainable the code is, from its syntax trees: `python -m benchmarks.house`.
 
-Counted are import statements inside functions by kind, import circles, functions that take the whole project, lines,
-modules, and modules of one name. `tests/unit/test_house.py` keeps the bars.
+The figures are import statements inside functions by kind, import cycles, functions that take the whole project, lines,
+modules, and modules that share a name. `tests/unit/test_house.py` enforces the limits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks/results/house.json"
 # Largest number allowed. "hidden" are imports inside functions: of this project's own modules, of Python's, and of
-# libraries that the host installs. Libraries that only images hold, such as torch, are imported where they are used.
+# libraries installed on the host. Libraries that only images contain, such as torch, are imported where they are used.
 BARS = {
     "hidden imports of own modules": 40,
     "hidden imports of Python's modules": 12,
@@ -32,7 +32,7 @@ Trees = Mapping[str, ast.Module]
 
 
 def modules(source: Path) -> dict[str, ast.Module]:
-    """Dotted name → syntax tree of every module below ``source``."""
+    """Return dotted name → syntax tree of every module below ``source``."""
     found = {}
     for path in sorted(source.rglob("*.py")):
         name = ".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
@@ -41,7 +41,7 @@ def modules(source: Path) -> dict[str, ast.Module]:
 
 
 def hidden_imports(trees: Trees) -> list[tuple[str, int, str]]:
-    """Module, line and imported package of every import statement inside a function."""
+    """Return the module, line and imported package of every import statement inside a function."""
     found = []
     for name, tree in trees.items():
         for function in _functions(tree):
@@ -59,7 +59,7 @@ def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes below a function, without those of functions inside it, which are counted with these."""
+    """Yield the nodes below a function, without those of nested functions, which are counted separately."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child
@@ -67,7 +67,7 @@ def _inside(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def circles(trees: Trees) -> list[list[str]]:
-    """Groups of modules that import each other, by imports that run; those under TYPE_CHECKING do not."""
+    """Return the groups of modules that import each other at run time. Imports under TYPE_CHECKING do not count."""
     needs = {name: set(_imports(tree, trees)) - {name} for name, tree in trees.items()}
     reached = {name: _reach(name, needs) for name in needs}
     groups = {tuple(sorted(m for m in reached[n] if n in reached[m])) for n in needs if n in reached[n]}
@@ -105,7 +105,7 @@ def _takes_project(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def count(source: Path) -> dict[str, int]:
-    """Every number, by its name in :data:`BARS` and a few more."""
+    """Return every figure, under its name in :data:`BARS`, and a few more."""
     trees = modules(source)
     hidden = Counter(what for _, _, what in hidden_imports(trees))
     return {

@@ -1,4 +1,4 @@
-"""A real image, with its inputs fetched and its base built: wheels become layers here, `pip install` there."""
+"""A real image, with its inputs fetched and its base built: our layers from wheels, compared with `pip install`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BASE = "primus-base"
 
 @dataclass(frozen=True, kw_only=True)
 class ImageProject:
-    """A copy of the repository's inputs, which is a Docker build context too; our builder's side of the comparison."""
+    """Our side of the comparison: a copy of the repository's inputs, which is also a Docker build context."""
 
     root: Path
     store: Path
@@ -37,17 +37,17 @@ class ImageProject:
     name: str = "ours"
 
     def command(self, targets: Sequence[str], *, offline: bool = True) -> list[str]:
-        """The command line that builds ``targets``."""
+        """Return the command line that builds ``targets``."""
         places = ["--project", str(self.root), "--store", str(self.store), *(["--offline"] if offline else [])]
         return [*PRIMUS, "build", *targets, *places]
 
     def build(self, targets: Sequence[str]) -> tuple[str, Finished]:
-        """Build the targets in one call."""
+        """Build the targets with one command."""
         done = run(self.command(targets))
         return done.lines[-1], done
 
     def forget(self) -> None:
-        """Take everything out of the store but what BuildKit has from the start as well: the base, and the wheels
+        """Remove everything from the store except what BuildKit also starts with: the base, and the wheels
         built from source.
         """
         shutil.rmtree(self.root / ".primus" / "cache", ignore_errors=True)
@@ -68,7 +68,7 @@ class ImageProject:
         recipe.write_text(recipe.read_text(encoding="utf-8") + f"# turn {turn}\n", encoding="utf-8")
 
     def base_tar(self) -> subprocess.Popen[bytes]:
-        """A process that writes the base layer's tar to its standard output."""
+        """Start a process that writes the base layer's tar archive to its standard output."""
         record = read_sealed(self._base_record())
         digest = record["layer"]["blob"]["digest"].removeprefix("sha256:")
         code = (
@@ -81,7 +81,7 @@ class ImageProject:
         return self.store / "actions" / f"{self._plan().layers[0].key}.json"
 
     def wheels(self) -> list[LockedFile]:
-        """The image's wheels: those of its lock, and those that its builds made from source."""
+        """Return the image's wheels: those of its lock, and those built from source."""
         lock = self.resolved.lock
         builds = [a.key for a in self._plan().actions() if a.kind == "build"]
         records = [read_sealed(self.store / "actions" / f"{key}.json") for key in builds]
@@ -89,18 +89,18 @@ class ImageProject:
         return [*(lock.of("wheel") if lock else ()), *built]
 
     def layers(self) -> list[Layer]:
-        """The image's layers; it must be built."""
+        """Return the image's layers. The image must be built."""
         found = [Store(self.store).layer(action.key) for action in self._plan().layers]
         return [layer for layer in found if layer is not None]
 
     @property
     def workspace(self) -> Workspace:
-        """Where our builder keeps what it makes."""
+        """The workspace of our builder."""
         return Project.find(self.root, store=self.store).workspace
 
     @property
     def resolved(self) -> ResolvedTarget:
-        """The target as our builder reads it."""
+        """The resolved target."""
         return resolve(Project.find(self.root, store=self.store), self.target)
 
     def _plan(self) -> ImagePlan:
@@ -108,7 +108,7 @@ class ImageProject:
 
 
 def prepare(repository: Path, root: Path, kit: BuildKit, target: str) -> ImageProject:
-    """Copy the inputs, fetch all files, build once, and give BuildKit the same base and the same wheels."""
+    """Copy the inputs, fetch all files, build once, and give BuildKit the same base and wheels."""
     root.mkdir()
     ours = ImageProject(root=root, store=root.parent / f"{root.name}-store", target=target)
     for name in ("versions.yaml", "images", "recipes", "src"):
@@ -117,7 +117,7 @@ def prepare(repository: Path, root: Path, kit: BuildKit, target: str) -> ImagePr
             shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.is_file():
             shutil.copy2(source, copy)
-    # Docker's side compiles no kernels ahead of time, so ours has none either.
+    # Docker's side compiles no kernels ahead of time, so our side does not either.
     path = root / "images" / f"{target}.yaml"
     path.write_text(re.sub(r"(?m)^turbo:.*\n", "", path.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"fetching what the {target} image needs, building it once", file=sys.stderr, flush=True)
@@ -132,7 +132,7 @@ def prepare(repository: Path, root: Path, kit: BuildKit, target: str) -> ImagePr
 
 
 def _lend(own: Path, files: Path, store: Path) -> None:
-    """What the repository's own builds fetched and compiled need not be fetched and compiled again."""
+    """Link fetched files and copy the records of built wheels, so that nothing is fetched and compiled again."""
     if (own / "files").is_dir():
         shutil.copytree(own / "files", files, copy_function=os.link)
     (store / "actions").mkdir(parents=True)
@@ -152,9 +152,9 @@ def _describe_for_docker(ours: ImageProject) -> None:
         (root / "wheels" / wheel.file).hardlink_to(cache.path(wheel.sha256))
     pip = next((w.file for w in wheels if w.name == "pip"), None)
     if pip is None:
-        raise CheckFailed(f"the {target} image brings no pip wheel, so BuildKit's side cannot install its wheels")
+        raise CheckFailed(f"the {target} image contains no pip wheel, so BuildKit's side cannot install its wheels")
     python = ".".join(resolved.versions.bases[base].python.split(".")[:2])
-    # A bind mount and no cache folder: the wheels stay out of the image, which is the fastest way BuildKit knows.
+    # A bind mount and no cache folder: the wheels stay out of the image, which is BuildKit's fastest way.
     install: list[str] = [f"/usr/bin/python{python}", f"/wheels/{pip}/pip", "install", "--no-index", "--no-deps"]
     install += ["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore", "--quiet"]
     install += ["--break-system-packages", "--prefix=/opt/venv", *(f"/wheels/{w.file}" for w in wheels)]
@@ -167,5 +167,5 @@ def _describe_for_docker(ours: ImageProject) -> None:
 
 
 def _exec(words: Sequence[str]) -> str:
-    # The form without a shell: a base this small has none to spare time for.
+    # The form without a shell, because the base is minimal.
     return json.dumps(words)

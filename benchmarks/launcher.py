@@ -1,6 +1,6 @@
-"""How long `primus train` takes to start beyond torchtitan's own command: `nox -s bench-launcher`.
+"""The startup time of `primus train` in excess of torchtitan's own command: `nox -s bench-launcher`.
 
-Builds the cpu image and measures inside it, both in turns, see ``benchmarks.starts``.
+Builds the cpu image and measures both inside it in turns; see ``benchmarks.starts``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks" / "results" / "launcher.json"
 _INSIDE = "/opt/benchmarks"
 _REPEATS = 15
-# What must be reached, in seconds: the median of what we add to a start, and of a look at a recipe.
+# Limits in seconds: the median of the added startup time, and of a command that shows a recipe.
 _START, _SHOW = 1.0, 0.15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, write the results; 1 when a bar is not met."""
+    """Measure and write the results. Returns 1 if a limit is missed."""
     parser = argparse.ArgumentParser(prog="nox -s bench-launcher --", description=__doc__)
     parser.add_argument("--repeats", type=int, default=_REPEATS, help=f"pairs of starts (default: {_REPEATS})")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(repeats: int) -> dict[str, Any]:
-    """What ``benchmarks.starts`` printed inside the image."""
+    """Run ``benchmarks.starts`` in the image. Returns its output."""
     places = ["--project", str(ROOT)]
     run([*PRIMUS, "build", "cpu", *places], cwd=ROOT)
     inside = [

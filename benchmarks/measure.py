@@ -1,4 +1,4 @@
-"""Run a command and say how long it took and how much memory it held; name the machine it ran on."""
+"""Measure the time and memory of a command, and describe the machine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 
 from primus.errors import HostError
 
-# What the installed `primus` script does, for this interpreter and whatever it has installed.
+# The code of the installed `primus` script, run by this interpreter.
 PRIMUS = (sys.executable, "-c", "import sys; from primus.cli.main import main; sys.exit(main())")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A command that ended well. ``megabytes`` is the peak of its largest process (``ru_maxrss``)."""
+    """A command that succeeded. ``megabytes`` is the peak of its largest process (``ru_maxrss``)."""
 
     seconds: float
     megabytes: float
@@ -33,8 +33,8 @@ class Finished:
 
 
 def run(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path | None = None) -> Finished:
-    """Run ``command`` to its end; HostError with the tail of what it said when it fails."""
-    # Dirty pages of the run before would be written back during this one, at its cost.
+    """Run ``command``. Raises HostError, with the end of its output, if it fails."""
+    # Otherwise dirty pages of the previous run would be written back during this one.
     os.sync()
     start = time.perf_counter()
     child = _start(command, env, cwd)
@@ -49,11 +49,11 @@ def run(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path 
 
 
 def peak_megabytes(command: Sequence[str], *, env: dict[str, str] | None = None, cwd: Path | None = None) -> float:
-    """Peak memory of ``command`` and all below it, together, whatever session they are in.
+    """Return the peak memory of ``command`` and all its descendants together, in MB.
 
-    ``ru_maxrss`` knows the largest process only, so a builder with workers would look smaller than it is. Here the
-    proportional set sizes are added up, in which a page that several share counts once; this slows the run, which is
-    why it is never the one that is timed.
+    ``ru_maxrss`` covers only the largest process, so a builder with workers would seem smaller than it is. This
+    function adds up proportional set sizes, which count a shared page once. That slows the run, so timed runs do
+    not use it.
     """
     child = _start(command, env, cwd)
     with peak_of_tree(child.pid) as peak:
@@ -62,13 +62,15 @@ def peak_megabytes(command: Sequence[str], *, env: dict[str, str] | None = None,
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
         raise HostError(f"{' '.join(command[:6])} … ended with {child.returncode}:\n{out[-2000:]}")
-    # One that ends within milliseconds may not have been looked at.
+    # A process that ends within milliseconds may not have been sampled.
     return max(peak[0], usage.ru_maxrss / 1024)
 
 
 @contextmanager
 def peak_of_tree(root: int) -> Iterator[list[float]]:
-    """The peak memory of process ``root`` and all below it while the block runs: one figure in MB, there afterwards."""
+    """Measure the peak memory of process ``root`` and all its descendants inside the block. On exit, the yielded
+    list contains one figure in MB.
+    """
     found: list[float] = []
     peak, done = 0.0, threading.Event()
 
@@ -89,7 +91,7 @@ def peak_of_tree(root: int) -> Iterator[list[float]]:
 
 
 def _start(command: Sequence[str], env: dict[str, str] | None, cwd: Path | None) -> subprocess.Popen[str]:
-    # Installed Python programs keep their compiled modules; with this variable each start would compile them again.
+    # Installed Python programs cache their compiled modules. With this variable, each start would compile them again.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return subprocess.Popen(
         command,
@@ -103,12 +105,12 @@ def _start(command: Sequence[str], env: dict[str, str] | None, cwd: Path | None)
 
 
 def _parents() -> dict[int, int]:
-    """Process → its parent."""
+    """Return process → parent process."""
     found: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
             with suppress(OSError, IndexError):
-                # Field 4 of stat; the command's name before it may hold blanks and brackets.
+                # Field 4 of stat. The command's name before it may contain spaces and brackets.
                 found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
     return found
 
@@ -131,7 +133,7 @@ def _megabytes(pids: Iterable[int]) -> float:
 
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Median and spread of some measurements, with the measurements themselves."""
+    """Return the median and spread of ``samples``, and the samples themselves."""
     return {
         "median": round(statistics.median(samples), 4),
         "min": round(min(samples), 4),
@@ -142,7 +144,7 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What kind of machine this is; never its name."""
+    """Return a description of the machine, without its name."""
     cpu = next(
         (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
     )
@@ -165,7 +167,9 @@ def result(
     load: tuple[float, float, float],
     rows: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """What every file of results says: when, by what, on what, with which load (``load`` is the one before)."""
+    """Return the fields of every results file: date, program, machine and load. ``load`` is the one before the
+    benchmark.
+    """
     return {
         "generated": f"by `nox -s {session}`; do not edit",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -1,10 +1,10 @@
-"""How far this GPU's products, attention and first training step are from exact ones, at the shapes of the recipes.
+"""Errors of this GPU's products, attention and first training step, at the shapes of the recipes.
 
     python -m benchmarks.numerics OUT.json [CASE ...]
 
 Every product and every gradient is compared with FP64 on the same inputs; the step of Llama 3.1 8B with the reference
-that shares no code with the backend, in FP32 on the same weights and tokens. A case that fails is written down and the
-next one runs.
+that shares no code with the backend, in FP32 on the same weights and tokens. A failed case is recorded, and the next
+one runs.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def main() -> int:
 
 
 def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """‖found − wanted‖ ÷ ‖wanted‖ in FP64; infinite where a value is not finite."""
+    """Return ‖found − wanted‖ ÷ ‖wanted‖ in FP64; infinite if a value is not finite."""
     wanted = wanted.double()
     off = float((found.double() - wanted).norm() / wanted.norm())
     return off if math.isfinite(off) else math.inf
 
 
 def _factors(out: int, into: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Activations, a weight and a gradient with a few large values, as real ones have."""
+    """Return activations, a weight and a gradient with a few large values, as in real models."""
     x = torch.randn(8192, into, device="cuda")
     x[:, :: into // 4] *= 8
     g = torch.randn(8192, out, device="cuda") * 1e-4 * torch.rand(8192, 1, device="cuda")
@@ -199,7 +199,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def _norm_and_loss(loss: torch.Tensor, parameters: list[torch.Tensor]) -> tuple[float, float]:
-    """Backward without keeping gradients: the loss and the norm of all gradients."""
+    """Run the backward pass without keeping gradients. Returns the loss and the norm of all gradients."""
     squares: list[torch.Tensor] = []
 
     def take(parameter: torch.Tensor) -> None:
@@ -214,7 +214,7 @@ def _norm_and_loss(loss: torch.Tensor, parameters: list[torch.Tensor]) -> tuple[
 
 
 def _titan(spec: Any, arguments: Any) -> Any:
-    """torchtitan's model in BF16 with weights of its own making, and norms that are not all one."""
+    """Return torchtitan's model in BF16, with its own random weights, and norms that are not all one."""
     with torch.device("meta"):
         model = spec.model_cls(arguments)
     model.to_empty(device="cuda")

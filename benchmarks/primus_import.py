@@ -1,10 +1,10 @@
-"""How close `primus import-exp` comes to Primus itself, and where the defaults of Primus's presets come from.
+"""Compare `primus import-exp` with Primus itself, and generate the data of Primus's presets.
 
     python -m benchmarks.primus_import measure v25.10=CHECKOUT ... --out benchmarks/results/primus-import.json
     python -m benchmarks.primus_import presets v25.7=CHECKOUT v25.9=CHECKOUT v25.10=CHECKOUT
 
 Each CHECKOUT is a folder with the sources of one version of Primus. Its own code merges its presets, models and example
-experiments in a process and a virtual environment that know nothing of this package; ``measure`` compares what
+experiments in a process and a virtual environment without this package; ``measure`` compares what
 ``primus import-exp`` makes of the same files, ``presets`` writes ``src/primus/compat/presets``.
 """
 
@@ -35,11 +35,11 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks" / "results" / "primus-import.json"
 _DATA = ROOT / "src" / "primus" / "compat" / "presets"
 _FRAMEWORKS = ("megatron", "torchtitan")
-# What every model of a framework starts from; the data hold only what a model changes.
+# The base of every model of a framework. The data contain only what a model changes.
 _BASE = {"megatron": "language_model", "torchtitan": ""}
-# Presets that experiments for pre-training name.
+# Presets that experiments for pre-training use.
 _MODULES = ("pre_trainer", "trainer_base")
-# The program that the checkout's own code runs in: nothing of it is ours but the loop.
+# The program that runs in the checkout's environment. It uses only Primus's code, except for this loop.
 _REFERENCE = """
 import json, os, sys, types
 from pathlib import Path
@@ -68,7 +68,9 @@ json.dump(found, open(sys.argv[3], "w"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, or write the data of the presets. 1 when too few files are equal, or one differs in silence."""
+    """Measure, or write the data of the presets. Returns 1 if too few files are equal, or if one differs without a
+    message.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.primus_import", description=__doc__)
     parser.add_argument("what", choices=("measure", "presets"))
     parser.add_argument("checkouts", nargs="+", metavar="VERSION=CHECKOUT", help="oldest first")
@@ -113,7 +115,7 @@ def _commit(checkout: Path) -> str:
 
 
 def _environment(scratch: Path) -> Path:
-    """A virtual environment with PyYAML, Primus's reader, and nothing else: its Python."""
+    """Create a virtual environment with PyYAML and Primus's reader only. Returns its Python."""
     subprocess.run([sys.executable, "-m", "venv", scratch / "venv"], check=True)
     python = scratch / "venv" / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "-q", f"pyyaml=={yaml.__version__}"], check=True)
@@ -129,7 +131,7 @@ def _reference(python: Path, checkout: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _measured(version: str, checkout: Path, reference: Mapping[str, Any]) -> dict[str, Any]:
-    """One version: every example by itself, outside of the checkout, with the presets that this package brings."""
+    """Measure one version: each example alone, outside the checkout, with the presets of this package."""
     counts: Counter[str] = Counter()
     differ: dict[str, Any] = {}
     keys: Counter[str] = Counter()
@@ -162,7 +164,7 @@ def _one(version: str, path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
         except InputError as error:
             return {"outcome": "refused by both" if "refused" in theirs else "not merged", "why": _said(error, folder)}
         if "refused" in theirs:
-            # Primus refuses a key that it does not know; here it is named.
+            # Primus refuses unknown keys; here they are listed.
             return {
                 "outcome": "refused by both" if merged.absent else "refused by Primus alone",
                 "absent": merged.absent,
@@ -177,7 +179,7 @@ def _one(version: str, path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _imported(folder: Path, merged: Merged) -> dict[str, Any]:
-    """Write the recipe as `primus import-exp --allow-unmapped` does, resolve it again, and compare."""
+    """Write the recipe as `primus import-exp --allow-unmapped` does, resolve it, and compare."""
     source = experiment(merged)
     done = source.translated()
     written = folder / "imported.yaml"
@@ -202,7 +204,7 @@ def _imported(folder: Path, merged: Merged) -> dict[str, Any]:
 
 
 def _unequal(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
-    # What Primus's parser adds itself.
+    # Keys that Primus's parser adds itself.
     theirs = {key: value for key, value in theirs.items() if key not in ("name", "framework")}
     return {
         key: [theirs.get(key, "absent"), ours.get(key, "absent")]
@@ -212,7 +214,7 @@ def _unequal(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> Any:
-    """The value with its type, but for 1 and 1.0."""
+    """Return the value with its type, except that 1 and 1.0 are equal."""
     return [_kind(one) for one in value] if isinstance(value, list) else (isinstance(value, bool), value)
 
 
@@ -221,7 +223,7 @@ def _said(error: InputError, folder: str) -> str:
 
 
 def _data(framework: str, references: Mapping[str, Mapping[str, Any]], commits: Mapping[str, str]) -> str:
-    """The text of a framework's data: the oldest version whole, the others as what they changed."""
+    """Return the text of a framework's data: the oldest version complete, the others as differences."""
     lines = [
         "# Defaults of Primus's presets: key and value, by version. Written by `python -m benchmarks.primus_import "
         "presets`; do not edit.",
@@ -281,7 +283,7 @@ def _change(before: Mapping[str, Any], now: Mapping[str, Any], indent: int) -> l
 
 
 def _flow(key: str, value: Any, indent: int) -> list[str]:
-    """``key`` with ``value`` in YAML's compact form."""
+    """Return ``key`` and ``value`` as lines of YAML's flow style."""
     text = f"{key}: " + yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=112 - indent)
     lines = text.strip().splitlines()
     return [" " * (indent + 2 * (number > 0)) + line.strip() for number, line in enumerate(lines)]

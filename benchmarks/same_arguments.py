@@ -1,7 +1,7 @@
-"""What a recipe makes a backend compute, in Primus's names, beside what Primus would compute: key by key.
+"""Compare, key by key, what a recipe makes a backend compute with what Primus would compute, under Primus's names.
 
-This is a second opinion on ``primus.compat``: it starts from what the backends are given (``render``), and takes the
-names that Megatron-LM's arguments and Megatron Core's classes share.
+This independently checks ``primus.compat``: it starts from the backends' arguments (``render``), and uses the names
+that Megatron-LM's arguments and Megatron Core's classes share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from primus.training.loop.config import LoopConfig
 from primus.training.megatron import render
 from primus.training.torchtitan import render as titan
 
-# Megatron-LM's argument ← what Megatron Core, or our loop, calls it.
+# Megatron-LM's argument ← the name in Megatron Core or in our loop.
 _MEGATRON = {
     "num_experts": "num_moe_experts", "norm_epsilon": "layernorm_epsilon", "train_iters": "steps",
     "seq_length": "seq_len", "lr_decay_style": "lr_schedule", "lr_warmup_iters": "warmup_steps",
@@ -28,7 +28,7 @@ _MEGATRON = {
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage", "swiglu": "gated_linear_unit",
     "lr_decay_iters": "decay_steps", "ddp_bucket_size": "bucket_size",
 }  # fmt: skip
-# Values that are one and the same to Megatron-LM and to what Megatron Core is given.
+# Pairs of values with the same meaning in Megatron-LM and in the arguments of Megatron Core.
 _ALIKE: dict[str, tuple[Any, ...]] = {
     "moe_router_topk_scaling_factor": (None, 1.0), "lr_decay_iters": (None, 0), "rope_type": (None, "yarn", "rope"),
     "num_virtual_stages_per_pipeline_rank": (None, 1), "q_lora_rank": (None, 0),
@@ -37,7 +37,7 @@ _ALIKE: dict[str, tuple[Any, ...]] = {
 
 
 def ours(recipe: Recipe) -> dict[str, Any]:
-    """The arguments that the backend is given for a recipe, by Primus's names."""
+    """Return the backend's arguments for ``recipe``, under Primus's names."""
     if recipe.backend == "torchtitan":
         text = titan.toml(Job(name="measure", recipe=recipe, output=Path("measure")))
         return dict(_flat(tomllib.loads(text)))
@@ -60,7 +60,7 @@ def ours(recipe: Recipe) -> dict[str, Any]:
     for theirs, name in _MEGATRON.items():
         if name in found:
             found[theirs] = found[name]
-    # Our own loop's FP8, which is not Megatron's.
+    # FP8 of our own loop, which is not Megatron's.
     found["fp8"] = config.get("model.fp8")
     return found
 
@@ -74,9 +74,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def compared(primus: Mapping[str, Any], recipe: Recipe) -> tuple[int, dict[str, tuple[Any, Any]]]:
-    """How many keys both name, and those whose values differ: Primus's and ours.
+    """Return how many keys both sides have, and the differing keys with their values: Primus's and ours.
 
-    Keys that primus sets itself whatever a recipe says (``owned`` in ``recipes/backends.yaml``) are left out.
+    Keys that primus sets regardless of the recipe (``owned`` in ``recipes/backends.yaml``) are left out.
     """
     found = ours(recipe)
     owned = {*recipe.knows.owned, "job.description"} if recipe.backend == "torchtitan" else set()
@@ -90,10 +90,10 @@ def _same(key: str, one: Any, other: Any, primus: Mapping[str, Any]) -> bool:
     if _is_moot(key, primus):
         return True
     if key == "sequence_parallel" and primus["tensor_model_parallel_size"] == 1:
-        # Megatron-LM switches it off.
+        # Megatron-LM disables it.
         return not other
     if key == "model.converters":
-        # A name of v25.7, and one for experts, which `import-exp` names where the model has any.
+        # A name of v25.7, and a name for experts, which `import-exp` uses if the model has any.
         one = ["quantize.linear.float8" if name == "float8" else name for name in one if "grouped_mm" not in name]
     if isinstance(one, bool) or isinstance(other, bool):
         return bool(one) == bool(other)
@@ -104,7 +104,7 @@ def _same(key: str, one: Any, other: Any, primus: Mapping[str, Any]) -> bool:
 
 
 def _filled_in(key: str, primus: Mapping[str, Any]) -> Any:
-    """What Megatron-LM's ``validate_args`` takes for a null; None when it takes nothing."""
+    """Return the value that Megatron-LM's ``validate_args`` uses for a null, or None."""
     if key in ("kv_channels", "ffn_hidden_size", "num_query_groups", "moe_ffn_hidden_size", "vocab_size"):
         hidden, heads = primus["hidden_size"], primus["num_attention_heads"]
         ffn = primus["ffn_hidden_size"] or int(4 * hidden * 2 / 3) // 64 * 64
@@ -114,7 +114,7 @@ def _filled_in(key: str, primus: Mapping[str, Any]) -> Any:
 
 
 def _is_moot(key: str, primus: Mapping[str, Any]) -> bool:
-    """Whether a key means nothing beside the others: experts without any, or the vocabulary left to the tokenizer."""
+    """Return whether other keys make a key ineffective: no experts, or a vocabulary size taken from the tokenizer."""
     if key.startswith("moe_") and not primus.get("num_experts"):
         return True
     if key == "rope_scaling_factor" and not primus.get("use_rope_scaling"):
@@ -127,7 +127,7 @@ def _is_moot(key: str, primus: Mapping[str, Any]) -> bool:
 
 
 def _layers(pattern: Any, layers: int) -> list[int]:
-    """Megatron-LM evaluates the text; a number n means every n-th layer has experts."""
+    """Megatron-LM evaluates the text. A number n means that every n-th layer has experts."""
     if isinstance(pattern, str):
         found = eval(pattern, {"__builtins__": {}})
         return list(found) if isinstance(found, list) else _layers(found, layers)

@@ -1,8 +1,8 @@
-"""Whether two folders of kernels compiled ahead of time hold the same machine code for one NVIDIA architecture.
+"""Compare the machine code in two folders of kernels compiled ahead of time for one NVIDIA architecture.
 
-``python -m benchmarks.same_kernels ONE OTHER ARCH``: folders as `primus turbo compile --out` writes them. Keys and
-debug lines may differ, since they name the Triton that compiled and the folder of the sources; instructions, constants
-and shared memory may not. Exit code 1 when they do.
+``python -m benchmarks.same_kernels ONE OTHER ARCH`` takes folders as `primus turbo compile --out` writes them. Keys and
+debug lines may differ, because they depend on the Triton version and the source folder. Instructions, constants and
+shared memory must be equal; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ _CODE = (".text", ".nv.constant", ".nv.shared")
 
 
 def machine_code(path: Path) -> str:
-    """A hash of what a GPU runs of the cubin at ``path``: instructions and constants, and how much shared memory."""
+    """Return a hash of what a GPU runs of the cubin at ``path``: instructions, constants and the size of shared
+    memory.
+    """
     found = hashlib.sha256()
     with path.open("rb") as stream:
         for section in sorted(read_elf(stream).sections, key=lambda one: one.name):
             if section.name.startswith(_CODE):
                 found.update(f"{section.name} {section.size}\0".encode())
-                # Shared memory has a size and no bytes in the file.
+                # Shared memory has a size but no bytes in the file.
                 if not section.name.startswith(".nv.shared"):
                     stream.seek(section.offset)
                     found.update(stream.read(section.size))
@@ -33,7 +35,7 @@ def machine_code(path: Path) -> str:
 
 
 def _kernels(folder: Path, arch: str) -> Counter[tuple[str, str, str]]:
-    """Function, the call that asks for it, and machine code of each kernel."""
+    """Return the function, the requesting call and the machine code of each kernel."""
     (base,) = folder.glob(f"*/{arch}")
     index = json.loads((base / "index.json").read_text(encoding="utf-8"))
     found: Counter[tuple[str, str, str]] = Counter()
@@ -44,7 +46,7 @@ def _kernels(folder: Path, arch: str) -> Counter[tuple[str, str, str]]:
 
 
 def compare(one: Path, other: Path, arch: str) -> dict[str, int]:
-    """How many kernels each folder has, and how many of them are the same in both."""
+    """Return the number of kernels in each folder, and how many of them are the same in both."""
     first, second = _kernels(one, arch), _kernels(other, arch)
     return {"kernels": first.total(), "others": second.total(), "same_machine_code": (first & second).total()}
 

@@ -1,8 +1,8 @@
-"""How long training takes to start, seen from inside an image: ``primus train`` and torchtitan's own command in turns.
+"""The startup time of training inside an image: ``primus train`` and torchtitan's own command in turns.
 
-Both are timed to the same mark: the last rank's line ``Starting job``, torchtitan's first statement in
-``Trainer.__init__``, at the time that torchtitan itself writes before it. What comes after is not waited for.
-Prints one JSON document; ``benchmarks.launcher`` runs this in the sandbox.
+Both are timed until the last rank logs ``Starting job``, the first statement of torchtitan's ``Trainer.__init__``, by
+the time in torchtitan's own log line. The commands are then ended. Prints one JSON document; ``benchmarks.launcher``
+runs this in the sandbox.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from primus.errors import CheckFailed
 _TRAIN = ("primus", "train", "llama3-proxy")
 _PLAN = (*_TRAIN, "--dry-run")
 _SHOW = ("primus", "show", "llama3.1-8b", "--gpu", "mi355x")
-# As torchtitan's own run_train.sh starts it. The mark comes before anything that a machine without GPU would refuse.
+# As torchtitan's own run_train.sh starts it. The line comes before anything that fails without a GPU.
 _BARE = (
     "python3", "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
 )  # fmt: skip
 _TITAN = ("-m", "torchtitan.train", "--job.config_file")
 _MARK = re.compile(r"\[titan\] (\S+ \S+) - root - INFO - Starting job: ")
 _RANKS = (1, 2)
-# Cheap commands are run this often for each pair of starts.
+# The number of runs of cheap commands for each pair of starts.
 _PER_PAIR = 4
 _LONGEST = 120.0
 
@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _pairs(ranks: int, repeats: int, work: Path) -> list[dict[str, float]]:
-    """Seconds of both, a pair per turn; who goes first alternates. The first turn warms caches and is dropped."""
+    """Return the seconds of both commands per turn; the one that goes first alternates. The first turn warms the
+    caches and is dropped.
+    """
     config, found = work / f"torchtitan-{ranks}.toml", []
     for turn in range(repeats + 1):
         pair: dict[str, float] = {}
@@ -70,7 +72,7 @@ def _pairs(ranks: int, repeats: int, work: Path) -> list[dict[str, float]]:
                 pair[side] = _seconds(command, log, log, ranks)
                 continue
             pair[side] = _seconds([*_TRAIN, "--ranks", str(ranks), "--output", str(job)], log, job / "log.txt", ranks)
-            # Both read one configuration: the one that ours wrote for itself.
+            # Both read the configuration that ours has written.
             shutil.copy(job / "torchtitan.toml", config)
             shutil.rmtree(job)
         seen = ", ".join(f"{side} {seconds:.2f} s" for side, seconds in pair.items())
@@ -80,7 +82,9 @@ def _pairs(ranks: int, repeats: int, work: Path) -> list[dict[str, float]]:
 
 
 def _seconds(command: Sequence[str], output: Path, marked: Path, ranks: int) -> float:
-    """Seconds from starting ``command`` to the mark of its last rank in the file ``marked``; then it is ended."""
+    """Return the seconds from the start of ``command`` until its last rank's line in the file ``marked``. Then end
+    it.
+    """
     with output.open("wb") as out:
         started = time.time()
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
@@ -89,7 +93,7 @@ def _seconds(command: Sequence[str], output: Path, marked: Path, ranks: int) -> 
         while len(marks := _marks(marked)) < ranks:
             if ended or time.time() - started > _LONGEST:
                 raise CheckFailed(f"{' '.join(command[:4])} … did not start training:\n{output.read_text()[-2000:]}")
-            # A rank may fail right after its mark: what is there once the command has ended is looked at, too.
+            # A rank may fail right after its line, so read the file once more after the command has ended.
             ended = child.poll() is not None
             time.sleep(0.05)
     finally:

@@ -1,7 +1,7 @@
-"""The synthetic graph: twelve components of one blob and many small files, and a folder of recipes.
+"""The synthetic graph: twelve components with one blob and many small files each, and a folder of recipes.
 
-One folder serves both builders, so both read the same bytes from the same page cache: it is a Docker build context
-and a project of ours at once.
+The same folder is a Docker build context and a project of ours, so both builders read the same bytes from the same page
+cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Graph:
     small_files: int
 
     def change_component(self, turn: int) -> None:
-        """Rewrite one component's blob with other bytes of the same size."""
+        """Rewrite one component's blob with different bytes of the same size."""
         _blob(self.root / "components" / _names()[turn % COMPONENTS] / "blob.bin", self.blob_megabytes, f"turn {turn}")
 
     def change_recipe(self, turn: int) -> None:
@@ -42,7 +42,7 @@ class Graph:
 
 
 def generate(root: Path, *, blob_megabytes: int = 20, small_files: int = 200) -> Graph:
-    """Write components, recipes and both builders' descriptions of them under ``root``."""
+    """Write the components, the recipes and both builders' descriptions of them below ``root``."""
     for name in _names():
         folder = root / "components" / name
         (folder / "lib").mkdir(parents=True)
@@ -64,7 +64,7 @@ def _names() -> tuple[str, ...]:
 
 def _blob(path: Path, megabytes: int, salt: str) -> None:
     rng = random.Random(f"{_SEED} {salt}")
-    # By the megabyte: a child inherits its parent's peak memory in ru_maxrss, so this process stays small.
+    # One megabyte at a time, so that this process stays small: a child inherits its parent's peak memory in ru_maxrss.
     with path.open("wb") as file:
         for _ in range(megabytes):
             file.write(rng.randbytes(1 << 20))
@@ -87,7 +87,7 @@ def _describe_for_docker(root: Path) -> None:
 
 
 def _describe_for_primus(root: Path) -> None:
-    """Our project files. The one place to adapt when the format of images/*.yaml changes."""
+    """Write our project files. Only this function depends on the format of images/*.yaml."""
     paths = {name: (f"components/{name}", f"/opt/{name}") for name in _names()}
     paths["recipes"] = ("recipes", "/opt/primus/recipes")
     lines = ["release: v26.11", "created: 2026-11-20", "bases: {}", "components:"]

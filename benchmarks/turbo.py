@@ -90,7 +90,7 @@ def _installed(name: str) -> bool:
 
 
 def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one variant: its figures and series."""
+    """Run one variant. Returns its figures and series."""
     from primus.recipes.resolve import resolve
     from primus.recipes.setting import Asked
     from primus.training import logs, ranks, start
@@ -137,7 +137,7 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
     series = logs.read_steps(text)
     tokens = recipe.seq_len * recipe.global_batch // options.ranks
     times = _times(text) or _reckoned(output / "exact.jsonl", series.steps, tokens)
-    # What the profiler gathered is read during the next step.
+    # The profiler's data are read during the next step.
     left_out = (_PROFILED, _PROFILED + 1) if "profile" in flags else ()
     counted = [s for s in series.steps if s.step > options.warmup and s.step not in left_out]
     rates = sorted(s.tokens_per_second for s in counted)
@@ -168,7 +168,7 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
 
 
 def _wait_for_memory() -> None:
-    """The processes of the variant before may take a moment to give their memory back."""
+    """Wait until the processes of the previous variant have released their memory."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     for _ in range(20):
         used = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
@@ -178,13 +178,13 @@ def _wait_for_memory() -> None:
 
 
 def _times(text: str) -> dict[int, float]:
-    """When the log told of each step."""
+    """Return step → the time of its log line."""
     found = re.findall(r"\[titan\] (\S+ \S+),(\d+) .*step: +(\d+) ", re.sub(r"\x1b\[[\d;]*m", "", text))
     return {int(step): time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S")) + int(ms) / 1e3 for at, ms, step in found}
 
 
 def _reckoned(exact: Path, steps: Any, tokens: int) -> dict[int, float]:
-    """The same for our own loop, which does not log the time: back from when the last step was written."""
+    """Return the same for our own loop, whose log has no times, counted back from the time of the last step."""
     found: dict[int, float] = {}
     at = exact.stat().st_mtime if exact.exists() else 0.0
     for step in reversed(steps):
@@ -194,7 +194,9 @@ def _reckoned(exact: Path, steps: Any, tokens: int) -> dict[int, float]:
 
 
 def _joules(watts: Path, times: dict[int, float], options: argparse.Namespace, tokens: int) -> float | None:
-    """The GPUs' mean power while the counted steps ran, over tokens per second; ``tokens`` are those of one step."""
+    """Return joules per token: the GPUs' mean power during the counted steps ÷ tokens per second. ``tokens`` is per
+    step.
+    """
     first, last = times[options.warmup], times[options.steps]
     drawn: list[float] = []
     for line in watts.read_text().splitlines():
@@ -214,7 +216,7 @@ _PROFILED = 8
 
 
 def _bare_config(job: Any) -> Path:
-    """torchtitan's own model of the same size on its own data loader, over the same text."""
+    """Write a configuration for torchtitan's own model of the same size, with its own data loader and the same text."""
     from primus.training.torchtitan import render
 
     corpus = job.output / "corpus"
@@ -227,7 +229,7 @@ def _bare_config(job: Any) -> Path:
 
 
 def _ranks(config: Path, flags: set[str], environment: dict[str, str], output: Path, options: Any) -> list[int]:
-    """Fork the ranks and wait; when one fails or time is up, the others are ended."""
+    """Fork the ranks and wait. If one fails or the time is up, end the others."""
     sys.stdout.flush()
     running: dict[int, int] = {}
     for rank in range(options.ranks):
@@ -241,7 +243,7 @@ def _ranks(config: Path, flags: set[str], environment: dict[str, str], output: P
         found, status = os.waitpid(-1, os.WNOHANG)
         if found in running:
             codes[running.pop(found)] = os.waitstatus_to_exitcode(status)
-            # A data-loading process may outlive its rank for a while, and holds its memory.
+            # A data-loading process may outlive its rank for a while, and keeps its memory.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(found, signal.SIGKILL)
         if any(code > 0 for code in codes) or time.monotonic() > deadline:
@@ -254,7 +256,7 @@ def _ranks(config: Path, flags: set[str], environment: dict[str, str], output: P
 
 
 def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Path, rank: int) -> None:
-    """In a child: train, and never return."""
+    """In a child process: train, and never return."""
     code = 1
     try:
         os.setsid()
@@ -286,7 +288,7 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
             from primus.training import facts
             from primus.training.torchtitan import entry, observe
 
-            # Hashing 32 GB of weights proves nothing about speed and takes as long as the steps.
+            # Hashing 32 GB of weights takes as long as the steps and is irrelevant to speed.
             facts.digest = lambda parts: ""
             made = observe.observed_trainer
             if "profile" in flags:
@@ -316,7 +318,7 @@ def _own_loop(backend: str, output: Path) -> None:
 
 
 def _profiled(trainer: type, output: Path) -> type:
-    """``trainer`` that writes how long each GPU kernel took in one step."""
+    """Return a subclass of ``trainer`` that writes the time of each GPU kernel in one step."""
     import torch
 
     class Profiled(trainer):  # type: ignore[misc]
@@ -340,7 +342,7 @@ def _write_profile(profile: Any, output: Path) -> None:
 
 
 def _profile_own_loop(output: Path) -> None:
-    """The same for our own loop: from the forward pass of one step to the end of its update."""
+    """Do the same for our own loop: from the forward pass of one step to the end of its update."""
     import torch
 
     from primus.training.loop.sharded import Sharded
@@ -370,7 +372,9 @@ def _profile_own_loop(output: Path) -> None:
 
 
 def _idle(profile: Any) -> dict[str, Any]:
-    """When no kernel but a collective ran: in all, and the longest pauses with what ran before and after."""
+    """Return the time without any kernel except collectives: the total, and the longest pauses with the kernels
+    before and after.
+    """
     spans = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns(), event.name()[:80])
         for event in profile.profiler.kineto_results.events()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.turbo_kernels OUT.json [CASE ...]
 
-Each kernel is compared with FP64 (or with the exact bits that it must give), called twice to see that it repeats
-itself, and timed against what it replaces. A case that fails is written down and the next one runs.
+Each kernel is compared with FP64 (or with the exact bits that it must give), called twice to check that it is
+deterministic, and timed against what it replaces. A failed case is recorded, and the next one runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _off(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """‖found − wanted‖ ÷ ‖wanted‖ in FP64."""
+    """Return ‖found − wanted‖ ÷ ‖wanted‖ in FP64."""
     wanted = wanted.double()
     return float((found.double() - wanted).norm() / wanted.norm())
 
@@ -63,7 +63,7 @@ def _ms(call: Callable[[], Any]) -> float:
 
 
 def cross_entropy() -> dict[str, Any]:
-    """256 rows against FP64, with ignored labels."""
+    """Compare 256 rows, with ignored labels, with FP64."""
     logits = (torch.randn(256, VOCABULARY, device="cuda") * 4).bfloat16()
     labels = torch.randint(0, VOCABULARY, (256,), device="cuda")
     labels[::7] = -100
@@ -85,7 +85,7 @@ def cross_entropy() -> dict[str, Any]:
 
 
 def head() -> dict[str, Any]:
-    """Output projection and loss, 2 × 8192 tokens, against FP32 in one piece."""
+    """Compare output projection and loss, 2 × 8192 tokens, with FP32 in one piece."""
     x = (torch.randn(2, 8192, HIDDEN, device="cuda") * 1.0).bfloat16().requires_grad_()
     w = (torch.randn(VOCABULARY, HIDDEN, device="cuda") * 0.02).bfloat16().requires_grad_()
     labels = torch.randint(0, VOCABULARY, (2, 8192), device="cuda")
@@ -143,7 +143,7 @@ def head() -> dict[str, Any]:
 
 
 def weight_cast() -> dict[str, Any]:
-    """The bits of torchao's own cast, on a shard of w1 over two ranks."""
+    """Compare bits with torchao's own cast, on a shard of w1 over two ranks."""
     from torchao.float8.float8_utils import to_fp8_saturated
 
     w = torch.randn(FFN // 2, HIDDEN, device="cuda") * 0.02
@@ -163,7 +163,7 @@ def weight_cast() -> dict[str, Any]:
 
 
 def layout() -> dict[str, Any]:
-    """A block's gradients laid out for two ranks, bit for bit what chunk_cat gives."""
+    """Lay out a block's gradients for two ranks, and compare bits with chunk_cat."""
     sizes = [(HIDDEN, HIDDEN), (1024, HIDDEN), (1024, HIDDEN), (HIDDEN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN),
              (FFN, HIDDEN), (HIDDEN,), (HIDDEN,)]  # fmt: skip
     grads = [torch.randn(*size, device="cuda").bfloat16() for size in sizes]
@@ -179,7 +179,7 @@ def layout() -> dict[str, Any]:
 
 
 def optimizer() -> dict[str, Any]:
-    """Three AdamW steps against FP64 and beside PyTorch's fused AdamW."""
+    """Compare three AdamW steps with FP64 and with PyTorch's fused AdamW."""
     shape = (FFN // 2, HIDDEN)
     start, grads = (
         torch.randn(shape, device="cuda") * 0.02,
@@ -210,14 +210,14 @@ def optimizer() -> dict[str, Any]:
 
 
 def _eight_off(found: torch.Tensor, scale: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Off what the same scale and cast give in FP64."""
+    """Return the error relative to the same scale and cast in FP64."""
     largest = torch.finfo(found.dtype).max
     exact = (wanted * scale.double()).clamp(-largest, largest)
     return _off(found.float(), exact.float().to(found.dtype).float())
 
 
 def _tiles(name: str, tried: list[tuple[int, int, int]], call: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of ``call`` for each tile of the kernel ``name``; the best one stays."""
+    """Return the milliseconds of ``call`` for each tile of the kernel ``name``, and keep the best one."""
     timed = {}
     for tile in tried:
         fp8_kernels.TILES[name] = tile
@@ -228,14 +228,14 @@ def _tiles(name: str, tried: list[tuple[int, int, int]], call: Callable[[], Any]
 
 
 def quantize() -> dict[str, Any]:
-    """Activations cast to FP8 in both layouts, and a weight transposed: bit for bit what PyTorch gives."""
+    """Cast activations to FP8 in both layouts, transpose a weight, and compare bits with PyTorch."""
     x = torch.randn(16384, HIDDEN, device="cuda").bfloat16()
     x[5, 7] = float("nan")
     scale = torch.tensor(448.0 / 3, device="cuda")
     rows, columns = fp8_kernels.cast_both([x], [scale], torch.float8_e4m3fn)
     want = (x.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     same = bool((rows.view(torch.uint8) == want).all()) and bool((columns.view(torch.uint8) == want.t()).all())
-    odd = torch.randn(100, 72, device="cuda").bfloat16()  # no multiple of a tile
+    odd = torch.randn(100, 72, device="cuda").bfloat16()  # not a multiple of a tile
     for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
         rows, columns = fp8_kernels.cast_both([odd], [scale], kind)
         largest = torch.finfo(kind).max
@@ -252,7 +252,7 @@ def quantize() -> dict[str, Any]:
 
 
 def swiglu() -> dict[str, Any]:
-    """SiLU, product, their gradients and the casts, against the same in FP64."""
+    """Compare SiLU, product, their gradients and the casts with FP64."""
     gate, up, grad = (torch.randn(16384, FFN, device="cuda").bfloat16() for _ in range(3))
     part = slice(0, 512)
     a, b, d = (t[part].double() for t in (gate, up, grad))
@@ -305,13 +305,13 @@ def swiglu() -> dict[str, Any]:
     }
     speed = {"largest": 4, "backward_largest": 6, "cast": 5, "backward": 11}
     best = {name: min(t.values()) if isinstance(t, dict) else t for name, t in ms.items()}
-    # A value on the edge between two FP8 numbers may round to either.
+    # A value on the boundary between two FP8 numbers may round to either.
     return {"passed": max(off.values()) < 2e-3 and nan, "off": off, "nan_is_kept": nan, "ms": ms,
             "gb_per_s": {name: round(count * size / best[name] / 1e6) for name, size in speed.items()}}  # fmt: skip
 
 
 def feed_forward() -> dict[str, Any]:
-    """A feed-forward block of 2 × 8192 tokens with its norm, forward and backward: torchao compiled, and ours."""
+    """Time a feed-forward block of 2 × 8192 tokens with its norm, forward and backward: torchao compiled, and ours."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -369,7 +369,7 @@ def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def attention_exact() -> dict[str, Any]:
-    """Flash Attention 4 and cuDNN against FP64, 1 × 2048 tokens."""
+    """Compare Flash Attention 4 and cuDNN with FP64, 1 × 2048 tokens."""
     from primus.turbo.attention import flash_attention_4
 
     inputs = _heads(1, 2048)
@@ -396,7 +396,7 @@ def attention_exact() -> dict[str, Any]:
 
 
 def attention() -> dict[str, Any]:
-    """Speed at 2 × 8192 tokens: Flash Attention 4, cuDNN with grouped heads given as such."""
+    """Time attention of 2 × 8192 tokens: Flash Attention 4, and cuDNN with grouped heads."""
     from primus.turbo.attention import flash_attention_4
 
     inputs, grad = _heads(2, 8192), torch.randn(2, 8192, HEADS, SIZE, device="cuda").bfloat16()
@@ -414,7 +414,7 @@ def attention() -> dict[str, Any]:
 
 
 def products() -> dict[str, Any]:
-    """BF16 and FP8 (tensorwise) products of the model's five shapes against FP64, over 64 rows."""
+    """Compare BF16 and FP8 (tensorwise) products of the model's five shapes with FP64, over 64 rows."""
     found: dict[str, Any] = {"passed": True, "off": {}}
     for out, into in ((HIDDEN, HIDDEN), (1024, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN)):
         x, w = (

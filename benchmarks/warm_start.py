@@ -1,4 +1,4 @@
-"""How long a job takes to its first step without and with the compiled kernels that an earlier run kept.
+"""The time to a job's first step, without and with compiled kernels kept from an earlier run.
 
     python -m benchmarks.warm_start OUT.json NAME@RECIPE[:WORD…] [NAME@RECIPE[:WORD…] …]
 
@@ -56,7 +56,7 @@ def _versions() -> list[tuple[str, str]]:
 
 
 def _one(case: str, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
-    """Seconds to the first step, without kept kernels and then with them, and the lines of all steps."""
+    """Return the seconds to the first step, without and then with kept kernels, and the lines of all steps."""
     name, _, rest = case.partition("@")
     words = rest.split(":")
     shown = " ".join(["primus train", *words, f"--steps {options.steps}", "--compile-cache DIR"])
@@ -78,7 +78,7 @@ def _one(case: str, options: argparse.Namespace, deadline: float) -> dict[str, A
 
 
 def _run(words: list[str], folder: Path, number: int, steps: int) -> tuple[list[str], float | None]:
-    """The lines of one run, and when the first step's came; None: never, or the run failed."""
+    """Return the lines of one run, and when the first step's line came; None if it never did or the run failed."""
     command = [
         sys.executable, "-m", "primus.cli.main", "train", *words, "--steps", str(steps),
         "--output", str(folder / f"run{number}"), "--compile-cache", str(folder / "kept"),

@@ -1,4 +1,6 @@
-"""The faults that the checks must catch: each with its backend, the job it breaks, and the one check meant for it."""
+"""The faults that the checks must catch, each with its backend, the job that it breaks, and the check that must name
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from primus.training.job import Job
 from primus.training.outcome import Outcome
 
 STEPS = 10
-# The step after which torchtitan's base leaves the checkpoint that a resumed run starts from.
+# The step at which torchtitan's base saves the checkpoint that a resumed run starts from.
 KEPT = 8
-# Backend → recipe and words of the job that each fault breaks, small enough to end in seconds.
+# Backend → recipe and arguments of the job that each fault breaks, small enough to end within seconds.
 BASES = {
     "torchtitan": ("llama3.1-8b", ("torchtitan.training.steps=10",)),
     "fsdp": ("llama3.1-8b", ("fsdp.training.steps=10", "fsdp.training.lr=0.01")),
@@ -32,7 +34,9 @@ _SPLIT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One fault in one backend. ``name`` is that of ``faults/sitecustomize.py``, ``words`` shorten the base's job."""
+    """One fault in one backend. ``name`` is that of ``faults/sitecustomize.py``; ``words`` replace arguments of the
+    base's job.
+    """
 
     fault: str
     backend: str
@@ -47,7 +51,7 @@ class Case:
         return self.check in _COMPARING
 
     def job(self, output: Path, base: Path | None = None) -> Job:
-        """The job, as it is with and without the fault; one that resumes begins with what ``base`` left."""
+        """Return the job, with or without the fault. A resumed job starts from the checkpoint in ``base``."""
         recipe, words = BASES[self.backend]
         asked = Asked(backend=self.backend, gpu="cpu", proxy=True, precision=self.precision)
         more = _SPLIT[self.backend] if self.check == "accumulation" else self.words
@@ -78,7 +82,7 @@ CASES = (
     Case(fault="resume loses its place", backend="torchtitan", name="forgets_its_place", check="resume"),
     Case(fault="another seed than asked", backend="torchtitan", name="other_seed", check="same result again"),
     *_cases("fsdp", "loop_"),
-    # Its schedule and optimizer are its own; the rest is the loop's.
+    # FLUX has its own schedule and optimizer; the rest is the loop's.
     Case(
         fault="dropped micro-batch gradients", backend="megatron", name="megatron_lost_micro_batch",
         check="accumulation",
@@ -87,7 +91,7 @@ CASES = (
 
 
 def base(python: list[str], backend: str, output: Path) -> Outcome:
-    """The healthy run that those of the backend are compared with."""
+    """Run the healthy job that the runs of ``backend`` are compared with."""
     recipe, words = BASES[backend]
     asked = Asked(backend=backend, gpu="cpu", proxy=True, precision="fp32")
     words += (f"checkpoint={KEPT}",) if backend == "torchtitan" else ()
@@ -95,12 +99,14 @@ def base(python: list[str], backend: str, output: Path) -> Outcome:
 
 
 def outcome_of(python: list[str], job: Job, fault: str = "") -> Outcome:
-    """What ``job`` left, with a fault when one is named."""
+    """Run ``job``, with ``fault`` if it is not empty, and read its outcome."""
     return outcome.read(job, train(python, job, fault))
 
 
 def judged(left: Outcome, healthy: Outcome, check: str = "") -> tuple[Verdict, ...]:
-    """The verdicts on a run: those of any run, what its length allows besides, and ``check`` if that compares runs."""
+    """Return the verdicts on a run: those for any run, those that its length allows, and ``check`` if it compares
+    runs.
+    """
     recipe, verdicts = left.job.recipe, list(outcome.basic_verdicts(left))
     if len(range(left.job.first_step, recipe.steps + 1)) >= STEPS:
         verdicts.append(checks.loss_falls(left.series, recipe.get("validation.loss_drop", float)))
@@ -111,7 +117,7 @@ def judged(left: Outcome, healthy: Outcome, check: str = "") -> tuple[Verdict, .
     return tuple(verdicts)
 
 
-# Check → the recipe's word for its tolerance, and how it compares.
+# Check → the recipe's key of its tolerance, and the function that compares.
 _COMPARING = {
     "accumulation": ("accumulation", checks.accumulation),
     "resume": ("resume", lambda base, other, tolerance: checks.resume(base, other, KEPT + 1, tolerance)),

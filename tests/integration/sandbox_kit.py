@@ -1,4 +1,4 @@
-"""Tiny images made of busybox and a few files, for tests of everything that runs images."""
+"""Tiny images of busybox and a few files, for all tests that run images."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def base_entries() -> list[Entry]:
 
 
 def image(place: Path, *layers: list[Entry], kind: str = "tar+zstd", **settings: Any) -> RootFs:
-    """An image of busybox plus ``layers``; ``settings`` is the config's ``config`` object."""
+    """Create an image of busybox and ``layers``. ``settings`` is the config's ``config`` object."""
     blobs = place / "blobs" / "sha256"
     refs = [add_layer(blobs, tar(entries), kind) for entries in (base_entries(), *layers)]
     config = {

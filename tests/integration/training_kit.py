@@ -1,4 +1,4 @@
-"""Real training runs for tests: start a job as a user would, name what failed."""
+"""Real training runs for tests, started as a user would, and the names of failed checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def train(python: list[str], job: Job, fault: str = "") -> JobResult:
-    """Run ``job`` by ``primus train`` in ``python``, with a fault of ``faults/sitecustomize.py`` when one is named."""
+    """Run ``job`` with ``primus train`` in ``python``, with ``fault`` of ``faults/sitecustomize.py`` if it is not
+    empty.
+    """
     ended = subprocess.run(
         [*python, "-m", "primus.cli.main", *job.arguments(), "--json"],
         env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "PRIMUS_FAULT": fault},
@@ -28,5 +30,5 @@ def train(python: list[str], job: Job, fault: str = "") -> JobResult:
 
 
 def failing(verdicts: Sequence[Verdict]) -> list[str]:
-    """The names of the verdicts that did not pass."""
+    """Return the names of the verdicts that did not pass."""
     return [verdict.name for verdict in verdicts if not verdict.passed]

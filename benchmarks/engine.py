@@ -263,8 +263,8 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _synthetic(report: Report, graph: Graph, ours: Ours | None, repeats: Repeats) -> float:
-    """Measure all rows on the synthetic graph. Returns the resident memory in MB that a child process inherits;
-    figures below it mean nothing.
+    """Measure all rows on the synthetic graph. Returns the peak memory in MB that a child process starts with;
+    smaller figures mean nothing.
     """
     one = TARGETS[:1]
 

@@ -18,18 +18,18 @@ from primus.aot.pretend import KernelError, pretending
 from primus.aot.workloads import WORKLOADS, Workload, call
 
 
-def ask_pretending(cases: Iterable[Case], gpu: Gpu, *, say: Callable[[str], None] = lambda _: None) -> Answer:
-    """Request every case as if ``gpu`` were present. ``say`` is called with each case and each kernel to compile.
+def ask_pretending(cases: Iterable[Case], gpu: Gpu, *, progress: Callable[[str], None] = lambda _: None) -> Answer:
+    """Request every case as if ``gpu`` were present. ``progress`` is called with each case and each kernel to compile.
 
     If a kernel does not compile, the failure is recorded and the next case is requested, so one run finds all failures.
     """
     current: list[Case] = []
-    with empty_cache() as cache, _noting(current, say) as asked:
-        failures = call_all(cases, gpu, current, say)
+    with empty_cache() as cache, _noting(current, progress) as asked:
+        failures = call_all(cases, gpu, current, progress)
         return Answer(asked=tuple(asked.values()), failures=tuple(failures.values()), made=_files(cache))
 
 
-def call_all(cases: Iterable[Case], gpu: Gpu, current: list[Case], say: Callable[[str], None]) -> dict[str, str]:
+def call_all(cases: Iterable[Case], gpu: Gpu, current: list[Case], progress: Callable[[str], None]) -> dict[str, str]:
     """Call every case as if ``gpu`` were present, with the case in ``current``.
 
     Returns the functions that did not compile, each with a message.
@@ -39,7 +39,7 @@ def call_all(cases: Iterable[Case], gpu: Gpu, current: list[Case], say: Callable
         skip_dispatcher()
         for case in cases:
             current[:] = [case]
-            say(case.label)
+            progress(case.label)
             try:
                 forward_and_backward(case, "cuda")
             except KernelError as error:
@@ -47,14 +47,14 @@ def call_all(cases: Iterable[Case], gpu: Gpu, current: list[Case], say: Callable
     return failures
 
 
-def ask(cases: Iterable[Case], *, compare: Callable[[Case], bool], say: Callable[[str], None]) -> Answer:
+def ask(cases: Iterable[Case], *, compare: Callable[[Case], bool], progress: Callable[[str], None]) -> Answer:
     """Run every case on this machine's GPU. Cases that ``compare`` selects are compared with plain PyTorch."""
     current: list[Case] = []
     failures: list[str] = []
-    with empty_cache() as cache, _noting(current, say) as asked:
+    with empty_cache() as cache, _noting(current, progress) as asked:
         for case in cases:
             current[:] = [case]
-            say(case.label)
+            progress(case.label)
             torch.manual_seed(1)
             if fault := forward_and_backward(case, "cuda", compare=compare(case)):
                 failures.append(f"{case.label}: {fault}")
@@ -111,7 +111,7 @@ def empty_cache() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _noting(current: list[Case], say: Callable[[str], None]) -> Iterator[dict[str, Asked]]:
+def _noting(current: list[Case], progress: Callable[[str], None]) -> Iterator[dict[str, Asked]]:
     """Yield a mapping (key → kernel) that records everything that Triton loads or compiles while it is open."""
     asked: dict[str, Asked] = {}
 
@@ -130,7 +130,7 @@ def _noting(current: list[Case], say: Callable[[str], None]) -> Iterator[dict[st
             )
 
     def before(*, fn: Any, **_: Any) -> None:
-        say(f"  {fn.name}")
+        progress(f"  {fn.name}")
 
     with triton.knobs.compilation.scope(), triton.knobs.runtime.scope():
         triton.knobs.compilation.listener = loaded

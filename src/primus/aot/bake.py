@@ -34,15 +34,15 @@ T = TypeVar("T")
 
 
 def bake(
-    cases: Sequence[Case], gpu: Gpu, out: Path, root: str, *, say: Callable[[str], None] = lambda _: None
+    cases: Sequence[Case], gpu: Gpu, out: Path, root: str, *, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[Asked, ...]:
     """Compile everything that ``cases`` request to ``out``, for an image that will have these files in ``root``.
 
-    ``say`` is called with each case, in the requesting process, and with each kernel before it is compiled. Raises
+    ``progress`` is called with each case, in the requesting process, and with each kernel before it is compiled. Raises
     CheckFailed, with each kernel that does not compile and the architecture.
     """
     with tempfile.TemporaryDirectory(prefix="primus-turbo-") as scratch:
-        noted, failures = _elsewhere(lambda: _note(cases, gpu, Path(scratch), say))
+        noted, failures = _elsewhere(lambda: _note(cases, gpu, Path(scratch), progress))
         import triton
 
         inside = f"{triton.__version__}/{gpu.arch}"
@@ -54,7 +54,7 @@ def bake(
             triton.knobs.compilation.store_binary_only = True
             triton.knobs.cache.dir = f"{scratch}/cache"
             for one in noted:
-                say(f"  {one.function}")
+                progress(f"  {one.function}")
                 try:
                     asked.append(_compile(one, gpu))
                 except Exception as error:  # noqa: BLE001 - whatever the compiler raises, the kernel is named
@@ -103,12 +103,12 @@ def _elsewhere(work: Callable[[], T]) -> T:
 
 
 def _note(
-    cases: Sequence[Case], gpu: Gpu, folder: Path, say: Callable[[str], None]
+    cases: Sequence[Case], gpu: Gpu, folder: Path, progress: Callable[[str], None]
 ) -> tuple[tuple[Noted, ...], dict[str, str]]:
     load("triton", "torch")
     from primus.aot.note import note
 
-    return note(cases, gpu, folder, say=say)
+    return note(cases, gpu, folder, progress=progress)
 
 
 def _compile(noted: Noted, gpu: Gpu) -> Asked:
@@ -167,7 +167,7 @@ def main(words: Sequence[str]) -> int:
     catalogue = load_catalogue()
     try:
         cases = list(catalogue.cases(catalogue.of(components, gpu.vendor)))
-        asked = bake(cases, gpu, Path(out), root, say=lambda line: print(line, flush=True))
+        asked = bake(cases, gpu, Path(out), root, progress=lambda line: print(line, flush=True))
     except PrimusError as error:
         print(f"✗ {error}", file=sys.stderr)
         return error.exit_code

@@ -76,7 +76,7 @@ def baked_index(root: Path, arch: str) -> dict[str, Any]:
     return index
 
 
-def check(cases: Sequence[Case], gpu: Gpu, *, real: bool, say: Callable[[str], None] = lambda _: None) -> Verdict:
+def check(cases: Sequence[Case], gpu: Gpu, *, real: bool, progress: Callable[[str], None] = lambda _: None) -> Verdict:
     """Request every case. On a real GPU, compare the first case of each kernel and shape with plain PyTorch."""
     compared: set[tuple[Kernel, str]] = set()
 
@@ -85,5 +85,5 @@ def check(cases: Sequence[Case], gpu: Gpu, *, real: bool, say: Callable[[str], N
         compared.add((case.kernel, case.shape.name))
         return not known
 
-    answer = ask(cases, compare=first, say=say) if real else ask_pretending(cases, gpu, say=say)
+    answer = ask(cases, compare=first, progress=progress) if real else ask_pretending(cases, gpu, progress=progress)
     return Verdict(arch=gpu.arch, real=real, calls=len(cases), answer=answer)

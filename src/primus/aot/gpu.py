@@ -1,4 +1,6 @@
-"""The properties of a GPU that compiling for it needs. Only :attr:`Gpu.target` needs Triton; nothing needs PyTorch."""
+"""The properties of a GPU that compiling for it needs. This module does not need PyTorch; only :attr:`Gpu.target` needs
+Triton.
+"""
 
 from __future__ import annotations
 

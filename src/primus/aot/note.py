@@ -28,12 +28,12 @@ class _FirstForm(Exception):
 
 
 def note(
-    cases: Iterable[Case], gpu: Gpu, folder: Path, *, say: Callable[[str], None] = lambda _: None
+    cases: Iterable[Case], gpu: Gpu, folder: Path, *, progress: Callable[[str], None] = lambda _: None
 ) -> tuple[tuple[Noted, ...], dict[str, str]]:
     """Record every kernel that ``cases`` request, and write its first representation to ``folder``.
 
-    Returns the kernels, and the functions for which Triton failed, each with a message. ``say`` is called with each
-    case.
+    Returns the kernels, and the functions for which Triton failed, each with a message. ``progress`` is called with
+    each case.
     """
     noted: dict[str, Noted] = {}
     current: list[Case] = []
@@ -67,7 +67,7 @@ def note(
         triton.compiler.compile = begin
         backend.add_stages = lambda _, stages, *__: stages.update(ttir=stop)
         try:
-            failures = call_all(cases, gpu, current, say)
+            failures = call_all(cases, gpu, current, progress)
         finally:
             triton.compiler.compile, backend.add_stages = compile_, add_stages
     return tuple(noted.values()), failures

@@ -23,7 +23,7 @@ def _degree(recipe: Recipe, kind: str) -> str:
 
 
 def _asked(recipe: Recipe, *keys: str) -> str:
-    """Of the settings that do not fit together, the one that the command line set, or else the first."""
+    """Return the one of ``keys`` that the command line set, or else the first."""
     typed = (k for k in keys if k in recipe.settings and recipe.settings[k].origin.startswith(("command line", "--")))
     return next(typed, keys[0])
 
@@ -39,11 +39,11 @@ def _ranks(recipe: Recipe) -> Iterator[Fault]:
     expert, stages = recipe.degree("ep"), recipe.degree("pp")
     if world // stages % expert:
         least = math.lcm(ranks, expert * stages) // ranks
-        ways = [f"ep={math.gcd(world // stages, expert)}"] if world >= stages else []
-        ways += [f"--nodes {least}"] if least > nodes else []
+        remedies = [f"ep={math.gcd(world // stages, expert)}"] if world >= stages else []
+        remedies += [f"--nodes {least}"] if least > nodes else []
         divisor = f"EP = {expert}" + (f" × PP = {stages}" if stages > 1 else "")
         wrong = _asked(recipe, "ranks", "nodes", _degree(recipe, "ep"), _degree(recipe, "pp"))
-        yield wrong, f"{world} ranks are not divisible by {divisor}", " or ".join(ways)
+        yield wrong, f"{world} ranks are not divisible by {divisor}", " or ".join(remedies)
     key = f"{recipe.backend}.{recipe.knows.shard}"
     shard = recipe.find(key, -1) if recipe.knows.shard else -1
     if shard not in (-1, world // product):

@@ -117,8 +117,8 @@ def _scale_batch(settings: dict[str, Setting], source: load.Source, facts: Mappi
     """Multiply the global batch, which is written for one node, by the number of nodes, unless a case sets it."""
     key, nodes = knows.key("global_batch"), int(facts["nodes"])
     batch = settings.get(key)
-    told = any("nodes" in case.when and key in case.settings and case.holds(facts) for case in source.cases)
-    if batch is None or nodes == 1 or told or not isinstance(batch.value, int) or batch.value < 1:
+    set_by_case = any("nodes" in case.when and key in case.settings and case.holds(facts) for case in source.cases)
+    if batch is None or nodes == 1 or set_by_case or not isinstance(batch.value, int) or batch.value < 1:
         return
     settings[key] = replace(batch, value=batch.value * nodes, origin=f"{batch.origin} × {nodes} nodes")
 

@@ -1,4 +1,4 @@
-"""What a backend does that ``backends.yaml`` cannot say, found by the backend's name."""
+"""The behaviour of a backend that ``backends.yaml`` cannot express, found by the backend's name."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How many floating-point operations training takes, per token or image.
+"""The number of floating-point operations of training, per token or image.
 
-Per token: 6 · (N − N_embedding) for the products with weights (forward 2, backward 4; the output head counts, the
-input embedding does not, a routed expert only as often as it is chosen), plus attention's own 12 · L · heads ·
-head_dim · span. *span* is the sequence length when counted non-causally (as torchtitan, PaLM appendix B,
-arXiv:2204.02311), and what a token really sees when counted causally: half of it, or less under a sliding window (as
-Megatron-LM). What is computed again in the backward pass never counts.
+Per token: 6 · (N − N_embedding) for the products with weights (2 forward, 4 backward), plus 12 · L · heads · head_dim ·
+span for attention. N includes the output head, but not the input embedding; a routed expert counts only as often as it
+is chosen. *span* is the sequence length in the non-causal convention (torchtitan; PaLM appendix B, arXiv:2204.02311).
+In the causal convention (Megatron-LM) it is the number of tokens that a token sees: half of the sequence length, or
+less with a sliding window. Recomputation in the backward pass never counts.
 """
 
 from __future__ import annotations

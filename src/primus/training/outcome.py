@@ -72,7 +72,7 @@ def _exit_code(left: Mapping[str, Any], command: int) -> int:
     launched = left.get("exit_code")
     if isinstance(launched, int) and launched != 0:
         return launched
-    # Exit code 1 of the command then means that one of its checks failed, and that check is in the list itself.
+    # Exit code 1 of the command then means that one of its checks failed, and that check is in the list of verdicts.
     return 0 if launched == 0 and command == 1 and left.get("passed") is False else command
 
 

@@ -17,15 +17,16 @@ from primus.recipes.size import size
 from primus.training.checks import Verdict, of_faults, relative_gap
 from primus.training.logs import Series
 
-# How much float32 may differ besides the noise: libraries add in another order than the reference, and compute norms
-# entirely in float32. Measured: 7e-7, 5e-6, 5e-6.
+# The largest difference in float32 besides the noise: libraries add in another order than the reference, and compute
+# norms entirely in float32. Measured: 7e-7, 5e-6, 5e-6.
 _LEAST = {"loss": 2e-6, "grad_norm": 5e-5, "gradient": 5e-5}
 # How far a run's error may exceed the reference's error in the same precision. Measured: loss 4, norm 1, gradients 3.4.
 _NOISE = {"loss": 8.0, "grad_norm": 2.0, "gradient": 6.0}
 # The same for the mean of at least this many steps with equal noise. Measured: 1.7.
 _MEAN_NOISE = 2.5
 _ENOUGH = 4
-# How much of a changed constant the gradients may show, and how many standard deviations beyond what rounding shows.
+# The largest allowed share of a changed constant in the gradients, and how many standard deviations beyond the share
+# that rounding causes.
 _CHANGED = 0.5
 _DEVIATIONS = 4.0
 # The same for FP8's own rounding, relative to the reference with the same rounding. Measured: 0.05.
@@ -55,9 +56,9 @@ _FLOPS = 0.01
 # three digits and tokens to whole numbers, which is much of a rate such as 19 on a busy machine.
 _IMAGES = 0.01
 _ROUNDED_IMAGES, _ROUNDED_TOKENS = 0.0005, 0.5
-# How far the reported memory may be below and above what the system counted at the end. Measured: 0.88 to 1.01.
+# Limits of the reported memory relative to the system's count at the end. Measured: 0.88 to 1.01.
 _MEMORY = (0.6, 1.05)
-# How far the reported throughput may be below and above the launcher's. Measured on a busy machine: 0.86 to 1.01.
+# Limits of the reported throughput relative to the launcher's. Measured on a busy machine: 0.86 to 1.01.
 _CLOCK = (0.7, 1.15)
 
 # Writing the witness of a larger run would take longer than the run.

@@ -233,7 +233,7 @@ def _resumed_at(jobs: Sequence[Job]) -> int:
 
 def _same_weights(base: Outcome, repeat: Outcome, tolerance: float) -> Verdict:
     first, second = base.facts.get("weights_sha256"), repeat.facts.get("weights_sha256")
-    name, limit = "same weights again", "equal" if tolerance == 0 else "told, not judged"
+    name, limit = "same weights again", "equal" if tolerance == 0 else "reported, not judged"
     if first is None or second is None:
         return Verdict(name=name, passed=False, reason="a run ended without the digest of its weights", limit=limit)
     equal = first == second

@@ -60,7 +60,7 @@ def mfu_of(done: Work, tflops: Flops) -> Mfu:
     if done.device == "cpu":
         raise UnknownPeak("no MFU: the run was on a CPU")
     if done.gpu is None:
-        raise UnknownPeak("no MFU: the run does not say which GPU it was on")
+        raise UnknownPeak("no MFU: the run did not report its GPU")
     if done.precision not in get_args(Dtype):
         raise UnknownPeak(f"no MFU: the table of GPUs holds no {done.precision.upper()} peak")
     dtype = cast("Dtype", done.precision)

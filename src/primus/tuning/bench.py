@@ -152,8 +152,8 @@ def _one(shape: Shape, folder: Path, bench: str, gpu: str, running: dict[int, su
         running.pop(process.pid, None)
     if code == 0:
         return ""
-    said = [line for part in ("search", "default") for line in _lines(folder / f"{shape.key}.{part}.part")]
-    return f"exit code {code}" + (f", {said[-1][:200]}" if said else "")
+    lines = [line for part in ("search", "default") for line in _lines(folder / f"{shape.key}.{part}.part")]
+    return f"exit code {code}" + (f", {lines[-1][:200]}" if lines else "")
 
 
 def _lines(path: Path) -> list[str]:

@@ -67,8 +67,8 @@ class Trials:
         try:
             shutil.rmtree(output, ignore_errors=True)  # left by an interrupted run
             output.parent.mkdir(parents=True, exist_ok=True)
-            said, code = self._train(recipe, output)
-            result = _read(output, said, self.warmup, time.monotonic() - began)
+            reported, code = self._train(recipe, output)
+            result = _read(output, reported, self.warmup, time.monotonic() - began)
             for large in ("cache", "checkpoint"):
                 shutil.rmtree(output / large, ignore_errors=True)
             if any(text in result.reason for text in (failure.DISK_FULL.text, "the disk is full")):
@@ -107,8 +107,8 @@ class Trials:
             if process.poll() is None:
                 _end(process)
         lines = [line for line in errors.splitlines() if line.strip()]
-        said = lines[0].removeprefix("primus train: ") if lines else f"exit code {process.returncode}"
-        return said if process.returncode else "", process.returncode
+        reported = lines[0].removeprefix("primus train: ") if lines else f"exit code {process.returncode}"
+        return reported if process.returncode else "", process.returncode
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -142,12 +142,13 @@ def ending() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _read(output: Path, said: str, warmup: int, seconds: float) -> Result:
+def _read(output: Path, reported: str, warmup: int, seconds: float) -> Result:
     kept, steps = document(output / "result.json"), _steps(output / "metrics.jsonl")
-    reason = said if said.startswith("it took longer") else str(kept.get("cause") or "")
+    reason = reported if reported.startswith("it took longer") else str(kept.get("cause") or "")
     if not reason and not kept.get("passed"):
-        failed: Any = kept.get("verdicts") or []
-        reason = next((f"{one['name']}: {one['reason']}" for one in failed if not one["passed"]), said or "no result")
+        verdicts: Any = kept.get("verdicts") or []
+        failed = (f"{one['name']}: {one['reason']}" for one in verdicts if not one["passed"])
+        reason = next(failed, reported or "no result")
     rates = [float(step["tokens_per_second"]) for step in steps[warmup:] if step.get("tokens_per_second")]
     if not reason and not rates:
         reason = f"no step was left to measure after {warmup} of warm-up"

@@ -136,10 +136,10 @@ def _part(shapes: Sequence[str], folder: Path, number: int, gpu: str, python: st
         errors="replace", check=False,
     )  # fmt: skip
     if ended.returncode or not made.is_file():
-        said = [line for line in ended.stderr.splitlines() if line.strip()]
+        lines = [line for line in ended.stderr.splitlines() if line.strip()]
         raise CheckFailed(
             f"PyTorch could not measure {len(shapes)} GEMMs on GPU {gpu}: "
-            f"{said[-1][:300] if said else 'it wrote no result'}",
+            f"{lines[-1][:300] if lines else 'it wrote no result'}",
             hint="finished parts are kept; run it again to continue",
         )
     made.replace(done)

@@ -91,49 +91,50 @@ def _add_up(
     tl.store(out + token * width + offsets, total.to(out.dtype.element_ty), mask=inside)
 
 
-def _gathered(x: torch.Tensor, ways: Routes) -> torch.Tensor:
-    width, per_token = x.shape[1], ways.rows.shape[1]
+def _gathered(x: torch.Tensor, routing: Routes) -> torch.Tensor:
+    width, per_token = x.shape[1], routing.rows.shape[1]
     if _plain(x):
         padded = torch.cat((x, x.new_zeros(1, width)))
-        return padded[torch.where(ways.choices >= 0, ways.choices // per_token, len(x)).long()]
-    out = x.new_empty(len(ways.choices), width)
+        return padded[torch.where(routing.choices >= 0, routing.choices // per_token, len(x)).long()]
+    out = x.new_empty(len(routing.choices), width)
     block = triton.next_power_of_2(width)
     _spread[(len(out),)](
-        x, ways.choices, x, x, out, x, width, PER_TOKEN=per_token, WEIGHTED=False, BLOCK=block, num_warps=_warps(block)
-    )
+        x, routing.choices, x, x, out, x, width,
+        PER_TOKEN=per_token, WEIGHTED=False, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
     return out
 
 
 def _summed(
-    experts: torch.Tensor, ways: Routes, weights: torch.Tensor | None, base: torch.Tensor | None
+    experts: torch.Tensor, routing: Routes, weights: torch.Tensor | None, base: torch.Tensor | None
 ) -> torch.Tensor:
-    (tokens, per_token), width = ways.rows.shape, experts.shape[1]
+    (tokens, per_token), width = routing.rows.shape, experts.shape[1]
     if _plain(experts):
-        values = experts[ways.rows.long()].float()
+        values = experts[routing.rows.long()].float()
         total = (values if weights is None else values * weights[:, :, None]).sum(1)
         return (total if base is None else total + base.float()).to(experts.dtype)
     out = experts.new_empty(tokens, width)
     block = triton.next_power_of_2(width)
     _add_up[(tokens,)](
-        experts, ways.rows, experts if weights is None else weights, experts if base is None else base, out, width,
+        experts, routing.rows, experts if weights is None else weights, experts if base is None else base, out, width,
         PER_TOKEN=per_token, WEIGHTED=weights is not None, BASED=base is not None, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return out
 
 
 def _weighted_back(
-    gradient: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, ways: Routes
+    gradient: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, routing: Routes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    per_token, width = ways.rows.shape[1], experts.shape[1]
+    per_token, width = routing.rows.shape[1], experts.shape[1]
     if _plain(experts):
-        spread = _gathered(gradient, ways).float()
-        factors = torch.cat((weights.reshape(-1), weights.new_zeros(1)))[ways.choices.long()]
-        dots = (spread * experts.float()).sum(1)[ways.rows.long()]
+        spread = _gathered(gradient, routing).float()
+        factors = torch.cat((weights.reshape(-1), weights.new_zeros(1)))[routing.choices.long()]
+        dots = (spread * experts.float()).sum(1)[routing.rows.long()]
         return (spread * factors[:, None]).to(experts.dtype), dots.to(weights.dtype)
     out, dots = torch.empty_like(experts), torch.empty_like(weights)
     block = triton.next_power_of_2(width)
     _spread[(len(out),)](
-        gradient, ways.choices, weights, experts, out, dots, width,
+        gradient, routing.choices, weights, experts, out, dots, width,
         PER_TOKEN=per_token, WEIGHTED=True, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return out, dots
@@ -150,9 +151,9 @@ def _warps(block: int) -> int:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *ways: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*ways)
-        return _gathered(x.contiguous(), Routes(*ways))
+    def forward(ctx: Any, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*routing)
+        return _gathered(x.contiguous(), Routes(*routing))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -162,34 +163,34 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, experts: torch.Tensor, weights: torch.Tensor, base: torch.Tensor | None, *ways: torch.Tensor
+        ctx: Any, experts: torch.Tensor, weights: torch.Tensor, base: torch.Tensor | None, *routing: torch.Tensor
     ) -> torch.Tensor:
         experts, weights = experts.contiguous(), weights.contiguous()
-        ctx.save_for_backward(experts, weights, *ways)
+        ctx.save_for_backward(experts, weights, *routing)
         ctx.based = base is not None
-        return _summed(experts, Routes(*ways), weights, None if base is None else base.contiguous())
+        return _summed(experts, Routes(*routing), weights, None if base is None else base.contiguous())
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        experts, weights, *ways = ctx.saved_tensors
+        experts, weights, *routing = ctx.saved_tensors
         given = grads[0].contiguous()
-        made, dots = _weighted_back(given, experts, weights, Routes(*ways))
+        made, dots = _weighted_back(given, experts, weights, Routes(*routing))
         return made, dots, given if ctx.based else None, None, None, None
 
 
-def dispatch(x: torch.Tensor, ways: Routes) -> torch.Tensor:
-    """Return the experts' input: the token of ``x`` [tokens, width] for each row of ``ways``. Padding is zero."""
+def dispatch(x: torch.Tensor, routing: Routes) -> torch.Tensor:
+    """Return the experts' input: the token of ``x`` [tokens, width] for each row of ``routing``. Padding is zero."""
     CALLS["moe_dispatch"] += 1
-    made: torch.Tensor = _Dispatch.apply(x, *ways)
+    made: torch.Tensor = _Dispatch.apply(x, *routing)
     return made
 
 
-def combine(experts: torch.Tensor, weights: torch.Tensor, ways: Routes, base: torch.Tensor | None) -> torch.Tensor:
+def combine(experts: torch.Tensor, weights: torch.Tensor, routing: Routes, base: torch.Tensor | None) -> torch.Tensor:
     """Return ``base`` [tokens, width] plus the weighted sum of each token's rows of ``experts``.
 
     ``weights`` [tokens, choices] are float32. The sum is computed in float32, in the order of the choices, and rounded
     once.
     """
     CALLS["moe_combine"] += 1
-    made: torch.Tensor = _Combine.apply(experts, weights, base, *ways)
+    made: torch.Tensor = _Combine.apply(experts, weights, base, *routing)
     return made

@@ -26,7 +26,7 @@ SIGNATURES: dict[str, tuple[str, ...]] = {
 }
 # Primus's configuration of FP8 attention.
 _ATTENTION_BLOCK = 64
-# Sizes in its FP8 products must be divisible by this number.
+# Its FP8 products support only sizes divisible by this number.
 _FP8_MULTIPLE = 128
 
 

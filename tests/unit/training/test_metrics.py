@@ -63,7 +63,7 @@ def test_warm_up_counts_for_no_aggregate_but_the_peak_of_memory() -> None:
     ("change", "says"),
     [
         ({"device": "cpu", "gpu": None, "units": None}, "the run was on a CPU"),
-        ({"device": None, "gpu": None}, "does not say which GPU"),
+        ({"device": None, "gpu": None}, "did not report its GPU"),
         ({"gpu": "NVIDIA H200 NVL"}, "the peak of 'NVIDIA H200 NVL' is unknown"),
         ({"gpu": "NVIDIA A100-SXM4-80GB"}, "is unknown"),
         ({"precision": "fp32"}, "no FP32 peak"),

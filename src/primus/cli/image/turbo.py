@@ -127,7 +127,7 @@ def _compile(options: argparse.Namespace) -> int:
     gpu = _gpu(options)
     out = options.out or _folder()
     cases = list(load_catalogue().cases(_kernels(options, gpu.vendor)))
-    asked = bake(cases, gpu, out, str(out.absolute()), say=_progress(options))
+    asked = bake(cases, gpu, out, str(out.absolute()), progress=_progress(options))
     document = {"arch": gpu.arch, "kernels": len(asked), "calls": len(cases), "folder": str(out)}
     if options.json:
         print(json.dumps(document))
@@ -153,7 +153,7 @@ def _check(options: argparse.Namespace) -> int:
     if real and not options.all:
         recorded = {one["case"] for one in index["kernels"]}
         cases = [case for case in cases if case.label in recorded]
-    verdict = check(cases, gpu, real=real, say=_progress(options))
+    verdict = check(cases, gpu, real=real, progress=_progress(options))
     # A PyTorch build for CPUs launches no kernel.
     if (torch.version.cuda or torch.version.hip) and (why := compiler.fault(os.environ)):
         verdict = verdict.with_failure(f"Triton cannot launch kernels: {why}")

@@ -1,4 +1,4 @@
-"""FLUX.1 on diffusers' transformer, with latents and text embeddings made beforehand, by flow matching.
+"""FLUX.1 on diffusers' transformer, trained by flow matching on precomputed latents and text embeddings.
 
-``config`` is pure and needs no torch. The rest runs inside the ranks only.
+``config`` does not need torch. The other modules run only inside the ranks.
 """

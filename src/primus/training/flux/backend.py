@@ -1,4 +1,4 @@
-"""The rules of FLUX: its data are latents, and its weights those of diffusers' transformer."""
+"""The rules of FLUX. Its data are latents; its weights are those of diffusers' transformer."""
 
 from __future__ import annotations
 

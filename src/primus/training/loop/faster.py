@@ -1,4 +1,4 @@
-"""Access to the optimizations of :mod:`primus.turbo`, imported only on use, because they need Triton."""
+"""Access to the optimizations of :mod:`primus.turbo`, which are imported on first use, because they need Triton."""
 
 from __future__ import annotations
 

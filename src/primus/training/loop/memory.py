@@ -41,7 +41,7 @@ def predict(recipe: Recipe, batch: int) -> Memory:
     kept = layers * model.hidden_size + layer * RECOMPUTED if recomputed else layers * layer
     copies = copies_in_eight(model) if recipe.precision == "fp8" and not recomputed else 0.0
     chunk = min(tokens, recipe.find(f"{head}.loss_chunk", 2048))
-    # One rank gathers nothing, and reads the rows of a frozen embedding from where they are.
+    # One rank gathers nothing, and reads the rows of a frozen embedding in place.
     ends = 2 if trained or recipe.world_size > 1 else 1
     stay = not recipe.find(f"{head}.sharding.reshard_after_forward", True)
     gathered = unsharded(
@@ -56,12 +56,12 @@ def predict(recipe: Recipe, batch: int) -> Memory:
     activations = kept * tokens * compute + copies
     reused = 0.0
     if stay and recipe.world_size == 1 and not trained:
-        # All weights but the embedding stay as they are computed with, the output layer and the blocks among them.
+        # All weights but the embedding, including the output layer and the blocks, stay in the computing precision.
         gathered = compute * (total - model.vocab_size * model.hidden_size)
     elif stay:
         gathered += compute * total
     if recipe.world_size == 1 and trained and recipe.accumulation == 1:
-        # The embedding's gradient comes last, and takes the place of activations in both precisions.
+        # The gradient of the embedding is computed last, in the memory of activations, in both precisions.
         reused = min(activations, model.vocab_size * model.hidden_size * float(compute + FLOAT32))
     return Memory(
         weights=width * shard,

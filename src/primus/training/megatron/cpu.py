@@ -1,4 +1,4 @@
-"""Patches with which megatron-core 0.16.1 trains on a machine without a GPU. Apply them before importing it.
+"""Patches that let megatron-core 0.16.1 train on a machine without a GPU. Apply them before importing it.
 
 Each patch states what fails without it. None is applied on a GPU.
 """
@@ -18,8 +18,8 @@ from primus.patch import replace
 
 
 def apply() -> None:
-    """Replace the GPU that Megatron names everywhere by the CPU, on this thread."""
-    # Megatron takes its optimizer and norms from Transformer Engine wherever that is installed, and they need a GPU.
+    """Replace the GPU that Megatron names everywhere with the CPU, on this thread."""
+    # Megatron uses Transformer Engine's optimizer and norms if it is installed, and they need a GPU.
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
     # torch.compile, which decorates small functions of Megatron, would search for a C++ compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -28,7 +28,7 @@ def apply() -> None:
         "current_device": lambda: torch.device("cpu"),
         # Groups, pipelines and the token dispatcher wait for the device.
         "synchronize": lambda *_: None,
-        # The token dispatcher copies token counts to the host on its own stream.
+        # The token dispatcher copies token counts to the host on a stream of its own.
         "Stream": _Stream,
         "current_stream": lambda *_: _Stream(),
         "stream": lambda _: nullcontext(),
@@ -71,17 +71,17 @@ class _AsCuda(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
 
 
 def apply_after_import() -> None:
-    """Apply the patches of Megatron's own names."""
+    """Apply the patches to Megatron's own names."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
-    # Its tracker of random states forks CUDA's generators, and recomputed layers start from the same state. Without
+    # Its tracker of random states forks CUDA's generators so that recomputed layers start from the same state. Without
     # dropout, nothing draws from them.
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     replace(random, "_get_cuda_rng_state", lambda *_, **__: None, takes="device, clone, graph_safe")
     replace(random, "_set_cuda_rng_state", lambda *_, **__: None, takes="new_state, device, graph_safe")
-    # Its mesh of ranks names the GPU.
+    # Its mesh of ranks requests the GPU.
     replace(torch_fully_sharded_data_parallel, "DeviceMesh", _Mesh)
     # The all-to-all needs its splits as numbers. They become numbers only when they are copied from a GPU.
     takes = "tensor, as_numpy, record_stream"

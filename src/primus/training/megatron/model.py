@@ -32,7 +32,7 @@ _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN
 
 
 def layers_of(asked: MegatronConfig) -> str:
-    """Return whose layers the model is built from: "transformer_engine" or "local"."""
+    """Return which library's layers the model uses: "transformer_engine" or "local"."""
     usable = torch.cuda.is_available() and find_spec("transformer_engine") is not None
     if asked.layers == "transformer_engine" and not usable:
         raise SystemExit("megatron: layers: transformer_engine is asked, but it is not installed or there is no GPU")
@@ -54,18 +54,18 @@ def configure(
         # The number of labels is known only for the whole step, and labels can be ignored.
         "calculate_per_token_loss": True,
         "transformer_impl": layers,
-        # The local form of it needs a package of its own; one product per expert is what remains.
+        # The local grouped product needs another package, so each expert has its own product.
         "moe_grouped_gemm": layers == "transformer_engine" and bool(model.moe.experts),
-        # Without Apex or Transformer Engine there is no kernel that adds to a gradient.
+        # Without Apex or Transformer Engine, no kernel can add to an existing gradient.
         "gradient_accumulation_fusion": False,
-        # Experts need it beside tensor parallelism, and latent attention's norms would count their gradients twice.
+        # Experts require it with tensor parallelism; without it, latent attention's norms count gradients twice.
         "sequence_parallel": keys.get("tensor_model_parallel_size", 1) > 1,
         **keys,
     }
     if given.get("moe_aux_loss_coeff"):
-        # With a loss per token, Megatron 0.16.1 weighs this loss by the tokens of the rank, not by those of the
-        # micro-batch: it would be too small by the number of ranks that share a sequence, and if it is counted by
-        # sequences, by their number.
+        # With a loss per token, Megatron 0.16.1 weights this loss by the tokens of the rank, not of the micro-batch. It
+        # would be too small by the number of ranks that share a sequence and, if it is counted by sequences, by the
+        # number of sequences.
         given["moe_aux_loss_coeff"] *= given.get("tensor_model_parallel_size", 1)
         if given.get("moe_router_load_balancing_type") == "seq_aux_loss":
             given["moe_aux_loss_coeff"] *= training.micro_batch_size
@@ -133,7 +133,7 @@ def build(
 
 
 def _narrow(config: TransformerConfig, part: GPTModel) -> Float16Module:
-    """Return the part in bfloat16. The routers' biases stay in float32, to which a forward pass converts them."""
+    """Convert the part to bfloat16. The routers' biases stay in float32, as a forward pass converts them."""
     narrow = Float16Module(config, part)
     for module in part.modules():
         if isinstance(module, TopKRouter):

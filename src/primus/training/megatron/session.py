@@ -71,7 +71,7 @@ class MegatronSession:
 
     @property
     def data_rank(self) -> int:
-        """Which share of a global batch this rank takes. Ranks of one TP, PP or CP group take the same."""
+        """The number of this rank's share of the global batch. Ranks of one TP, PP or CP group have the same share."""
         return int(parallel_state.get_data_parallel_rank())
 
     def forward_backward(self, batches: Sequence[Batch], terms: int) -> torch.Tensor:
@@ -178,7 +178,7 @@ class MegatronSession:
         return Updates(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def facts(self) -> dict[str, Any]:
-        """Return whose layers ran, and the layout."""
+        """Return which library's layers ran, and the layout."""
         return {
             "layers": self._layers,
             "core_attention": self._attention if self._layers == "local" else "transformer_engine",

@@ -23,8 +23,10 @@ class Samples(Protocol):
     """The micro-batches of a step."""
 
     def batch(self, step: int, rank: int) -> Batch:
-        """All micro-batches of a data-parallel rank in ``step`` (from 1): ``inputs`` and ``labels`` [samples, length],
-        or what an image is trained with [images, …].
+        """Return all micro-batches of a data-parallel rank in ``step`` (from 1).
+
+        A batch contains ``inputs`` and ``labels`` [samples, length], or what an image is trained with [images,
+        …].
         """
 
     def terms(self, batch: Batch) -> int:
@@ -45,10 +47,12 @@ class _Tokens:
 
 
 class _Stream(_Tokens):
-    """torchtitan's order: a rank's share of the documents is one endless stream of tokens, cut at every length + 1.
+    """torchtitan's order: a rank's share of the documents is an endless stream of tokens, cut after every length +
+    1.
 
-    Each document stands between the tokenizer's begin and end marks. The token at a cut is the label of the sample
-    before it and is not an input again. Rank r of n has documents r · (count ÷ n) and on, in the corpus's order.
+    Each document is between the tokenizer's begin and end tokens. The token at a cut is the label of the sample
+    before it, and is not used again as an input. Rank r of n has the documents from r · (count ÷ n) on, in the
+    corpus's order.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -78,11 +82,11 @@ class _Stream(_Tokens):
 
 
 class _Numbered(_Tokens):
-    """The order of our own loop: samples have numbers, step s takes those from (s − 1) · global batch on.
+    """The order of our own loop: samples have numbers, and step s takes those from (s − 1) · global batch on.
 
-    The corpus is one stream of tokens in samples of ``length``; sample n starts at token n · length, and its last
-    label is the first token of the next one. Pass p over the samples takes them in the order of ``torch.randperm`` of
-    a generator seeded with seed · 2,000,003 + p.
+    The corpus is one stream of tokens, divided into samples of ``length``. Sample n starts at token n · length, and
+    its last label is the first token of the next one. The order of pass p is ``torch.randperm`` of a generator
+    seeded with seed · 2,000,003 + p.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -114,7 +118,7 @@ class _Numbered(_Tokens):
         return self._stream[start : start + self._length + 1]
 
     def _walk(self, number: int) -> torch.Tensor:
-        """Mock tokens: a walk over at most 256 symbols in steps of 1, 3, 7 or 19."""
+        """Return mock tokens: a walk over at most 256 symbols in steps of 1, 3, 7 or 19."""
         symbols = min(256, self._vocabulary)
         generator = _generator(self._seed, number)
         steps = torch.tensor([1, 3, 7, 19])[torch.randint(4, (self._length,), generator=generator)]

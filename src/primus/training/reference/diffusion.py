@@ -91,7 +91,7 @@ class Diffusion:
         self, weights: Weights, block: str, image: torch.Tensor, text: torch.Tensor, given: torch.Tensor,
         turn: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Two streams with separate weights that attend to each other."""
+        """Compute a block of two streams with separate weights that attend to each other."""
         streams = (("", "to_", "norm_", "to_out.0", image), ("_context", "add_", "norm_added_", "to_add_out", text))
         modulations, heads = [], []
         for which, to, norm, _, states in streams:
@@ -117,7 +117,7 @@ class Diffusion:
         self, weights: Weights, block: str, states: torch.Tensor, given: torch.Tensor,
         turn: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """One stream, with attention and feed-forward in parallel."""
+        """Compute a block of one stream, with attention and feed-forward in parallel."""
         shift, scale, gate = self._modulation(weights, f"{block}norm.linear", given, 3)
         normed = self._normed(states, shift, scale)
         fed = self.between(_gelu(self._linear(weights, f"{block}proj_mlp", normed)))

@@ -58,13 +58,13 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
 
 
 def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> list[str]:
-    """Return which weights in ``folder/weights-0.pt``, and which ranks, have random numbers of another seed."""
+    """Return the weights in ``folder/weights-0.pt``, and the ranks, whose random numbers come from another seed."""
     if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
         return []
     key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)
     seed, found = job["config"].get(key, usual), []
     if seed is None:
-        # Without a seed, torchtitan uses any.
+        # Without a seed, torchtitan uses a random one.
         return []
     # Our own loop draws dropout from a different seed on each rank. Megatron and torchtitan seed all ranks alike.
     apart = job["backend"] not in ("torchtitan", "megatron")

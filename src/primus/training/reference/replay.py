@@ -23,16 +23,16 @@ from primus.training.reference.names import UnknownWeight, kind_of, to_canonical
 
 Tensors = dict[str, torch.Tensor]
 _BIAS = ".e_score_correction_bias"
-# The precision of weights and updates in bits. Anything smaller than their rounding is meaningless.
+# The relative rounding of weights and updates, by dtype. Smaller differences mean nothing.
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
-# Steps, spread over the run, at which the reference also computes how far the run's precision moves its results.
+# The number of steps, spread over the run, at which the reference also computes how far the precision moves results.
 _NOISY = 4
 # At other steps, it does so if a gap exceeds this many times the noise of these.
 _SUSPECT = 3.0
 # How much the scores of two experts may differ, relative to the larger one, while rounding still decides between them.
 # In each of two runs, one token that went to the other expert caused the whole gap of 0.6 of an expert with few tokens.
 _DOUBT = 2.0**-6
-# Further roundings that it then tries, as scales of the grid to which it rounds.
+# Further roundings that are then tried, as scales of the grid to which numbers are rounded.
 _GRIDS = (1.17, 1.33, 1.5, 1.67, 1.83)
 
 
@@ -176,7 +176,7 @@ class _Replay:
 
     @staticmethod
     def _doubtful(found: Mapping[str, Any]) -> bool:
-        """Return whether a kind's gap is too large for its noise, but not so large that noise is ruled out."""
+        """Return whether a kind's gap is too large for its noise, but small enough that noise may explain it."""
         gaps, noise = found.get("gaps", {}), found["noise"]["gaps"]
         return any(
             1e-5 + _SUSPECT * noise[kind][0] < gap <= 10 * _SUSPECT * noise[kind][0] for kind, (gap, _) in gaps.items()

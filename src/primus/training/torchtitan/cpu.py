@@ -1,4 +1,4 @@
-"""Patches with which torchtitan 0.2.2 trains on a machine without a GPU. Apply them before importing its trainer.
+"""Patches that let torchtitan 0.2.2 train on a machine without a GPU. Apply them before importing its trainer.
 
 Each patch states what fails without it. None is applied on a GPU.
 """
@@ -15,17 +15,17 @@ from primus.patch import replace
 
 
 def apply(threads: int) -> None:
-    """Make the CPU torchtitan's device, in this process.
+    """Make the CPU torchtitan's device in this process.
 
-    The number of threads is fixed, whatever the environment contains. Sums then always have the same order, and a
-    run can be repeated to the last bit.
+    The number of threads is fixed regardless of the environment. Sums then always have the same order, and a run
+    can be repeated to the last bit.
     """
     import torch
 
     from primus.training import gloo
 
     torch.set_num_threads(threads)
-    # All ranks are on this machine. Otherwise gloo looks up the host's name, which a sandbox may not resolve.
+    # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     gloo.complete()
     _device()
@@ -78,7 +78,9 @@ def _barrier() -> None:
 
 
 def _gradient_reduction() -> None:
-    """Reduce with a plain sum, which is the same here: with a gradient divisor, FSDP2 uses PREMUL_SUM, not in gloo."""
+    """Reduce with a plain sum, which is equivalent here. With a gradient divisor, FSDP2 uses PREMUL_SUM, which gloo
+    lacks.
+    """
     from torch.distributed.fsdp import FSDPModule
 
     def with_plain_sum(module: Any, factor: float) -> None:
@@ -89,8 +91,8 @@ def _gradient_reduction() -> None:
 
 
 def _histogram() -> None:
-    """Compute ``histc`` in float32: the router counts tokens per expert with it, and torch has it for integers only
-    on GPUs.
+    """Compute ``histc`` in float32, because torch supports integers only on GPUs. The router counts tokens per
+    expert with it.
 
     Counts below 2^24 are exact in float32.
     """
@@ -103,7 +105,7 @@ def _histogram() -> None:
 
 
 def _permutation() -> None:
-    """Sort tokens by expert with torchtitan's CPU code, which it never selects in place of its Triton kernel."""
+    """Sort tokens by expert with torchtitan's CPU code, which it never selects instead of its Triton kernel."""
     from torchtitan.models.moe import kernels
 
     given = "tokens_per_expert_group, start_index_values, write_offsets, experts_per_rank, num_ranks, max_len"

@@ -20,8 +20,8 @@ from primus.recipes.memory import (
 from primus.recipes.recipe import Recipe
 from primus.recipes.size import size
 
-# Bytes per logit if the loss is compiled: the logits in BF16 alone. Their gradients, of the same size, take the place
-# of gradients of weights, which count as well but do not exist yet.
+# Bytes per logit if the loss is compiled: only the logits in BF16. Their gradients have the same size and use the
+# memory of gradients of weights, which are counted but do not exist yet.
 _COMPILED_LOSS = 2
 
 
@@ -48,7 +48,7 @@ def predict(recipe: Recipe, batch: int) -> Memory:
     else:
         kept, once = layer, 0.0
     copies = copies_in_eight(model) / tensor / stages if eight and mode == "none" else 0.0
-    # Two runs with experts on one rank, which were not looked into, agree with the sum of all terms within 2 %.
+    # Two runs with experts on one rank agree with the sum of all terms within 2 %; they were not examined further.
     if recipe.world_size == 1 and not model.moe.experts:
         return _alone(recipe, tokens, kept=kept, once=once, copies=copies, compiled_loss=fused)
     if stages > 1:
@@ -59,7 +59,7 @@ def predict(recipe: Recipe, batch: int) -> Memory:
     else:
         in_flight = 1
     activations = (model.layers / stages * kept * in_flight + once) * tokens * compute / tensor + copies
-    # In FP8, weights are gathered, and stay, with one byte each.
+    # In FP8, weights are gathered and kept with one byte each.
     narrow = eight and recipe.find("torchtitan.quantize.linear.float8.enable_fsdp_float8_all_gather", False)
     gathered = 1 if narrow else compute
     never = recipe.find("torchtitan.parallelism.fsdp_reshard_after_forward", "default") == "never"
@@ -85,11 +85,12 @@ def predict(recipe: Recipe, batch: int) -> Memory:
 
 
 def _alone(recipe: Recipe, tokens: float, *, kept: float, once: float, copies: float, compiled_loss: bool) -> Memory:
-    """Predict one rank alone: torchtitan then uses autocast instead of FSDP.
+    """Predict one rank alone, for which torchtitan uses autocast instead of FSDP.
 
-    The residual stream is float32, and without recomputation the backward pass finds every weight cast to BF16. There
-    are no collectives: activations use the memory of gradients that do not exist yet. Logits and their gradients are
-    two large blocks, which fit there only as a whole. All this was read off the allocator's history of such runs.
+    The residual stream is float32, and without recomputation the BF16 copies of all weights are kept for the
+    backward pass. There are no collectives, so activations use the memory of gradients that do not exist yet.
+    Logits and their gradients are two large blocks, which fit there only as a whole. The allocator's history of
+    such runs shows all this.
     """
     model, accumulates = recipe.architecture, recipe.accumulation > 1
     total = float(size(model).total)
@@ -99,12 +100,12 @@ def _alone(recipe: Recipe, tokens: float, *, kept: float, once: float, copies: f
     if recipe.find("torchtitan.activation_checkpoint.mode", "none") == "none" and not copies and width != compute:
         cast = max(cast, compute * (total - model.vocab_size * model.hidden_size))
     if recipe.precision in ("fp8", "mxfp8") and not recipe.find("torchtitan.compile.enable", False):
-        # Each FP8 layer casts its input for itself and keeps it: three of queries, keys, values; gate and up.
+        # Each FP8 layer casts and keeps its own input: three times for queries, keys and values, twice for gate and up.
         kept += 3 * model.hidden_size
     kept_bytes = model.layers * tokens * (kept * compute + (width - compute) * model.hidden_size) + copies
     per_logit = 2 * _COMPILED_LOSS if compiled_loss else EAGER_LOSS
     loss = tokens * model.vocab_size * per_logit
-    # The last layer is recomputed when the logits are gone.
+    # The last layer is recomputed after the logits are freed.
     activations = kept_bytes + max(0.0, once * tokens * compute - loss)
     gradients = 0.0 if recipe.find("torchtitan.optimizer.early_step_in_backward", False) else width * total
     reused = 0.0
@@ -117,14 +118,14 @@ def _alone(recipe: Recipe, tokens: float, *, kept: float, once: float, copies: f
 
 
 def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: bool) -> float:
-    """Return what a layer keeps with selective checkpointing: of every n-th layer, or every second product."""
+    """Return what a layer keeps with selective checkpointing: all of every n-th layer, or every second product."""
     option = recipe.find("torchtitan.activation_checkpoint.selective_ac_option", "2")
     if option != "op":
         every = int(option) if option.isdigit() and int(option) else 1
         return layer - (layer - model.hidden_size) / every
     queries, values = model.heads * model.head_size, model.kv_heads * model.head_size
-    # The layer's input, the products wq, wv, w1 and (where no compiler drops it) w2, and the output of attention.
-    # Experts' grouped products are computed again.
+    # The layer's input, the products wq, wv, w1 and (unless a compiler drops it) w2, and the output of attention.
+    # Experts' grouped products are recomputed.
     kept = 2.0 * model.hidden_size + queries + values + ffn_width(model, routed=False)
     return kept * 1.05 if compiled else kept + model.hidden_size
 

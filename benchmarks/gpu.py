@@ -1,8 +1,8 @@
-"""Train recipes on this machine's GPUs, judge each run, and write what was measured.
+"""Train recipes on this machine's GPUs, check each run, and write the measurements.
 
     python -m benchmarks.gpu OUT.json --what WORDS CELL [CELL ...]
 
-A CELL is RECIPE:BACKEND:MODE:PRECISION, then any key=value words after further colons. ``bare:`` before a
+A CELL is RECIPE:BACKEND:MODE:PRECISION, then any key=value arguments after further colons. ``bare:`` before a
 torchtitan cell runs torchtitan's own trainer with the same settings, without this project's code, for comparison.
 """
 

@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.primus_import", description=__doc__)
     parser.add_argument("what", choices=("measure", "presets"))
-    parser.add_argument("checkouts", nargs="+", metavar="VERSION=CHECKOUT", help="oldest first")
+    parser.add_argument("checkouts", nargs="+", metavar="VERSION=CHECKOUT", help="oldest version first")
     parser.add_argument(
-        "--commit", action="append", default=[], metavar="VERSION=COMMIT", help="of a checkout without git"
+        "--commit", action="append", default=[], metavar="VERSION=COMMIT", help="the commit of a checkout without git"
     )
     parser.add_argument("--out", type=Path, default=OUT, help="JSON file of `measure`")
-    parser.add_argument("--at-least", type=float, default=0.95, metavar="SHARE", help="of files that must be equal")
+    parser.add_argument("--at-least", type=float, default=0.95, metavar="SHARE", help="of equal files (default: 0.95)")
     args = parser.parse_args(argv)
     checkouts = {name: Path(path).resolve() for name, _, path in (word.partition("=") for word in args.checkouts)}
     commits = dict(word.split("=", 1) for word in args.commit)

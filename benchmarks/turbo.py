@@ -1,16 +1,16 @@
-"""Train a model at full size with one optimization after the other, each variant in processes of its own.
+"""Train a model at full size with one optimization after another, each variant in its own processes.
 
     python -m benchmarks.turbo OUT.json --ranks 2 --steps 14 VARIANT [VARIANT ...]
 
-A VARIANT is NAME@RECIPE:PRECISION, then any key=value words after further colons; ``bare`` among them runs
+A VARIANT is NAME@RECIPE:PRECISION, then any key=value arguments after further colons; ``bare`` among them runs
 torchtitan's own trainer without this project's code, ``profile`` writes the time of each GPU kernel in one step,
 ``budget=N`` sets the compiler's activation memory budget, and ``NCCL_NAME=VALUE`` sets a variable of NCCL.
-RECIPE is a recipe's name, or RECIPE/BACKEND/MODE where that is not torchtitan's pre-training. The
-file is written after every variant, and a variant that fails does not stop the others. Variants are run in the order
-given: name one several times, with others in between, to repeat it.
+RECIPE is a recipe's name, or RECIPE/BACKEND/MODE for anything but torchtitan's pre-training. The file is written after
+every variant, and a failed variant does not stop the others. Variants run in the given order. To repeat one, name it
+several times, with others in between.
 
-Ranks are forked from a process that has imported the libraries already, and share one compiler cache, so most of the
-time goes into training.
+Ranks are forked from a process that has already imported the libraries, and share one compiler cache, so most of the
+time is spent on training.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m benchmarks.warm_start OUT.json NAME@RECIPE[:WORD…] [NAME@RECIPE[:WORD…] …]
 
 A WORD is anything that ``primus train`` takes after the recipe, such as ``ranks=1`` or ``--turbo=off``. Each case has
-a ``--compile-cache`` of its own, empty at first, and is run once without kept kernels and then with them. The time is
+its own, initially empty ``--compile-cache``, and runs once without kept kernels and then with them. The time is
 measured from the start of the command to its line for the first step, so it includes Python's imports and the model.
-The file is written after every case, and a case that fails does not stop the others.
+The file is written after every case, and a failed case does not stop the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ending a job that hangs: every rank prints its stack, and the rank that the others wait for is named."""
+"""Ending a job that hangs. Every rank prints its stack, and the rank that the others wait for is reported."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def folder_of_node(job: Job, given: Mapping[str, str]) -> Path:
 
 
 def _meeting(job: Job, given: Mapping[str, str]) -> list[str]:
-    """Return torchrun's rendezvous options. Raises InputError if a job of several nodes cannot tell its node number."""
+    """Return torchrun's rendezvous options. Raises InputError if a job of several nodes has no node number."""
     nodes = job.recipe.get("nodes", int)
     if nodes == 1:
         # A file of the job, so that parallel jobs never meet; torchrun's own store of the other kind needs a torch with

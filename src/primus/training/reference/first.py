@@ -58,7 +58,7 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
 
 
 def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> list[str]:
-    """Return the weights in ``folder/weights-0.pt``, and the ranks, whose random numbers come from another seed."""
+    """Return the weights in ``folder/weights-0.pt``, and the ranks, that use random numbers of another seed."""
     if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
         return []
     key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)

@@ -113,7 +113,7 @@ def _of_file(corpus: Corpus, file: Path, lines: Callable[[Path], Iterator[_Line]
         return _of_rows(corpus, _parquet_rows(file))
     if form == "text":
         return _paragraphs(_decoded(where, line) for where, line in lines(file))
-    return _of_rows(corpus, _json_rows(lines(file)))
+    return _of_rows(corpus, _json_rows(file, lines(file)))
 
 
 def _form(file: Path) -> Literal["parquet", "text", "json"]:
@@ -198,7 +198,7 @@ def _paragraphs(lines: Iterator[str]) -> Iterator[str]:
         yield "".join(paragraph).strip("\r\n")
 
 
-def _json_rows(lines: Iterator[_Line]) -> Iterator[tuple[str, Any]]:
+def _json_rows(file: Path, lines: Iterator[_Line]) -> Iterator[tuple[str, Any]]:
     for where, raw in lines:
         line = _decoded(where, raw)
         if not line.strip():
@@ -211,11 +211,26 @@ def _json_rows(lines: Iterator[_Line]) -> Iterator[tuple[str, Any]]:
             column = f":{error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             found = f"{line.strip()[:40]!r}"
             raise InputError(
-                f"expected one JSON object per line, found {found}", where=f"{where()}{column}", hint=_HINT
-            ) from None
+                f"expected one JSON object per line, found {found}", where=f"{where()}{column}",
+                hint=_converted(file, line),
+            ) from None  # fmt: skip
         except RecursionError:
             raise InputError("the JSON is nested too deeply", where=where(), hint=_HINT) from None
+        if isinstance(row, list):
+            raise InputError("expected a JSON object, found a list", where=where(), hint=_converted(file, line))
         yield where(), row
+
+
+def _converted(file: Path, line: str) -> str:
+    """Return how to convert a table or a JSON array, judging by the file's name and one line; else the usual hint."""
+    if file.suffix.lower() == ".csv":
+        reader = "read_csv"
+    elif line.lstrip().startswith("["):
+        reader = "read_json"
+    else:
+        return _HINT
+    script = f"import pandas; pandas.{reader}({str(file)!r}).to_json('rows.jsonl', orient='records', lines=True)"
+    return f'convert it in the image: python3 -c "{script}"'
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
@@ -269,7 +284,8 @@ def row_reader(corpus: Corpus) -> Callable[[Any, str], str]:
         if column not in row:
             keys = ", ".join(map(str, row)) or "no columns"
             near = nearest(column, map(str, row))
-            raise InputError(f"expected the column {column!r}, found {keys}{near}", where=where, hint=_HINT)
+            hint = "data.column=NAME names the column of the text or of the chat messages"
+            raise InputError(f"expected the column {column!r}, found {keys}{near}", where=where, hint=hint)
         value = row[column]
         if isinstance(value, str):
             return value

@@ -131,3 +131,19 @@ def test_torchtitan_divides_documents_among_ranks(tmp_path: Path) -> None:
         rules_of(recipe).check_data(recipe)
     own_loop = resolve("mistral-7b", given, Asked(gpu="cpu", backend="fsdp", proxy=True))
     rules_of(own_loop).check_data(own_loop)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.csv", "text,id\nx,1\n", "pandas.read_csv('{file}')"),
+        ("a.json", '[{"text": "a"}]', "pandas.read_json('{file}')"),
+        ("a.jsonl", '{"body": "a"}\n', "data.column=NAME"),
+    ],
+)
+def test_a_file_of_another_form_has_its_own_remedy(name: str, text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    with pytest.raises(InputError) as refused:
+        check(Corpus(path=file))
+    assert (refused.value.hint or "").find(told.format(file=file)) >= 0

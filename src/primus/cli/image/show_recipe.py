@@ -15,7 +15,7 @@ from primus.cli.image.common import add_choices, add_recipe, resolved, short_ori
 from primus.recipes.recipe import Recipe
 from primus.recipes.setting import CHOICES, Setting
 from primus.recipes.size import readable, size
-from primus.terminal import Screen, Styled
+from primus.terminal import Screen, Styled, counted
 from primus.turbo.optimizations import reasons as optimization_reasons
 
 EXAMPLE = "primus show llama3.1-8b --gpu mi355x --precision fp8"
@@ -83,7 +83,8 @@ def _lines(recipe: Recipe, screen: Screen) -> Iterator[str]:
     active = "" if count.active == count.total else f", {readable(count.active)} active per token"
     yield f"{recipe.name}: {recipe.get('description', str)}"
     yield f"  {readable(count.total)} parameters{active}"
-    yield f"  {nodes} node{'s' if nodes > 1 else ''} × {recipe.get('ranks', int)} ranks, {recipe.steps} steps"
+    ranks, steps = counted(recipe.get("ranks", int), "rank"), counted(recipe.steps, "step")
+    yield f"  {counted(nodes, 'node')} × {ranks}, {steps}"
     if what == "tokens":
         yield f"  {recipe.global_batch} sequences of {recipe.seq_len} = {amount:,} tokens per step"
     else:

@@ -23,7 +23,7 @@ from primus.gpus.detect import detect
 from primus.recipes.choose import CPU
 from primus.recipes.rules import rules_of
 from primus.system import mounts
-from primus.terminal import Screen
+from primus.terminal import Screen, counted
 from primus.training import identity, logs, machine, metrics, proof, ranks, start
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of, steps
@@ -193,7 +193,8 @@ def _newest(run: Path, shown: Path) -> Path:
 def _headline(job: Job) -> str:
     recipe = job.recipe
     parts = [
-        f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}, {recipe.world_size} ranks",
+        f"{recipe.name}: {recipe.backend}, {recipe.mode}, {recipe.precision}, {recipe.gpu}, "
+        + counted(recipe.world_size, "rank"),
         f"steps {job.first_step}–{job.last_step}",
         f"batch {recipe.global_batch} × {recipe.seq_len} tokens",
         f"seed {recipe.seed}",

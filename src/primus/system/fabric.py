@@ -54,7 +54,7 @@ def rdma(host: Host) -> Iterator[Finding]:
             bad = True
             said = f"devices of board {board or 'unknown'} have firmware {', '.join(sorted(versions))}"
             yield slow("RDMA firmware", said, "update all to one version")
-    closed = [path for path in host.glob("dev/infiniband/uverbs*") if not host.openable(path)]
+    closed = [path for path in host.glob("dev/infiniband/uverbs*") if path.exists() and not host.openable(path)]
     if not host.glob("dev/infiniband/uverbs*"):
         bad = True
         yield failed(

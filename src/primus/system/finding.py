@@ -16,6 +16,7 @@ from primus.gpus.detect import Found, detect
 from primus.system.mounts import IMAGE_FILE
 
 Level = Literal["ok", "failed", "slow", "skipped"]
+_LONGEST = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,12 @@ class Finding:
     level: Level
     said: str
     remedy: str = ""
+
+    def __post_init__(self) -> None:
+        # Files of the machine and variables are quoted. They must not move the cursor or break the table.
+        for name in ("said", "remedy"):
+            text = "".join(c if c.isprintable() else " " for c in getattr(self, name))
+            object.__setattr__(self, name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")
 
 
 def ok(check: str, said: str) -> Finding:

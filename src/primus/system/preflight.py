@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from primus.files import text_if_readable
 from primus.system import fabric
 from primus.system.finding import Finding, Host, failed, ok, skipped, slow
 from primus.system.mounts import IMAGE_FILE
@@ -127,7 +128,7 @@ def visible(host: Host) -> Iterator[Finding]:
             continue
         words = [word.strip() for word in text.split(",") if word.strip()]
         chosen[name] = words
-        wrong = [word for word in words if word.isdigit() and int(word) >= len(host.gpus.names)]
+        wrong = [word for word in words if word.isdecimal() and int(word) >= len(host.gpus.names)]
         if wrong or not words or "-1" in words:
             what = f"GPU {wrong[0]}, and there are {len(host.gpus.names)}" if wrong else "no GPU"
             yield failed("visible GPUs", f"{name}={text} names {what}", f"unset {name}, or name GPUs from 0")
@@ -214,9 +215,10 @@ def cpu(host: Host) -> Iterator[Finding]:
     else:
         yield ok("huge pages", "on")
     governors = {
-        path.read_text(errors="replace").strip()
+        text_if_readable(path).strip()
         for path in host.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
     }
+    governors.discard("")
     if governors and governors != {"performance"}:
         yield slow(
             "CPU clock", f"the governor is {', '.join(sorted(governors))}", "sudo cpupower frequency-set -g performance"
@@ -400,7 +402,15 @@ CHECKS: tuple[Callable[[Host], Iterator[Finding]], ...] = (
 
 def preflight(host: Host) -> list[Finding]:
     """Run every check on ``host``, in order. Reads files only, in well under a second."""
-    return [finding for check in CHECKS for finding in check(host)]
+    findings: list[Finding] = []
+    for check in CHECKS:
+        try:
+            findings += check(host)
+        except (OSError, ValueError) as error:
+            # A file of the kernel may vanish while it is read, or hold what no other driver writes.
+            why = getattr(error, "strerror", None) or error
+            findings.append(skipped(check.__name__.replace("_", " "), f"this machine's files cannot be read: {why}"))
+    return findings
 
 
 def disk_speed(folder: Path, megabytes: int = 256) -> Finding:

@@ -334,3 +334,28 @@ def test_an_old_driver_is_named_for_the_release_channels_rocm(tmp_path: Path) ->
     assert found[1] == "failed"
     assert "amdgpu 6.16.6 is of ROCm 7.1" in found[2]
     assert "does not support ROCm 10.0.0" in found[2]
+
+
+SPOILED = ("", "\0\x1b[2J\n::", "9" * 5000, "ue: N/A\nce: x", "x" * 100_000)
+
+
+def test_no_content_of_a_file_ends_the_checks_or_reaches_the_terminal_raw(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gpus=1)
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        before = path.read_text()
+        for text in SPOILED:
+            path.write_text(text)
+            for _check, _level, said, remedy in machine.findings():
+                assert said.isprintable() and remedy.isprintable() and len(said) < 1100
+        path.unlink()
+        path.symlink_to("/nowhere")
+        machine.findings()
+        path.unlink()
+        path.write_text(before)
+
+
+@pytest.mark.parametrize("value", ["²", "\x1b[2J", "9" * 5000, "GPU-abc", "0 1"])
+def test_no_value_of_a_variable_ends_the_checks(value: str, tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gpus=2)
+    machine.environment["HIP_VISIBLE_DEVICES"] = value
+    assert all(said.isprintable() for _, _, said, _ in machine.findings())

@@ -111,6 +111,22 @@ def fit() -> None:
     assert all(abs(row["rounding"]) < 0.2 and 0.01 < row["deviation"] < 0.1 for row in rows.values()), rows
 
 
+def fp8_format() -> None:
+    """A step at which the run rounds to another grid is no other format; a run that rounds so at every step has one."""
+    generator = torch.Generator().manual_seed(0)
+    size = (50, 50)
+    for steps, expected in ((1, 0.0), (4, 1.0)):
+        found = constants.Fit("fsdp", routed=False)
+        for number in range(4):
+            own = {f"layers.{n}.weight": torch.randn(size, generator=generator) for n in range(8)}
+            far = {name: 0.1 * torch.randn(size, generator=generator) for name in own}
+            other = {name: own[name] + far[name] for name in own}
+            noisy = {name: own[name] + 0.01 * torch.randn(size, generator=generator) for name in own}
+            found.add(other if number < steps else own, own, noisy, own, {constants._FORMAT: other})
+        share = found.found()[constants._FORMAT]["share"]
+        assert abs(share - expected) < 0.1, (steps, share)
+
+
 def _wrong(sizes: object) -> Iterator[object]:
     """The same sizes with one thing changed: what tells nothing apart would agree with these, too."""
     yield replace(sizes, rope_theta=sizes.rope_theta * 0.9)  # type: ignore[type-var, attr-defined]
@@ -122,3 +138,4 @@ main()
 activations()
 flux()
 fit()
+fp8_format()

@@ -39,7 +39,8 @@ _BOTH = {
     _ROUNDED: Constants(angles=bfloat),
 }
 # These changes concern the rounding to FP8, not the values that are rounded.
-_OF_EIGHT = ("products not rounded to FP8", "gradients of products rounded to E4M3")
+_FORMAT = "gradients of products rounded to E4M3"
+_OF_EIGHT = ("products not rounded to FP8", _FORMAT)
 _LANGUAGE = {
     "z-loss of 0.0003": Constants(z_loss=3e-4),
     "labels smoothed by 0.01": Constants(smoothing=0.01),
@@ -141,24 +142,28 @@ class Fit:
 
         centred = torch.tensor([self._names[n] in _OF_EIGHT for n in seen])
 
-        def fitted(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def fitted(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             shares = inverse @ products.sum(0)
             left = (products - squares @ shares) @ inverse
             of_tensors = left.square().sum(0)
+            each = torch.stack([
+                torch.linalg.pinv(squares[steps == n].sum(0) / scale) / scale @ products[steps == n].sum(0)
+                for n in range(count)
+            ])  # fmt: skip
             if not self.routed:
-                return shares, of_tensors.sqrt()
+                return shares, of_tensors.sqrt(), each
             of_steps = torch.zeros(count, len(shares), dtype=left.dtype).index_add(0, steps, left)
             # The residuals of all steps add up to zero, so one step shows no deviation, and two show half of it.
             squared = of_steps.square().sum(0) * count / max(1, count - 1)
-            each = [
-                torch.linalg.pinv(squares[steps == n].sum(0) / scale) / scale @ products[steps == n].sum(0)
-                for n in range(count)
-            ]
             # A run may lose FP8 at some steps only, which the median would not show.
-            median = torch.stack(each).quantile(0.5, dim=0)
-            return torch.where(centred, shares, median), of_tensors.maximum(squared).sqrt()
+            median = each.quantile(0.5, dim=0)
+            return torch.where(centred, shares, median), of_tensors.maximum(squared).sqrt(), each
 
-        (shares, own), (rounding, other) = fitted(errors), fitted(noise)
+        (shares, own, each), (rounding, other, each_other) = fitted(errors), fitted(noise)
+        # If the largest gradient of a tensor moves a little, so does the grid. The run then rounds all of the values in
+        # another way than the reference, which looks like another format at that step. A wrong format is wrong always.
+        median = rounding + (each - each_other).quantile(0.5, dim=0)
+        shares = torch.where(torch.tensor([self._names[n] == _FORMAT for n in seen]), median, shares)
         # A run that loses FP8 at some steps disagrees with itself, and that must not widen its limit.
         deviations = torch.where(centred, other, own.maximum(other))
         rows = zip(seen, *(each.tolist() for each in (shares, rounding, deviations, centred)), strict=True)

@@ -79,8 +79,8 @@ class _Replay:
         self._given = update.settings(job)
         self._optimizer = update.AdamW(self._given)
         self._usual: dict[str, float] = {}
-        self._usual_norm = 0.0
-        self._norms = _reported_norms(folder.parent / "exact.jsonl")
+        self._usual_figures = {"loss": 0.0, "grad_norm": 0.0}
+        self._reported = _reported(folder.parent / "exact.jsonl")
         self._exact = job["precision"] == "fp32"
         self._rounding = _ROUNDING[_kept_dtype(job)]
         self.narrow = False
@@ -107,7 +107,8 @@ class _Replay:
         if regular:
             for kind, (gap, _) in figures["noise"]["gaps"].items():
                 self._usual[kind] = max(self._usual.get(kind, 0.0), gap)
-            self._usual_norm = max(self._usual_norm, figures["noise"]["grad_norm"])
+            for key, usual in self._usual_figures.items():
+                self._usual_figures[key] = max(usual, figures["noise"][key])
         elif self._amplified(step, figures):
             figures, limited = self._figures(step, before, used, noisy=True)
         row |= figures | {"regular": regular, "own_gradient": seen is not None, "stale": seen["stale"] if seen else []}
@@ -124,10 +125,18 @@ class _Replay:
     def _amplified(self, step: int, figures: Mapping[str, Any]) -> bool:
         """Return whether this step may amplify rounding more than the steps with known noise."""
         gaps: Mapping[str, tuple[float, str]] = figures.get("gaps", {})
-        norm = figures["grad_norm"]
-        return abs(self._norms.get(step, norm) - norm) > (1e-5 + self._usual_norm) * norm or any(
+        limits = {
+            "loss": 1e-6 + _SUSPECT * self._usual_figures["loss"],
+            "grad_norm": 1e-5 + self._usual_figures["grad_norm"],
+        }
+        return any(self._gap(step, key, figures) > limit for key, limit in limits.items()) or any(
             gap > 1e-5 + _SUSPECT * self._usual[kind] for kind, (gap, _) in gaps.items()
         )
+
+    def _gap(self, step: int, key: str, figures: Mapping[str, Any]) -> float:
+        """Return the relative difference of the reported loss or gradient norm from the reference's."""
+        own = figures[key]
+        return abs(self._reported.get(step, {}).get(key, own) - own) / own if own else 0.0
 
     def _figures(
         self, step: int, before: Tensors, used: Tensors | None, *, noisy: bool
@@ -146,13 +155,16 @@ class _Replay:
         if noisy:
             own = loss, losses, gradients
             found["noise"], rounded = self._noise(step, before, own, limited, scales)
-            if not self._exact and self._doubtful(found):
-                # A few tokens may determine a tensor's error, and one rounding may spare them by chance.
-                others = [self._noise(step, before, own, limited, scales, grid)[0]["gaps"] for grid in _GRIDS]
-                gaps = found["noise"]["gaps"]
-                found["noise"]["gaps"] = {
-                    kind: max(gap, _typical([one[kind] for one in others])) for kind, gap in gaps.items()
+            if not self._exact and self._doubtful(step, found):
+                # A few tokens may determine the error of a tensor or of the loss, and one rounding may spare them by
+                # chance.
+                others = [self._noise(step, before, own, limited, scales, grid)[0] for grid in _GRIDS]
+                noise = found["noise"]
+                noise["gaps"] = {
+                    kind: max(gap, _typical([one["gaps"][kind] for one in others]))
+                    for kind, gap in noise["gaps"].items()
                 }
+                noise["loss"] = max(noise["loss"], math.sqrt(sum(one["loss"] ** 2 for one in others) / len(others)))
                 found["noise"]["experts"] = self._other_experts(step, weights, limited, scales)
             if used is not None and not self._exact and step in self._noisy:
                 self._fit_constants(step, weights, used, limited, rounded)
@@ -174,13 +186,12 @@ class _Replay:
         clipped = update.clipped(gradients, update.norm_of(gradients), self._given.max_norm)
         return {kind: gap for kind, (gap, _) in _gaps(clipped, limited, scales).items() if ".experts." in kind}
 
-    @staticmethod
-    def _doubtful(found: Mapping[str, Any]) -> bool:
-        """Return whether a kind's gap is too large for its noise, but small enough that noise may explain it."""
-        gaps, noise = found.get("gaps", {}), found["noise"]["gaps"]
-        return any(
-            1e-5 + _SUSPECT * noise[kind][0] < gap <= 10 * _SUSPECT * noise[kind][0] for kind, (gap, _) in gaps.items()
-        )
+    def _doubtful(self, step: int, found: Mapping[str, Any]) -> bool:
+        """Return whether a gap is too large for its noise, but small enough that noise may explain it."""
+        gaps, noise = found.get("gaps", {}), found["noise"]
+        pairs = [(gap, noise["gaps"][kind][0]) for kind, (gap, _) in gaps.items()]
+        pairs.append((self._gap(step, "loss", found), noise["loss"]))
+        return any(1e-5 + _SUSPECT * usual < gap <= 10 * _SUSPECT * usual for gap, usual in pairs)
 
     def _fit_constants(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> None:
         """Compute the gradients with each constant changed, and fit the run's errors to these changes."""
@@ -222,7 +233,11 @@ class _Replay:
 
         A sum over ranks or micro-batches in float32 has more digits, even if they compute in bfloat16.
         """
-        factor = min(1.0, self._given.max_norm / (self._norms.get(step, 0.0) + 1e-6)) if self._given.max_norm else 1.0
+        factor = (
+            min(1.0, self._given.max_norm / (self._reported.get(step, {}).get("grad_norm", 0.0) + 1e-6))
+            if self._given.max_norm
+            else 1.0
+        )
         shares = [1.0]
         for gradient in used.values():
             plain = gradient[gradient != 0].double() / factor
@@ -376,9 +391,11 @@ def _weights(job: Mapping[str, Any], sizes: Architecture, folder: Path, step: in
     return to_canonical(job["backend"], sizes, seen["weights"])
 
 
-def _reported_norms(file: Path) -> dict[int, float]:
+def _reported(file: Path) -> dict[int, dict[str, float]]:
+    """Return step → the loss and gradient norm that the run reported, with all their digits."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return {int(row["step"]): float(row["grad_norm"]) for row in map(json.loads, lines)}
+    rows = map(json.loads, lines)
+    return {int(row["step"]): {key: float(row[key]) for key in ("loss", "grad_norm")} for row in rows}
 
 
 def _wide(tensors: Mapping[str, torch.Tensor]) -> Tensors:

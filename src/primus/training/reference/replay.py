@@ -164,7 +164,8 @@ class _Replay:
                     kind: max(gap, _typical([one["gaps"][kind] for one in others]))
                     for kind, gap in noise["gaps"].items()
                 }
-                noise["loss"] = max(noise["loss"], math.sqrt(sum(one["loss"] ** 2 for one in others) / len(others)))
+                for key in ("loss", "grad_norm"):
+                    noise[key] = max(noise[key], math.sqrt(sum(one[key] ** 2 for one in others) / len(others)))
                 found["noise"]["experts"] = self._other_experts(step, weights, limited, scales)
             if used is not None and not self._exact and step in self._noisy:
                 self._fit_constants(step, weights, used, limited, rounded)
@@ -191,6 +192,8 @@ class _Replay:
         gaps, noise = found.get("gaps", {}), found["noise"]
         pairs = [(gap, noise["gaps"][kind][0]) for kind, (gap, _) in gaps.items()]
         pairs.append((self._gap(step, "loss", found), noise["loss"]))
+        # The noise of a norm is that of its whole vector, so a norm of the same rounding is much closer.
+        pairs.append((self._gap(step, "grad_norm", found), noise["grad_norm"] / _SUSPECT))
         return any(1e-5 + _SUSPECT * usual < gap <= 10 * _SUSPECT * usual for gap, usual in pairs)
 
     def _fit_constants(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> None:

@@ -33,13 +33,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 class Taken:
     """The input of one update: gradients by name, rates by name or group, and parameters that it left behind.
 
-    ``apart`` are parameters that differ between ranks that must hold the same.
+    ``apart`` are parameters that differ between ranks that must hold the same. ``weights`` are those after the update,
+    if looking at the update gathered them.
     """
 
     gradients: Mapping[str, torch.Tensor]
     rates: Mapping[str, float]
     stale: Sequence[str] = field(default_factory=list)
     apart: Sequence[str] = field(default_factory=list)
+    weights: Mapping[str, torch.Tensor] | None = None
 
 
 class Trained(Protocol):
@@ -104,9 +106,10 @@ class Witness:
         if taken is None and self._rates:
             taken = Taken(gradients=self._gradients, rates=self._rates)
         if _rank() == 0 and taken:
-            torch.save(dict(vars(taken)), self._folder / f"update-{step}.pt")
+            kept = {key: value for key, value in vars(taken).items() if key != "weights"}
+            torch.save(kept, self._folder / f"update-{step}.pt")
         self._gradients, self._rates = {}, {}
-        self._weights(step)
+        self._weights(step, taken.weights if taken else None)
 
     def erase(self) -> None:
         """Set everything that is trained, and all optimizer states, to zero, and reset the random numbers."""
@@ -131,8 +134,9 @@ class Witness:
         (self._folder / f"random-{_rank()}.json").write_text(json.dumps(kept), encoding="utf-8")
         torch.set_rng_state(self._random)
 
-    def _weights(self, step: int) -> None:
-        weights = self._trained.whole() if self._trained else whole_parameters(self._parts)
+    def _weights(self, step: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        if weights is None:
+            weights = self._trained.whole() if self._trained else whole_parameters(self._parts)
         if _rank() == 0:
             waiting = self._folder / f"weights-{step}.waiting"
             torch.save({"weights": dict(weights)}, waiting)

@@ -172,6 +172,7 @@ class MegatronSession:
             },
             stale=[name for name, own in computing.items() if not torch.equal(own, updated[name].to(own.dtype))],
             apart=sorted(apart),
+            weights=updated,
         )
 
     def _updates(self) -> Updates:

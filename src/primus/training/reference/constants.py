@@ -40,7 +40,12 @@ _BOTH = {
 }
 # These changes concern the rounding to FP8, not the values that are rounded.
 _FORMAT = "gradients of products rounded to E4M3"
-_OF_EIGHT = ("products not rounded to FP8", _FORMAT)
+_OF_EIGHT = {
+    "outputs not rounded to FP8": Constants(wide="outputs"),
+    "gradients of states not rounded to FP8": Constants(wide="gradients of states"),
+    "gradients of weights not rounded to FP8": Constants(wide="gradients of weights"),
+    _FORMAT: Constants(back=torch.float8_e4m3fn),
+}
 _LANGUAGE = {
     "z-loss of 0.0003": Constants(z_loss=3e-4),
     "labels smoothed by 0.01": Constants(smoothing=0.01),
@@ -57,6 +62,8 @@ def trials(model: AnyModel) -> dict[str, AnyModel]:
     moe = sizes.moe
     if moe.experts:
         changed["weight of experts × 1.01"] = replace(sizes, moe=replace(moe, route_scale=moe.route_scale * 1.01))
+        if moe.top_k > 1:
+            found["weights of a token's experts in reverse"] = _fresh(plain, constants=Constants(reversed_shares=True))
         if moe.auxiliary_loss and plain.dialect.balance != "none":
             more = replace(moe, auxiliary_loss=moe.auxiliary_loss * 1.5)
             changed["balancing loss × 1.5"] = replace(sizes, moe=more)
@@ -69,9 +76,7 @@ def trials_of_eight(model: AnyModel) -> dict[str, AnyModel]:
     """Return ``model`` with another rounding to FP8, by the name of the change; none if it does not round to FP8."""
     if isinstance(model, Diffusion) or not model.eight:
         return {}
-    back = replace(model.constants, back=torch.float8_e4m3fn)
-    changed = (_fresh(model, eight=False), _fresh(model, constants=back))
-    return dict(zip(_OF_EIGHT, changed, strict=True))
+    return {name: _fresh(model, constants=constants) for name, constants in _OF_EIGHT.items()}
 
 
 def _fresh(model: AnyModel, **changes: Any) -> AnyModel:
@@ -123,10 +128,11 @@ class Fit:
         """Return name of a change → how far the run moved (``share``), how far rounding alone does, and a
         standard deviation.
 
-        ``rounding`` is that of the reference in the run's precision. The deviation is how much the tensors
-        disagree, or with experts the steps, in the run or in this reference, whichever is larger. ``centred``:
-        the share that rounding shows is the position of a healthy run, not an error; the deviation is then that
-        of the reference. Changes without an effect are left out.
+        ``steps``: the share that each added step shows alone. ``rounding`` is the share in the reference that
+        computes in the run's precision. The deviation is how much the tensors disagree, or with experts the
+        steps, in the run or in this reference, whichever is larger. ``centred``: the share that rounding shows is
+        the position of a healthy run, not an error; the deviation is then that of the reference. Changes without
+        an effect are left out.
         """
         if not self._parts:
             return {}
@@ -160,15 +166,25 @@ class Fit:
             return torch.where(centred, shares, median), of_tensors.maximum(squared).sqrt(), each
 
         (shares, own, each), (rounding, other, each_other) = fitted(errors), fitted(noise)
+        # One step of unusual rounding may decide all steps together. A wrong constant shows in both figures.
+        median = each.quantile(0.5, dim=0)
+        shares = torch.where(~centred & (median.abs() < shares.abs()), median, shares)
         # If the largest gradient of a tensor moves a little, so does the grid. The run then rounds all of the values in
         # another way than the reference, which looks like another format at that step. A wrong format is wrong always.
         median = rounding + (each - each_other).quantile(0.5, dim=0)
         shares = torch.where(torch.tensor([self._names[n] == _FORMAT for n in seen]), median, shares)
         # A run that loses FP8 at some steps disagrees with itself, and that must not widen its limit.
         deviations = torch.where(centred, other, own.maximum(other))
-        rows = zip(seen, *(each.tolist() for each in (shares, rounding, deviations, centred)), strict=True)
+        columns = (shares, rounding, deviations, centred, each.T)
+        rows = zip(seen, *(column.tolist() for column in columns), strict=True)
         return {
-            self._names[n]: {"share": share, "rounding": alone, "deviation": deviation, "centred": known}
-            for n, share, alone, deviation, known in rows
+            self._names[n]: {
+                "share": share,
+                "rounding": alone,
+                "deviation": deviation,
+                "centred": known,
+                "steps": of_steps,
+            }
+            for n, share, alone, deviation, known, of_steps in rows
             if self._names[n] != _ROUNDED or self.backend in _EXACT_ANGLES
         }

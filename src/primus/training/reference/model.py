@@ -30,20 +30,28 @@ def bfloat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _EightBits(torch.autograd.Function):
-    """A product with factors rounded to float8_e4m3fn and gradients to ``back``, each scaled by its largest value."""
+    """A product with factors rounded to float8_e4m3fn and gradients to ``back``, each scaled by its largest value.
+
+    ``wide`` names the product that is not rounded, as in :class:`Constants`.
+    """
 
     @staticmethod
-    def forward(context: Any, states: torch.Tensor, weight: torch.Tensor, back: torch.dtype) -> torch.Tensor:
-        states, weight = _scaled(states, torch.float8_e4m3fn), _scaled(weight, torch.float8_e4m3fn)
-        context.save_for_backward(states, weight)
-        context.back = back
-        return states @ weight.T
+    def forward(context: Any, states: torch.Tensor, weight: torch.Tensor, back: torch.dtype, wide: str) -> torch.Tensor:
+        narrow = _scaled(states, torch.float8_e4m3fn), _scaled(weight, torch.float8_e4m3fn)
+        context.save_for_backward(
+            states if wide == "gradients of weights" else narrow[0],
+            weight if wide == "gradients of states" else narrow[1],
+        )
+        context.back, context.wide = back, wide
+        return states @ weight.T if wide == "outputs" else narrow[0] @ narrow[1].T
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         states, weight = context.saved_tensors
-        gradient = _scaled(gradient, context.back)
-        return gradient @ weight, gradient.flatten(0, -2).T @ states.flatten(0, -2), None
+        narrow = _scaled(gradient, context.back)
+        for_states = gradient if context.wide == "gradients of states" else narrow
+        for_weight = gradient if context.wide == "gradients of weights" else narrow
+        return for_states @ weight, for_weight.flatten(0, -2).T @ states.flatten(0, -2), None, None
 
 
 def _scaled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -79,7 +87,9 @@ class Constants:
     ``angles`` is applied to the table of rotary angles. ``norm_eps`` is added to the epsilon of every norm.
     ``attention`` multiplies the attention logits, and ``shares`` is applied to their softmax. ``z_loss`` is the
     coefficient of the squared log-sum-exp of the logits; ``smoothing`` is the share of each label that is spread
-    over the vocabulary. ``back`` is the FP8 format of the gradients of linear layers.
+    over the vocabulary. ``back`` is the FP8 format of the gradients of linear layers; ``wide`` is which of their
+    products is not rounded to FP8: "outputs", "gradients of states", "gradients of weights", or "" for none.
+    ``reversed_shares``: the chosen experts of a token have each other's weights, in reverse order.
     """
 
     angles: Rounding = exact
@@ -89,6 +99,8 @@ class Constants:
     z_loss: float = 0.0
     smoothing: float = 0.0
     back: torch.dtype = torch.float8_e5m2
+    wide: str = ""
+    reversed_shares: bool = False
 
 
 @dataclass
@@ -150,7 +162,8 @@ class Model:
         eight = self.eight and ".experts." not in name
 
         def multiply(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return _EightBits.apply(states, weight, self.constants.back) if eight else states @ weight.T
+            given = self.constants
+            return _EightBits.apply(states, weight, given.back, given.wide) if eight else states @ weight.T
 
         out = multiply(states, weights[name + ".weight"])
         if (bias := weights.get(name + ".bias")) is not None:
@@ -253,6 +266,8 @@ class Model:
         share = scores.gather(-1, chosen)
         if moe.normalize_top_k:
             share = share / share.sum(-1, keepdim=True)
+        if self.constants.reversed_shares:
+            share = share.flip(-1)
         share = share * moe.route_scale
         out = torch.zeros_like(flat)
         for number in range(moe.experts):

@@ -140,7 +140,7 @@ def magnitude_of_yarn_not_squared(module: Any) -> None:
     wrap(module.Attention, "__init__", init)
 
 
-@silent("model", "torchtitan", TITAN_MOE, LOSS, GRADIENTS, words=(*DEEPSEEK_WORDS, *BF16))
+@silent("model", "torchtitan", TITAN_MOE, LOSS, GRADIENTS, CONSTANTS, words=(*DEEPSEEK_WORDS, *BF16))
 def weights_of_the_chosen_experts_exchanged(module: Any) -> None:
     """Scores were sorted and indices were not: each of a token's experts has the weight of the other."""
 

@@ -133,10 +133,19 @@ EPSILON = "norm epsilon + 0.001"
         ),
         # What rounding alone may show is no fault, and is no proof either.
         ({EPSILON: {"share": 1.0, "rounding": 0.1, "deviation": 0.3}}, ""),
-        # A rounding that the reference repeats is judged from where the reference finds itself.
-        ({EPSILON: {"share": 0.45, "rounding": 0.41, "deviation": 0.02, "centred": True}}, ""),
+        # Where the reference shows the same, it is the rounding.
+        ({EPSILON: {"share": 0.8, "rounding": 0.4, "deviation": 0.1}}, ""),
+        ({EPSILON: {"share": 0.4, "rounding": -0.4, "deviation": 0.1}}, f"{EPSILON}: the gradients show 0.40 of it"),
+        # One step of unusual rounding is no wrong constant; a share far beyond the deviation is.
+        ({EPSILON: {"share": 0.6, "rounding": 0.0, "deviation": 0.1, "every": False}}, ""),
         (
-            {EPSILON: {"share": 0.45, "rounding": 0.05, "deviation": 0.02, "centred": True}},
+            {EPSILON: {"share": 0.6, "rounding": 0.0, "deviation": 0.05, "every": False}},
+            f"{EPSILON}: the gradients show 0.60 of it",
+        ),
+        # A rounding that the reference repeats is judged from where the reference finds itself.
+        ({EPSILON: {"share": 0.45, "rounding": 0.41, "deviation": 0.02, "eight": True}}, ""),
+        (
+            {EPSILON: {"share": 0.45, "rounding": 0.05, "deviation": 0.02, "eight": True}},
             f"{EPSILON}: the gradients show 0.45 of it",
         ),
         ({}, "the reference did not compare this"),

@@ -46,6 +46,8 @@ _OF_EIGHT = {
     "gradients of weights not rounded to FP8": Constants(wide="gradients of weights"),
     _FORMAT: Constants(back=torch.float8_e4m3fn),
 }
+# A step with at least this part of all evidence for a change must show at least this much of it.
+_PART, _AT_EACH_STEP = 0.05, 0.25
 _LANGUAGE = {
     "z-loss of 0.0003": Constants(z_loss=3e-4),
     "labels smoothed by 0.01": Constants(smoothing=0.01),
@@ -128,11 +130,11 @@ class Fit:
         """Return name of a change → how far the run moved (``share``), how far rounding alone does, and a
         standard deviation.
 
-        ``steps``: the share that each added step shows alone. ``rounding`` is the share in the reference that
-        computes in the run's precision. The deviation is how much the tensors disagree, or with experts the
-        steps, in the run or in this reference, whichever is larger. ``centred``: the share that rounding shows is
-        the position of a healthy run, not an error; the deviation is then that of the reference. Changes without
-        an effect are left out.
+        ``steps``: the share that each added step shows alone. ``every``: whether each step that could show the change
+        does. ``rounding`` is the share in the reference that computes in the run's precision. The deviation is how
+        much the tensors disagree, or with experts the steps, in the run or in this reference, whichever is larger.
+        ``eight``: the change concerns the rounding to FP8; the deviation is then that of the reference. Changes
+        without an effect are left out.
         """
         if not self._parts:
             return {}
@@ -146,7 +148,7 @@ class Fit:
         steps = torch.tensor(self._steps)
         count = int(steps[-1]) + 1
 
-        centred = torch.tensor([self._names[n] in _OF_EIGHT for n in seen])
+        eight = torch.tensor([self._names[n] in _OF_EIGHT for n in seen])
 
         def fitted(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             shares = inverse @ products.sum(0)
@@ -163,28 +165,31 @@ class Fit:
             squared = of_steps.square().sum(0) * count / max(1, count - 1)
             # A run may lose FP8 at some steps only, which the median would not show.
             median = each.quantile(0.5, dim=0)
-            return torch.where(centred, shares, median), of_tensors.maximum(squared).sqrt(), each
+            return torch.where(eight, shares, median), of_tensors.maximum(squared).sqrt(), each
 
         (shares, own, each), (rounding, other, each_other) = fitted(errors), fitted(noise)
-        # One step of unusual rounding may decide all steps together. A wrong constant shows in both figures.
-        median = each.quantile(0.5, dim=0)
-        shares = torch.where(~centred & (median.abs() < shares.abs()), median, shares)
+        # One step of unusual rounding may decide the share of all steps. A wrong constant shows at every step that has
+        # a part in that share. With experts, the median decides.
+        parts = torch.stack([squares[steps == n].sum(0).diagonal() for n in range(count)]) / lengths[seen].square()
+        less = (each - each_other) * (shares - rounding).sign() < _AT_EACH_STEP
+        every = ~((parts >= _PART) & less).any(0) | eight | self.routed
         # If the largest gradient of a tensor moves a little, so does the grid. The run then rounds all of the values in
         # another way than the reference, which looks like another format at that step. A wrong format is wrong always.
         median = rounding + (each - each_other).quantile(0.5, dim=0)
         shares = torch.where(torch.tensor([self._names[n] == _FORMAT for n in seen]), median, shares)
         # A run that loses FP8 at some steps disagrees with itself, and that must not widen its limit.
-        deviations = torch.where(centred, other, own.maximum(other))
-        columns = (shares, rounding, deviations, centred, each.T)
+        deviations = torch.where(eight, other, own.maximum(other))
+        columns = (shares, rounding, deviations, eight, every, each.T)
         rows = zip(seen, *(column.tolist() for column in columns), strict=True)
         return {
             self._names[n]: {
                 "share": share,
                 "rounding": alone,
                 "deviation": deviation,
-                "centred": known,
+                "eight": known,
+                "every": shown_always,
                 "steps": of_steps,
             }
-            for n, share, alone, deviation, known, of_steps in rows
+            for n, share, alone, deviation, known, shown_always, of_steps in rows
             if self._names[n] != _ROUNDED or self.backend in _EXACT_ANGLES
         }

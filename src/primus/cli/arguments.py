@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -61,8 +62,10 @@ def folder(option: str) -> Callable[[str], Path]:
     return read
 
 
-def new_file(option: str) -> Callable[[str], Path]:
-    """Return a parser for new files. It raises InputError if the file exists or its folder does not."""
+def new_file(option: str, *suffixes: str) -> Callable[[str], Path]:
+    """Return a parser for new files. It raises InputError if the file exists, its folder does not, or its name ends
+    with none of ``suffixes``.
+    """
     plain = path(option)
 
     def read(text: str) -> Path:
@@ -70,7 +73,11 @@ def new_file(option: str) -> Callable[[str], Path]:
         if os.path.lexists(found):
             raise InputError(f"{found} already exists", hint=f"choose another {option}, or delete it")
         if not found.parent.is_dir():
-            raise InputError(f"{found.parent} is not a folder", hint=f"choose another {option}")
+            missing = not os.path.lexists(found.parent)
+            hint = f"create it: mkdir -p {shlex.quote(str(found.parent))}" if missing else f"choose another {option}"
+            raise InputError(f"{found.parent} {'does not exist' if missing else 'is not a folder'}", hint=hint)
+        if suffixes and found.suffix not in suffixes:
+            raise InputError(f"{found.name} does not end with {' or '.join(suffixes)}", hint=f"choose another {option}")
         return found
 
     return read

@@ -63,7 +63,7 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
     if gpu.value == CPU and proxy.value is not True:
         raise InputError(
             f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
-            hint="--proxy trains a small model instead; `primus show` with --gpu NAME shows the job for a GPU",
+            hint="--proxy trains a small model; commands that train nothing, such as `primus show`, take --gpu NAME",
         )  # fmt: skip
     offered = list(cells[str(backend.value), str(mode.value)])
     fallback = settings

@@ -79,9 +79,14 @@ def candidates(
 
 
 def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the choices of optimizations, the recipe's own first: none, ``auto``, and ``auto`` plus each other one."""
+    """Return the choices of optimizations, the recipe's own first: none, ``auto``, and ``auto`` plus each other one.
+
+    If the command line chooses, there is no other choice.
+    """
     own, known = chosen(start), optimizations()
     auto = automatic(start)
+    if (setting := start.settings.get("turbo")) and setting.origin.startswith("command line"):
+        return [("auto" if own == auto and own else ",".join(own) or "off", ())]
     sets = {own: "as the recipe" if own not in ((), auto) else "auto" if own else "off"}
     sets.setdefault((), "off")
     sets.setdefault(auto, "auto")

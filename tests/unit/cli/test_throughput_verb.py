@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from primus.cli.image import tune_throughput
+from primus.cli.main import main
 from primus.errors import CheckFailed
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
@@ -79,3 +80,21 @@ def test_final_runs_without_time_are_refused(clock: list[float]) -> None:
     clock[0] = 85
     with pytest.raises(CheckFailed, match="no time is left for the final runs"):
         made.pairs(points[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("tuned.txt", "tuned.txt does not end with .yaml", "choose another --output"),
+        ("new/tuned.yaml", "new does not exist", "create it: mkdir -p "),
+        ("file/tuned.yaml", "file is not a folder", "choose another --output"),
+    ],
+)
+def test_an_output_that_cannot_be_a_recipe_file_is_refused_before_the_search(
+    name: str, message: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["tune", "throughput", "llama3-proxy", "--gpu=cpu", "--output", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert hint in error

@@ -310,6 +310,7 @@ def test_the_workload_service_is_asked_as_documented(
         (["--url", "http://127.0.0.1:9", "create", "--exp", EXP, "--image", "a", "--cpu", "many"], 2, "--cpu"),
         (["--url", "http://127.0.0.1:9", "create", "--image", "a"], 2, "--exp is missing"),
         (["--url", "http://127.0.0.1:9"], 2, "no command is given"),
+        (["--url", "http://127.0.0.1:9", "lst"], 2, "no command is given; did you mean 'list'?"),
     ],
 )
 def test_wrong_words_for_the_service(

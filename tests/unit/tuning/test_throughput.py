@@ -48,6 +48,13 @@ def test_a_batch_that_only_a_check_would_divide_is_a_candidate() -> None:
     assert {point.batch: point.out for point in points} == {1: "", 2: ""}
 
 
+@pytest.mark.parametrize("words", ["turbo=off", "turbo=fp8-linear", "turbo=auto"])
+def test_optimizations_that_the_command_line_chooses_are_not_searched(words: str) -> None:
+    points = _points(words, "global_batch=64")
+    assert {point.turbo for point in points} == {words.partition("=")[2]}
+    assert len(points) == 3 * 4
+
+
 def test_the_planner_leaves_out_what_does_not_fit_and_checkpointing_makes_room() -> None:
     points = _points("global_batch=64")
     largest = {

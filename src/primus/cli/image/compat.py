@@ -161,7 +161,8 @@ def _ask_service(words: Sequence[str], environment: Mapping[str, str]) -> int:
     command = next((word for word in words if word in workloads.COMMANDS), None)
     if command is None:
         known = ", ".join(workloads.COMMANDS)
-        raise InputError("no command is given", where="run_k8s_pretrain.sh", hint=f"commands: {known}")
+        near = next((text for word in words if (text := nearest(word, workloads.COMMANDS))), "")
+        raise InputError(f"no command is given{near}", where="run_k8s_pretrain.sh", hint=f"commands: {known}")
     rest = list(words)
     rest.remove(command)
     if command == "create":

@@ -35,7 +35,7 @@ _GIB = 2**30
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     """Declare the options of `throughput`."""
-    group.add_argument("--output", type=new_file("--output"), metavar="FILE", help="recipe file to write")
+    group.add_argument("--output", type=new_file("--output", ".yaml"), metavar="FILE", help="recipe file to write")
     group.add_argument("--dry-run", action="store_true", help="print the candidates and run nothing")
     group.add_argument(
         "--pairs", type=whole(least=3), default=3, metavar="N", help="final runs of start and winner each (default: 3)"

@@ -28,6 +28,7 @@ _MOST_CHARACTERS = 2_000_000
 # A few nested aliases can stand for more values than fit into memory.
 _MOST_VALUES = 20_000
 _DEEPEST = 64
+_TOO_DEEP = f"nested too deeply: more than {_DEEPEST} levels"
 # No field needs longer numbers, and Python refuses to convert some of them.
 _MOST_DIGITS = 64
 
@@ -270,6 +271,9 @@ class _Builder:
             mark = error.problem_mark or error.context_mark
             where = f"{self.name}:{mark.line + 1}:{mark.column + 1}" if mark else self.name
             problem = str(error.problem or error.context)
+            if "nesting depth" in problem:
+                # libyaml has a limit of its own, and reads so far ahead that it may reach it first.
+                raise InputError(_TOO_DEEP, where=where) from None
             line = (text.split("\n")[mark.line :] or [""])[0] if mark else ""
             hint = next((hint for part, hint in _REMEDIES.items() if part in problem), None)
             if "\t" in line[: len(line) - len(line.lstrip())]:
@@ -288,7 +292,7 @@ class _Builder:
         if self._count > _MOST_VALUES:
             raise self._error(f"there are too many values: more than {_MOST_VALUES:,}, aliases included", place)
         if depth > _DEEPEST:
-            raise self._error(f"nested too deeply: more than {_DEEPEST} levels", place)
+            raise self._error(_TOO_DEEP, place)
 
     def _document(self, events: Iterator[Any]) -> _Node | None:
         yaml = _yaml()

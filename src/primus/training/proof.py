@@ -215,16 +215,16 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
         allowed = limits[name] if row.get("every", True) else max(least, factor * _SURE * row["deviation"])
         if not shares[name] <= allowed:
             wrong.append(f"{name}: the gradients show {row['share']:.2f} of it")
-    told = [name for name, limit in limits.items() if limit <= 1]
+    decided = [name for name, limit in limits.items() if limit <= 1]
     if not found:
         wrong = ["the reference did not compare this"]
-    hidden = ", ".join(name for name in found if name not in told)
+    hidden = ", ".join(name for name in found if name not in decided)
     return of_faults(
         "reference constants",
         sorted(wrong, key=lambda sentence: sentence.partition(":")[0]),
-        f"{len(told)} changes would show" + (f"; hidden by rounding: {hidden}" if hidden else ""),
-        measured=f"{max((shares[name] for name in told), default=0.0):.2f}",
-        limit=f"≤ {max((limits[name] for name in told), default=_CHANGED):.2f} of a change",
+        f"{len(decided)} changes would show" + (f"; hidden by rounding: {hidden}" if hidden else ""),
+        measured=f"{max((shares[name] for name in decided), default=0.0):.2f}",
+        limit=f"≤ {max((limits[name] for name in decided), default=_CHANGED):.2f} of a change",
     )
 
 

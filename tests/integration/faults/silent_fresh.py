@@ -255,12 +255,12 @@ def computing_weights_truncated(module: Any) -> None:
         import torch
 
         norm = run(self, lr)
-        updates = self._updates()
+        own = self._updates().weights()
         with torch.no_grad():
             for part in self.model_parts:
                 for parameter in part.parameters():
                     if parameter.dtype == torch.bfloat16:
-                        parameter.copy_(_truncated(updates.weight(parameter).float()))
+                        parameter.copy_(_truncated(own[parameter].float()))
         return norm
 
     wrap(module.MegatronSession, "step", step)

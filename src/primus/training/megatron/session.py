@@ -153,30 +153,32 @@ class MegatronSession:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """See :meth:`primus.training.loop.session.Session.whole`. In bfloat16, the optimizer's float32 weights."""
-        return weights.whole(self.model_parts, tied=self._tied, value=self._updates().weight)
+        return weights.gather(self.model_parts, [self._updates().weights()], tied=self._tied)[0].tensors
 
     def taken(self) -> Taken:
         """See :meth:`primus.training.loop.session.Session.taken`."""
         if self._ddp.overlap_param_gather:
             for part in self.model_parts:
                 part.start_param_sync(force_sync=True)
-        updates, apart = self._updates(), set[str]()
-        updated = weights.whole(self.model_parts, tied=self._tied, value=updates.weight, apart=apart)
-        computing = weights.whole(self.model_parts, tied=self._tied)
+        updates = self._updates()
+        own = updates.weights()
+        updated, gradients = weights.gather(self.model_parts, [own, updates.gradients()], tied=self._tied)
+        stale = weights.gathered(weights.different(self.model_parts, own, tied=self._tied))
         return Taken(
-            gradients=weights.whole(self.model_parts, tied=self._tied, value=updates.gradient, apart=apart),
+            gradients=gradients.tensors,
             rates={
                 f"{number}.{place}": float(group["lr"])
                 for number, inner in enumerate(self._inner())
                 for place, group in enumerate(inner.param_groups)
             },
-            stale=[name for name, own in computing.items() if not torch.equal(own, updated[name].to(own.dtype))],
-            apart=sorted(apart),
-            weights=updated,
+            stale=sorted(set().union(*stale)),
+            apart=sorted(updated.apart | gradients.apart),
+            weights=updated.tensors,
         )
 
     def _updates(self) -> Updates:
-        return Updates(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+        parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
+        return Updates(getattr(self._optimizer, "chained_optimizers", [self._optimizer]), parameters)
 
     def facts(self) -> dict[str, Any]:
         """Return which library's layers ran, and the layout."""

@@ -6,18 +6,21 @@ optimizer has its own float32 weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+Tensors = dict[torch.nn.Parameter, torch.Tensor]
+
 
 class Updates:
     """Looks up parameters in ``optimizers``, Megatron's. All ranks must call its methods in the same order."""
 
-    def __init__(self, optimizers: Iterable[Any]) -> None:
+    def __init__(self, optimizers: Iterable[Any], parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
         # Parameter → the tensor that the inner optimizer updates for it, and its range in the parameter.
         self._own: dict[torch.nn.Parameter, tuple[torch.Tensor, Any]] = {}
         self._sharded = False
@@ -28,30 +31,39 @@ class Updates:
                 updated = optimizer.optimizer.param_groups[group]["params"][place]
                 self._own[parameter] = updated, optimizer._get_model_param_range_map(parameter)["param"]
 
-    def weight(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the weights that the optimizer keeps for ``parameter``."""
-        return self._whole(parameter, lambda updated: updated)
+    def weights(self) -> Tensors:
+        """Return the weights that the optimizer keeps for each parameter."""
+        return self._whole(lambda updated: updated)
 
-    def gradient(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Return the gradient of ``parameter`` in the last update, after clipping; NaN for elements without one."""
-        return self._whole(parameter, _gradient)
+    def gradients(self) -> Tensors:
+        """Return the gradients of the last update, after clipping; NaN for elements without one."""
+        return self._whole(_gradient)
 
-    def _whole(self, parameter: torch.nn.Parameter, of: Any) -> torch.Tensor:
+    def _whole(self, of: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
         if not self._sharded:
-            found: torch.Tensor = of(getattr(parameter, "main_param", parameter))
-            return found.detach()
-        flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-        if parameter in self._own:
-            updated, where = self._own[parameter]
-            flat[where.start : where.end] = of(updated).detach().float()
-        dense = getattr(parameter, "allreduce", True)
-        group = (
-            parallel_state.get_data_parallel_group(with_context_parallel=True)
-            if dense
-            else parallel_state.get_expert_data_parallel_group()
-        )
-        dist.all_reduce(flat, group=group)
-        return flat.view_as(parameter)
+            return {
+                parameter: of(getattr(parameter, "main_param", parameter)).detach() for parameter in self._parameters
+            }
+        found: Tensors = {}
+        for dense in (True, False):
+            kind = [p for p in self._parameters if getattr(p, "allreduce", True) == dense]
+            if not kind:
+                continue
+            # One sum over the ranks for all parameters: gloo takes a millisecond for each.
+            flat = torch.zeros(sum(p.numel() for p in kind), dtype=torch.float32, device=kind[0].device)
+            pieces = flat.split([p.numel() for p in kind])
+            for parameter, piece in zip(kind, pieces, strict=True):
+                if parameter in self._own:
+                    updated, where = self._own[parameter]
+                    piece[where.start : where.end] = of(updated).detach().float()
+            dist.all_reduce(
+                flat,
+                group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+                if dense
+                else parallel_state.get_expert_data_parallel_group(),
+            )
+            found |= {parameter: piece.view_as(parameter) for parameter, piece in zip(kind, pieces, strict=True)}
+        return found
 
 
 def _gradient(updated: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 Method = Callable[..., Any]
+Values = Mapping[torch.nn.Parameter, torch.Tensor]
 
 
 def _nothing(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,49 +58,123 @@ def initialize(model: Any, methods: dict[str, Method], seed: int, *, tied: bool)
         parameter.data.copy_(whole)
 
 
-def whole(
-    parts: Sequence[Any],
-    *,
-    tied: bool,
-    value: Callable[[torch.nn.Parameter], torch.Tensor] = _nothing,
-    apart: set[str] | None = None,
-) -> dict[str, torch.Tensor]:
-    """On rank 0, return every parameter and router bias of ``parts`` as one rank would have it. All ranks must call
-    this.
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A rank's part of one tensor: along which dimension it is split, and the rank's place in that split.
 
-    ``value`` returns the tensor to gather for a parameter: itself, or a tensor of its shape, such as its gradient.
-    If ranks that must hold the same values differ, the name is added to ``apart``, and the first rank's values are
-    used.
+    ``tensor`` is None if another rank sends the same values. ``digest`` shows whether they really are the same.
     """
-    mine: list[tuple[str, int, int, int, torch.Tensor]] = []
+
+    name: str
+    split: int
+    halves: int
+    place: int
+    tensor: torch.Tensor | None
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Tensors by name as one rank would have them, and the names of those that differ between ranks that must hold the
+    same.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    apart: set[str]
+
+
+def gather(parts: Sequence[Any], values: Sequence[Values], *, tied: bool) -> list[Whole]:
+    """On rank 0, return every parameter and router bias of ``parts``, once for each of ``values``. All ranks must call
+    this; the others get empty results.
+
+    A value maps each parameter to the tensor to gather for it: itself, or one of its shape, such as its gradient. If
+    ranks that must hold the same have different values, those of the first rank are returned.
+    """
+    mine = [list(_parts(parts, one, tied=tied)) for one in values]
+    # Rank 0 keeps its own tensors, because copying them takes longer than all else.
+    rows: list[Any] = [mine, *gathered([] if dist.get_rank() == 0 else mine)[1:]]
+    found = []
+    for number in range(len(values)):
+        pieces: dict[str, dict[int, _Part]] = {}
+        apart: set[str] = set()
+        for part in (part for row in rows for part in row[number]) if dist.get_rank() == 0 else ():
+            known = pieces.setdefault(part.name, {}).setdefault(part.place, part)
+            if known.digest != part.digest:
+                apart.add(part.name)
+            if known.tensor is None:
+                pieces[part.name][part.place] = part
+        tensors = {name: _joined([row[place] for place in sorted(row)]) for name, row in pieces.items()}
+        found.append(Whole(tensors=tensors, apart=apart))
+    return found
+
+
+def gathered(mine: Any) -> list[Any]:
+    """Return the object ``mine`` of every rank on rank 0, and an empty list on the others."""
+    rows: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, rows)
+    return rows or []
+
+
+def different(parts: Sequence[Any], values: Values, *, tied: bool) -> set[str]:
+    """Return the parameters of this rank that are not their ``values``, rounded to their dtype."""
+    return {
+        name
+        for part in parts
+        for name, parameter in _named(_model(part), tied=tied)
+        if not torch.equal(_local(parameter), _local(values[parameter]).to(parameter.dtype))
+    }
+
+
+def _model(part: Any) -> Any:
+    while hasattr(part, "module"):
+        part = part.module
+    return part
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
+
+
+def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Part]:
     for part in parts:
-        model = part
-        while hasattr(model, "module"):
-            model = model.module
+        model = _model(part)
         biases = [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias") and b is not None]
         for name, tensor in [*_named(model, tied=tied), *biases]:
             split = getattr(tensor, "partition_dim", -1) if getattr(tensor, "tensor_model_parallel", False) else -1
-            local = value(tensor) if isinstance(tensor, torch.nn.Parameter) else tensor
-            local = local.full_tensor() if hasattr(local, "full_tensor") else local
-            halves = 2 if "linear_fc1" in name else 1
-            mine.append((name, split, halves, _tensor_group(name).rank(), local.detach().cpu().clone()))
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, gathered)
-    pieces: dict[str, dict[int, tuple[int, int, torch.Tensor]]] = {}
-    for row in gathered or ():
-        for name, split, halves, place, tensor in row:
-            known = pieces.setdefault(name, {}).setdefault(place if split >= 0 else 0, (split, halves, tensor))
-            if apart is not None and not torch.equal(known[2].nan_to_num(), tensor.nan_to_num()):
-                apart.add(name)
-    return {name: _joined([row[place] for place in sorted(row)]) for name, row in pieces.items()}
+            local = values[tensor] if isinstance(tensor, torch.nn.Parameter) else tensor
+            local = (local.full_tensor() if hasattr(local, "full_tensor") else local).detach().cpu()
+            place = _tensor_group(name).rank()
+            sends = _data_rank(name) == 0 and (split >= 0 or place == 0)
+            yield _Part(
+                name=name,
+                split=split,
+                halves=2 if "linear_fc1" in name else 1,
+                place=place if split >= 0 else 0,
+                tensor=local.clone() if sends else None,
+                digest=_digest(local),
+            )
 
 
-def _joined(pieces: list[tuple[int, int, torch.Tensor]]) -> torch.Tensor:
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Return a hash of the tensor's values. NaNs are equal to each other, and -0 to 0."""
+    plain = (tensor.nan_to_num() + 0.0).contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(plain.numpy(), digest_size=16).digest()
+
+
+def _data_rank(name: str) -> int:
+    if ".experts." in name:
+        return int(parallel_state.get_expert_data_parallel_rank())
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def _joined(pieces: Sequence[_Part]) -> torch.Tensor:
     """Reverse :func:`_share`."""
-    split, halves, first = pieces[0]
+    split, halves = pieces[0].split, pieces[0].halves
+    tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
     if split < 0:
-        return first
-    chunks = [tensor.chunk(halves, dim=split) for _, _, tensor in pieces]
+        return tensors[0]
+    chunks = [tensor.chunk(halves, dim=split) for tensor in tensors]
     return torch.cat([chunk[half] for half in range(halves) for chunk in chunks], dim=split)
 
 

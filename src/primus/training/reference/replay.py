@@ -10,7 +10,8 @@ import json
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +37,35 @@ _DOUBT = 2.0**-6
 _GRIDS = (1.17, 1.33, 1.5, 1.67, 1.83)
 
 
-def replay(output: Path) -> dict[str, Any]:
-    """Compare every step of the run in ``output`` with the reference. :mod:`primus.training.proof` reads the result."""
+def replay(output: Path, threads: int = 1) -> dict[str, Any]:
+    """Compare every step of the run in ``output`` with the reference. :mod:`primus.training.proof` reads the result.
+
+    ``threads`` steps are computed at the same time. The result does not depend on their number.
+    """
     began = time.monotonic()
+    _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
     found: dict[str, Any] = {"precision": job["precision"], "steps": []}
-    began_at, last = job["first_step"], job["last_step"]
+    steps = range(job["first_step"], job["last_step"] + 1)
     sizes = rebuilt(job["model"])
     try:
-        before = _weights(job, sizes, folder, began_at - 1)
-        found["parameters"] = _parameters(job, sizes, before)
-        found["first"] = first.strange(job, sizes, before) + first.other_seeds(job, sizes, folder)
+        start = _weights(job, sizes, folder, steps[0] - 1)
+        found["parameters"] = _parameters(job, sizes, start)
+        found["first"] = first.strange(job, sizes, start) + first.other_seeds(job, sizes, folder)
         if found["parameters"]["missing"] or found["parameters"]["shapes"]:
             # The run trained another model, so there is nothing to repeat.
             return found
         replayed = _Replay(job, sizes, folder)
         found |= {"max_norm": update.settings(job).max_norm, "summands": job["data_parallel"] * job["accumulation"]}
-        for step in range(began_at, last + 1):
-            after = _weights(job, sizes, folder, step)
-            found["steps"].append(replayed.step(step, before, after))
+        with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:
+            computed = replayed.compute(steps, pool)
+        before = start
+        for one in computed:
+            after = _weights(job, sizes, folder, one.step)
+            found["steps"].append(replayed.compare(one, before, after))
             before = after
-        found["moved"] = _moved(job, _weights(job, sizes, folder, began_at - 1), before, replayed.moving)
+        found["moved"] = _moved(job, start, before, replayed.moving)
         found["constants"] = replayed.constants()
         found["narrow"] = replayed.narrow
         found["saved"] = saved.differences(output, job, sizes, before)
@@ -69,8 +77,37 @@ def replay(output: Path) -> dict[str, Any]:
     return found
 
 
+def _use_one_core() -> None:
+    """Configure PyTorch in the current thread. It keeps both settings per thread."""
+    # On a busy machine, threads that wait for each other cost more than a second thread gains on so small a model.
+    torch.set_num_threads(1)
+    # A mask's exponentials underflow, and denormal numbers are a hundred times as slow.
+    torch.set_flush_denormal(True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What the reference computed for one step.
+
+    ``seen`` is the input of the run's update, ``used`` its gradients by the reference's names; both are None if the
+    optimizer did not run. ``limited`` are the reference's clipped gradients, kept if there are no others. ``sent`` is
+    the number of tokens of each expert, by layer. ``fit`` is what :meth:`.constants.Fit.add` gets, at some steps.
+    """
+
+    step: int
+    seen: dict[str, Any] | None
+    used: Tensors | None
+    figures: dict[str, Any]
+    limited: Tensors | None
+    sent: Mapping[str, torch.Tensor]
+    fit: tuple[Tensors, Tensors, Tensors, Tensors, dict[str, Tensors]] | None
+
+
 class _Replay:
-    """The steps of one run, in order: the optimizer's moments are carried from step to step."""
+    """The steps of one run: :meth:`compute` first, in any order, then :meth:`compare`, in order.
+
+    The optimizer's moments are carried from step to step.
+    """
 
     def __init__(self, job: dict[str, Any], sizes: Architecture, folder: Path) -> None:
         self._job = job
@@ -95,30 +132,44 @@ class _Replay:
         """Return the result of :class:`.constants.Fit` so far. In FP32, the other limits are sufficient."""
         return self._fit.found()
 
-    def step(self, step: int, before: Tensors, after: Tensors) -> dict[str, Any]:
-        """Return the figures of one step, of the run and of the reference."""
-        row: dict[str, Any] = {"step": step, "data": self._batches(step)}
-        row["rate"] = rate = update.rate(self._given, step)
-        seen = _load(self._folder / f"update-{step}.pt")
-        used = _without_bias(to_canonical(self._job["backend"], self._sizes, seen["gradients"])) if seen else None
-        regular = step in self._noisy
-        self.narrow |= any(g.dtype == torch.bfloat16 for g in (seen or {}).get("gradients", {}).values())
-        figures, limited = self._figures(step, before, used, noisy=regular)
-        if regular:
-            for kind, (gap, _) in figures["noise"]["gaps"].items():
+    def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
+        """Compute losses and gradients of ``steps``, and the noise of some, in the threads of ``pool``."""
+        computed = {
+            one.step: one for one in pool.map(lambda step: self._compute(step, noisy=step in self._noisy), steps)
+        }
+        for step in sorted(self._noisy):
+            noise = computed[step].figures["noise"]
+            for kind, (gap, _) in noise["gaps"].items():
                 self._usual[kind] = max(self._usual.get(kind, 0.0), gap)
             for key, usual in self._usual_figures.items():
-                self._usual_figures[key] = max(usual, figures["noise"][key])
-        elif self._amplified(step, figures):
-            figures, limited = self._figures(step, before, used, noisy=True)
-        row |= figures | {"regular": regular, "own_gradient": seen is not None, "stale": seen["stale"] if seen else []}
+                self._usual_figures[key] = max(usual, noise[key])
+        suspicious = [
+            step for step in steps if step not in self._noisy and self._amplified(step, computed[step].figures)
+        ]
+        computed |= {one.step: one for one in pool.map(lambda step: self._compute(step, noisy=True), suspicious)}
+        return [computed[step] for step in steps]
+
+    def compare(self, one: _Step, before: Tensors, after: Tensors) -> dict[str, Any]:
+        """Return the figures of one step, of the run and of the reference."""
+        step, seen, used = one.step, one.seen, one.used
+        row: dict[str, Any] = {"step": step, "data": self._batches(step)}
+        row["rate"] = rate = update.rate(self._given, step)
+        self.narrow |= any(g.dtype == torch.bfloat16 for g in (seen or {}).get("gradients", {}).values())
+        row |= one.figures | {
+            "regular": step in self._noisy,
+            "own_gradient": seen is not None,
+            "stale": seen["stale"] if seen else [],
+        }
         row["apart"] = seen["apart"] if seen else []
         if seen is not None:
             row["rates"] = sorted(set(seen["rates"].values()))
         if used is not None:
             row["used_norm"], row["rounded"] = update.norm_of(used), self._least_rounded(step, used)
-        row["biases"] = self._biases(before, after, figures["closest"])
-        expected = self._optimizer.update(_wide(_without_bias(before)), _wide(limited if used is None else used), rate)
+        if one.fit is not None:
+            self._fit.add(*one.fit)
+        row["biases"] = self._biases(before, after, one.figures["closest"], one.sent)
+        gradients = used if used is not None else one.limited
+        expected = self._optimizer.update(_wide(_without_bias(before)), _wide(gradients or {}), rate)
         row["update"] = self._update_gap(before, expected, after)
         return row
 
@@ -138,18 +189,21 @@ class _Replay:
         own = figures[key]
         return abs(self._reported.get(step, {}).get(key, own) - own) / own if own else 0.0
 
-    def _figures(
-        self, step: int, before: Tensors, used: Tensors | None, *, noisy: bool
-    ) -> tuple[dict[str, Any], Tensors]:
-        """Return the reference's figures, the gaps of the run's gradients ``used``, and the reference's gradients."""
+    def _compute(self, step: int, *, noisy: bool) -> _Step:
+        """Compute the reference's figures of ``step`` and the gaps of the run's gradients; with ``noisy``, also the
+        noise.
+        """
+        before = _weights(self._job, self._sizes, self._folder, step - 1)
+        seen = _load(self._folder / f"update-{step}.pt")
+        used = _without_bias(to_canonical(self._job["backend"], self._sizes, seen["gradients"])) if seen else None
         # In float32, the reference's own rounding is judged where it also computes in float64.
         model, weights = self._model(), self._rounded(before, torch.float64 if noisy and self._exact else torch.float32)
         loss, losses, gradients = self._gradients(step, weights, model)
-        self._sent = model.sent
         norm = update.norm_of(gradients)
         found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
         limited = update.clipped(gradients, norm, self._given.max_norm)
         scales = _scales(limited)
+        fit = None
         if used is not None:
             found |= {"missing": sorted(set(limited) - set(used)), "gaps": _gaps(used, limited, scales)}
         if noisy:
@@ -168,8 +222,16 @@ class _Replay:
                     noise[key] = max(noise[key], math.sqrt(sum(one[key] ** 2 for one in others) / len(others)))
                 found["noise"]["experts"] = self._other_experts(step, weights, limited, scales)
             if used is not None and not self._exact and step in self._noisy:
-                self._fit_constants(step, weights, used, limited, rounded)
-        return found, limited
+                fit = self._trials(step, weights, used, limited, rounded)
+        return _Step(
+            step=step,
+            seen=seen,
+            used=used,
+            figures=found,
+            limited=limited if used is None else None,
+            sent=model.sent if isinstance(model, Model) else {},
+            fit=fit,
+        )
 
     def _other_experts(
         self, step: int, weights: Tensors, limited: Tensors, scales: Mapping[str, float]
@@ -196,8 +258,10 @@ class _Replay:
         pairs.append((self._gap(step, "grad_norm", found), noise["grad_norm"] / _SUSPECT))
         return any(1e-5 + _SUSPECT * usual < gap <= 10 * _SUSPECT * usual for gap, usual in pairs)
 
-    def _fit_constants(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> None:
-        """Compute the gradients with each constant changed, and fit the run's errors to these changes."""
+    def _trials(
+        self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors
+    ) -> tuple[Tensors, Tensors, Tensors, Tensors, dict[str, Tensors]]:
+        """Compute the gradients with each constant changed. Returns what :meth:`.constants.Fit.add` gets."""
 
         def gradients(model: Model | diffusion.Diffusion) -> Tensors:
             found = self._gradients(step, weights, model)[2]
@@ -209,12 +273,12 @@ class _Replay:
         for name, trial in constants.trials_of_eight(model).items():
             # These differ from the reference with its rounding, the others from the one without.
             changed[name] = {key: plain[key] + (other - own[key]) for key, other in gradients(trial).items()}
-        self._fit.add(used, own, rounded, plain, changed)
+        return used, own, rounded, plain, changed
 
-    def _biases(self, before: Tensors, after: Tensors, closest: float) -> list[str]:
+    def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
         """Return which router biases did not move towards the mean number of tokens."""
         wrong, dialect = [], self._dialect
-        for layer, count in self._sent.items() if dialect.bias_rate else ():
+        for layer, count in sent.items() if dialect.bias_rate else ():
             name, mean = f"{layer}gate{_BIAS}", count.double().mean()
             if name not in after:
                 wrong.append(f"{name} is missing")

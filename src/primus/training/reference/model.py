@@ -245,8 +245,10 @@ class Model:
         hidden = place[None, :] > place[:, None]
         if 0 < self.sizes.window < length:
             hidden |= place[None, :] <= place[:, None] - self.sizes.window
-        scores = scores.masked_fill(hidden, -torch.inf)
-        shares = self.constants.shares(torch.exp(scores - log_sum_exp(scores).unsqueeze(-1)))
+        top = torch.where(hidden, -torch.inf, scores.detach()).amax(-1, keepdim=True)
+        # exp(-80) is below the rounding of float64. Exponentials of -inf, or that underflow, take several times as long.
+        powers = torch.exp(torch.where(hidden, -80.0, scores - top))
+        shares = self.constants.shares(powers / powers.sum(-1, keepdim=True))
         mixed = self.between(shares) @ value
         return self.between(mixed.transpose(1, 2).flatten(-2))
 

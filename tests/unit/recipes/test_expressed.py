@@ -28,7 +28,7 @@ MODELS = [
 
 def rendered(recipe: Recipe) -> object:
     if recipe.backend == "torchtitan":
-        return torchtitan.model_arguments(recipe.architecture)
+        return torchtitan.model_arguments(recipe.architecture, recipe.precision)
     loop = LoopConfig()
     return megatron.transformer(recipe.architecture, loop), megatron.gpt(recipe.architecture, recipe.seq_len)
 
@@ -118,3 +118,12 @@ def test_what_torchtitan_cannot_express_is_refused(words: list[str], says: str) 
 def test_a_part_that_is_switched_off_by_name_keeps_the_file_s_values() -> None:
     recipe = resolve.resolve("llama3.1-8b", ["model.rope_scaling.kind=none"], Asked(gpu="mi300x"))
     assert recipe.architecture.rope_scaling.factor == 8.0
+
+
+@pytest.mark.parametrize(("precision", "grouped"), [("fp32", False), ("bf16", True)])
+def test_experts_of_an_fp32_run_are_not_computed_in_bfloat16(precision: str, grouped: bool) -> None:
+    recipe = resolve.resolve(
+        "deepseek-16b", [], Asked(backend="torchtitan", gpu="h200", precision=precision, proxy=True)
+    )
+    arguments = torchtitan.model_arguments(recipe.architecture, recipe.precision)
+    assert arguments["moe_args"]["use_grouped_mm"] is grouped

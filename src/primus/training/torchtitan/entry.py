@@ -127,7 +127,7 @@ def _register_model(job: dict[str, Any], exact: Path, faster: tuple[str, ...]) -
     model = rebuilt(job["model"])
     name = model_name(model.family)
     spec = get_train_spec(name)
-    arguments = _arguments(type(next(iter(spec.model_args.values()))), model_arguments(model))
+    arguments = _arguments(type(next(iter(spec.model_args.values()))), model_arguments(model, job["precision"]))
     if faster:
         from primus.training.torchtitan.turbo import changed_spec
 

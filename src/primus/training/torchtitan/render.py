@@ -33,7 +33,7 @@ def model_name(family: str, where: str = "") -> str:
     return _MODELS[family]
 
 
-def model_arguments(model: Architecture) -> dict[str, Any]:
+def model_arguments(model: Architecture, precision: str) -> dict[str, Any]:
     """Return the arguments of torchtitan's model class; ``moe_args`` and ``rope_scaling_args`` as mappings."""
     common = {
         "dim": model.hidden_size,
@@ -44,7 +44,7 @@ def model_arguments(model: Architecture) -> dict[str, Any]:
         "rope_theta": model.rope_theta,
         **({"max_seq_len": model.max_seq_len} if model.max_seq_len else {}),
     }
-    return {**common, **(_deepseek(model) if _MODELS[model.family] == "deepseek_v3" else _llama(model))}
+    return {**common, **(_deepseek(model, precision) if _MODELS[model.family] == "deepseek_v3" else _llama(model))}
 
 
 def _llama(model: Architecture) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _llama(model: Architecture) -> dict[str, Any]:
     return arguments
 
 
-def _deepseek(model: Architecture) -> dict[str, Any]:
+def _deepseek(model: Architecture, precision: str) -> dict[str, Any]:
     moe, mla, scaling = model.moe, model.mla, model.rope_scaling
     return {
         "inter_dim": model.ffn_size,
@@ -83,6 +83,8 @@ def _deepseek(model: Architecture) -> dict[str, Any]:
             "route_scale": moe.route_scale,
             "score_before_experts": False,
             "load_balance_coeff": moe.auxiliary_loss or None,
+            # On a GPU, torchtitan's product of all experts computes in bfloat16, whatever the precision of the run.
+            "use_grouped_mm": precision != "fp32",
             **({"num_expert_groups": moe.groups, "num_limited_groups": moe.top_groups} if moe.groups > 1 else {}),
         },
         "q_lora_rank": mla.q_lora_rank,

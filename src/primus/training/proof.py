@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from primus.recipes.choose import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.size import size
@@ -72,8 +71,6 @@ def unjudged(recipe: Recipe) -> str | None:
         return "the reference does not round to MX formats"
     if recipe.precision not in recipe.knows.judged:
         return f"the reference does not round to {recipe.precision.upper()} as {recipe.backend} does"
-    if recipe.gpu != CPU:
-        return "the reference repeats small models on a CPU only"
     for key in recipe.section("assets"):
         name = recipe.get(f"assets.{key}", str)
         if name.startswith("hf:"):
@@ -208,7 +205,8 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
     limits, shares = {}, {}
     wrong: list[str] = []
     for name, row in found.items():
-        shares[name] = abs(row["share"] - row["rounding"])
+        share = row["share"] - row["rounding"]
+        shares[name] = share if row.get("one_sided") else abs(share)
         least = _CHANGED_ROUNDING if row.get("eight") else _CHANGED
         limits[name] = max(least, factor * _DEVIATIONS * row["deviation"])
         # A share that some steps do not show may come from unusual rounding at the others, unless it is far beyond.
@@ -315,7 +313,8 @@ def figures(
 ) -> Verdict:
     """Judge the other reported figures: parameters, FLOPs per token or image, memory.
 
-    ``peak_gib`` is the memory of the largest rank as the system counted it, in GiB; None if it was not measured.
+    ``peak_gib`` is the memory of the largest rank as the system counted it, in GiB; None if it was not measured. Runs
+    on a GPU report the GPU's memory, which the system does not count.
     Ranks that share layers or experts report only their own parts; their parameter counts are not compared.
     """
     wrong, known = [], found.get("parameters", {})
@@ -334,7 +333,11 @@ def figures(
         if step.memory_gib < max(least, 0.005)
     ]
     most = max((step.memory_gib for step in series.steps), default=0.0)
-    if peak_gib is not None and not _MEMORY[0] * peak_gib <= most <= _MEMORY[1] * peak_gib:
+    if (
+        peak_gib is not None
+        and facts.get("device") == "cpu"
+        and not _MEMORY[0] * peak_gib <= most <= _MEMORY[1] * peak_gib
+    ):
         wrong.append(f"{most:g} GiB of memory, and the largest rank had {peak_gib:.3g}")
     wrong += [
         f"step {step.step}: {step.images_per_second:g} images/s, and {step.tokens_per_second:g} tokens/s"

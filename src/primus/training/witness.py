@@ -3,7 +3,8 @@
 The files of ``OUTPUT/witness`` are written from the tensors that the model, its loss and its optimizer really use:
 
 - ``batch-STEP-RANK.pt``: ``inputs`` and ``labels``, or what images are trained with, a tensor per micro-batch;
-  ``data_rank``, which share of the data the rank takes; and ``seed``, that of its random numbers;
+  ``data_rank``, which share of the data the rank takes; ``seed``, that of its random numbers; and ``device``, "cpu" or
+  "cuda";
 - ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped), ``rates``, the learning rate of each
   parameter or group, ``stale``, the parameters that are not the rounded weights of the optimizer, and ``apart``, those
   of which ranks hold different weights or gradients; absent when no optimizer ran;
@@ -74,6 +75,7 @@ class Witness:
         self._seconds: dict[int, float] = {}
         self._random = torch.get_rng_state()
         self._seed = torch.initial_seed()
+        self._device = next((p.device.type for part in parts for p in part.parameters()), "cpu")
 
     def batch(self, **parts: torch.Tensor) -> None:
         """Record a micro-batch of the current step."""
@@ -99,7 +101,7 @@ class Witness:
             (self._folder / "seconds.json").write_text(json.dumps(self._seconds), encoding="utf-8")
 
     def _step(self, step: int) -> None:
-        seen = {"data_rank": self._data_rank, "seed": self._seed, **self._batch}
+        seen = {"data_rank": self._data_rank, "seed": self._seed, "device": self._device, **self._batch}
         torch.save(seen, self._folder / f"batch-{step}-{_rank()}.pt")
         self._batch = {}
         taken = self._trained.taken() if self._trained else None

@@ -133,6 +133,12 @@ EPSILON = "norm epsilon + 0.001"
         ),
         # What rounding alone may show is no fault, and is no proof either.
         ({EPSILON: {"share": 1.0, "rounding": 0.1, "deviation": 0.3}}, ""),
+        # The opposite of some changes is no fault.
+        ({EPSILON: {"share": -0.6, "rounding": 0.0, "deviation": 0.01, "one_sided": True}}, ""),
+        (
+            {EPSILON: {"share": 0.6, "rounding": 0.0, "deviation": 0.01, "one_sided": True}},
+            f"{EPSILON}: the gradients show 0.60 of it",
+        ),
         # Where the reference shows the same, it is the rounding.
         ({EPSILON: {"share": 0.8, "rounding": 0.4, "deviation": 0.1}}, ""),
         ({EPSILON: {"share": 0.4, "rounding": -0.4, "deviation": 0.1}}, f"{EPSILON}: the gradients show 0.40 of it"),
@@ -208,7 +214,7 @@ def test_what_the_reference_cannot_repeat_is_said() -> None:
     assert suite.plan("llama3.1-8b", llama.path, (), Asked(gpu="cpu", proxy=True), "quick")[0].judged
 
 
-FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10}
+FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10, "device": "cpu"}
 
 
 @pytest.mark.parametrize(
@@ -223,6 +229,8 @@ FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10}
         ({}, 0.0, None, "step 1: 0 GiB of memory"),
         ({}, 1.0, 2.0, "1 GiB of memory, and the largest rank had 2"),
         ({}, 1.0, 0.5, "1 GiB of memory, and the largest rank had 0.5"),
+        # The system does not count a GPU's memory.
+        ({"device": "cuda"}, 1.0, 0.5, ""),
     ],
 )
 def test_reported_figures_are_those_of_the_recipe(

@@ -44,21 +44,25 @@ _OF_EIGHT = {
     "outputs not rounded to FP8": Constants(wide="outputs"),
     "gradients of states not rounded to FP8": Constants(wide="gradients of states"),
     "gradients of weights not rounded to FP8": Constants(wide="gradients of weights"),
-    _FORMAT: Constants(back=torch.float8_e4m3fn),
+    _FORMAT: Constants(one_format=True),
 }
 # A step with at least this part of all evidence for a change must show at least this much of it.
 _PART, _AT_EACH_STEP = 0.05, 0.25
+# A share below the limits of the verdict, but beyond what most healthy runs show; and the same for FP8's own rounding.
+_SUSPECT, _SUSPECT_EIGHT = 0.4, 0.15
 _LANGUAGE = {
     "z-loss of 0.0003": Constants(z_loss=3e-4),
     "labels smoothed by 0.01": Constants(smoothing=0.01),
 }
+# The opposite of these changes is no fault: a negative z-loss, or less rounding than the reference's.
+_ONE_SIDED = {*_LANGUAGE, _ROUNDED, "rotary angles rounded to FP8", "shares of attention rounded to FP8"}
 
 
 def trials(model: AnyModel) -> dict[str, AnyModel]:
     """Return ``model`` with one constant changed, by the name of the change, and without rounding."""
     if isinstance(model, Diffusion):
         return {name: _fresh(model, constants=constants) for name, constants in _BOTH.items()}
-    sizes, plain = model.sizes, replace(model, eight=False)
+    sizes, plain = model.sizes, replace(model, eight=None)
     found = {name: _fresh(plain, constants=constants) for name, constants in (_BOTH | _LANGUAGE).items()}
     changed = {"rotary base × 1.05": replace(sizes, rope_theta=sizes.rope_theta * 1.05)}
     moe = sizes.moe
@@ -76,7 +80,7 @@ def trials(model: AnyModel) -> dict[str, AnyModel]:
 
 def trials_of_eight(model: AnyModel) -> dict[str, AnyModel]:
     """Return ``model`` with another rounding to FP8, by the name of the change; none if it does not round to FP8."""
-    if isinstance(model, Diffusion) or not model.eight:
+    if isinstance(model, Diffusion) or model.eight is None:
         return {}
     return {name: _fresh(model, constants=constants) for name, constants in _OF_EIGHT.items()}
 
@@ -126,6 +130,14 @@ class Fit:
                 self._parts.append((moved @ moved.T / least, moved @ error / least, moved @ rounding / least))
                 self._steps.append(step)
 
+    def suspicious(self) -> bool:
+        """Return whether the steps so far seem to show a change."""
+        return any(
+            abs(row["share"] - row["rounding"])
+            > max(_SUSPECT_EIGHT if row["eight"] else _SUSPECT, 3 * row["deviation"])
+            for row in self.found().values()
+        )
+
     def found(self) -> dict[str, dict[str, Any]]:
         """Return name of a change → how far the run moved (``share``), how far rounding alone does, and a
         standard deviation.
@@ -133,8 +145,8 @@ class Fit:
         ``steps``: the share that each added step shows alone. ``every``: whether each step that could show the change
         does. ``rounding`` is the share in the reference that computes in the run's precision. The deviation is how
         much the tensors disagree, or with experts the steps, in the run or in this reference, whichever is larger.
-        ``eight``: the change concerns the rounding to FP8; the deviation is then that of the reference. Changes
-        without an effect are left out.
+        ``eight``: the change concerns the rounding to FP8; the deviation is then that of the reference.
+        ``one_sided``: only a positive share is a fault. Changes without an effect are left out.
         """
         if not self._parts:
             return {}
@@ -188,6 +200,7 @@ class Fit:
                 "deviation": deviation,
                 "eight": known,
                 "every": shown_always,
+                "one_sided": self._names[n] in _ONE_SIDED,
                 "steps": of_steps,
             }
             for n, share, alone, deviation, known, shown_always, of_steps in rows

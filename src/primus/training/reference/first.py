@@ -58,7 +58,10 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
 
 
 def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> list[str]:
-    """Return the weights in ``folder/weights-0.pt``, and the ranks, that use random numbers of another seed."""
+    """Return the weights in ``folder/weights-0.pt``, and the ranks, that use random numbers of another seed.
+
+    A GPU draws other numbers from a seed than a CPU, so that only the seeds of its ranks are compared.
+    """
     if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
         return []
     key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)
@@ -68,10 +71,14 @@ def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> li
         return []
     # Our own loop draws dropout from a different seed on each rank. Megatron and torchtitan seed all ranks alike.
     apart = job["backend"] not in ("torchtitan", "megatron")
+    devices = set()
     for rank in range(job["world_size"]):
-        seen = torch.load(folder / f"batch-1-{rank}.pt", weights_only=True)["seed"]
-        if seen != (wanted := seed + rank * apart):
-            found.append(f"rank {rank} draws random numbers from seed {seen}, not {wanted}")
+        seen = torch.load(folder / f"batch-1-{rank}.pt", weights_only=True)
+        devices.add(seen["device"])
+        if seen["seed"] != (wanted := seed + rank * apart):
+            found.append(f"rank {rank} draws random numbers from seed {seen['seed']}, not {wanted}")
+    if devices != {"cpu"}:
+        return found
     stored = torch.load(folder / "weights-0.pt", weights_only=True)["weights"]
     drawn = _of_torchtitan if job["backend"] == "torchtitan" else _by_name
     for name, wanted in drawn(job, sizes, stored, seed):

@@ -29,15 +29,21 @@ def bfloat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.bfloat16).to(tensor.dtype)
 
 
+# The FP8 format of a product's factors → that of its gradient, with more range and fewer digits.
+_OF_GRADIENTS = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: torch.float8_e5m2fnuz}
+
+
 class _EightBits(torch.autograd.Function):
-    """A product with factors rounded to float8_e4m3fn and gradients to ``back``, each scaled by its largest value.
+    """A product with factors rounded to ``eight`` and gradients to ``back``, each scaled by its largest value.
 
     ``wide`` names the product that is not rounded, as in :class:`Constants`.
     """
 
     @staticmethod
-    def forward(context: Any, states: torch.Tensor, weight: torch.Tensor, back: torch.dtype, wide: str) -> torch.Tensor:
-        narrow = _scaled(states, torch.float8_e4m3fn), _scaled(weight, torch.float8_e4m3fn)
+    def forward(
+        context: Any, states: torch.Tensor, weight: torch.Tensor, eight: torch.dtype, back: torch.dtype, wide: str
+    ) -> torch.Tensor:
+        narrow = _scaled(states, eight), _scaled(weight, eight)
         context.save_for_backward(
             states if wide == "gradients of weights" else narrow[0],
             weight if wide == "gradients of states" else narrow[1],
@@ -46,12 +52,12 @@ class _EightBits(torch.autograd.Function):
         return states @ weight.T if wide == "outputs" else narrow[0] @ narrow[1].T
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight = context.saved_tensors
         narrow = _scaled(gradient, context.back)
         for_states = gradient if context.wide == "gradients of states" else narrow
         for_weight = gradient if context.wide == "gradients of weights" else narrow
-        return for_states @ weight, for_weight.flatten(0, -2).T @ states.flatten(0, -2), None, None
+        return for_states @ weight, for_weight.flatten(0, -2).T @ states.flatten(0, -2), None, None, None
 
 
 def _scaled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -87,8 +93,9 @@ class Constants:
     ``angles`` is applied to the table of rotary angles. ``norm_eps`` is added to the epsilon of every norm.
     ``attention`` multiplies the attention logits, and ``shares`` is applied to their softmax. ``z_loss`` is the
     coefficient of the squared log-sum-exp of the logits; ``smoothing`` is the share of each label that is spread
-    over the vocabulary. ``back`` is the FP8 format of the gradients of linear layers; ``wide`` is which of their
-    products is not rounded to FP8: "outputs", "gradients of states", "gradients of weights", or "" for none.
+    over the vocabulary. ``one_format``: the gradients of FP8 products are rounded to the format of the factors.
+    ``wide`` is which of these products is not rounded: "outputs", "gradients of states", "gradients of weights", or ""
+    for none.
     ``reversed_shares``: the chosen experts of a token have each other's weights, in reverse order.
     """
 
@@ -98,7 +105,7 @@ class Constants:
     shares: Rounding = exact
     z_loss: float = 0.0
     smoothing: float = 0.0
-    back: torch.dtype = torch.float8_e5m2
+    one_format: bool = False
     wide: str = ""
     reversed_shares: bool = False
 
@@ -109,7 +116,8 @@ class Model:
 
     ``between`` is applied to every tensor that one operation passes to the next. If it rounds to a narrow type, the
     model shows how far that precision moves its results. ``twice``: it is also applied to a norm's result before
-    the multiplication by its weight. ``eight``: linear layers multiply in FP8, scaled by tensor. ``doubt``: a token
+    the multiplication by its weight. ``eight`` is the FP8 format in which linear layers multiply, scaled by tensor;
+    None if they do not. ``doubt``: a token
     goes to the next best expert instead of the last chosen one if their scores differ by less than this share.
     """
 
@@ -117,7 +125,7 @@ class Model:
     dialect: Dialect = field(default_factory=Dialect)
     between: Rounding = exact
     twice: bool = False
-    eight: bool = False
+    eight: torch.dtype | None = None
     doubt: float = 0.0
     constants: Constants = field(default_factory=Constants)
     # The smallest relative difference between the scores of a chosen and a not chosen expert.
@@ -159,11 +167,14 @@ class Model:
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         # Routed experts use grouped products, which stay in the precision of the weights.
-        eight = self.eight and ".experts." not in name
+        eight, given = None if ".experts." in name else self.eight, self.constants
 
         def multiply(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            given = self.constants
-            return _EightBits.apply(states, weight, given.back, given.wide) if eight else states @ weight.T
+            if eight is None:
+                return states @ weight.T
+            back = eight if given.one_format else _OF_GRADIENTS[eight]
+            out: torch.Tensor = _EightBits.apply(states, weight, eight, back, given.wide)
+            return out
 
         out = multiply(states, weights[name + ".weight"])
         if (bias := weights.get(name + ".bias")) is not None:
@@ -246,7 +257,8 @@ class Model:
         if 0 < self.sizes.window < length:
             hidden |= place[None, :] <= place[:, None] - self.sizes.window
         top = torch.where(hidden, -torch.inf, scores.detach()).amax(-1, keepdim=True)
-        # exp(-80) is below the rounding of float64. Exponentials of -inf, or that underflow, take several times as long.
+        # exp(-80) is below the rounding of float64. Exponentials of -inf, or that underflow, take several times as
+        # long.
         powers = torch.exp(torch.where(hidden, -80.0, scores - top))
         shares = self.constants.shares(powers / powers.sum(-1, keepdim=True))
         mixed = self.between(shares) @ value

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from primus.gpus.table import fp8_dtype, generation
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
+from primus.recipes.choose import CPU
 from primus.training.reference import constants, data, diffusion, first, saved, update
 from primus.training.reference.model import Dialect, Model, adapter_shapes, bfloat, exact, operations, shapes
 from primus.training.reference.names import UnknownWeight, kind_of, to_canonical
@@ -58,15 +60,14 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
             return found
         replayed = _Replay(job, sizes, folder)
         found |= {"max_norm": update.settings(job).max_norm, "summands": job["data_parallel"] * job["accumulation"]}
-        with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:
-            computed = replayed.compute(steps, pool)
         before = start
-        for one in computed:
-            after = _weights(job, sizes, folder, one.step)
-            found["steps"].append(replayed.compare(one, before, after))
-            before = after
+        with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:
+            for one in replayed.compute(steps, pool):
+                after = _weights(job, sizes, folder, one.step)
+                found["steps"].append(replayed.compare(one, before, after))
+                before = after
+            found["constants"] = replayed.constants(steps, pool)
         found["moved"] = _moved(job, start, before, replayed.moving)
-        found["constants"] = replayed.constants()
         found["narrow"] = replayed.narrow
         found["saved"] = saved.differences(output, job, sizes, before)
     except UnknownWeight as error:
@@ -128,15 +129,21 @@ class _Replay:
         self._dialect = _dialect(job)
         self._fit = constants.Fit(job["backend"], routed=sizes.moe.experts > 0)
 
-    def constants(self) -> dict[str, dict[str, Any]]:
-        """Return the result of :class:`.constants.Fit` so far. In FP32, the other limits are sufficient."""
+    def constants(self, steps: Sequence[int], pool: Executor) -> dict[str, dict[str, Any]]:
+        """Return the result of :class:`.constants.Fit`. In FP32, the other limits are sufficient.
+
+        If a constant seems to be changed after a few steps, all ``steps`` decide.
+        """
+        if self._fit.suspicious():
+            others = [step for step in steps if step not in self._noisy]
+            for one in pool.map(lambda step: self._compute(step, noisy=True, trials=True), others):
+                if one.fit is not None:
+                    self._fit.add(*one.fit)
         return self._fit.found()
 
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
         """Compute losses and gradients of ``steps``, and the noise of some, in the threads of ``pool``."""
-        computed = {
-            one.step: one for one in pool.map(lambda step: self._compute(step, noisy=step in self._noisy), steps)
-        }
+        computed = {one.step: one for one in pool.map(self._compute_planned, steps)}
         for step in sorted(self._noisy):
             noise = computed[step].figures["noise"]
             for kind, (gap, _) in noise["gaps"].items():
@@ -189,9 +196,13 @@ class _Replay:
         own = figures[key]
         return abs(self._reported.get(step, {}).get(key, own) - own) / own if own else 0.0
 
-    def _compute(self, step: int, *, noisy: bool) -> _Step:
+    def _compute_planned(self, step: int) -> _Step:
+        planned = step in self._noisy
+        return self._compute(step, noisy=planned, trials=planned and not self._exact)
+
+    def _compute(self, step: int, *, noisy: bool, trials: bool = False) -> _Step:
         """Compute the reference's figures of ``step`` and the gaps of the run's gradients; with ``noisy``, also the
-        noise.
+        noise, and with ``trials``, the effect of changed constants.
         """
         before = _weights(self._job, self._sizes, self._folder, step - 1)
         seen = _load(self._folder / f"update-{step}.pt")
@@ -221,7 +232,7 @@ class _Replay:
                 for key in ("loss", "grad_norm"):
                     noise[key] = max(noise[key], math.sqrt(sum(one[key] ** 2 for one in others) / len(others)))
                 found["noise"]["experts"] = self._other_experts(step, weights, limited, scales)
-            if used is not None and not self._exact and step in self._noisy:
+            if used is not None and trials:
                 fit = self._trials(step, weights, used, limited, rounded)
         return _Step(
             step=step,
@@ -268,7 +279,7 @@ class _Replay:
             return update.clipped(found, update.norm_of(found), self._given.max_norm)
 
         model = self._model()
-        plain = gradients(replace(model, eight=False)) if isinstance(model, Model) and model.eight else own
+        plain = gradients(replace(model, eight=None)) if isinstance(model, Model) and model.eight else own
         changed = {name: gradients(trial) for name, trial in constants.trials(model).items()}
         for name, trial in constants.trials_of_eight(model).items():
             # These differ from the reference with its rounding, the others from the one without.
@@ -318,7 +329,7 @@ class _Replay:
         if self._sizes.family == "flux":
             guidance = float(self._job["config"].get("guidance", 1.0))
             return diffusion.Diffusion(self._sizes, guidance, entering=exact if self._exact else bfloat)
-        return Model(self._sizes, self._dialect, eight=self._job["precision"] == "fp8")
+        return Model(self._sizes, self._dialect, eight=_eight(self._job))
 
     def _rounded(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
         """Return ``weights`` as the run computes with them, in ``dtype``."""
@@ -426,6 +437,15 @@ class _Replay:
                 if not relative <= worst:
                     worst, at = relative, name
         return {"gap": min(worst, 1e9), "name": at}
+
+
+def _eight(job: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the FP8 format of the job's GPU; on a CPU, the standard one."""
+    if job["precision"] != "fp8":
+        return None
+    name = "e4m3fn" if job["gpu"] == CPU else fp8_dtype(generation(job["gpu"]))
+    found: torch.dtype = getattr(torch, f"float8_{name}")
+    return found
 
 
 def _dialect(job: Mapping[str, Any]) -> Dialect:

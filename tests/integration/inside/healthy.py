@@ -1,5 +1,7 @@
 """Train healthy jobs of every recipe, backend, mode and precision with many seeds; write which checks failed.
 
+With --gpu, the same small models are trained on a GPU. The reference repeats them on the CPU.
+
     python healthy.py OUT --seconds 600 --seeds 20 --together 8
 
 OUT gets one JSON line per run as it ends. Runs that OUT already holds are skipped. A run that does not end normally is
@@ -29,19 +31,19 @@ KEYS = ("recipe", "backend", "mode", "precision")
 
 
 def cells() -> list[Cell]:
-    """Recipe, backend, mode and precision of everything that the proxies train on a CPU."""
+    """Recipe, backend, mode and precision of everything that the proxies train."""
     return [(e.recipe, e.backend, e.mode, precision) for e in entries() for precision in e.proxy]
 
 
-def job_of(cell: Cell, seed: int, steps: int, folder: Path) -> Job:
+def job_of(cell: Cell, gpu: str, seed: int, steps: int, folder: Path) -> Job:
     """The job that the quick suite of this cell runs, with another seed."""
     recipe, backend, mode, precision = cell
-    asked = Asked(backend=backend, mode=mode, gpu="cpu", proxy=True, precision=precision)
+    asked = Asked(backend=backend, mode=mode, gpu=gpu, proxy=True, precision=precision)
     words = [f"seed={seed}", *([f"steps={steps}"] if steps else [])]
     return suite.plan(recipe, folder, words, asked, level="quick")[0]
 
 
-def one(cell: Cell, seed: int, steps: int, out: Path, port: int) -> None:
+def one(cell: Cell, gpu: str, seed: int, steps: int, out: Path, port: int) -> None:
     """Train and judge one run, and append its line to ``out``."""
     row: Row = dict(zip(KEYS, cell, strict=True)) | {"seed": seed}
     began = time.monotonic()
@@ -61,7 +63,7 @@ def one(cell: Cell, seed: int, steps: int, out: Path, port: int) -> None:
             **({} if fine else {"stacks": {rank: text[:4000] for rank, text in stacks(job.output).items()}}),
         }, fine
 
-    record(row, "-", partial(job_of, cell, seed, steps), judge, lambda sentence: {"failed": [sentence]}, out, port)
+    record(row, "-", partial(job_of, cell, gpu, seed, steps), judge, lambda sentence: {"failed": [sentence]}, out, port)
 
 
 def main() -> None:
@@ -69,14 +71,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0, help="0: the recipe's own")
+    parser.add_argument("--gpu", default="cpu", help="cpu, or the GPU generation to train on")
     options = parser.parse_args()
-    prepare()
+    prepare(on_cpu=options.gpu == "cpu")
     done = {(*(row[key] for key in KEYS), row["seed"]) for row in rows(options.out)}
     wanted = [cell for cell in cells() if re.search(options.only, " ".join(cell))]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     left = [(cell, seed) for seed in seeds for cell in wanted if (*cell, seed) not in done]
     print(f"{len(wanted)} cells, {len(left)} runs", flush=True)
-    runs = [partial(one, cell, seed, options.steps, options.out) for cell, seed in left]
+    runs = [partial(one, cell, options.gpu, seed, options.steps, options.out) for cell, seed in left]
     together(runs, options.together, options.seconds)
 
 

@@ -96,14 +96,15 @@ def train(folder: Path, fault: str, port: int) -> None:
         (folder / "proof.json").write_text(json.dumps(replay(folder)))
 
 
-def prepare() -> None:
+def prepare(*, on_cpu: bool = True) -> None:
     """Import everything that the forked processes need."""
     import torch
 
     from primus.training.torchtitan import cpu
 
-    # torchtitan chooses its device when it is imported.
-    cpu.apply(1)
+    if on_cpu:
+        # torchtitan chooses its device when it is imported.
+        cpu.apply(1)
     torch.set_num_threads(1)
     for name in ("torchtitan.train", "primus.training.torchtitan.observe", "primus.training.loop.train",
                  "primus.training.fsdp.entry", "primus.training.finetune.entry", "transformers", "peft",

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING
 from primus.build.schedule import build_images
 from primus.errors import CheckFailed
 from primus.gates.check import judge, outcome_text
-from primus.gates.examined import Examined, look_into, needles_of
+from primus.gates.examined import Examined, look_into
 from primus.gates.facts import keep
+from primus.gates.needles import needles_of
 from primus.gates.rules import rules
 from primus.gates.rules.coherence import check_pins
 from primus.gates.watch import Watch
 
 if TYPE_CHECKING:
     from primus.build.image import Built, Composed, Options
-    from primus.gates.facts import LayerFacts
+    from primus.gates.examiner import LayerFacts
     from primus.gates.finding import GateReport
     from primus.oci.store import Layer
     from primus.oci.tar import Watch as Watching

@@ -1,10 +1,13 @@
 """The fast path of a no-op build: no file that the last build read or wrote has been modified.
 
+The same comparison finds out that only local folders were modified. :mod:`primus.gates.swap` can then replace their
+layers in the last image, without planning.
+
 A no-op build is mostly start-up time, most of which is imports. Therefore, each build writes a note: size, times, inode
 and mode of every file and folder that it read (pins, target, lock, local trees, the engine's own code) and of every
 blob that it wrote, and the image's name and digest. If nothing differs from the note, planning would give the same
-plan. Any difference only leads to planning. The note relies on what git's index relies on and, like git, rejects files
-modified after the build began. Imports are kept to a minimum on purpose.
+plan. Any difference only leads to planning. The note relies on what git's index relies on and, like git, distrusts
+files modified after the build began. Imports are kept to a minimum on purpose.
 """
 
 from __future__ import annotations
@@ -26,31 +29,53 @@ _TYPE, _REGULAR = 0o170000, 0o100000
 
 
 def nothing_to_do(words: Sequence[str]) -> bool:
-    """Answer ``primus build WORDS`` from the notes of its targets if all notes are valid; otherwise return False.
-
-    Accepts options that cannot change the answer. Any other word that is not a target returns False.
-    """
+    """Answer ``primus build WORDS`` from the notes of its targets if nothing differs from them; else return False."""
     begin = time.monotonic()
+    builds = last_builds(words)
+    if not builds or any(changed for _, changed in builds):
+        return False
+    say_unchanged([(note["name"], note["digest"]) for note, _ in builds], time.monotonic() - begin)
+    return True
+
+
+def last_builds(words: Sequence[str]) -> list[tuple[Any, list[str]]]:
+    """Return, for each target of ``primus build WORDS``, its note and the layers whose local folders differ from it.
+
+    Empty if anything else differs. Accepts options that cannot change the answer; any other word that is not a target
+    gives an empty answer.
+    """
     targets, places = _parse(words)
     root = _absolute(places["--project"]) if "--project" in places else _above(os.getcwd())
     if not targets or not root:
-        return False
+        return []
     store = _absolute(places["--store"]) if "--store" in places else f"{root}/.primus/store"
-    notes = []
-    seen: set[tuple[str, str]] = set()
+    builds = []
+    # Targets share most of the files they read, so each group is checked once.
+    same: dict[tuple[str, str], bool] = {}
     for target in targets:
         try:
             note = _note(note_path(root, target))
-            # Targets share most of the files they read, so each group is checked once.
-            groups = {(paths, marks) for paths, marks in note["groups"]} - seen
-            if note["store"] != store or any(marks != marks_of(paths) for paths, marks in groups):
-                return False
-            seen |= groups
+            if note["store"] != store:
+                return []
+            changed = []
+            for layer, paths, marks in note["groups"]:
+                if (paths, marks) not in same:
+                    same[paths, marks] = _same(paths, marks)
+                if not same[paths, marks]:
+                    changed.append(layer)
+            if not all(layer in note["local"] for layer in changed):
+                return []
         except (OSError, ValueError, KeyError, TypeError):
-            return False
-        notes.append(note)
-    say_unchanged([(note["name"], note["digest"]) for note in notes], time.monotonic() - begin)
-    return True
+            return []
+        builds.append((note, changed))
+    return builds
+
+
+def _same(paths: str, marks: str) -> bool:
+    try:
+        return marks == marks_of(paths)
+    except OSError:
+        return False
 
 
 def say_unchanged(images: Sequence[tuple[str, str]], seconds: float) -> None:
@@ -121,9 +146,14 @@ def note_path(root: str, target: str) -> str:
     return f"{root}/.primus/cache/unchanged-{target}.json"
 
 
-def marks_of(paths: str) -> str:
-    """Return size, times, inode and mode of all paths (one per line) as one text."""
+def marks_of(paths: str, since: int | None = None) -> str:
+    """Return size, times, inode and mode of all paths (one per line) as one text. A file that was modified at or after
+    the time ``since`` gets the mark ``-``, which it will never have: it may have been modified after it was read.
+    """
     lstat = os.lstat
     return " ".join(
-        f"{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}.{s.st_ino}.{s.st_mode}" for s in map(lstat, paths.split("\n"))
+        "-"
+        if since is not None and max(s.st_mtime_ns, s.st_ctime_ns) >= since
+        else f"{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}.{s.st_ino}.{s.st_mode}"
+        for s in map(lstat, paths.split("\n"))
     )

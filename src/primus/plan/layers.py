@@ -12,7 +12,7 @@ from primus.errors import InputError
 from primus.gpucode.fatbinary import FORMAT
 from primus.oci.canonical import key_of
 from primus.oci.layer import assembler, zstandard_version
-from primus.plan.action import Action, ImagePlan, Input
+from primus.plan.action import Action, ImagePlan, Input, tree_value
 from primus.plan.aot import turbo_action
 from primus.plan.prefix import Prefix
 from primus.plan.resolve import ResolvedTarget
@@ -334,7 +334,7 @@ def _tree(
         kind="files",
         inputs=(
             Input(name="assembler", value=tool),
-            Input(name=pin.path or "", value="tree:" + key_of(tree), where=where),
+            Input(name=pin.path or "", value=tree_value(tree), where=where),
             Input(name="to", value="/" + to, where=where),
         ),
         spec={"to": to, "inline": extra},

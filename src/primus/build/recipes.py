@@ -37,12 +37,14 @@ def check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
                 check_changed(folder, tree_rows(action.tree), before)
 
 
-def check_changed(folder: Path, now: Mapping[str, str], before: Mapping[str, str]) -> None:
-    """Raise InputError for a recipe in ``folder`` that does not load. ``now`` and ``before`` are the folder's files and
-    those of the last build (see :func:`primus.plan.action.tree_rows`); recipes that did not change are not read.
+def check_changed(folder: Path | str, now: Mapping[str, str], before: Mapping[str, str]) -> None:
+    """Raise InputError for a recipe in ``folder`` that does not load.
+
+    ``now`` and ``before`` map the folder's files, and those of the last build, to something that differs if they do.
+    Recipes that did not change are not read.
     """
     for name in _changed(now, before):
-        supported(read(folder / name).settings)
+        supported(read(Path(folder, name)).settings)
 
 
 def _changed(now: Mapping[str, str], before: Mapping[str, str]) -> Iterator[str]:

@@ -11,7 +11,7 @@ import sys
 import time
 
 from primus import __version__
-from primus.errors import HostError, PrimusError, nearest
+from primus.errors import HostError, InputError, PrimusError, nearest
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -154,16 +154,18 @@ def _main(args: list[str]) -> int:
         _report(f"primus {verb}: the current folder no longer exists\n  → change to another folder")
         return HostError.exit_code
     if verb == "build" and verb in here:
-        from primus.build.unchanged import last_builds, say_unchanged
+        from primus.build.unchanged import RecipeCheck, last_builds, say_unchanged
 
         began_ns = time.time_ns()
         builds = last_builds(args[1:])
         if builds and not any(changed for _, changed in builds):
             say_unchanged([(note["name"], note["digest"]) for note, _ in builds], (time.time_ns() - began_ns) / 1e9)
             return 0
-        # Not at the top of a module, for the same reason as a verb's own module.
-        if builds and importlib.import_module("primus.gates.swap").swapped(builds, began_ns):
-            return 0
+        if builds:
+            check = RecipeCheck(builds)
+            # Loaded like the module of a verb.
+            if importlib.import_module("primus.gates.swap").swapped(builds, check.passed, began_ns):
+                return 0
     if verb not in here and verb in HOST_VERBS:
         _report(
             f"primus: `{verb}` manages images from outside; this installation only has what ships inside an image\n"
@@ -205,8 +207,6 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
     # Seam "options": a build with nothing to do and `primus --help` need no argparse.
     import argparse
 
-    from primus.cli.arguments import utf8_only
-
     options = _options(name)
     parser = argparse.ArgumentParser(
         prog=f"primus {verb}",
@@ -216,13 +216,25 @@ def _run(verb: str, name: str, words: Sequence[str]) -> int:
     )
     options.add_arguments(parser)
     try:
-        utf8_only(words)
+        _utf8_only(words)
         args = parser.parse_args(words)
         code: int = importlib.import_module(f"primus.cli.{name}").run(args)
     except PrimusError as error:
         _report(f"primus {verb}: {error}")
         return error.exit_code
     return code
+
+
+def _utf8_only(words: Sequence[str]) -> None:
+    """Raise InputError for an argument that is not UTF-8, because the files of a run could not contain it."""
+    for number, word in enumerate(words, 1):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            shown = ascii(word[:80])
+            names = os.path.exists(word.partition("=")[2] or word)  # noqa: PTH110 - pathlib costs start-up time
+            hint = "rename the file" if names else "write it in UTF-8"
+            raise InputError(f"argument {number} is not UTF-8 text: {shown}", hint=hint) from None
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from primus.build.image import Built, LayerLine, Verdict, line_of, name_image
 from primus.build.kinds.files import entries
 from primus.build.note import renew
-from primus.build.recipes import check_changed
 from primus.build.summary import say_channel, summarize
+from primus.build.unchanged import marks_of
 from primus.errors import PrimusError
 from primus.gates.examiner import Examiner
 from primus.gates.needles import needles_of
@@ -35,10 +35,13 @@ from primus.oci.layer import compression_of, write_layer
 from primus.oci.left_out import LeftOut
 from primus.oci.store import CONFIG_TYPE, Blob, Layer, Store
 from primus.oci.tar import Entry
-from primus.plan.action import Action, Input, action_record, image_key, tree_rows, tree_value
+from primus.plan.action import Action, Input, action_record, image_key, tree_value
 from primus.plan.channel import Choice
 from primus.plan.stats import StatIndex
 from primus.plan.workspace import Workspace
+
+if TYPE_CHECKING:
+    from primus.build.unchanged import Builds
 
 # An ordinary build makes larger layers as fast: it compresses and examines them in parallel.
 _MOST_BYTES = 4 << 20
@@ -48,12 +51,13 @@ class _GaveUp(Exception):
     """An ordinary build must decide."""
 
 
-def swapped(builds: Sequence[tuple[Any, Sequence[str]]], began_ns: int) -> bool:
-    """Build the images of ``builds``: notes, and the layers whose local folders differ from them.
+def swapped(builds: Builds, checked: Callable[[], bool], began_ns: int) -> bool:
+    """Build the images of ``builds``: notes, and the layers whose local folders differ from them. ``checked`` tells
+    whether the modified recipes load.
 
     Returns False if an ordinary build must run. It then finds all finished layers in the store.
     """
-    begin, made = time.monotonic(), _Layers()
+    begin, made = time.monotonic(), _Layers(checked)
     try:
         found = [_Swap(note, made) for note, _ in builds]
         images = [swap.build(changed) for swap, (_, changed) in zip(found, builds, strict=True)]
@@ -62,6 +66,7 @@ def swapped(builds: Sequence[tuple[Any, Sequence[str]]], began_ns: int) -> bool:
         choices = [Choice(**swap.note["choice"]) for swap in found]
     except (_GaveUp, PrimusError, OSError, KeyError, IndexError, TypeError, ValueError, AttributeError):
         # The ordinary build says what is wrong, if anything is.
+        checked()
         return False
     if any(image.changed for image in images):
         for swap, choice in zip(found, choices, strict=True):
@@ -80,7 +85,7 @@ class _Swap:
         self.trees: dict[str, list[str]] = {}
         self._workspace = Workspace(Store(Path(note["store"])), Path(note["root"]) / ".primus")
 
-    def build(self, changed: Sequence[str]) -> Built:
+    def build(self, changed: Mapping[str, str]) -> Built:
         """Build the image with new layers for ``changed``."""
         store, note = self._workspace.store, self.note
         store.prepare()
@@ -100,7 +105,7 @@ class _Swap:
                 continue
             if name not in state["plain"]:
                 raise _GaveUp
-            layer, at = self._made.of(action, self._workspace, actions[name]["tree"]), order.index(name)
+            layer, at = self._made.of(action, self._workspace), order.index(name)
             if state["apart"][at][1] != layer.paths:
                 raise _GaveUp
             config["rootfs"]["diff_ids"][at] = layer.diff_id
@@ -110,6 +115,7 @@ class _Swap:
             actions[name] = action_record(action)
         if actions == inputs["actions"]:
             return _same(note, state, lines)
+        self._require_unmodified(changed)
         before = sum(line["size"] for line in state["layers"])
         if note["budget"] is not None and max(before, sum(line.size for line in lines)) > note["budget"]:
             raise _GaveUp
@@ -133,6 +139,14 @@ class _Swap:
                 "inputs": {**inputs, "actions": actions},
             },
         )
+
+    def _require_unmodified(self, changed: Mapping[str, str]) -> None:
+        """Give up unless the modified recipes load, and are still what they were when their check began."""
+        if not self._made.checked():
+            raise _GaveUp
+        for layer, paths, _ in self.note["groups"]:
+            if layer in changed and marks_of(paths) != changed[layer]:
+                raise _GaveUp
 
     def _action(self, name: str, known: Mapping[str, Any]) -> Action:
         """Read the folder of a layer, and return its action."""
@@ -159,17 +173,16 @@ class _Swap:
 class _Layers:
     """The layers made by this command. Several images may share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, checked: Callable[[], bool]) -> None:
+        self.checked = checked
         self.lines: list[str] = []
         self._known: dict[str, Layer] = {}
 
-    def of(self, action: Action, workspace: Workspace, before: Mapping[str, str]) -> Layer:
-        """Return the layer of a folder, whose files were those of ``before``."""
+    def of(self, action: Action, workspace: Workspace) -> Layer:
+        """Return the layer of a folder."""
         store = workspace.store
         if action.key in self._known:
             return self._known[action.key]
-        if action.root == str(workspace.folder.parent / "recipes"):
-            check_changed(Path(action.root), tree_rows(action.tree), before)
         examiner = Examiner(needles_of(workspace))
         with store.lock(action.key):
             if store.layer(action.key) is not None:

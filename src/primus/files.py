@@ -84,6 +84,14 @@ def write_file(path: Path, data: str | bytes) -> None:
         raise
 
 
+def remove_folder(path: Path, *, strict: bool = False) -> None:
+    """Remove the folder and everything in it. Raises OSError if that fails and ``strict`` is set."""
+    # Seam "folders": importing shutil takes a millisecond, and most commands remove no folder.
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=not strict)
+
+
 def seal(data: bytes) -> bytes:
     """Return ``data`` (JSON) with its CRC-32 in front, for :func:`read_sealed`."""
     return b"%08x\n" % crc32(data) + data

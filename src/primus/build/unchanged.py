@@ -115,7 +115,7 @@ def _modified_recipes(builds: Builds) -> Iterator[_Rows]:
 def _check_and_exit(rows: Sequence[_Rows]) -> NoReturn:
     code = 1
     try:
-        from primus.build.recipes import check_changed
+        from primus.recipes.changed import check_changed
 
         for folder, now, before in rows:
             check_changed(folder, now, before)

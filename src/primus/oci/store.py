@@ -204,7 +204,7 @@ class Store:
         try:
             yield path
         finally:
-            _remove_folder(path)
+            files.remove_folder(path)
             os.close(keep)
 
     def _scratch(self, prefix: str) -> Path:
@@ -322,7 +322,7 @@ class Store:
             left = [path for path in (self.root / "tmp").iterdir() if self._is_left(path)]
         for path in left:
             if path.is_dir():
-                _remove_folder(path)
+                files.remove_folder(path)
             else:
                 path.unlink(missing_ok=True)
 
@@ -351,15 +351,7 @@ def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
-        _remove_folder(path, strict=True)
-
-
-def _remove_folder(path: Path, *, strict: bool = False) -> None:
-    """Remove the folder and everything in it. Raises OSError if that fails and ``strict`` is set."""
-    # Not at the top: most commands remove no folder.
-    import shutil
-
-    shutil.rmtree(path, ignore_errors=not strict)
+        files.remove_folder(path, strict=True)
 
 
 def storage_error(error: OSError, path: Path) -> HostError:

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 _TYPE, _REGULAR = 0o170000, 0o100000
 
 
-def nothing_to_do(words: Sequence[str]) -> bool:
-    """Answer ``primus build WORDS`` from the notes of its targets if nothing differs from them; else return False."""
-    begin = time.monotonic()
-    builds = last_builds(words)
+def nothing_to_do(builds: Builds, began_ns: int) -> bool:
+    """Report that there is nothing to do, if nothing differs from the notes that :func:`last_builds` returned; else
+    return False. ``began_ns`` is the time at which the command began.
+    """
     if not builds or any(changed for _, changed in builds):
         return False
-    say_unchanged([(note["name"], note["digest"]) for note, _ in builds], time.monotonic() - begin)
+    say_unchanged([(note["name"], note["digest"]) for note, _ in builds], (time.time_ns() - began_ns) / 1e9)
     return True
 
 

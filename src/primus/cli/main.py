@@ -154,12 +154,11 @@ def _main(args: list[str]) -> int:
         _report(f"primus {verb}: the current folder no longer exists\n  → change to another folder")
         return HostError.exit_code
     if verb == "build" and verb in here:
-        from primus.build.unchanged import RecipeCheck, last_builds, say_unchanged
+        from primus.build.unchanged import RecipeCheck, last_builds, nothing_to_do
 
         began_ns = time.time_ns()
         builds = last_builds(args[1:])
-        if builds and not any(changed for _, changed in builds):
-            say_unchanged([(note["name"], note["digest"]) for note, _ in builds], (time.time_ns() - began_ns) / 1e9)
+        if nothing_to_do(builds, began_ns):
             return 0
         if builds:
             check = RecipeCheck(builds)

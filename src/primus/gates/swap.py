@@ -57,10 +57,10 @@ def swapped(builds: Builds, checked: Callable[[], bool], began_ns: int) -> bool:
 
     Returns False if an ordinary build must run. It then finds all finished layers in the store.
     """
-    begin, made = time.monotonic(), _Layers(checked)
+    begin, made = time.monotonic(), _Layers()
     try:
-        found = [_Swap(note, made) for note, _ in builds]
-        images = [swap.build(changed) for swap, (_, changed) in zip(found, builds, strict=True)]
+        found = [_Swap(note, changed, checked, made) for note, changed in builds]
+        images = [swap.build() for swap in found]
         for swap, image in zip(found, images, strict=True):
             renew(swap.note, image, swap.trees, began_ns)
         choices = [Choice(**swap.note["choice"]) for swap in found]
@@ -80,14 +80,16 @@ def swapped(builds: Builds, checked: Callable[[], bool], began_ns: int) -> bool:
 class _Swap:
     """One image. ``trees`` are the files of each modified folder."""
 
-    def __init__(self, note: Mapping[str, Any], made: _Layers) -> None:
-        self.note, self._made = note, made
+    def __init__(
+        self, note: Mapping[str, Any], changed: Mapping[str, str], checked: Callable[[], bool], made: _Layers
+    ) -> None:
+        self.note, self._changed, self._checked, self._made = note, changed, checked, made
         self.trees: dict[str, list[str]] = {}
-        self._workspace = Workspace(Store(Path(note["store"])), Path(note["root"]) / ".primus")
+        self.workspace = Workspace(Store(Path(note["store"])), Path(note["root"]) / ".primus")
 
-    def build(self, changed: Mapping[str, str]) -> Built:
-        """Build the image with new layers for ``changed``."""
-        store, note = self._workspace.store, self.note
+    def build(self) -> Built:
+        """Build the image with new layers for the modified folders."""
+        store, note = self.workspace.store, self.note
         store.prepare()
         state = store.record("targets", note["state"])
         if state is None or state["digest"] != note["digest"] or state["judged"] is None:
@@ -98,14 +100,14 @@ class _Swap:
         lines = [_reused(line) for line in state["layers"]]
         order = [line.name for line in lines]
         config, manifest = (json.loads(store.read(state[what])) for what in ("content", "digest"))
-        for name in changed:
+        for name in self._changed:
             action = self._action(name, actions[name])
             self.trees[name] = [path for path, _, _ in action.tree]
             if action.key == actions[name]["key"]:
                 continue
             if name not in state["plain"]:
                 raise _GaveUp
-            layer, at = self._made.of(action, self._workspace), order.index(name)
+            layer, at = self._made.of(action, self), order.index(name)
             if state["apart"][at][1] != layer.paths:
                 raise _GaveUp
             config["rootfs"]["diff_ids"][at] = layer.diff_id
@@ -115,7 +117,6 @@ class _Swap:
             actions[name] = action_record(action)
         if actions == inputs["actions"]:
             return _same(note, state, lines)
-        self._require_unmodified(changed)
         before = sum(line["size"] for line in state["layers"])
         if note["budget"] is not None and max(before, sum(line.size for line in lines)) > note["budget"]:
             raise _GaveUp
@@ -140,22 +141,20 @@ class _Swap:
             },
         )
 
-    def _require_unmodified(self, changed: Mapping[str, str]) -> None:
+    def require_checked(self) -> None:
         """Give up unless the modified recipes load, and are still what they were when their check began."""
-        if not self._made.checked():
+        marks = ((self._changed.get(layer), paths) for layer, paths, _ in self.note["groups"])
+        if not self._checked() or any(before and before != marks_of(paths) for before, paths in marks):
             raise _GaveUp
-        for layer, paths, _ in self.note["groups"]:
-            if layer in changed and marks_of(paths) != changed[layer]:
-                raise _GaveUp
 
     def _action(self, name: str, known: Mapping[str, Any]) -> Action:
         """Read the folder of a layer, and return its action."""
         local = self.note["local"][name]
-        root, paths = str(local["root"]), list(known["tree"])
-        if sum(os.lstat(f"{root}/{path}").st_size for path in paths) > _MOST_BYTES:
+        root, rows = str(local["root"]), known["tree"]
+        if sum(os.lstat(f"{root}/{path}").st_size for path in rows) > _MOST_BYTES:
             raise _GaveUp
         tree = tuple(StatIndex().tree(Path(root), tuple(local["include"])))
-        if [path for path, _, _ in tree] != sorted(paths):
+        if {path: kind for path, kind, _ in tree} != {path: row.partition(" ")[0] for path, row in rows.items()}:
             raise _GaveUp
         return Action(
             name=name,
@@ -173,26 +172,27 @@ class _Swap:
 class _Layers:
     """The layers made by this command. Several images may share one."""
 
-    def __init__(self, checked: Callable[[], bool]) -> None:
-        self.checked = checked
+    def __init__(self) -> None:
         self.lines: list[str] = []
         self._known: dict[str, Layer] = {}
 
-    def of(self, action: Action, workspace: Workspace) -> Layer:
+    def of(self, action: Action, swap: _Swap) -> Layer:
         """Return the layer of a folder."""
-        store = workspace.store
+        store = swap.workspace.store
         if action.key in self._known:
             return self._known[action.key]
-        examiner = Examiner(needles_of(workspace))
+        examiner = Examiner(needles_of(swap.workspace))
         with store.lock(action.key):
             if store.layer(action.key) is not None:
                 # Its facts, which the gates have cached, are not at hand here.
                 raise _GaveUp
             tool = next(i.value for i in action.inputs if i.name == "assembler")
             layer = write_layer(store, entries(action), compression=compression_of(tool), watch=_Watch(examiner))
+            # A recorded layer is not checked again.
+            if not examiner.facts().plain:
+                raise _GaveUp
+            swap.require_checked()
             store.save_layer(action.key, layer, {"name": action.name, "kind": action.kind, "tree": action.tree})
-        if not examiner.facts().plain:
-            raise _GaveUp
         self._known[action.key] = layer
         self.lines.append(f"✓ {action.name}  {layer.blob.size / 1e6:.1f} MB, {layer.seconds:.1f} s")
         return layer

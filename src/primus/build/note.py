@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,7 +52,7 @@ def remember(workspace: Workspace, plan: ImagePlan, built: Built, name: str, beg
             "choice": asdict(resolved.choice),
             "channels": len(resolved.target.channels),
             "budget": resolved.budget_gb and round(resolved.budget_gb * 1e9),
-            "local": _local(plan, trees),
+            "local": _local(plan, trees, (store.record("targets", plan.state) or {}).get("plain", ())),
         }
         write_sealed(Path(note_path(str(resolved.root), plan.target)), note)
     except OSError:
@@ -74,8 +74,9 @@ def renew(note: Mapping[str, Any], built: Built, trees: Mapping[str, Iterable[st
         return
 
 
-def _local(plan: ImagePlan, trees: Sequence[Action]) -> dict[str, dict[str, object]]:
-    """Return what the actions of local folders were made from besides the files, by the names of their layers.
+def _local(plan: ImagePlan, trees: Sequence[Action], plain: Collection[str]) -> dict[str, dict[str, object]]:
+    """Return what the actions of local folders with ``plain`` layers were made from besides the files, by the names of
+    the layers. See :mod:`primus.gates.swap`.
 
     A target with compiled kernels has none: whether the kernels fit, only the whole image can tell.
     """
@@ -84,7 +85,7 @@ def _local(plan: ImagePlan, trees: Sequence[Action]) -> dict[str, dict[str, obje
     return {
         action.name: {"root": action.root, "include": plan.resolved.pins[action.name].include, "spec": action.spec}
         for action in trees
-        if action.kind == "files"
+        if action.kind == "files" and action.name in plain
     }
 
 

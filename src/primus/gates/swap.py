@@ -7,9 +7,10 @@ ordinary build.
 
 The gates have judged the last image, and their verdict holds for the new one if the replaced layers are plain
 (:attr:`primus.gates.examiner.LayerFacts.plain`) before and after: then no gate judges anything in them but their size.
+The note names only folders whose layers were plain. Of the image's settings, only digests and keys change.
 
 Whenever more may have changed, this module gives up and the ordinary build runs: a file was added or removed, a folder
-is large, a layer is not plain, an image exceeds its budget, a recipe does not load, or anything cannot be read.
+is large, a new layer is not plain, an image exceeds its budget, a recipe does not load, or anything cannot be read.
 """
 
 from __future__ import annotations
@@ -66,8 +67,10 @@ def swapped(builds: Builds, checked: Callable[[], bool], began_ns: int) -> bool:
         choices = [Choice(**swap.note["choice"]) for swap in found]
     except (_GaveUp, PrimusError, OSError, KeyError, IndexError, TypeError, ValueError, AttributeError):
         # The ordinary build says what is wrong, if anything is.
-        checked()
         return False
+    finally:
+        # Leave no process behind.
+        checked()
     if any(image.changed for image in images):
         for swap, choice in zip(found, choices, strict=True):
             say_channel(swap.note["target"], choice, swap.note["channels"])
@@ -105,8 +108,6 @@ class _Swap:
             self.trees[name] = [path for path, _, _ in action.tree]
             if action.key == actions[name]["key"]:
                 continue
-            if name not in state["plain"]:
-                raise _GaveUp
             layer, at = self._made.of(action, self), order.index(name)
             if state["apart"][at][1] != layer.paths:
                 raise _GaveUp

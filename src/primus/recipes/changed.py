@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from primus.recipes.choose import supported
+from primus.recipes.known import supported
 from primus.recipes.load import read
 
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from primus.recipes.choose import CPU
+from primus.recipes.known import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.size import size

@@ -15,6 +15,7 @@ is large, a new layer is not plain, an image exceeds its budget, a recipe does n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -183,13 +184,13 @@ class _Layers:
         if action.key in self._known:
             return self._known[action.key]
         examiner = Examiner(needles_of(swap.workspace))
-        with store.lock(action.key):
+        with store.lock(action.key), contextlib.closing(examiner):
             if store.layer(action.key) is not None:
                 # Its facts, which the gates have cached, are not at hand here.
                 raise _GaveUp
             tool = next(i.value for i in action.inputs if i.name == "assembler")
             layer = write_layer(store, entries(action), compression=compression_of(tool), watch=_Watch(examiner))
-            # A recorded layer is not checked again.
+            # Once it is recorded, an ordinary build takes it as it is.
             if not examiner.facts().plain:
                 raise _GaveUp
             swap.require_checked()

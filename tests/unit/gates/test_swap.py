@@ -52,6 +52,9 @@ def record(store: Path, target: str = "demo") -> dict[str, Any]:
     del found["when"]
     for line in found["layers"]:
         del line["seconds"], line["built"]
+    for action in found["inputs"]["actions"].values():
+        action["record"] = read_sealed(store / "actions" / f"{action['key']}.json")
+        del action["record"]["layer"]["seconds"]
     return found
 
 

@@ -10,6 +10,7 @@ import os
 import stat
 from pathlib import Path
 from typing import IO, Any
+from zlib import crc32
 
 from primus.errors import InputError
 
@@ -83,10 +84,16 @@ def write_file(path: Path, data: str | bytes) -> None:
         raise
 
 
+def remove_folder(path: Path, *, strict: bool = False) -> None:
+    """Remove the folder and everything in it. Raises OSError if that fails and ``strict`` is set."""
+    # Seam "folders": importing shutil takes a millisecond, and most commands remove no folder.
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=not strict)
+
+
 def seal(data: bytes) -> bytes:
     """Return ``data`` (JSON) with its CRC-32 in front, for :func:`read_sealed`."""
-    from zlib import crc32
-
     return b"%08x\n" % crc32(data) + data
 
 
@@ -100,7 +107,6 @@ def write_sealed(path: Path, value: object) -> None:
 def read_sealed(path: Path | str) -> Any:
     """Return the value of a sealed file; None if it is absent, damaged or not a regular file."""
     import json
-    from zlib import crc32
 
     try:
         data = read_bytes(path)

@@ -13,7 +13,7 @@ from primus.errors import InputError
 from primus.files import read_bytes
 from primus.yamlfile import Document, Key, conflict, parse
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = r"\\u[dD][89a-fA-F]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def parse_json(data: bytes | str, name: str) -> Document:
     try:
         text = data if isinstance(data, str) else data.decode()
         value: Any = json.loads(text, object_pairs_hook=_mapping, parse_constant=_refuse)
-        if _SURROGATE.search(text):
+        if re.search(_SURROGATE, text):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         if merged := conflict(text, name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_CONTROL = re.compile("[\0-\x1f\x7f-\x9f]")
+_CONTROL = "[\0-\x1f\x7f-\x9f]"
 _MOST_NAME, _MOST_PATH = 255, 4095
 
 
@@ -51,7 +51,7 @@ def link_fault(target: str) -> str | None:
 def _text_fault(text: str) -> str | None:
     if not text:
         return "it is empty"
-    if _CONTROL.search(text):
+    if re.search(_CONTROL, text):
         return "it has a control character"
     try:
         size = len(text.encode())

@@ -18,9 +18,9 @@ _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "
 _GAP = "  "
 # A column of fewer characters than this breaks most words.
 _NARROWEST = 12
-_SIGNED = re.compile(r"(\s*)((?:[✓✗–→] )?)(.*)", re.DOTALL)
+_SIGNED = r"(?s)(\s*)((?:[✓✗–→] )?)(.*)"
 # A word that is too long for its column may be broken after one of these.
-_PARTS = re.compile(r"[^/+:@,=_-]*[/+:@,=_-]|[^/+:@,=_-]+")
+_PARTS = r"[^/+:@,=_-]*[/+:@,=_-]|[^/+:@,=_-]+"
 
 
 class Styled(str):
@@ -95,7 +95,7 @@ class Screen:
         """
         lines = []
         for line in text.split("\n"):
-            indent, sign, rest = _SIGNED.match(line).groups()  # type: ignore[union-attr]  # it matches any line
+            indent, sign, rest = re.match(_SIGNED, line).groups()  # type: ignore[union-attr]  # it matches any line
             shown = self.paint(sign, {"✓": "green", "✗": "red"}.get(sign.strip(), ""))
             if sign.startswith("→"):
                 lines.append(line)
@@ -198,7 +198,7 @@ def _fitting(cells: Sequence[Sequence[str]], natural: Sequence[int], room: int) 
     """Return widths that fit ``room`` with whole words, or with words broken after punctuation, or None."""
     if sum(natural) <= room:
         return list(natural)
-    for split in (str.split, lambda text: [part for word in text.split() for part in _PARTS.findall(word)]):
+    for split in (str.split, lambda text: [part for word in text.split() for part in re.findall(_PARTS, word)]):
         least = [max(max(map(_columns, split(line[n])), default=0) for line in cells) for n in range(len(natural))]
         if sum(least) <= room:
             return _shrunk(natural, least, room)
@@ -229,7 +229,7 @@ def _broken(text: str, width: int) -> list[str]:
         if line:
             lines.append(line)
         line = ""
-        for part in [word] if _columns(word) <= width else _PARTS.findall(word):
+        for part in [word] if _columns(word) <= width else re.findall(_PARTS, word):
             if line and _columns(line) + _columns(part) > width:
                 lines.append(line)
                 line = ""

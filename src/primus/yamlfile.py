@@ -34,7 +34,9 @@ _MOST_DIGITS = 64
 
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_NUMBER = re.compile(
+# Patterns are texts, which `re` compiles and keeps when they are first used: records of the store need this module, and
+# no pattern of it.
+_NUMBER = (
     r"(?P<int>[-+]?[0-9]+)|0o(?P<oct>[0-7]+)|0x(?P<hex>[0-9a-fA-F]+)"
     r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
     r"|(?P<inf>[-+]?\.(?:inf|Inf|INF))|(?P<nan>\.(?:nan|NaN|NAN))"
@@ -52,13 +54,13 @@ _REMEDIES = {
     "unknown escape character": "use single quotes, or write the backslash twice",
 }
 # Characters that YAML does not allow. A class of the allowed ones would take 6 ms to compile.
-_UNREADABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+_UNREADABLE = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]"
 # git's markers in a file that it could not merge.
-_CONFLICT = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
+_CONFLICT = r"(?m)^(?:<{7}|>{7}) "
 # Text that is one plain scalar in any context.
-_ONE_WORD = re.compile(r"[+-]?\w[\w./+-]*|[+-]?\.\w+")
+_ONE_WORD = r"[+-]?\w[\w./+-]*|[+-]?\.\w+"
 # Text that needs no quotes, unless it reads as a number or another special value.
-_PLAIN = re.compile(r"[\w/](?:[\w/.+:-]*[\w/])?")
+_PLAIN = r"[\w/](?:[\w/.+:-]*[\w/])?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,7 @@ def parse_values(text: str, name: str, *, keep_last: bool = False) -> Values:
 
 def value(text: str, where: str) -> Scalar | list[Scalar]:
     """Return the scalar, or list of scalars, for ``text`` from a command line. Raises InputError for anything else."""
-    if _ONE_WORD.fullmatch(text):
+    if re.fullmatch(_ONE_WORD, text):
         try:
             return scalar(text)
         except ValueError as error:
@@ -171,7 +173,7 @@ def value(text: str, where: str) -> Scalar | list[Scalar]:
 
 def conflict(text: str, name: str) -> InputError | None:
     """Return the error for an unresolved merge conflict in ``text``, with the place of its first marker, or None."""
-    match = _CONFLICT.search(text)
+    match = re.search(_CONFLICT, text)
     if match is None:
         return None
     where = f"{name}:{text.count(chr(10), 0, match.start()) + 1}:1"
@@ -189,7 +191,7 @@ def scalar(text: str) -> Scalar:
         return None
     if text in _BOOL:
         return _BOOL[text]
-    number = _NUMBER.fullmatch(text)
+    number = re.fullmatch(_NUMBER, text)
     if number is None:
         return text
     if len(text) > _MOST_DIGITS:
@@ -216,8 +218,8 @@ def spell(data: Scalar | list[Scalar]) -> str:
     if data is None or isinstance(data, bool):
         return {None: "null", True: "true", False: "false"}[data]
     if isinstance(data, str):
-        special = data in _NULL or data in _BOOL or _NUMBER.fullmatch(data)
-        if _PLAIN.fullmatch(data) and not special:
+        special = data in _NULL or data in _BOOL or re.fullmatch(_NUMBER, data)
+        if re.fullmatch(_PLAIN, data) and not special:
             return data
         # JSON escapes what is necessary, but YAML folds these line breaks and refuses DEL.
         return re.sub("[\x7f\x85\u2028\u2029]", lambda c: f"\\u{ord(c[0]):04x}", json.dumps(data, ensure_ascii=False))
@@ -260,7 +262,7 @@ class _Builder:
         yaml = _yaml()
         if len(text) > _MOST_CHARACTERS:
             raise InputError(f"the text is longer than {_MOST_CHARACTERS:,} characters", where=self.name)
-        if bad := _UNREADABLE.search(text):
+        if bad := re.search(_UNREADABLE, text):
             place = (text.count("\n", 0, bad.start()) + 1, bad.start() - text.rfind("\n", 0, bad.start()))
             raise self._error(f"this is not YAML: the character U+{ord(bad[0]):04X} is not allowed", place)
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from primus.oci import canonical
 from primus.oci.left_out import NOTHING, LeftOut
 from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Blob, Layer, Store
-from primus.plan.action import ImagePlan
+
+if TYPE_CHECKING:
+    from primus.plan.action import ImagePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,18 @@ class Composed:
         return sum(layer.blob.size for layer in self.layers)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the gates say of an image: one sentence for each gate that it fails, and the names of its ``plain`` layers.
+
+    Of a plain layer, the gates know only the sizes of its files. Two images that differ in plain layers alone get the
+    same verdict, as long as both stay within the budget.
+    """
+
+    failed: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
+
+
 def judged_by(plan: ImagePlan, rules: str) -> str:
     """Return what the verdict on an image depends on besides its bytes: the gates' code and the limits of the
     target.
@@ -154,3 +169,58 @@ def compose(store: Store, plan: ImagePlan) -> Composed | None:
         "annotations": dict(plan.annotations),
     }
     return Composed(plan=plan, layers=layers, config=config, manifest=canonical.dumps(manifest))
+
+
+def line_of(name: str, layer: Layer, *, built: bool) -> LayerLine:
+    """Return the row of the summary for a layer."""
+    return LayerLine(
+        name=name,
+        digest=layer.blob.digest,
+        size=layer.blob.size,
+        unpacked=layer.unpacked,
+        built=built,
+        seconds=layer.seconds if built else 0.0,
+        left_out=layer.left_out,
+    )
+
+
+def name_image(
+    store: Store,
+    config: bytes,
+    manifest: bytes,
+    *,
+    target: str,
+    ref: str,
+    state: str,
+    layers: Sequence[tuple[Blob, LayerLine]],
+    verdict: Verdict,
+    about: Mapping[str, object],
+) -> Built:
+    """Store config and manifest, let ``ref`` point to the manifest, and record the image under the name ``state``.
+
+    The gates must have accepted the image. ``about`` is what else the record holds: what the image was made from.
+    """
+    config_blob, manifest_blob = store.put(config, CONFIG_TYPE), store.put(manifest, MANIFEST_TYPE)
+    store.tag(ref, manifest_blob, {"architecture": "amd64", "os": "linux"})
+    blobs = (manifest_blob, config_blob, *(blob for blob, _ in layers))
+    lines = tuple(line for _, line in layers)
+    record = {
+        **about,
+        "digest": manifest_blob.digest,
+        "content": config_blob.digest,
+        "blobs": [asdict(blob) for blob in blobs],
+        "layers": [asdict(line) for line in lines],
+        "failed": verdict.failed,
+        "plain": verdict.plain,
+        "when": int(time.time()),
+    }
+    store.save("targets", state, record)
+    return Built(
+        target=target,
+        ref=ref,
+        digest=manifest_blob.digest,
+        content=config_blob.digest,
+        changed=True,
+        layers=lines,
+        failed=verdict.failed,
+    )

@@ -5,12 +5,15 @@ Inside the image, ``primus list`` reads every recipe, so one that cannot be read
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from primus.oci.store import Store
-from primus.plan.action import Action, ImagePlan
-from primus.recipes.choose import supported
-from primus.recipes.load import read
+from primus.plan.action import tree_rows
+from primus.recipes.changed import check_changed
+
+if TYPE_CHECKING:
+    from primus.oci.store import Store
+    from primus.plan.action import ImagePlan
 
 
 def check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
@@ -24,18 +27,9 @@ def check_recipes(store: Store, plans: Sequence[ImagePlan]) -> None:
         for action in plan.layers:
             if action.root == str(folder) and action.key not in checked and store.layer(action.key) is None:
                 checked.add(action.key)
-                for name in _changed(store, plan, action):
-                    supported(read(folder / name).settings)
-
-
-def _changed(store: Store, plan: ImagePlan, action: Action) -> Iterator[str]:
-    """Yield the recipes that differ from the last build, or all if a file changed that several of them may use."""
-    try:
-        state = store.record("targets", plan.state) or {}
-        before = dict(state["inputs"]["actions"][action.name]["tree"])
-    except (KeyError, TypeError, ValueError):
-        before = {}
-    now = {name: f"{kind} {value}" for name, kind, value in action.tree if name.endswith(".yaml")}
-    differ = {name for name in (*now, *before) if now.get(name) != before.get(name) and name.endswith(".yaml")}
-    several = any("/" in name or name not in now for name in differ)
-    yield from (name for name in now if not name.startswith(".") and "/" not in name and (several or name in differ))
+                try:
+                    state = store.record("targets", plan.state) or {}
+                    before = dict(state["inputs"]["actions"][action.name]["tree"])
+                except (KeyError, TypeError, ValueError):
+                    before = {}
+                check_changed(folder, tree_rows(action.tree), before)

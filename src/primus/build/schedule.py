@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol
 
 from primus.build import heap
 from primus.build.execute import Workshop
-from primus.build.image import Built, Composed, LayerLine, Options, compose, current, judged_by
+from primus.build.image import Built, Composed, Options, Verdict, compose, current, judged_by, line_of, name_image
 from primus.build.kinds import load
 from primus.build.recipes import check_recipes
 from primus.build.rehash import find_damage
@@ -23,7 +21,7 @@ from primus.errors import CheckFailed
 from primus.oci.imported import stacked
 from primus.oci.layer import read_paths
 from primus.oci.overlap import check_overlap
-from primus.oci.store import CONFIG_TYPE, MANIFEST_TYPE, Layer, Store
+from primus.oci.store import Layer, Store
 from primus.plan.action import Action, ImagePlan, tree_record
 from primus.plan.layers import plan_image
 from primus.plan.locking import lock_target
@@ -48,8 +46,8 @@ class Gates(Protocol):
     def look(self, layer: Layer, watch: Watch | None) -> None:
         """Examine a layer that the build has just created. ``watch``, if given, has already seen its bytes."""
 
-    def judge(self, image: Composed) -> tuple[str, ...]:
-        """Return one sentence for each failed gate. Raises CheckFailed if the image must not get its name."""
+    def judge(self, image: Composed) -> Verdict:
+        """Judge an image. Raises CheckFailed if it must not get its name."""
 
     def close(self) -> None:
         """Release all resources. Called when the build ends."""
@@ -216,45 +214,20 @@ def assemble(store: Store, plan: ImagePlan, built: set[str], gates: Gates | None
         paths = [(a, read_paths(store, layer)) for a, layer in pairs]
         given = stacked(found for a, found in paths if a.kind == "image")
         check_overlap([("the base image", given), *((a.name, found) for a, found in paths if a.kind != "image")])
-    failed = gates.judge(image) if gates else ()
-    config_blob = store.put(image.config, CONFIG_TYPE)
-    manifest_blob = store.put(image.manifest, MANIFEST_TYPE)
-    lines = tuple(
-        LayerLine(
-            name=a.name,
-            digest=layer.blob.digest,
-            size=layer.blob.size,
-            unpacked=layer.unpacked,
-            built=a.key in built,
-            seconds=layer.seconds if a.key in built else 0.0,
-            left_out=layer.left_out,
-        )
-        for a, layer in pairs
-    )
-    platform = {"architecture": str(plan.config["architecture"]), "os": str(plan.config["os"])}
-    store.tag(plan.ref, manifest_blob, platform)
-    store.save(
-        "targets",
-        plan.state,
-        {
-            "key": plan.key,
-            "digest": manifest_blob.digest,
-            "content": config_blob.digest,
-            "blobs": [asdict(b) for b in (manifest_blob, config_blob, *(layer.blob for layer in image.layers))],
-            "layers": [asdict(line) for line in lines],
-            "judged": judged_by(plan, gates.mark) if gates else None,
-            "failed": failed,
-            "apart": apart,
-            "inputs": tree_record(plan),
-            "when": int(time.time()),
-        },
-    )
-    return Built(
+    verdict = gates.judge(image) if gates else Verdict()
+    return name_image(
+        store,
+        image.config,
+        image.manifest,
         target=plan.target,
         ref=plan.ref,
-        digest=manifest_blob.digest,
-        content=config_blob.digest,
-        changed=True,
-        layers=lines,
-        failed=failed,
+        state=plan.state,
+        layers=[(layer.blob, line_of(a.name, layer, built=a.key in built)) for a, layer in pairs],
+        verdict=verdict,
+        about={
+            "key": plan.key,
+            "judged": judged_by(plan, gates.mark) if gates else None,
+            "apart": apart,
+            "inputs": tree_record(plan),
+        },
     )

@@ -1,10 +1,13 @@
 """The fast path of a no-op build: no file that the last build read or wrote has been modified.
 
+The same comparison finds out that only local folders were modified. :mod:`primus.gates.swap` can then replace their
+layers in the last image, without planning.
+
 A no-op build is mostly start-up time, most of which is imports. Therefore, each build writes a note: size, times, inode
 and mode of every file and folder that it read (pins, target, lock, local trees, the engine's own code) and of every
 blob that it wrote, and the image's name and digest. If nothing differs from the note, planning would give the same
-plan. Any difference only leads to planning. The note relies on what git's index relies on and, like git, rejects files
-modified after the build began. Imports are kept to a minimum on purpose.
+plan. Any difference only leads to planning. The note relies on what git's index relies on and, like git, distrusts
+files modified after the build began. Imports are kept to a minimum on purpose.
 """
 
 from __future__ import annotations
@@ -20,37 +23,55 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    Builds = Sequence[tuple[Any, dict[str, str]]]
+
 
 # As in the module stat, which would cost an import.
 _TYPE, _REGULAR = 0o170000, 0o100000
 
 
-def nothing_to_do(words: Sequence[str]) -> bool:
-    """Answer ``primus build WORDS`` from the notes of its targets if all notes are valid; otherwise return False.
-
-    Accepts options that cannot change the answer. Any other word that is not a target returns False.
+def nothing_to_do(builds: Builds, began_ns: int) -> bool:
+    """Report that there is nothing to do, if nothing differs from the notes that :func:`last_builds` returned; else
+    return False. ``began_ns`` is the time at which the command began.
     """
-    begin = time.monotonic()
+    if not builds or any(changed for _, changed in builds):
+        return False
+    say_unchanged([(note["name"], note["digest"]) for note, _ in builds], (time.time_ns() - began_ns) / 1e9)
+    return True
+
+
+def last_builds(words: Sequence[str]) -> Builds:
+    """Return, for each target of ``primus build WORDS``, its note, and the layers whose local folders differ from it
+    with the present marks of their files.
+
+    Empty if anything else differs. Accepts options that cannot change the answer; any other word that is not a target
+    gives an empty answer.
+    """
     targets, places = _parse(words)
     root = _absolute(places["--project"]) if "--project" in places else _above(os.getcwd())
     if not targets or not root:
-        return False
+        return []
     store = _absolute(places["--store"]) if "--store" in places else f"{root}/.primus/store"
-    notes = []
-    seen: set[tuple[str, str]] = set()
+    builds = []
+    # Targets share most of the files they read, so each group is checked once.
+    now: dict[str, str] = {}
     for target in targets:
         try:
             note = _note(note_path(root, target))
-            # Targets share most of the files they read, so each group is checked once.
-            groups = {(paths, marks) for paths, marks in note["groups"]} - seen
-            if note["store"] != store or any(marks != marks_of(paths) for paths, marks in groups):
-                return False
-            seen |= groups
+            if note["store"] != store:
+                return []
+            changed = {}
+            for layer, paths, marks in note["groups"]:
+                if paths not in now:
+                    now[paths] = marks_of(paths)
+                if now[paths] != marks:
+                    changed[layer] = now[paths]
+            if not all(layer in note["local"] for layer in changed):
+                return []
         except (OSError, ValueError, KeyError, TypeError):
-            return False
-        notes.append(note)
-    say_unchanged([(note["name"], note["digest"]) for note in notes], time.monotonic() - begin)
-    return True
+            return []
+        builds.append((note, changed))
+    return builds
 
 
 def say_unchanged(images: Sequence[tuple[str, str]], seconds: float) -> None:
@@ -121,9 +142,14 @@ def note_path(root: str, target: str) -> str:
     return f"{root}/.primus/cache/unchanged-{target}.json"
 
 
-def marks_of(paths: str) -> str:
-    """Return size, times, inode and mode of all paths (one per line) as one text."""
+def marks_of(paths: str, since: int | None = None) -> str:
+    """Return size, times, inode and mode of all paths (one per line) as one text. A file that was modified at or after
+    the time ``since`` gets the mark ``-``, which it will never have: it may have been modified after it was read.
+    """
     lstat = os.lstat
     return " ".join(
-        f"{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}.{s.st_ino}.{s.st_mode}" for s in map(lstat, paths.split("\n"))
+        "-"
+        if since is not None and max(s.st_mtime_ns, s.st_ctime_ns) >= since
+        else f"{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}.{s.st_ino}.{s.st_mode}"
+        for s in map(lstat, paths.split("\n"))
     )

@@ -28,7 +28,7 @@ from primus.oci.imported import require_sane
 from primus.oci.tar import Entry
 from primus.paths import path_fault
 from primus.plan.prefix import Prefix
-from primus.versions.components import normalised
+from primus.versions.names import normalised
 
 _UNIX = 3
 _READ = 1 << 19

@@ -9,7 +9,7 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from primus.errors import InputError
@@ -81,15 +81,3 @@ def new_file(option: str, *suffixes: str) -> Callable[[str], Path]:
         return found
 
     return read
-
-
-def utf8_only(words: Sequence[str]) -> None:
-    """Raise InputError for an argument that is not UTF-8, because the files of a run could not contain it."""
-    for number, word in enumerate(words, 1):
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            shown = ascii(word[:80])
-            names = Path(word.partition("=")[2] or word).exists()
-            hint = "rename the file" if names else "write it in UTF-8"
-            raise InputError(f"argument {number} is not UTF-8 text: {shown}", hint=hint) from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from primus.errors import InputError
-from primus.files import open_regular
+from primus.files import open_regular, remove_folder
 
 _BLOCK = 1 << 20
 
@@ -100,7 +99,7 @@ class FileCache:
         """Remove the file, so that it is fetched again."""
         path = self.path(sha256)
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            remove_folder(path, strict=True)
         else:
             path.unlink(missing_ok=True)
 

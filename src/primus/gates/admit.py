@@ -12,18 +12,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING
 
+from primus.build.image import Verdict
 from primus.build.schedule import build_images
 from primus.errors import CheckFailed
 from primus.gates.check import judge, outcome_text
-from primus.gates.examined import Examined, look_into, needles_of
+from primus.gates.examined import Examined, look_into
 from primus.gates.facts import keep
+from primus.gates.needles import needles_of
 from primus.gates.rules import rules
 from primus.gates.rules.coherence import check_pins
 from primus.gates.watch import Watch
 
 if TYPE_CHECKING:
     from primus.build.image import Built, Composed, Options
-    from primus.gates.facts import LayerFacts
+    from primus.gates.examiner import LayerFacts
     from primus.gates.finding import GateReport
     from primus.oci.store import Layer
     from primus.oci.tar import Watch as Watching
@@ -71,8 +73,8 @@ class Gatekeeper:
         if not seen.cancelled() and seen.exception() is None:
             keep(seen.result(), layer.blob.digest, self._workspace.facts, needles_of(self._workspace))
 
-    def judge(self, image: Composed) -> tuple[str, ...]:
-        """Return one sentence for each gate that the image fails.
+    def judge(self, image: Composed) -> Verdict:
+        """Judge an image by the facts about its layers.
 
         Raises CheckFailed with all findings if a release fails a gate, HostError if a layer is damaged.
         """
@@ -88,7 +90,10 @@ class Gatekeeper:
                 f"{image.plan.ref} fails a gate, so there is no such image:\n{outcome_text(outcome)}",
                 hint="only an image of a preview channel may fail one",
             )
-        return tuple(_sentence(report) for report in outcome.reports if not report.passed)
+        return Verdict(
+            failed=tuple(_sentence(report) for report in outcome.reports if not report.passed),
+            plain=tuple(name for name, found in facts.items() if found.plain),
+        )
 
     def close(self) -> None:
         """Stop all examinations. Called when the build ends or is interrupted."""

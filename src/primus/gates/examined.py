@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primus.build.image import compose, current
 from primus.errors import InputError
-from primus.gates.facts import LayerFacts, facts_of, known
+from primus.gates.examiner import LayerFacts
+from primus.gates.facts import facts_of, known
+from primus.gates.needles import needles_of
 from primus.oci.left_out import LeftOut
 from primus.oci.roots import reference
 
@@ -76,11 +77,3 @@ def examine(plan: ImagePlan, workspace: Workspace, progress: Progress) -> Examin
         if new:
             progress.finish(layer.blob.digest)
     return Examined(image=image, facts=facts, workspace=workspace)
-
-
-def needles_of(workspace: Workspace) -> Sequence[bytes]:
-    """Return the paths of this machine that no image may contain. Short paths are left out: folders in an image may
-    have the same names.
-    """
-    paths = {workspace.folder.parent, workspace.store.root.absolute(), Path.home() / ".cache"}
-    return sorted(str(path).encode() for path in paths if len(path.parts) > 3)

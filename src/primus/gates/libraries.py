@@ -8,10 +8,10 @@ from typing import IO
 
 from primus.gpucode.elf import AMDGPU, DYN, linked_in, read_elf
 
-_LIBRARY = re.compile(r"lib[^/]*\.so(\.[0-9.]+)?")
+_LIBRARY = r"lib[^/]*\.so(\.[0-9.]+)?"
 # Python opens an extension module by its path and keeps its symbols private.
-_MODULE = re.compile(r".*\.(?:cpython-[^/]+|abi3)\.so")
-_SITE = re.compile(r".*/(?:site|dist)-packages/([^/]+)")
+_MODULE = r".*\.(?:cpython-[^/]+|abi3)\.so"
+_SITE = r".*/(?:site|dist)-packages/([^/]+)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,9 @@ class Library:
     def names(self) -> set[str]:
         """The names by which a loader may find it: its soname and, if it is named like a library, its file name."""
         file = self.path.rpartition("/")[2]
-        return {n for n in (self.soname, file if _LIBRARY.fullmatch(file) else "") if n and not _MODULE.fullmatch(n)}
+        return {
+            n for n in (self.soname, file if re.fullmatch(_LIBRARY, file) else "") if n and not re.fullmatch(_MODULE, n)
+        }
 
 
 def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
@@ -49,5 +51,5 @@ def library_of(path: str, stream: IO[bytes], size: int) -> Library | None:
 
 def owner_of(layer: str, path: str) -> str:
     """Return the owner of a path: its layer or, in site-packages, its top folder."""
-    found = _SITE.match(path)
+    found = re.match(_SITE, path)
     return f"{layer} ({found[1]})" if found else layer

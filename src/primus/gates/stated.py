@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import IO, Literal
 
-from primus.versions.components import normalised
+from primus.versions.names import normalised
 
 Kind = Literal["wheel", "deb", "header", "library"]
 
 # A package vendored in another one (setuptools/_vendor) does not count; one from a deb is judged as a deb.
-_METADATA = re.compile(r"(?!usr/lib/python3).*/(?:site|dist)-packages/[^/]+\.dist-info/METADATA")
+_METADATA = r"(?!usr/lib/python3).*/(?:site|dist)-packages/[^/]+\.dist-info/METADATA"
 # Nine of ten requirements are for an extra, and parsing them is slow. Markers with `or` are left to the parser.
-_OF_EXTRA = re.compile(r"^(?!.*\sor\s).*;.*\bextra\s*==\s*[\"']")
+_OF_EXTRA = r"^(?!.*\sor\s).*;.*\bextra\s*==\s*[\"']"
 _STATUS = "var/lib/dpkg/status"
 # One file per package, in images whose dpkg database belongs to another layer.
 _STATUS_OF_ONE = f"{_STATUS}.d/"
@@ -34,10 +34,10 @@ _HEADERS = {
 # Library → (component, how its own text states the version). Libraries are installed without headers. hipBLASLt and
 # MIOpen contain no such text; a distribution's file name ends with their version.
 _LIBRARIES = {
-    "librccl.so": ("rccl", re.compile(rb"(?:RCCL version ?:? ?|NCCL version )([0-9]+\.[0-9]+\.[0-9]+)")),
-    "librocblas.so": ("rocblas", re.compile(rb"(?<![0-9.])([0-9]+\.[0-9]+\.[0-9]+)\.[0-9a-f]{7,40}(?:-dirty)?\x00")),
+    "librccl.so": ("rccl", rb"(?:RCCL version ?:? ?|NCCL version )([0-9]+\.[0-9]+\.[0-9]+)"),
+    "librocblas.so": ("rocblas", rb"(?<![0-9.])([0-9]+\.[0-9]+\.[0-9]+)\.[0-9a-f]{7,40}(?:-dirty)?\x00"),
 }
-_NAMED = re.compile(r"lib(hipblaslt|MIOpen)\.so\.([0-9]+\.[0-9]+(?:\.[0-9]{1,3})?)(?:\..*)?")
+_NAMED = r"lib(hipblaslt|MIOpen)\.so\.([0-9]+\.[0-9]+(?:\.[0-9]{1,3})?)(?:\..*)?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,13 @@ class Stated:
 def states_versions(path: str) -> bool:
     """Whether :func:`stated_in` reads files with this name."""
     return (
-        path == _STATUS
-        or path.startswith(_STATUS_OF_ONE)
-        or path.rpartition("/")[2] in _HEADERS
-        or _METADATA.fullmatch(path) is not None
+        path == _STATUS or path.startswith(_STATUS_OF_ONE) or path.rpartition("/")[2] in _HEADERS or _is_metadata(path)
     )
+
+
+def _is_metadata(path: str) -> bool:
+    """Whether this is the metadata of an installed Python package."""
+    return path.endswith(".dist-info/METADATA") and re.fullmatch(_METADATA, path) is not None
 
 
 def stated_in(path: str, text: str) -> list[Stated]:
@@ -75,12 +77,12 @@ def stated_in(path: str, text: str) -> list[Stated]:
             .get("Status", "")
             .endswith(" installed")
         ]
-    if _METADATA.fullmatch(path):
+    if _is_metadata(path):
         rows = re.findall(r"^(Name|Version|Requires-Dist): (.+?)\s*$", text.partition("\n\n")[0], re.M)
         head = dict(rows)
         if not {"Name", "Version"} <= set(head):
             return []
-        requires = tuple(value for name, value in rows if name == "Requires-Dist" and not _OF_EXTRA.search(value))
+        requires = tuple(value for name, value in rows if name == "Requires-Dist" and not re.search(_OF_EXTRA, value))
         return [
             Stated(kind="wheel", name=normalised(head["Name"]), version=head["Version"], path=path, requires=requires)
         ]
@@ -95,7 +97,7 @@ def stated_in(path: str, text: str) -> list[Stated]:
 def stated_in_library(path: str, file: IO[bytes]) -> list[Stated]:
     """Return the version in a library's own text; none for other libraries, and if the text has no version or two."""
     stem = path.rpartition("/")[2]
-    if named := _NAMED.fullmatch(stem):
+    if named := re.fullmatch(_NAMED, stem):
         return [Stated(kind="library", name=named[1].lower(), version=named[2], path=path)]
     name, pattern = _LIBRARIES.get(stem[: stem.find(".so") + 3], ("", None))
     if pattern is None:
@@ -105,7 +107,7 @@ def stated_in_library(path: str, file: IO[bytes]) -> list[Stated]:
     rest = b""
     # Libraries have gigabytes; a version is short.
     while block := file.read(8 << 20):
-        found |= set(pattern.findall(rest + block))
+        found |= set(re.findall(pattern, rest + block))
         rest = block[-128:]
     if len(found) != 1:
         return []

@@ -11,38 +11,39 @@ from primus.gates.needles import needles as texts_of
 
 Rule = Literal["secret", "insecure apt", "credentials", "cache", "build path"]
 
+# Patterns are texts in this package: few files need one, and compiling all of them takes as long as a small layer. `re`
+# keeps what it has compiled.
+#
 # Each kind of secret, the plain texts that it begins with or contains, and its pattern, whose group is the secret's
 # body.
-_SECRETS: tuple[tuple[str, tuple[bytes, ...], re.Pattern[bytes]], ...] = (
+_SECRETS: tuple[tuple[str, tuple[bytes, ...], bytes], ...] = (
     (
         "a Hugging Face token",
         (b"hf_",),
-        re.compile(rb"hf_(?<![A-Za-z0-9_]hf_)([A-Za-z0-9]{30,40})(?![A-Za-z0-9_])"),
+        rb"hf_(?<![A-Za-z0-9_]hf_)([A-Za-z0-9]{30,40})(?![A-Za-z0-9_])",
     ),
     (
         "a GitHub token",
         (b"ghp_", b"gho_", b"ghu_", b"ghs_", b"ghr_", b"github_pat_"),
-        re.compile(rb"g(?<![A-Za-z0-9_]g)(?:h[pousr]_([A-Za-z0-9]{36})|ithub_pat_([A-Za-z0-9]{22}_[A-Za-z0-9]{59}))"),
+        rb"g(?<![A-Za-z0-9_]g)(?:h[pousr]_([A-Za-z0-9]{36})|ithub_pat_([A-Za-z0-9]{22}_[A-Za-z0-9]{59}))",
     ),
     (
         "a GitLab token",
         (b"glpat-",),
-        re.compile(rb"glpat-(?<![A-Za-z0-9_-]glpat-)([A-Za-z0-9_-]{20})(?![A-Za-z0-9_-])"),
+        rb"glpat-(?<![A-Za-z0-9_-]glpat-)([A-Za-z0-9_-]{20})(?![A-Za-z0-9_-])",
     ),
-    ("an AWS key", (b"AKIA",), re.compile(rb"AKIA(?<![A-Za-z0-9+/]AKIA)([A-Z0-9]{16})(?![A-Za-z0-9+/=])")),
+    ("an AWS key", (b"AKIA",), rb"AKIA(?<![A-Za-z0-9+/]AKIA)([A-Z0-9]{16})(?![A-Za-z0-9+/=])"),
     (
         "a private key",
         (b"PRIVATE KEY-----",),
-        re.compile(
-            rb"-----BEGIN ((?:[A-Z0-9]+ )?PRIVATE KEY-----(?:\\r)?(?:\\n|\r?\n)(?:[A-Za-z-]+: [^\n]*\n|\r?\n)*"
-            rb"[\"' ]*[A-Za-z0-9+/=]{32})"
-        ),
+        rb"-----BEGIN ((?:[A-Z0-9]+ )?PRIVATE KEY-----(?:\\r)?(?:\\n|\r?\n)(?:[A-Za-z-]+: [^\n]*\n|\r?\n)*"
+        rb"[\"' ]*[A-Za-z0-9+/=]{32})",
     ),
 )
 _TEMPORARY, _HOMES = (b"/tmp/pip-", b"/tmp/build-env-"), (b"/home/", b"/root/")
-_PATHS = re.compile(rb"/tmp/(?:pip-[a-z][\w./+-]*|build-env-[\w./+-]+)")
+_PATHS = rb"/tmp/(?:pip-[a-z][\w./+-]*|build-env-[\w./+-]+)"
 # In text, home folders are usually examples; in a compiled file, they are where it was compiled.
-_PATHS_IN_ELF = re.compile(
+_PATHS_IN_ELF = (
     rb"/(?:tmp/(?:pip-[a-z][\w./+-]*|build-env-[\w./+-]+)|(?<![\w.]/)(?:home/[\w.-]+/[\w./+-]+|root/[\w./+-]+))"
 )
 _TEXTS = (*(text for _, texts, _ in _SECRETS for text in texts), *_TEMPORARY, *_HOMES)
@@ -50,30 +51,30 @@ _OVERLAP = 512
 # A private key may have header lines before its body.
 _AHEAD = 1 << 14
 _APT = (
-    re.compile(r"^\s*[^#\n]*\[[^\]\n]*(?:trusted|allow-insecure|allow-weak)\s*=\s*yes[^\]\n]*\]", re.M | re.I),
-    re.compile(r"^\s*(?:Trusted|Allow-Insecure|Allow-Weak):\s*yes", re.M | re.I),
-    re.compile(
-        r"^[^#\n/]*(?:AllowInsecureRepositories|AllowWeakRepositories|AllowDowngradeToInsecureRepositories|"
-        r"AllowUnauthenticated|Verify-Peer\s+\"?false)[^\n]*",
-        re.M | re.I,
+    r"(?mi)^\s*[^#\n]*\[[^\]\n]*(?:trusted|allow-insecure|allow-weak)\s*=\s*yes[^\]\n]*\]",
+    r"(?mi)^\s*(?:Trusted|Allow-Insecure|Allow-Weak):\s*yes",
+    (
+        r"(?mi)^[^#\n/]*(?:AllowInsecureRepositories|AllowWeakRepositories|AllowDowngradeToInsecureRepositories|"
+        r"AllowUnauthenticated|Verify-Peer\s+\"?false)[^\n]*"
     ),
 )
-_CREDENTIAL_FILES = re.compile(
-    r"(?:.*/)?(?:pip\.conf|\.?netrc|\.pypirc|\.git-credentials|\.gitconfig|\.npmrc|\.docker/config\.json|"
-    r"\.aws/credentials|\.config/pip/pip\.conf|huggingface/token|stored_tokens)|etc/apt/auth\.conf(?:\.d/.*)?"
+_CREDENTIAL_FILES = (
+    "/pip.conf", "/.netrc", "/netrc", "/.pypirc", "/.git-credentials", "/.gitconfig", "/.npmrc", "/.docker/config.json",
+    "/.aws/credentials", "/huggingface/token", "/stored_tokens",
+)  # fmt: skip
+_CREDENTIALS = (
+    r"(?mi)://[^/\s:@]+:[^/\s@]+@|\bpassword\b\s*[=: ]\s*\S+|\b_authToken\b|\"auth\"\s*:|aws_secret_access_key|^hf_\w+"
 )
-_CREDENTIALS = re.compile(
-    r"://[^/\s:@]+:[^/\s@]+@|\bpassword\b\s*[=: ]\s*\S+|\b_authToken\b|\"auth\"\s*:|aws_secret_access_key|^hf_\w+",
-    re.M | re.I,
+_CACHES: tuple[tuple[str, str], ...] = (
+    (r"var/lib/apt/lists/.+", "apt's package lists"),
+    (r"var/cache/apt/.+", "apt's cache"),
+    (r"(?:root|home/[^/]+)/\.cache/.+", "a cache in a home folder"),
+    (r"(?:.*/)?\.cache/(?:pip|uv|huggingface|torch)/.+", "a download cache"),
+    (r"(?:tmp|var/tmp)/.+", "a temporary file"),
 )
-_CACHES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"var/lib/apt/lists/.+"), "apt's package lists"),
-    (re.compile(r"var/cache/apt/.+"), "apt's cache"),
-    (re.compile(r"(?:root|home/[^/]+)/\.cache/.+"), "a cache in a home folder"),
-    (re.compile(r"(?:.*/)?\.cache/(?:pip|uv|huggingface|torch)/.+"), "a download cache"),
-    (re.compile(r"(?:tmp|var/tmp)/.+"), "a temporary file"),
-)
-_NO_CACHE = re.compile(r"(?:.*/)?(?:lock|partial|auxfiles)")
+# Every path that the rules above describe contains or begins with one of these, and few others do.
+_LIKE_A_CACHE, _CACHE_FOLDERS = "cache/", ("var/lib/apt/lists/", "tmp/", "var/tmp/")
+_NO_CACHE = r"(?:.*/)?(?:lock|partial|auxfiles)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ class Scanner:
         for what in secrets_in(data, held):
             self._seen["secret", what] = None
         if not held.isdisjoint((*_TEMPORARY, *_HOMES) if self.elf else _TEMPORARY):
-            for match in (_PATHS_IN_ELF if self.elf else _PATHS).finditer(data):
+            for match in re.finditer(_PATHS_IN_ELF if self.elf else _PATHS, data):
                 text = match[0][:120].decode("utf-8", "replace")
                 # One trace per kind and file is enough; others are usually below the same folder.
                 if not any(rule == "build path" and seen[:6] == text[:6] for rule, seen in self._seen):
@@ -136,7 +137,7 @@ def secrets_in(data: bytes, held: Collection[bytes] | None = None) -> list[str]:
     for what, texts, pattern in _SECRETS:
         if held is not None and not any(text in held for text in texts):
             continue
-        for match in pattern.finditer(data):
+        for match in re.finditer(pattern, data):
             body = next(filter(None, match.groups()))
             if _is_real(body):
                 begin = data[match.start() : match.end() - len(body) + 4].decode("utf-8", "replace")
@@ -151,7 +152,13 @@ def _is_real(body: bytes) -> bool:
 
 def reads_text(path: str) -> bool:
     """Whether :func:`text_traces` has a rule for files with this name."""
-    return path.startswith("etc/apt/") or _CREDENTIAL_FILES.fullmatch(path) is not None
+    return path.startswith("etc/apt/") or _has_credentials(path)
+
+
+def _has_credentials(path: str) -> bool:
+    """Whether a file with this name may hold a login."""
+    of_apt = path == "etc/apt/auth.conf" or path.startswith("etc/apt/auth.conf.d/")
+    return of_apt or f"/{path}".endswith(_CREDENTIAL_FILES)
 
 
 def text_traces(path: str, text: str) -> list[Trace]:
@@ -161,20 +168,20 @@ def text_traces(path: str, text: str) -> list[Trace]:
         for pattern in _APT:
             found += [
                 Trace(rule="insecure apt", path=path, seen=match[0].strip()[:120])
-                for match in pattern.finditer(text)
+                for match in re.finditer(pattern, text)
                 if "false" not in match[0].lower() or "verify-peer" in match[0].lower()
             ]
-    if _CREDENTIAL_FILES.fullmatch(path) and _CREDENTIALS.search(text):
+    if _has_credentials(path) and re.search(_CREDENTIALS, text):
         found.append(Trace(rule="credentials", path=path, seen="a login"))
     return found
 
 
 def path_traces(path: str, kind: str) -> list[Trace]:
     """Return the litter that a path's name alone identifies; empty folders do not count."""
-    if kind == "dir":
+    if kind == "dir" or not (_LIKE_A_CACHE in path or path.startswith(_CACHE_FOLDERS)):
         return []
     return [
         Trace(rule="cache", path=path, seen=what)
         for pattern, what in _CACHES
-        if pattern.fullmatch(path) and not _NO_CACHE.fullmatch(path)
+        if re.fullmatch(pattern, path) and not re.fullmatch(_NO_CACHE, path)
     ][:1]

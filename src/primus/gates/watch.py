@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from queue import Queue
 from typing import TYPE_CHECKING
 
-from primus.gates.facts import Examiner, LayerFacts
+from primus.gates.examiner import Examiner, LayerFacts
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

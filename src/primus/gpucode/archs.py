@@ -64,14 +64,15 @@ _GENERIC = {
 }
 
 # Longest first: in MIOpen's names digits of the compute unit count follow the arch directly (gfx942130, gfx90a6e).
-_NAME = re.compile("|".join(sorted(set(MACH.values()), key=lambda n: (-len(n), n))))
-_ENTRY = re.compile(r"(gfx[0-9a-f]+(?:(?:-[0-9]+)*-generic)?|amdgcnspirv)((?::[a-z]+[+-])*)$")
-_FAMILY = re.compile(r"gfx94[xX]")
+_NAME = "|".join(sorted(set(MACH.values()), key=lambda n: (-len(n), n)))
+_ENTRY = r"(gfx[0-9a-f]+(?:(?:-[0-9]+)*-generic)?|amdgcnspirv)((?::[a-z]+[+-])*)$"
 
 
 def in_path(path: str) -> tuple[str, ...]:
     """Return the architectures in a path, in order. ``gfx94X``, a family, stands for gfx942."""
-    return tuple(dict.fromkeys(_NAME.findall(_FAMILY.sub("gfx942", path))))
+    if "gfx" not in path:
+        return ()
+    return tuple(dict.fromkeys(re.findall(_NAME, re.sub("gfx94[xX]", "gfx942", path))))
 
 
 def in_entry_id(entry: str) -> str | None:
@@ -80,7 +81,7 @@ def in_entry_id(entry: str) -> str | None:
     """
     if entry.startswith("host"):
         return None
-    found = _ENTRY.search(entry)
+    found = re.search(_ENTRY, entry)
     return found[0] if found else None
 
 

@@ -7,8 +7,7 @@ tables.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import IO
+from typing import IO, NamedTuple
 
 AMDGPU = 224
 DYN = 3
@@ -23,8 +22,7 @@ _ORDERS = {1: "<", 2: ">"}
 _TABLE = 64 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
+class Section(NamedTuple):
     """One section: its name, ``sh_type`` and ``sh_link``, and the position of its bytes in the file."""
 
     name: str
@@ -34,8 +32,7 @@ class Section:
     size: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Elf:
+class Elf(NamedTuple):
     """An ELF file's header and sections; ``form`` is the struct format of an entry of its dynamic section."""
 
     kind: int
@@ -81,8 +78,7 @@ def _read(stream: IO[bytes]) -> Elf:
     return Elf(kind=kind, machine=machine, flags=flags, abi=ident[8], form=entry, sections=sections)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Linked:
+class Linked(NamedTuple):
     """What the dynamic loader reads in a library: its own soname (empty without one), and the names it needs."""
 
     soname: str = ""

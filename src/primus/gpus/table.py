@@ -8,10 +8,9 @@ from pathlib import Path
 
 from primus.errors import InputError, PrimusError, did_you_mean
 from primus.gpus.generation import Arch, Dtype, Generation, Peak, Table, Variable, plain_name
+from primus.gpus.names import TABLE_FILE
 from primus.schema import build
 from primus.yamlfile import read
-
-TABLE_FILE = Path(__file__).with_name("generations.yaml")
 
 
 class UnknownPeak(PrimusError):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from primus.errors import HostError
-from primus.gpucode.fatbinary import FORMAT
 from primus.oci.store import LAYER_TYPES, Blob, Layer, Store, storage_error
 from primus.oci.tar import Entry, Watch, in_order, write_tar
 
@@ -30,12 +29,7 @@ def assembler(compression: str) -> str:
     """Return what turns entries into bytes, for the keys: our format and the exact compressor."""
     if compression == "gzip":
         return f"tar {_FORMAT}, gzip {_GZIP_LEVEL}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
-    return f"tar {_FORMAT}, zstd {_ZSTD_LEVEL}, zstandard {_zstandard_version()}"
-
-
-def rewriter() -> str:
-    """Return what rewrites libraries for one GPU architecture, for the keys: our format and the compressors."""
-    return f"fat binary {FORMAT}, zstandard {_zstandard_version()}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
+    return f"tar {_FORMAT}, zstd {_ZSTD_LEVEL}, zstandard {zstandard_version()}"
 
 
 def compression_of(tool: str) -> str:
@@ -44,7 +38,7 @@ def compression_of(tool: str) -> str:
 
 
 @cache
-def _zstandard_version() -> str:
+def zstandard_version() -> str:
     """Return the installed version, read from the name of its metadata folder. A no-op build never compresses, and
     importing zstandard or importlib.metadata would cost it 20 ms.
     """

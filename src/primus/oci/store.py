@@ -14,9 +14,7 @@ import errno
 import fcntl
 import hashlib
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -185,9 +183,9 @@ class Store:
         """Yield a file in ``tmp/`` that this process locks. It is removed afterwards unless adopted."""
         # Take the sweepers' lock: between its creation and its locking, a file looks like one of a killed builder.
         with self.lock("tmp"):
-            stream = tempfile.NamedTemporaryFile(dir=self.root / "tmp", prefix="blob-", delete=False)  # noqa: SIM115
+            path = self._scratch("blob")
+            stream = path.open("x+b")
             fcntl.flock(stream, fcntl.LOCK_EX)
-        path = Path(stream.name)
         try:
             with stream:
                 path.chmod(0o644)
@@ -199,14 +197,19 @@ class Store:
     def folder(self, prefix: str) -> Iterator[Path]:
         """Yield a scratch folder in ``tmp/``, removed afterwards, or by a later run if this process is killed."""
         with self.lock("tmp"):
-            path = Path(tempfile.mkdtemp(dir=self.root / "tmp", prefix=f"{prefix}-"))
+            path = self._scratch(prefix)
+            path.mkdir(mode=0o700)
             keep = os.open(path, os.O_RDONLY)
             fcntl.flock(keep, fcntl.LOCK_EX)
         try:
             yield path
         finally:
-            shutil.rmtree(path, ignore_errors=True)
+            files.remove_folder(path)
             os.close(keep)
+
+    def _scratch(self, prefix: str) -> Path:
+        """Return a new path in ``tmp/``. The module tempfile, which could do that, takes 3 ms to import."""
+        return self.root / "tmp" / f"{prefix}-{os.urandom(6).hex()}"
 
     @contextlib.contextmanager
     def lock(self, name: str) -> Iterator[None]:
@@ -319,7 +322,7 @@ class Store:
             left = [path for path in (self.root / "tmp").iterdir() if self._is_left(path)]
         for path in left:
             if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
+                files.remove_folder(path)
             else:
                 path.unlink(missing_ok=True)
 
@@ -345,12 +348,10 @@ def _reason(error: OSError | InputError) -> str:
 
 def _remove(path: Path) -> None:
     """Remove the path, even if it is a folder where a file belongs."""
-    import shutil
-
     try:
         path.unlink(missing_ok=True)
     except IsADirectoryError:
-        shutil.rmtree(path)
+        files.remove_folder(path, strict=True)
 
 
 def storage_error(error: OSError, path: Path) -> HostError:

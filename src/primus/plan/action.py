@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from primus.oci.canonical import key_of
-from primus.plan.resolve import ResolvedTarget
-from primus.versions.lock import LockedFile
+
+if TYPE_CHECKING:
+    from primus.plan.resolve import ResolvedTarget
+    from primus.versions.lock import LockedFile
 
 Kind = Literal["image", "debs", "kernels", "wheels", "files", "build", "turbo"]
+
+
+Tree = tuple[tuple[str, str, str], ...]
+"""The files of a local folder: path, ``file``/``exec``/``link``, and the content's sha256 or the link's target."""
+
+
+def tree_value(tree: Tree) -> str:
+    """Return the value of the input that stands for a local folder."""
+    return f"tree:{key_of(tree)}"
+
+
+def tree_rows(tree: Tree) -> dict[str, str]:
+    """Return the files of a local folder as :func:`tree_record` has them."""
+    return {name: f"{kind} {value}" for name, kind, value in tree}
+
+
+def image_key(layers: Sequence[str], config: Mapping[str, object], annotations: Mapping[str, str]) -> str:
+    """Return the SHA-256 over everything that affects the image's bytes; ``layers`` are the keys of its actions."""
+    return key_of({"layers": layers, "config": config, "annotations": annotations})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +64,7 @@ class Action:
     tools: tuple[Action, ...] = ()
     files: tuple[LockedFile, ...] = ()
     root: str = ""
-    tree: tuple[tuple[str, str, str], ...] = ()
+    tree: Tree = ()
     job_bytes: int = 0
 
     @cached_property
@@ -95,7 +116,7 @@ class ImagePlan:
     @cached_property
     def key(self) -> str:
         """SHA-256 over everything that affects the image's bytes."""
-        return key_of({"layers": [a.key for a in self.layers], "config": self.config, "annotations": self.annotations})
+        return image_key([a.key for a in self.layers], self.config, self.annotations)
 
     def actions(self) -> list[Action]:
         """Return every action once, each after those that it needs."""
@@ -117,15 +138,17 @@ def tree_record(plan: ImagePlan) -> dict[str, Any]:
     files of local trees.
     """
     return {
-        "actions": {
-            a.name: {
-                "key": a.key,
-                "kind": a.kind,
-                "inputs": {i.name: [i.value, i.where] for i in a.inputs},
-                "tree": {name: f"{kind} {value}" for name, kind, value in a.tree},
-            }
-            for a in plan.actions()
-        },
+        "actions": {action.name: action_record(action) for action in plan.actions()},
         "config": dict(plan.config),
         "annotations": dict(plan.annotations),
+    }
+
+
+def action_record(action: Action) -> dict[str, Any]:
+    """Return what :func:`tree_record` says of one action."""
+    return {
+        "key": action.key,
+        "kind": action.kind,
+        "inputs": {i.name: [i.value, i.where] for i in action.inputs},
+        "tree": tree_rows(action.tree),
     }

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import primus
 from primus.errors import InputError
-from primus.oci.canonical import key_of
-from primus.plan.action import Action, Input
+from primus.plan.action import Action, Input, tree_value
 from primus.plan.prefix import Prefix
 from primus.versions.components import Pin
 
@@ -63,7 +62,7 @@ def turbo_action(
     inputs = [
         Input(name="assembler", value=tool),
         Input(name="gpu", value=f"{gpu.arch}, {gpu.compute_units} compute units", where=resolved.place("gpu")),
-        Input(name="catalogue", value="tree:" + key_of(tree)),
+        Input(name="catalogue", value=tree_value(tree)),
         *(Input(name=k, value=v, where=resolved.place("environment")) for k, v in environment.items()),
         # The interpreter affects how Triton reads a kernel's source.
         *(i for i in base if i.name.startswith(("python3.", "libpython3."))),

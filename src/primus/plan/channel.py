@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from primus.errors import InputError
-from primus.plan.target import Target
+
+if TYPE_CHECKING:
+    from primus.plan.target import Target
 
 # Pure Python packages come from PyPI in every channel, and every channel uses local folders.
 SOURCES: dict[str, tuple[str, ...]] = {

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primus.errors import InputError
+from primus.gpucode.fatbinary import FORMAT
 from primus.oci.canonical import key_of
-from primus.oci.layer import assembler, rewriter
-from primus.plan.action import Action, ImagePlan, Input
+from primus.oci.layer import assembler, zstandard_version
+from primus.plan.action import Action, ImagePlan, Input, tree_value
 from primus.plan.aot import turbo_action
 from primus.plan.prefix import Prefix
 from primus.plan.resolve import ResolvedTarget
@@ -26,8 +28,9 @@ from primus.plan.skeleton import (
 from primus.plan.source import BYTECODE, ORDER, WHEEL_SCRIPT
 from primus.plan.target import build_root, extra_root
 from primus.plan.trim import TRIM, VARIANT
-from primus.versions.components import Base, Build, Pin, normalised
+from primus.versions.components import Base, Build, Pin
 from primus.versions.lock import Lock, LockedFile
+from primus.versions.names import normalised
 from primus.versions.suites import upstream
 
 if TYPE_CHECKING:
@@ -225,12 +228,17 @@ def _kernels(resolved: ResolvedTarget, base: str, tool: str) -> Action:
         kind="kernels",
         inputs=(
             Input(name="assembler", value=tool),
-            Input(name="fat binaries", value=rewriter()),
+            Input(name="fat binaries", value=_rewriter()),
             *_locked(debs, where),
         ),
         spec={"arch": arch, "kernels": _patterns(resolved.versions.bases[base])},
         files=debs,
     )
+
+
+def _rewriter() -> str:
+    """Return what rewrites libraries for one GPU architecture: our format and the compressors."""
+    return f"fat binary {FORMAT}, zstandard {zstandard_version()}, zlib {zlib.ZLIB_RUNTIME_VERSION}"
 
 
 def _patterns(base: Base) -> dict[str, list[str]]:
@@ -326,7 +334,7 @@ def _tree(
         kind="files",
         inputs=(
             Input(name="assembler", value=tool),
-            Input(name=pin.path or "", value="tree:" + key_of(tree), where=where),
+            Input(name=pin.path or "", value=tree_value(tree), where=where),
             Input(name="to", value="/" + to, where=where),
         ),
         spec={"to": to, "inline": extra},

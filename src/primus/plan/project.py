@@ -14,7 +14,7 @@ from pathlib import Path
 from primus.errors import InputError, did_you_mean
 from primus.files import read_bytes, read_sealed, write_sealed
 from primus.gpus.generation import Table
-from primus.gpus.table import TABLE_FILE
+from primus.gpus.names import TABLE_FILE
 from primus.oci.store import Store
 from primus.plan.channel import Choice, choose
 from primus.plan.target import Target

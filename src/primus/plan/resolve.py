@@ -13,8 +13,9 @@ from primus.gpus.table import generation
 from primus.plan.channel import Choice
 from primus.plan.project import Project
 from primus.plan.target import Target, environment_of, extra_root, extras_of, inside_of, pins_of, request_of
-from primus.versions.components import Pin, Versions, normalised
+from primus.versions.components import Pin, Versions
 from primus.versions.lock import Drift, Lock, LockedFile, Request, drift
+from primus.versions.names import normalised
 from primus.versions.suites import name_of
 from primus.yamlfile import Document
 

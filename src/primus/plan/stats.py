@@ -25,16 +25,16 @@ TreeFile = tuple[str, str, str]
 
 
 class StatIndex:
-    """The cache, stored in one file. Losing it costs only time."""
+    """The cache, stored in one file. Losing it costs only time. Without a ``path``, every file is read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self._path = path
         # If not trusted, every file is read.
         self.trusted = True
         self._changed = False
         # Targets that share trees walk each tree once.
         self._trees: dict[tuple[str, tuple[str, ...]], list[TreeFile]] = {}
-        known = read_sealed(path)
+        known = read_sealed(path) if path else None
         self._known: dict[str, list[object]] = known if isinstance(known, dict) else {}
 
     def sha256(self, path: str, status: os.stat_result | None = None) -> str:
@@ -111,7 +111,7 @@ class StatIndex:
 
     def save(self) -> None:
         """Write the cache if it changed. Failures are ignored: the next run reads the files again."""
-        if not self._changed:
+        if not (self._changed and self._path):
             return
         with contextlib.suppress(OSError):
             write_sealed(self._path, self._known)

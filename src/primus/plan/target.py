@@ -10,8 +10,9 @@ from primus.errors import InputError, did_you_mean
 from primus.gpus.generation import Table
 from primus.gpus.table import environment
 from primus.schema import WrongValue, described
-from primus.versions.components import Pin, Versions, normalised
+from primus.versions.components import Pin, Versions
 from primus.versions.lock import BaseRequest, Commit, Request
+from primus.versions.names import normalised
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from primus.gpus.table import load_table
 from primus.recipes import load
 from primus.recipes.architecture import architecture
 from primus.recipes.backends import backends
-from primus.recipes.choose import computes, supported
+from primus.recipes.choose import computes
+from primus.recipes.known import supported
 from primus.recipes.setting import Setting
 from primus.recipes.size import Size, size
 

@@ -8,29 +8,11 @@ from pathlib import Path
 from primus.errors import InputError, nearest
 from primus.gpus.table import arch_of, generation, load_table, mx_supported
 from primus.recipes.backends import backends
+from primus.recipes.known import CPU, among, supported
 from primus.recipes.setting import CHOICES, Asked, Setting
 
-CPU = "cpu"
-PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
 # A proxy tests code. The small rounding errors of fp32 allow tight checks.
 PROXY_PRECISION = "fp32"
-
-
-def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[str, ...]]:
-    """Return (backend, mode) → precisions from the recipe's section ``supports``, in its order."""
-    cells: dict[tuple[str, str], tuple[str, ...]] = {}
-    for key, setting in settings.items():
-        if key.startswith("supports."):
-            _, backend, mode = (*key.split("."), "", "")[:3]
-            value = setting.value if isinstance(setting.value, list) else [setting.value]
-            among("backend", backend, list(backends()), setting.origin)
-            among("mode", mode, list(backends()[backend].modes), setting.origin)
-            for word in value:
-                among("precision", str(word), list(PRECISIONS), setting.origin)
-            if not value:
-                raise InputError(f"{key} names no precision", where=setting.origin)
-            cells[backend, mode] = tuple(map(str, value))
-    return cells
 
 
 def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[str, Setting]:
@@ -98,15 +80,6 @@ def _check_defaults(settings: Mapping[str, Setting], cells: Mapping[tuple[str, s
 
 def _default(value: bool | int) -> Setting:
     return Setting(value=value, origin="default")
-
-
-def among(what: str, word: str, offered: list[str], where: str) -> None:
-    """Raise InputError, with the most similar name, if ``word`` is not in ``offered``."""
-    if word not in offered:
-        raise InputError(
-            f"there is no {what} {word!r} here" + nearest(word.lower(), offered),
-            where=where, hint=f"there are: {', '.join(offered)}",
-        )  # fmt: skip
 
 
 def _pick(

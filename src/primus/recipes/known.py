@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 from primus.errors import InputError, nearest
-from primus.gpus.table import load_table
+from primus.gpus.names import generation_names
 from primus.recipes.backends import backends
-from primus.recipes.choose import CPU, PRECISIONS, among
 from primus.recipes.setting import CHOICES, Setting
 from primus.yamlfile import Scalar
 
+CPU = "cpu"
+PRECISIONS = ("fp32", "bf16", "fp8", "mxfp8")
 MULTI = "multi"
+
+
+def supported(settings: Mapping[str, Setting]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """Return (backend, mode) → precisions from the recipe's section ``supports``, in its order."""
+    cells: dict[tuple[str, str], tuple[str, ...]] = {}
+    for key, setting in settings.items():
+        if key.startswith("supports."):
+            _, backend, mode = (*key.split("."), "", "")[:3]
+            value = setting.value if isinstance(setting.value, list) else [setting.value]
+            among("backend", backend, list(backends()), setting.origin)
+            among("mode", mode, list(backends()[backend].modes), setting.origin)
+            for word in value:
+                among("precision", str(word), list(PRECISIONS), setting.origin)
+            if not value:
+                raise InputError(f"{key} names no precision", where=setting.origin)
+            cells[backend, mode] = tuple(map(str, value))
+    return cells
+
+
+def among(what: str, word: str, offered: list[str], where: str) -> None:
+    """Raise InputError, with the most similar name, if ``word`` is not in ``offered``."""
+    if word not in offered:
+        raise InputError(
+            f"there is no {what} {word!r} here" + nearest(word.lower(), offered),
+            where=where, hint=f"there are: {', '.join(offered)}",
+        )  # fmt: skip
 
 
 def check_choice(choice: str, where: str) -> None:
@@ -49,7 +77,7 @@ def _check(choice: str, word: Scalar, where: str, *, several: bool) -> None:
 @cache
 def _known(choice: str) -> list[str]:
     if choice == "gpu":
-        return [CPU, *(generation.name for generation in load_table().generations)]
+        return [CPU, *generation_names()]
     if choice == "precision":
         return list(PRECISIONS)
     return list(

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from primus.gpus.table import generation
 from primus.recipes.architecture import Architecture
-from primus.recipes.choose import CPU
+from primus.recipes.known import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import memory_of
 from primus.recipes.size import size

@@ -10,7 +10,8 @@ from pathlib import Path
 from primus.errors import InputError, nearest
 from primus.recipes import expressed, load, mesh, schema, vocabulary
 from primus.recipes.backends import Backend, backend, backends
-from primus.recipes.choose import choose, supported
+from primus.recipes.choose import choose
+from primus.recipes.known import supported
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.recipes.setting import CHOICES, Asked, Setting, Value

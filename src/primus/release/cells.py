@@ -8,7 +8,8 @@ from pathlib import Path
 
 from primus.errors import InputError
 from primus.recipes import load
-from primus.recipes.choose import CPU, PROXY_PRECISION, computes, supported
+from primus.recipes.choose import PROXY_PRECISION, computes
+from primus.recipes.known import CPU, supported
 from primus.recipes.setting import Asked
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from primus.errors import HostError
 from primus.gpus.detect import Found, detect
 from primus.gpus.table import generation, load_table
-from primus.recipes.choose import CPU
+from primus.recipes.known import CPU
 from primus.recipes.memory import gpu_bytes, largest_batch, predict
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import memory_of

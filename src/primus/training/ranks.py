@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
-from primus.recipes.choose import CPU
+from primus.recipes.known import CPU
 from primus.recipes.rules import rules_of
 from primus.system import network
 from primus.training import identity

@@ -21,11 +21,6 @@ _NAME = r"[a-z0-9]+([.-][a-z0-9]+)*"
 _MOVING_SUITES = {"stable", "oldstable", "testing", "unstable", "latest"}
 
 
-def normalised(name: str) -> str:
-    """Normalize the name of a Python package as PEP 503 does."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Build:
     """How a source is built to a wheel: what its root file system contains in addition to the target's base."""

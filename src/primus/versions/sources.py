@@ -15,7 +15,7 @@ from primus.versions import registry, repository
 from primus.versions.archive import ask_archive
 from primus.versions.ask import HOST_DEADLINE_S, Probe, ask
 from primus.versions.asked import bare_url
-from primus.versions.components import normalised
+from primus.versions.names import normalised
 
 if TYPE_CHECKING:
     from primus.versions.components import Versions

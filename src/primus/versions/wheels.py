@@ -26,9 +26,9 @@ from primus.terminal import counted
 from primus.versions import asked
 from primus.versions.ask import HOST_DEADLINE_S, ask
 from primus.versions.asked import bare_url
-from primus.versions.components import normalised
 from primus.versions.indexes import Indexes, pip_failure_hides_network
 from primus.versions.lock import LockedFile, Request
+from primus.versions.names import normalised
 from primus.versions.pages import Link
 from primus.versions.piprun import explain, no_such, run_pip
 from primus.versions.suites import MACHINES

@@ -14,7 +14,8 @@ import pytest
 from gpu_files import bundle, elf, member
 from primus.errors import HostError
 from primus.gates import facts as facts_module
-from primus.gates.facts import LayerFacts, facts_of, observe
+from primus.gates.examiner import LayerFacts
+from primus.gates.facts import facts_of, observe
 from primus.gates.rules.litter import judge, litter
 from primus.gates.rules.overlap import shared_names
 from primus.gates.rules.versions import versions_inside

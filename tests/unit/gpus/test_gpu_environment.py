@@ -121,7 +121,7 @@ def test_the_note_of_a_build_holds_the_table(kit: Kit) -> None:
     kit.build()
     notes = list((kit.root / ".primus/cache").glob("unchanged-demo.json"))
     assert notes, "no note was left"
-    assert any("gpus/generations.yaml" in paths for paths, _ in read_sealed(notes[0])["groups"])
+    assert any("gpus/generations.yaml" in paths for _, paths, _ in read_sealed(notes[0])["groups"])
 
 
 names = st.sampled_from([*BAKED, "COLOR", "HF_HOME"])

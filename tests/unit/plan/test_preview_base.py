@@ -238,7 +238,7 @@ def test_kernel_files_are_a_layer_per_gpu_over_one_base(project: Project, monkey
     assert mi300x["base debs"].key == mi355x["base debs"].key
     assert mi300x["kernels gfx942"].key == mi325x["kernels gfx942"].key != mi355x["kernels gfx950"].key
     assert [f.name for f in mi300x["kernels gfx942"].files] == ["librocblas5"]
-    monkeypatch.setattr("primus.oci.layer.FORMAT", FORMAT + 1)
+    monkeypatch.setattr("primus.plan.layers.FORMAT", FORMAT + 1)
     (project.root / "images/one.yaml").write_text(image + "gpu: mi355x\n")
     again = {a.name: a for a in plan_over(project.root, "one", lock).layers}
     assert again["kernels gfx950"].key != mi355x["kernels gfx950"].key, "how libraries are written decides bytes, too"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primus.errors import HostError, InputError
-from primus.versions.components import normalised
+from primus.versions.names import normalised
 from primus.versions.piprun import explain
 from primus.versions.wheels import parse_report, platforms
 

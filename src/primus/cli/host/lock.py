@@ -17,8 +17,8 @@ from primus.errors import InputError
 from primus.plan.locking import lock_target
 from primus.plan.resolve import ResolvedTarget, resolve_all
 from primus.terminal import counted
-from primus.versions.components import normalised
 from primus.versions.lock import Drift, Lock, Request
+from primus.versions.names import normalised
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from primus.errors import InputError
 from primus.plan.layers import plan_image
 from primus.plan.locking import plan_images
 from primus.plan.resolve import ResolvedTarget
-from primus.recipes.choose import CPU
+from primus.recipes.known import CPU
 from primus.release import golden, hardware
 from primus.release.cells import Cell, cells_of
 from primus.release.hardware import NO_GPU

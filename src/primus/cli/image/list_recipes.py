@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from primus.cli.image.common import add_named, complete_recipe, offered
 from primus.errors import InputError
 from primus.recipes.catalogue import Entry, entries
-from primus.recipes.choose import among
+from primus.recipes.known import among
 from primus.recipes.load import folder, names, no_recipes
 from primus.recipes.size import readable
 from primus.terminal import Screen

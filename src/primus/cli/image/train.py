@@ -20,7 +20,7 @@ from primus.cli.arguments import folder, path
 from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, short_origin
 from primus.errors import HostError, InputError, Interrupted
 from primus.gpus.detect import detect
-from primus.recipes.choose import CPU
+from primus.recipes.known import CPU
 from primus.recipes.rules import rules_of
 from primus.system import mounts
 from primus.terminal import Screen, counted

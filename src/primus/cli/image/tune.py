@@ -31,7 +31,7 @@ from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gpus.detect import detect, visible
 from primus.gpus.table import generation
-from primus.recipes.choose import CPU
+from primus.recipes.known import CPU
 from primus.recipes.recipe import Recipe
 from primus.system.finding import Host
 from primus.terminal import counted

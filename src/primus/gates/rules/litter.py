@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from primus.gates.examined import needles_of
 from primus.gates.finding import Finding, GateReport, Severity
+from primus.gates.needles import needles_of
 from primus.gates.traces import Rule, Trace, secrets_in
 
 if TYPE_CHECKING:

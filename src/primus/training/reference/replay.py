@@ -19,7 +19,7 @@ import torch
 
 from primus.gpus.table import fp8_dtype, generation
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
-from primus.recipes.choose import CPU
+from primus.recipes.known import CPU
 from primus.training.reference import constants, data, diffusion, first, saved, update
 from primus.training.reference.model import Dialect, Model, adapter_shapes, bfloat, exact, operations, shapes
 from primus.training.reference.names import UnknownWeight, kind_of, to_canonical

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from primus.recipes.choose import CPU
+from primus.recipes.known import CPU
 from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
 from primus.training.backend import DTYPES, Rules

@@ -28,9 +28,12 @@ def remember(workspace: Workspace, plan: ImagePlan, built: Built, name: str, beg
     """Write the note for a build whose planning began at ``began_ns`` (wall clock).
 
     ``name`` is the image's name in the answer. Writes no note if pins, target, lock or code were modified since the
-    build began or shortly before. Files of local folders that were modified since then count as changed next time.
+    build began or shortly before, or if the command named the channel, because the next one may not. Files of local
+    folders that were modified since then count as changed next time.
     """
     resolved, store = plan.resolved, workspace.store
+    if resolved.choice.named:
+        return
     trees = [action for action in plan.actions() if action.tree]
     since = began_ns - _MARGIN_NS
     try:

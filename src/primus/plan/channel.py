@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from primus.errors import InputError
@@ -30,6 +30,8 @@ class Choice:
     base: str | None
     preview: str | None
     reason: str
+    # Whether the user named the channel.
+    named: bool = False
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -51,7 +53,7 @@ def choose(name: str, target: Target, asked: str | None, locked: Callable[[str],
     if asked is not None:
         if asked not in target.channels:
             raise InputError(f"{name} has no channel {asked!r}", hint="its channels: " + ", ".join(target.channels))
-        return _choice(target, asked, "asked for")
+        return replace(_choice(target, asked, "asked for"), named=True)
     for channel in target.channels:
         if locked(channel):
             better = target.channels[: target.channels.index(channel)]

@@ -135,3 +135,16 @@ def test_file_written_just_before_the_build_counts_as_modified(kit: Kit) -> None
     os.utime(kit.write("parts/beta/blob", b"late"), ns=(ahead, ahead))
     kit.build()
     assert not nothing_to_do(["demo"])
+
+
+def test_build_of_a_named_channel_does_not_answer_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = make_project(tmp_path / "project")
+    kit.edit("images/demo.yaml", "channels: [local]", "channels: [pypi]")
+    time.sleep(0.06)
+    kit.build("demo", "--channel", "pypi")
+    monkeypatch.chdir(kit.root)
+    assert not nothing_to_do(["demo"])
+    kit.build("demo")
+    assert nothing_to_do(["demo"])

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training.flux import entry
 
 WAYS = {
@@ -31,7 +31,7 @@ _PIXELS_PER_TOKEN = 16
 def main() -> None:
     """Print loss and gradients of each implementation."""
     words = ["ranks=1", "model.dit.double_layers=2", "model.dit.single_layers=2"]
-    model_of = resolve("flux.1-dev", words, Asked(backend="flux", mode="pretrain", precision="bf16")).architecture
+    model_of = resolve("flux.1-dev", words, Choices(backend="flux", mode="pretrain", precision="bf16")).architecture
     sizes, side = model_of.dit, model_of.dit.image_size // _PIXELS_PER_TOKEN
     for name, backend in WAYS.items():
         generator = torch.Generator("cuda").manual_seed(0)

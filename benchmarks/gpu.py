@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.recipes.load import folder
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.recipes.size import size
 from primus.training import logs, metrics, start, suite
 from primus.training.flops import of_recipe_unit
@@ -69,11 +69,11 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one cell. Returns its verdicts, figures and series."""
     words = cell.removeprefix("bare:").split(":")
     recipe, backend, mode, precision = words[:4]
-    asked = Asked(backend=backend, mode=mode, precision=precision)
+    choices = Choices(backend=backend, mode=mode, precision=precision)
     settings = [f"ranks={options.ranks}", *words[4:]]
     if not any(word.startswith("training.steps=") for word in settings):
         settings.append(f"training.steps={options.steps}")
-    jobs = suite.plan(recipe, root, settings, asked, level=options.suite)
+    jobs = suite.plan(recipe, root, settings, choices, level=options.suite)
     job = jobs[0]
     unit = of_recipe_unit(job.recipe.architecture, job.recipe.seq_len)
     common = {

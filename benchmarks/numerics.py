@@ -243,13 +243,13 @@ def first_step() -> dict[str, Any]:
     from torchtitan.protocols.train_spec import get_train_spec
 
     from primus.recipes.resolve import resolve
-    from primus.recipes.setting import Asked
+    from primus.recipes.setting import Choices
     from primus.training.reference.model import Model
     from primus.training.reference.names import to_canonical
     from primus.training.torchtitan import turbo
     from primus.training.torchtitan.render import model_arguments
 
-    recipe = resolve("llama3.1-8b", ["ranks=1"], Asked(backend="torchtitan", mode="pretrain", gpu="h200"))
+    recipe = resolve("llama3.1-8b", ["ranks=1"], Choices(backend="torchtitan", mode="pretrain", gpu="h200"))
     spec = get_train_spec("llama3")
     from primus.training.torchtitan.entry import _arguments
 

@@ -29,7 +29,7 @@ from primus.compat.merge import Merged, merge
 from primus.compat.presets import flat
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks" / "results" / "primus-import.json"
@@ -184,7 +184,7 @@ def _imported(folder: Path, merged: Merged) -> dict[str, Any]:
     done = source.translated()
     written = folder / "imported.yaml"
     written.write_text(recipe_text(source, done, source.least_nodes), encoding="utf-8")
-    recipe = resolve(str(written), (), Asked(gpu="mi300x", nodes=source.least_nodes))
+    recipe = resolve(str(written), (), Choices(gpu="mi300x", nodes=source.least_nodes))
     both, wrong = compared(source.effective, recipe)
     told = " ".join([*done.left_out, *(one.given.key for one in done.unmapped)])
     named = {key: pair for key, pair in wrong.items() if key in told}

@@ -92,7 +92,7 @@ def _installed(name: str) -> bool:
 def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one variant. Returns its figures and series."""
     from primus.recipes.resolve import resolve
-    from primus.recipes.setting import Asked
+    from primus.recipes.setting import Choices
     from primus.training import logs, ranks, start
     from primus.training.job import Job
 
@@ -108,7 +108,7 @@ def one(variant: str, output: Path, options: argparse.Namespace) -> dict[str, An
         f"training.steps={options.steps}",
         *(w for w in words if w not in flags and not w.startswith(("training.steps=", "ranks="))),
     ]
-    recipe = resolve(recipe_name, settings, Asked(backend=backend, mode=mode, precision=precision, gpu="h200"))
+    recipe = resolve(recipe_name, settings, Choices(backend=backend, mode=mode, precision=precision, gpu="h200"))
     job = Job(name=name, recipe=recipe, output=output)
     output.mkdir(parents=True)
     start.prepare(job)

@@ -10,7 +10,7 @@ from pathlib import Path
 from training_kit import train
 
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import checks, outcome
 from primus.training.checks import Verdict
 from primus.training.job import Job
@@ -53,12 +53,12 @@ class Case:
     def job(self, output: Path, base: Path | None = None) -> Job:
         """Return the job, with or without the fault. A resumed job starts from the checkpoint in ``base``."""
         recipe, words = BASES[self.backend]
-        asked = Asked(backend=self.backend, gpu="cpu", proxy=True, precision=self.precision)
+        choices = Choices(backend=self.backend, gpu="cpu", proxy=True, precision=self.precision)
         more = _SPLIT[self.backend] if self.check == "accumulation" else self.words
         kept = base / "checkpoint" / f"step-{KEPT}" if base is not None and self.check == "resume" else None
         # A case's words replace those of its base.
         settings = {word.partition("=")[0]: word for word in (*words, *more)}
-        return Job(name="fault", recipe=resolve(recipe, [*settings.values()], asked), output=output, resume_from=kept)
+        return Job(name="fault", recipe=resolve(recipe, [*settings.values()], choices), output=output, resume_from=kept)
 
 
 def _cases(backend: str, prefix: str) -> tuple[Case, ...]:
@@ -93,9 +93,9 @@ CASES = (
 def base(python: list[str], backend: str, output: Path) -> Outcome:
     """Run the healthy job that the runs of ``backend`` are compared with."""
     recipe, words = BASES[backend]
-    asked = Asked(backend=backend, gpu="cpu", proxy=True, precision="fp32")
+    choices = Choices(backend=backend, gpu="cpu", proxy=True, precision="fp32")
     words += (f"checkpoint={KEPT}",) if backend == "torchtitan" else ()
-    return outcome_of(python, Job(name="base", recipe=resolve(recipe, words, asked), output=output))
+    return outcome_of(python, Job(name="base", recipe=resolve(recipe, words, choices), output=output))
 
 
 def outcome_of(python: list[str], job: Job, fault: str = "") -> Outcome:

@@ -13,7 +13,7 @@ import pytest
 from training_kit import ROOT, train
 
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import outcome
 from primus.training.job import Job, JobResult
 from project_kit import Kit
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 
 
 def proxy(output: Path, *words: str, backend: str = "fsdp", resume_from: Path | None = None) -> Job:
-    recipe = resolve("llama3.1-8b", ["steps=4", *words], Asked(backend=backend, gpu="cpu", proxy=True))
+    recipe = resolve("llama3.1-8b", ["steps=4", *words], Choices(backend=backend, gpu="cpu", proxy=True))
     return Job(name="job", recipe=recipe, output=output, resume_from=resume_from)
 
 
@@ -90,7 +90,7 @@ def test_a_run_goes_on_from_its_own_checkpoint_alone(python: list[str], tmp_path
     assert outcome.read(again, train(python, again)).series.losses == whole.series.losses[2:]
     end = again.output / "checkpoint" / "step-4"
     assert (end / "recipe.json").is_file(), "a resumed run saves checkpoints, too"
-    recipe = resolve("llama3.1-8b", ["steps=5"], Asked(backend=backend, gpu="cpu", proxy=True))
+    recipe = resolve("llama3.1-8b", ["steps=5"], Choices(backend=backend, gpu="cpu", proxy=True))
     longer = Job(name="job", recipe=recipe, output=tmp_path / "longer", resume_from=end)
     assert len(outcome.read(longer, train(python, longer)).series.losses) == 1, "the last one can be resumed"
     other = proxy(tmp_path / "other", "model.rope_theta=7.0", backend=backend, resume_from=kept)

@@ -10,7 +10,7 @@ import pytest
 from training_kit import ROOT, failing, train
 
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import outcome, suite
 from primus.training.job import Job
 from primus.training.outcome import Outcome
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 SLOW = pytest.mark.slow
 
 REFERENCE = Path(__file__).with_name("inside") / "gpt.py"
-CPU = Asked(backend="megatron", gpu="cpu", proxy=True)
+CPU = Choices(backend="megatron", gpu="cpu", proxy=True)
 
 
 def run(python: list[str], *words: str) -> subprocess.CompletedProcess[str]:
@@ -95,14 +95,14 @@ def test_every_layout_trains_the_same_model(
     ],
 )
 def test_the_suite_passes(python: list[str], tmp_path: Path, name: str, precision: str, words: list[str]) -> None:
-    asked = Asked(backend="megatron", gpu="cpu", proxy=True, precision=precision)
-    jobs = suite.plan(name, tmp_path, words, asked)
+    choices = Choices(backend="megatron", gpu="cpu", proxy=True, precision=precision)
+    jobs = suite.plan(name, tmp_path, words, choices)
     assert failing(suite.judge(jobs, suite.run(jobs, lambda job: train(python, job)))) == []
 
 
 def test_transformer_engine_in_an_image_is_not_used_without_a_gpu(python: list[str], tmp_path: Path) -> None:
-    asked = Asked(backend="megatron", gpu="cpu", proxy=True)
-    job = Job(name="run", recipe=resolve("llama3.1-8b", ["training.steps=2"], asked), output=tmp_path / "run")
+    choices = Choices(backend="megatron", gpu="cpu", proxy=True)
+    job = Job(name="run", recipe=resolve("llama3.1-8b", ["training.steps=2"], choices), output=tmp_path / "run")
     assert train(python, job, "transformer_engine").exit_code == 0
 
 
@@ -112,6 +112,6 @@ def test_an_images_choice_of_attention_is_no_error(
     """Images for AMD GPUs choose Transformer Engine's attention; Megatron's ``auto`` refuses any choice but its own."""
     monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
     monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
-    asked = Asked(backend="megatron", gpu="cpu", proxy=True)
-    job = Job(name="run", recipe=resolve("qwen2.5-7b", ["training.steps=2"], asked), output=tmp_path / "run")
+    choices = Choices(backend="megatron", gpu="cpu", proxy=True)
+    job = Job(name="run", recipe=resolve("qwen2.5-7b", ["training.steps=2"], choices), output=tmp_path / "run")
     assert train(python, job).exit_code == 0

@@ -12,7 +12,7 @@ import pytest
 from training_kit import ROOT, failing, train
 
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import checks, outcome, suite
 from primus.training.job import Job
 from primus.training.outcome import Outcome
@@ -25,8 +25,8 @@ CELLS = [
 ]  # fmt: skip
 
 
-def asked(backend: str, mode: str, precision: str = "fp32") -> Asked:
-    return Asked(backend=backend, mode=mode, precision=precision, gpu="cpu", proxy=True)
+def choices(backend: str, mode: str, precision: str = "fp32") -> Choices:
+    return Choices(backend=backend, mode=mode, precision=precision, gpu="cpu", proxy=True)
 
 
 @pytest.mark.parametrize("script", ["collectives", "models", "data"])
@@ -43,7 +43,7 @@ def test_inside(python: list[str], script: str) -> None:
 @pytest.mark.parametrize(("recipe", "backend", "mode"), CELLS)
 def test_the_suite_passes(python: list[str], tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
     """Twice to the last bit, resumed to the last bit, the same in one micro-batch and in two."""
-    jobs = suite.plan(recipe, tmp_path, asked=asked(backend, mode))
+    jobs = suite.plan(recipe, tmp_path, choices=choices(backend, mode))
     left = suite.run(jobs, lambda job: train(python, job))
     assert failing(suite.judge(jobs, left)) == []
     assert all(outcome.series.exact for outcome in left.values())
@@ -52,7 +52,7 @@ def test_the_suite_passes(python: list[str], tmp_path: Path, recipe: str, backen
 @pytest.mark.parametrize(("recipe", "backend", "mode"), CELLS)
 def test_bf16_is_proven(python: list[str], tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
     words = ["training.steps=2", "training.recompute=full"]
-    resolved = resolve(recipe, words, asked(backend, mode, "bf16"))
+    resolved = resolve(recipe, words, choices(backend, mode, "bf16"))
     left = outcome.read(job := Job(name="bf16", recipe=resolved, output=tmp_path / "bf16"), train(python, job))
     assert failing(outcome.basic_verdicts(left)) == []
     assert not checks.precision(left.facts, "fp32").passed
@@ -74,7 +74,7 @@ def test_optimizations_change_no_loss_and_are_proven(
     found = []
     for name, word in (("plain", "off"), ("turbo", turbo)):
         words = ["training.steps=3", "training.deterministic=false", f"turbo={word}"]
-        job = Job(name=name, recipe=resolve(recipe, words, asked(backend, mode, "bf16")), output=tmp_path / name)
+        job = Job(name=name, recipe=resolve(recipe, words, choices(backend, mode, "bf16")), output=tmp_path / name)
         left = outcome.read(job, train(python, job))
         assert failing(outcome.basic_verdicts(left)) == []
         found.append([step.loss for step in left.series.steps])
@@ -86,12 +86,12 @@ def test_saved_weights_are_where_adapters_start(python: list[str], tmp_path: Pat
     """All weights are trained and saved; adapters beside the saved ones begin no worse than training ended."""
     words = ["finetune.save_weights=true", "training.steps=10"]
     whole = Job(
-        name="whole", recipe=resolve("llama3.1-8b", words, asked("finetune", "full")), output=tmp_path / "whole"
+        name="whole", recipe=resolve("llama3.1-8b", words, choices("finetune", "full")), output=tmp_path / "whole"
     )
     before = outcome.read(whole, train(python, whole))
     words = [f"finetune.weights={whole.output / 'weights'}", "finetune.save_weights=true", "training.steps=3"]
     beside = Job(
-        name="beside", recipe=resolve("llama3.1-8b", words, asked("finetune", "lora")), output=tmp_path / "lora"
+        name="beside", recipe=resolve("llama3.1-8b", words, choices("finetune", "lora")), output=tmp_path / "lora"
     )
     after = outcome.read(beside, train(python, beside))
     assert failing(outcome.basic_verdicts(after)) == []
@@ -112,7 +112,7 @@ def test_saved_weights_are_where_adapters_start(python: list[str], tmp_path: Pat
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     words = ["training.steps=4", "validation.resume_at=2"]
-    planned = suite.plan("llama3.1-8b", tmp_path_factory.mktemp("loop"), words, asked("fsdp", "pretrain"))
+    planned = suite.plan("llama3.1-8b", tmp_path_factory.mktemp("loop"), words, choices("fsdp", "pretrain"))
     return {job.name: job for job in planned}
 
 

@@ -24,8 +24,8 @@ from primus.errors import HostError
 from primus.fetch.filecache import FileCache
 from primus.fetch.files import fetch
 from primus.progress import QuietProgress
-from primus.versions.ask import HOST_DEADLINE_S
 from primus.versions.lock import LockedFile
+from primus.versions.reachable import HOST_DEADLINE_S
 from project_kit import make_project
 
 pytestmark = pytest.mark.integration

@@ -8,7 +8,7 @@ import pytest
 from training_kit import failing, train
 
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.recipes.size import size
 from primus.training import outcome
 from primus.training.job import Job
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_a_pipeline_reports_the_loss_and_the_parameters_of_all_stages(python: list[str], tmp_path: Path) -> None:
-    recipe = resolve("llama3.1-8b", ["steps=3", "pp=2"], Asked(backend="torchtitan", gpu="cpu", proxy=True))
+    recipe = resolve("llama3.1-8b", ["steps=3", "pp=2"], Choices(backend="torchtitan", gpu="cpu", proxy=True))
     job = Job(name="train", recipe=recipe, output=tmp_path / "run")
     left = outcome.read(job, train(python, job))
     assert failing(outcome.basic_verdicts(left)) == []

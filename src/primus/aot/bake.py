@@ -22,10 +22,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from primus.aot.asked import Asked, Noted, folder_of, refused
 from primus.aot.catalogue import Case, load_catalogue
 from primus.aot.gpu import Gpu
 from primus.aot.pages import load
+from primus.aot.requested import Noted, Requested, folder_of, refused
 from primus.errors import CheckFailed, PrimusError
 
 INDEX = "index.json"
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 def bake(
     cases: Sequence[Case], gpu: Gpu, out: Path, root: str, *, progress: Callable[[str], None] = lambda _: None
-) -> tuple[Asked, ...]:
+) -> tuple[Requested, ...]:
     """Compile everything that ``cases`` request to ``out``, for an image that will have these files in ``root``.
 
     ``progress`` is called with each case, in the requesting process, and with each kernel before it is compiled. Raises
@@ -47,7 +47,7 @@ def bake(
 
         inside = f"{triton.__version__}/{gpu.arch}"
         folder, to = out / inside, f"{root}/{inside}"
-        asked: list[Asked] = []
+        requested: list[Requested] = []
         with triton.knobs.compilation.scope(), triton.knobs.cache.scope():
             # Use no other cache, and store no intermediate forms, which are six times as large as the code.
             triton.knobs.cache.manager_class = None
@@ -56,7 +56,7 @@ def bake(
             for one in noted:
                 progress(f"  {one.function}")
                 try:
-                    asked.append(_compile(one, gpu))
+                    requested.append(_compile(one, gpu))
                 except Exception as error:  # noqa: BLE001 - whatever the compiler raises, the kernel is named
                     reason = f"{one.function}: {type(error).__name__}: {error}"
                     failures.setdefault(one.function, refused(one.kernel, gpu.arch, reason, one.case))
@@ -70,11 +70,11 @@ def bake(
         "triton": triton.__version__,
         "kernels": [
             {k: v for k, v in asdict(one).items() if k != "compiled"}
-            for one in sorted(asked, key=lambda a: (a.kernel, a.function, a.key))
+            for one in sorted(requested, key=lambda a: (a.kernel, a.function, a.key))
         ],
     }
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    return tuple(asked)
+    return tuple(requested)
 
 
 def _elsewhere(work: Callable[[], T]) -> T:
@@ -111,7 +111,7 @@ def _note(
     return note(cases, gpu, folder, progress=progress)
 
 
-def _compile(noted: Noted, gpu: Gpu) -> Asked:
+def _compile(noted: Noted, gpu: Gpu) -> Requested:
     """Compile a kernel from its first intermediate representation, under the key of its source."""
     from triton import compiler
     from triton._C.libtriton import ir
@@ -134,7 +134,7 @@ def _compile(noted: Noted, gpu: Gpu) -> Asked:
     found = compiler.compile(Source(), target=gpu.target, options=dict(noted.options)).metadata
     if folder_of(found.hash) != noted.key:
         raise ValueError(f"its key is {folder_of(found.hash)}, but was {noted.key} when the library requested it")
-    return Asked(
+    return Requested(
         kernel=noted.kernel,
         function=noted.function,
         key=noted.key,
@@ -167,11 +167,11 @@ def main(words: Sequence[str]) -> int:
     catalogue = load_catalogue()
     try:
         cases = list(catalogue.cases(catalogue.of(components, gpu.vendor)))
-        asked = bake(cases, gpu, Path(out), root, progress=lambda line: print(line, flush=True))
+        requested = bake(cases, gpu, Path(out), root, progress=lambda line: print(line, flush=True))
     except PrimusError as error:
         print(f"✗ {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{len(asked)} kernels for {arch}, requested by {len(cases)} calls")
+    print(f"{len(requested)} kernels for {arch}, requested by {len(cases)} calls")
     return 0
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import triton
 
-from primus.aot.ask import ask, ask_pretending
-from primus.aot.asked import Answer
 from primus.aot.catalogue import Case, Kernel
 from primus.aot.gpu import Gpu
+from primus.aot.requested import Answer
+from primus.aot.requests import request_all, request_pretending
 from primus.errors import CheckFailed
 
 _LAUNCHER = ".so"
@@ -46,7 +46,7 @@ class Verdict:
     def passed(self) -> bool:
         """Whether every requested kernel was found, and nothing failed or was compiled. Host stubs do not count."""
         made = [name for name in self.answer.made if not name.endswith(_LAUNCHER)]
-        return bool(self.answer.asked) and not (self.answer.compiled or self.answer.failures or made)
+        return bool(self.answer.requested) and not (self.answer.compiled or self.answer.failures or made)
 
     def as_json(self) -> dict[str, Any]:
         """Return the data for ``--json``. ``launchers`` counts host stubs, which contain no kernel."""
@@ -56,7 +56,7 @@ class Verdict:
             "triton": triton.__version__,
             "torch": torch.__version__,
             "calls": self.calls,
-            "kernels": len(self.answer.asked),
+            "kernels": len(self.answer.requested),
             "missing": [asdict(one) for one in self.answer.compiled],
             "failures": list(self.answer.failures),
             "launchers": sum(name.endswith(_LAUNCHER) for name in self.answer.made),
@@ -85,5 +85,9 @@ def check(cases: Sequence[Case], gpu: Gpu, *, real: bool, progress: Callable[[st
         compared.add((case.kernel, case.shape.name))
         return not known
 
-    answer = ask(cases, compare=first, progress=progress) if real else ask_pretending(cases, gpu, progress=progress)
+    answer = (
+        request_all(cases, compare=first, progress=progress)
+        if real
+        else request_pretending(cases, gpu, progress=progress)
+    )
     return Verdict(arch=gpu.arch, real=real, calls=len(cases), answer=answer)

@@ -24,7 +24,7 @@ def interpret(kernels: Sequence[Kernel]) -> Iterator[tuple[Case, str]]:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from primus.aot.ask import forward_and_backward, skip_dispatcher
+    from primus.aot.requests import forward_and_backward, skip_dispatcher
 
     convert = interpreter._implicit_cvt
 

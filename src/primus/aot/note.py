@@ -12,10 +12,10 @@ from typing import Any
 
 import triton
 
-from primus.aot.ask import call_all, empty_cache
-from primus.aot.asked import Noted, folder_of
 from primus.aot.catalogue import Case
 from primus.aot.gpu import Gpu
+from primus.aot.requested import Noted, folder_of
+from primus.aot.requests import call_all, empty_cache
 
 
 class _FirstForm(Exception):

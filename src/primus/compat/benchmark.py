@@ -9,7 +9,7 @@ from primus.compat.request import Request
 from primus.compat.tables import commands
 from primus.compat.words import options
 from primus.errors import InputError, nearest
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 
 _LETTERS = {"-t": "mode", "-m": "model", "-p": "precision", "-s": "seq_len"}
 # Options of train_fsdp.py, with its own spelling.
@@ -47,7 +47,7 @@ def report(words: Sequence[str]) -> Request:
     says = table["says"].get(f"{model} {given['mode']} {precision}")
     return Request(
         recipe=what["recipe"],
-        asked=Asked(backend=backend, mode="full" if flux else mode, precision=precision),
+        choices=Choices(backend=backend, mode="full" if flux else mode, precision=precision),
         words=(f"{backend}.training.seq_len={seq_len}",) if seq_len and not flux else (),
         says=(says,) if says else (),
         benchmark=(model, given["mode"]),
@@ -102,7 +102,7 @@ def fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
         settings["fsdp.training.compile"] = str(flags["enable_compile"]).lower()
     return Request(
         recipe=what["recipe"],
-        asked=Asked(backend="fsdp", mode="pretrain", precision="fp8" if flags.get("enable_fp8") else "bf16"),
+        choices=Choices(backend="fsdp", mode="pretrain", precision="fp8" if flags.get("enable_fp8") else "bf16"),
         words=tuple(f"{key}={value}" for key, value in settings.items()),
         says=tuple(says),
     )
@@ -117,7 +117,7 @@ def program(name: str, words: Sequence[str]) -> Request:
         )  # fmt: skip
     what = commands()["programs"][name]
     return Request(
-        recipe=what["recipe"], asked=Asked(backend=what["backend"], mode=what["mode"], precision=what["precision"])
+        recipe=what["recipe"], choices=Choices(backend=what["backend"], mode=what["mode"], precision=what["precision"])
     )
 
 
@@ -131,7 +131,7 @@ def tag(words: Sequence[str]) -> Request:
     what = table[_one_of(name, table, "--tags")]
     says = (what["says"],) if "says" in what else ()
     return Request(
-        recipe=what["recipe"], asked=Asked(backend=what["backend"], mode=what.get("mode", "pretrain")), says=says
+        recipe=what["recipe"], choices=Choices(backend=what["backend"], mode=what.get("mode", "pretrain")), says=says
     )
 
 

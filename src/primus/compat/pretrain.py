@@ -16,7 +16,7 @@ from primus.errors import HostError, InputError, nearest
 from primus.recipes.backends import backend as known_backend
 from primus.recipes.load import names
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 
 ALLOW_UNMAPPED = "--allow-unmapped leaves them out"
 # "torchtatin" is a misspelling in the documents.
@@ -49,25 +49,25 @@ def pretrain(
     if path.is_file() and is_experiment(path):
         source = experiment(merge(path, environment))
         done = source.translated(given)
-        request = Request(recipe=source.recipe, asked=Asked(backend=source.backend, mode="pretrain"))
+        request = Request(recipe=source.recipe, choices=Choices(backend=source.backend, mode="pretrain"))
         says.append(f"{name} is a Primus experiment; `primus import-exp {name}` converts it to a recipe")
     elif path.is_file() or name in names():
         # The recipe's default backend determines the names of its keys.
-        known = resolve(name, (), Asked(backend=_BACKENDS.get(backend or ""), gpu="mi300x"))
+        known = resolve(name, (), Choices(backend=_BACKENDS.get(backend or ""), gpu="mi300x"))
         done = translate(known.backend, given)
-        request = Request(recipe=name, asked=Asked(backend=known.backend))
+        request = Request(recipe=name, choices=Choices(backend=known.backend))
     else:
         what = documented(name)
         done = translate(what.backend, given)
         done.settings = {**what.settings, **done.settings}
         done.choices.setdefault("precision", what.precision)
         request = Request(
-            recipe=what.recipe, asked=Asked(backend=what.backend, mode="pretrain"), gpu_of_path=what.gpu
+            recipe=what.recipe, choices=Choices(backend=what.backend, mode="pretrain"), gpu_of_path=what.gpu
         )  # fmt: skip
         if what.says and (precision or done.choices["precision"]) == what.precision:
             says.append(what.says)
-    if backend and _BACKENDS[backend] != request.asked.backend:
-        raise InputError(f"BACKEND is {backend}, but {name} is for {request.asked.backend}", where=f"EXP={name}")
+    if backend and _BACKENDS[backend] != request.choices.backend:
+        raise InputError(f"BACKEND is {backend}, but {name} is for {request.choices.backend}", where=f"EXP={name}")
     if not allow_unmapped:
         refuse(done.unmapped, ALLOW_UNMAPPED)
     ignored = [f"{name} is left out: {why}" for name, why in ignored_variables().items() if environment.get(name)]
@@ -75,13 +75,13 @@ def pretrain(
     nodes = _count(environment, "NNODES")
     ranks = _count(environment, "GPUS_PER_NODE")
     # The script's default is one node, whereas the recipe's default may be more.
-    asked = replace(request.asked, precision=done.choices.get("precision"), nodes=nodes or 1)
+    choices = replace(request.choices, precision=done.choices.get("precision"), nodes=nodes or 1)
     words = [f"ranks={ranks}"] if ranks else []
     if switched_on(environment, "PRIMUS_DETERMINISTIC"):
-        words.append(f"{known_backend(str(asked.backend)).key('deterministic')}=true")
+        words.append(f"{known_backend(str(choices.backend)).key('deterministic')}=true")
     return replace(
         request,
-        asked=asked,
+        choices=choices,
         words=(*words, *done.words()),
         says=tuple(says),
         environment={**_meeting(environment, nodes), **_tuning(environment, request.recipe)},
@@ -121,7 +121,7 @@ def for_proxy(request: Request, kept: Sequence[str]) -> Request:
     stay = tuple(word for word in request.words if word.partition("=")[0] in kept)
     gone = [word for word in request.words if word not in stay]
     says = (*request.says, f"the proxy keeps its own sizes: {' '.join(gone)} left out") if gone else request.says
-    return replace(request, asked=replace(request.asked, proxy=True), words=stay, says=says)
+    return replace(request, choices=replace(request.choices, proxy=True), words=stay, says=says)
 
 
 def _count(environment: Mapping[str, str], name: str) -> int | None:

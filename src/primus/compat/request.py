@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from primus.errors import InputError
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 
 _ON = ("1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")
@@ -31,7 +31,7 @@ class Request:
     """
 
     recipe: str
-    asked: Asked = field(default_factory=Asked)
+    choices: Choices = field(default_factory=Choices)
     words: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -40,4 +40,4 @@ class Request:
 
     def train(self) -> list[str]:
         """Return the equivalent arguments of ``primus train``."""
-        return [self.recipe, *self.asked.words(), *self.words]
+        return [self.recipe, *self.choices.words(), *self.words]

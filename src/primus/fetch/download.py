@@ -15,9 +15,9 @@ from primus.errors import HostError
 from primus.fetch.filecache import FileCache, Part
 from primus.progress import Progress
 from primus.versions.answers import ABSENT, short
-from primus.versions.asked import bare_url
 from primus.versions.lock import LockedFile
 from primus.versions.pages import local_path
+from primus.versions.traffic import bare_url
 
 _BLOCK = 1 << 18
 _FAULTS = 4

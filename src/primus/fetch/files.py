@@ -20,14 +20,14 @@ from primus.fetch.filecache import FileCache
 from primus.progress import Progress
 from primus.sandbox.tools import with_packages
 from primus.terminal import counted
-from primus.versions.ask import ask
-from primus.versions.asked import listening
 from primus.versions.indexes import Indexes
 from primus.versions.lock import LockedFile
 from primus.versions.pool import Pool, locate
+from primus.versions.reachable import require_answers
 from primus.versions.registry import copy_image
 from primus.versions.repository import archive_commit
 from primus.versions.sources import Sources, ask_host
+from primus.versions.traffic import listening
 
 # Smaller files only advance the total: a line each for a hundred small debs would hide what matters.
 _OWN_BAR = 16_000_000
@@ -75,7 +75,7 @@ def fetch(
     asked = (sources or Sources()).of_files(wanted)
     with _spill_folder(cache.root) as spill, listening(progress.say):
         places = _Places(wanted, suites, spill, asked, progress)
-        ask(asked.probes(lambda: places.indexes))
+        require_answers(asked.probes(lambda: places.indexes))
         bases = {f.base for f in wanted if f.kind == "deb" and f.base}
         python = [f for f in wanted if f.kind in ("wheel", "sdist") and f.index is None]
         indexes = places.indexes if python else None

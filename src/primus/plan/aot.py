@@ -26,7 +26,7 @@ _SOURCES = (
     "files.py",
     "schema.py",
     "yamlfile.py",
-    *(f"aot/{name}" for name in ("__init__.py", "ask.py", "asked.py", "bake.py", "catalogue.py")),
+    *(f"aot/{name}" for name in ("__init__.py", "requests.py", "requested.py", "bake.py", "catalogue.py")),
     *(f"aot/{name}" for name in ("catalogue.yaml", "gpu.py", "note.py", "pages.py", "pretend.py", "workloads.py")),
 )
 # Variables that Triton or the libraries read when they compile, except the path of the cache.

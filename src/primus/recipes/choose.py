@@ -9,13 +9,13 @@ from primus.errors import InputError, nearest
 from primus.gpus.table import arch_of, generation, load_table, mx_supported
 from primus.recipes.backends import backends
 from primus.recipes.known import CPU, among, supported
-from primus.recipes.setting import CHOICES, Asked, Setting
+from primus.recipes.setting import CHOICES, Choices, Setting
 
 # A proxy tests code. The small rounding errors of fp32 allow tight checks.
 PROXY_PRECISION = "fp32"
 
 
-def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[str, Setting]:
+def choose(settings: Mapping[str, Setting], choices: Choices, path: Path) -> dict[str, Setting]:
     """Return every choice as a setting with its origin. ``settings`` are those that do not depend on a choice.
 
     Raises InputError if the recipe does not support the combination, or the GPU does not support the precision.
@@ -29,19 +29,19 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
         )
     _check_defaults(settings, cells)
     proxy = settings.get("default.proxy") or _default(False)
-    if asked.proxy is not None:
-        proxy = Setting(value=asked.proxy, origin="--proxy" if asked.proxy else "command line: proxy=false")
-    backend = _pick("backend", asked.backend, settings, list(dict.fromkeys(b for b, _ in cells)), {})
+    if choices.proxy is not None:
+        proxy = Setting(value=choices.proxy, origin="--proxy" if choices.proxy else "command line: proxy=false")
+    backend = _pick("backend", choices.backend, settings, list(dict.fromkeys(b for b, _ in cells)), {})
     modes = [mode for b, mode in cells if b == backend.value]
-    if asked.mode not in (None, *modes) and (others := [b for b, m in cells if m == asked.mode]):
+    if choices.mode not in (None, *modes) and (others := [b for b, m in cells if m == choices.mode]):
         raise InputError(
-            f"backend {backend.value} does not support mode {asked.mode!r} with this recipe",
-            where=f"--mode {asked.mode}",
+            f"backend {backend.value} does not support mode {choices.mode!r} with this recipe",
+            where=f"--mode {choices.mode}",
             hint=f"--backend {' or '.join(others)} supports it",
         )
-    mode = _pick("mode", asked.mode, settings, modes, {"backend": backend})
+    mode = _pick("mode", choices.mode, settings, modes, {"backend": backend})
     # A wrong word is named before a machine that lacks the GPU.
-    gpu = _gpu(asked, settings)
+    gpu = _gpu(choices, settings)
     if gpu.value == CPU and proxy.value is not True:
         raise InputError(
             f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
@@ -52,11 +52,11 @@ def choose(settings: Mapping[str, Setting], asked: Asked, path: Path) -> dict[st
     if proxy.value is True:
         offered = list(dict.fromkeys([PROXY_PRECISION, *offered]))
         fallback = {}
-    precision = _pick("precision", asked.precision, fallback, offered, {"backend": backend, "mode": mode})
+    precision = _pick("precision", choices.precision, fallback, offered, {"backend": backend, "mode": mode})
     _computable(str(precision.value), str(gpu.value), str(backend.value), precision.origin)
     nodes = settings.get("default.nodes", _default(1)) if proxy.value is not True else _default(1)
-    if asked.nodes is not None:
-        nodes = Setting(value=asked.nodes, origin=f"--nodes {asked.nodes}")
+    if choices.nodes is not None:
+        nodes = Setting(value=choices.nodes, origin=f"--nodes {choices.nodes}")
     if not isinstance(nodes.value, int) or nodes.value < 1:
         raise InputError("nodes must be at least 1", where=nodes.origin)
     return dict(zip(CHOICES, (backend, mode, precision, gpu, nodes, proxy), strict=True))
@@ -83,27 +83,27 @@ def _default(value: bool | int) -> Setting:
 
 
 def _pick(
-    what: str, asked: str | None, settings: Mapping[str, Setting], offered: list[str], given: Mapping[str, Setting]
+    what: str, value: str | None, settings: Mapping[str, Setting], offered: list[str], given: Mapping[str, Setting]
 ) -> Setting:
     """Return the requested value, otherwise the recipe's default if it is offered, otherwise the first offered."""
-    if asked is not None:
+    if value is not None:
         context = " with " + ", ".join(f"{name} {s.value}" for name, s in given.items()) if given else ""
-        if asked not in offered:
+        if value not in offered:
             raise InputError(
-                f"{what} {asked!r} is not supported by this recipe{context}" + nearest(asked, offered),
-                where=f"--{what} {asked}", hint=f"there are: {', '.join(offered)}",
+                f"{what} {value!r} is not supported by this recipe{context}" + nearest(value, offered),
+                where=f"--{what} {value}", hint=f"there are: {', '.join(offered)}",
             )  # fmt: skip
-        return Setting(value=asked, origin=f"--{what} {asked}")
+        return Setting(value=value, origin=f"--{what} {value}")
     default = settings.get(f"default.{what}")
     if default is not None and default.value in offered:
         return Setting(value=default.value, origin=default.origin)
     return Setting(value=offered[0], origin="the first that the recipe supports")
 
 
-def _gpu(asked: Asked, settings: Mapping[str, Setting]) -> Setting:
-    if asked.gpu is not None:
-        among("GPU", asked.gpu, [CPU, *(g.name for g in load_table().generations)], f"--gpu {asked.gpu}")
-        return Setting(value=asked.gpu, origin=f"--gpu {asked.gpu}")
+def _gpu(choices: Choices, settings: Mapping[str, Setting]) -> Setting:
+    if choices.gpu is not None:
+        among("GPU", choices.gpu, [CPU, *(g.name for g in load_table().generations)], f"--gpu {choices.gpu}")
+        return Setting(value=choices.gpu, origin=f"--gpu {choices.gpu}")
     if "default.gpu" in settings:
         return settings["default.gpu"]
     # Seam "detection": detecting the GPU runs programs. A named GPU makes this unnecessary.

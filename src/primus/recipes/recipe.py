@@ -14,7 +14,7 @@ from primus.errors import InputError
 from primus.recipes.architecture import architecture
 from primus.recipes.backends import backend
 from primus.recipes.load import beside
-from primus.recipes.setting import WORDS, Asked, Setting, Value
+from primus.recipes.setting import WORDS, Choices, Setting, Value
 
 if TYPE_CHECKING:
     from primus.recipes.architecture import Architecture
@@ -30,7 +30,7 @@ Kind = TypeVar("Kind", str, int, float, bool)
 class Recipe:
     """What to train. Keys of ``settings`` are dotted: ``torchtitan.training.steps``.
 
-    ``overrides`` are the user's ``key=value`` arguments and ``asked`` the user's options; with both, the same recipe
+    ``overrides`` are the user's ``key=value`` arguments and ``choices`` the user's options; with both, the same recipe
     can be resolved again. ``precisions`` are all that the recipe supports with this backend in this mode.
     """
 
@@ -38,7 +38,7 @@ class Recipe:
     path: Path
     settings: Mapping[str, Setting]
     overrides: tuple[str, ...] = ()
-    asked: Asked = field(default_factory=Asked)
+    choices: Choices = field(default_factory=Choices)
     precisions: tuple[str, ...] = ()
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
@@ -130,8 +130,8 @@ class Recipe:
     @property
     def global_batch(self) -> int:
         """Sequences (or images) of one optimizer step over all ranks."""
-        asked = self.find(self.knows.key("global_batch"), -1)
-        return asked if asked > 0 else self.local_batch * self.data_parallel
+        batch = self.find(self.knows.key("global_batch"), -1)
+        return batch if batch > 0 else self.local_batch * self.data_parallel
 
     @property
     def accumulation(self) -> int:

@@ -14,7 +14,7 @@ from primus.recipes.choose import choose
 from primus.recipes.known import supported
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
-from primus.recipes.setting import CHOICES, Asked, Setting, Value
+from primus.recipes.setting import CHOICES, Choices, Setting, Value
 from primus.yamlfile import value as typed_value
 
 _OWN_SECTIONS = {"validation", "assets", "model", "ranks"}
@@ -25,7 +25,7 @@ _DECIDING = ("default.", "supports.")
 def resolve(
     name: str,
     overrides: Sequence[str] = (),
-    asked: Asked | None = None,
+    choices: Choices | None = None,
     replacing: Sequence[str] = (),
     among: Path | None = None,
 ) -> Recipe:
@@ -40,8 +40,8 @@ def resolve(
     """
     path = load.find(name, among).absolute()
     source = load.read(path)
-    asked, words = _choices_among(asked or Asked(), overrides)
-    chosen = choose(source.settings, asked, path)
+    choices, words = _choices_among(choices or Choices(), overrides)
+    chosen = choose(source.settings, choices, path)
     settings = {key: s for key, s in source.settings.items() if not key.startswith(_DECIDING)}
     settings.update(chosen)
     facts = {
@@ -69,27 +69,27 @@ def resolve(
     _shorten_warmup(settings, given, knows)
     _check_keys(settings, path, knows)
     recipe = Recipe(
-        name=name, path=path, settings=settings, overrides=tuple(spelled.values()), asked=_as_asked(asked, chosen),
+        name=name, path=path, settings=settings, overrides=tuple(spelled.values()), choices=_as_chosen(choices, chosen),
         precisions=supported(source.settings)[facts["backend"], facts["mode"]],
     )  # fmt: skip
     _check_sense(recipe)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
 
-def _as_asked(asked: Asked, chosen: Mapping[str, Setting]) -> Asked:
+def _as_chosen(choices: Choices, chosen: Mapping[str, Setting]) -> Choices:
     """Return the options that give the same recipe on any machine: a detected GPU is named explicitly."""
     gpu = chosen["gpu"]
-    return asked if gpu.origin.startswith("--gpu") else replace(asked, gpu=str(gpu.value))
+    return choices if gpu.origin.startswith("--gpu") else replace(choices, gpu=str(gpu.value))
 
 
-def _choices_among(asked: Asked, overrides: Sequence[str]) -> tuple[Asked, list[str]]:
+def _choices_among(choices: Choices, overrides: Sequence[str]) -> tuple[Choices, list[str]]:
     words = []
     for word in overrides:
         key, _, text = word.partition("=")
         if key not in CHOICES:
             words.append(word)
             continue
-        if (before := getattr(asked, key)) is not None:
+        if (before := getattr(choices, key)) is not None:
             raise _twice(key, f"{key}={str(before).lower() if key == 'proxy' else before}", word)
         value: object = text
         if key == "nodes":
@@ -100,8 +100,8 @@ def _choices_among(asked: Asked, overrides: Sequence[str]) -> tuple[Asked, list[
             if text not in ("true", "false"):
                 raise InputError(f"proxy must be true or false, not {text!r}", where="command line: proxy")
             value = text == "true"
-        asked = replace(asked, **{key: value})  # type: ignore[arg-type]
-    return asked, words
+        choices = replace(choices, **{key: value})  # type: ignore[arg-type]
+    return choices, words
 
 
 def _twice(key: str, first: str, second: str) -> InputError:

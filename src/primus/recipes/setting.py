@@ -23,7 +23,7 @@ Value = Scalar | list[Scalar]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Choices:
     """The user's choices. None stands for the recipe's default, or for what the machine has."""
 
     backend: str | None = None

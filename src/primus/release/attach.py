@@ -83,7 +83,7 @@ class Repository:
 
     def digest(self, reference: str) -> str | None:
         """Return the digest of the manifest that a tag or digest names, or None."""
-        answer = self._registry.ask(
+        answer = self._registry.request(
             "HEAD", f"manifests/{reference}", headers={"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}, absent=True
         )
         if answer.status_code == 404:
@@ -91,7 +91,7 @@ class Repository:
         if digest := answer.headers.get("Docker-Content-Digest"):
             return digest
         # The header is optional. Without it, the manifest itself tells.
-        answer = self._registry.ask(
+        answer = self._registry.request(
             "GET", f"manifests/{reference}", headers={"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
         )
         if "schemaVersion" not in self._registry.json(answer):
@@ -100,7 +100,7 @@ class Repository:
 
     def has_blob(self, digest: str) -> bool:
         """Whether the repository has the blob."""
-        return self._registry.ask("HEAD", f"blobs/{digest}", absent=True).status_code != 404
+        return self._registry.request("HEAD", f"blobs/{digest}", absent=True).status_code != 404
 
     def tag(self, tag: str, manifest: bytes) -> None:
         """Set ``tag`` to the manifest, whose blobs must already be in the repository."""
@@ -149,7 +149,7 @@ class Repository:
         return list((index or {}).get("manifests", ()))
 
     def _index(self, path: str) -> dict[str, Any] | None:
-        answer = self._registry.ask("GET", path, headers={"Accept": INDEX_TYPE}, absent=True)
+        answer = self._registry.request("GET", path, headers={"Accept": INDEX_TYPE}, absent=True)
         if answer.status_code == 404:
             return None
         index = self._registry.json(answer)
@@ -162,15 +162,15 @@ class Repository:
         digest = canonical.digest_of(data)
         if self.has_blob(digest):
             return
-        begun = self._registry.ask("POST", "blobs/uploads/")
+        begun = self._registry.request("POST", "blobs/uploads/")
         if "Location" not in begun.headers:
             raise self._registry.odd("blobs/uploads/ names no address for the upload")
         place = urljoin(begun.url, begun.headers["Location"])
         headers = {"Content-Type": "application/octet-stream"}
-        self._registry.ask("PUT", place, params={"digest": digest}, data=data, headers=headers)
+        self._registry.request("PUT", place, params={"digest": digest}, data=data, headers=headers)
 
     def _put(self, reference: str, data: bytes, media_type: str) -> Response:
-        return self._registry.ask("PUT", f"manifests/{reference}", data=data, headers={"Content-Type": media_type})
+        return self._registry.request("PUT", f"manifests/{reference}", data=data, headers={"Content-Type": media_type})
 
 
 def digest_tag(digest: str) -> str:

@@ -10,19 +10,19 @@ from primus.errors import InputError
 from primus.recipes import load
 from primus.recipes.choose import PROXY_PRECISION, computes
 from primus.recipes.known import CPU, supported
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One recipe with one set of choices. ``asked`` contains the choices that differ from the recipe's defaults."""
+    """One recipe with one set of choices. ``choices`` contains the choices that differ from the recipe's defaults."""
 
     recipe: str
-    asked: Asked
+    choices: Choices
     folder: str
 
     def __str__(self) -> str:
-        chosen = (self.asked.backend, self.asked.mode, self.asked.precision)
+        chosen = (self.choices.backend, self.choices.mode, self.choices.precision)
         return " ".join([self.recipe, *(word for word in chosen if word)])
 
 
@@ -41,19 +41,19 @@ def cells_of(
     supports for this recipe on ``gpu``, otherwise only for the proxy's own. Raises InputError for an unknown recipe, or
     one that supports nothing.
     """
-    here = Asked(gpu=gpu, proxy=True)
+    here = Choices(gpu=gpu, proxy=True)
     cells: list[Cell] = []
     for name in recipes:
         short = name.rpartition("/")[2].removesuffix(".yaml")
         if not every:
-            cells.append(Cell(recipe=name, asked=here, folder=short))
+            cells.append(Cell(recipe=name, choices=here, folder=short))
             continue
         ways = supported(load.read(load.find(name, among)).settings)
         if not ways:
             raise InputError(f"recipe {name} supports no backend", where=str(load.find(name, among)))
         for (backend, mode), offered in ways.items():
             way = Cell(
-                recipe=name, asked=replace(here, backend=backend, mode=mode), folder=f"{short}-{backend}-{mode}"
+                recipe=name, choices=replace(here, backend=backend, mode=mode), folder=f"{short}-{backend}-{mode}"
             )  # fmt: skip
             fits = [p for p in precisions if p in {PROXY_PRECISION, *offered} and computes(gpu, p, backend)]
             cells += [_in_precision(way, precision) for precision in fits] if precisions else [way]
@@ -61,4 +61,4 @@ def cells_of(
 
 
 def _in_precision(cell: Cell, precision: str) -> Cell:
-    return replace(cell, asked=replace(cell.asked, precision=precision), folder=f"{cell.folder}-{precision}")
+    return replace(cell, choices=replace(cell.choices, precision=precision), folder=f"{cell.folder}-{precision}")

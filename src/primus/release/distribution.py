@@ -18,7 +18,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.util import Retry
 
 from primus.errors import HostError
-from primus.versions.asked import PATIENCE, asking, bare_url, tell
+from primus.versions.traffic import PATIENCE, bare_url, notify, requesting
 
 if TYPE_CHECKING:
     from requests import PreparedRequest, Response, Session
@@ -46,7 +46,7 @@ class Registry:
         self._session = _session()
         self._authorization = ""
 
-    def ask(
+    def request(
         self,
         method: str,
         path: str,
@@ -67,7 +67,7 @@ class Registry:
                 method, url, headers=headers, params=params, data=data, timeout=_WAIT_S, auth=self._signed
             )
 
-        with asking("publish", url, self.name, method):
+        with requesting("publish", url, self.name, method):
             try:
                 answer = self._patiently(send)
                 if answer.status_code == 401 and answer.url.startswith(self._server) and self._log_in(answer):
@@ -119,7 +119,7 @@ class Registry:
             pause = float(asked) if asked.isascii() and asked.isdigit() else PATIENCE.pause_s * 2**number
             if pause > PATIENCE.longest_pause_s:
                 return answer
-            tell(f"{bare_url(answer.url)} ({self.name}): status {answer.status_code}; retrying")
+            notify(f"{bare_url(answer.url)} ({self.name}): status {answer.status_code}; retrying")
             time.sleep(pause)
         return send()
 

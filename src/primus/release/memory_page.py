@@ -7,7 +7,7 @@ from typing import Any
 
 from primus.recipes.memory import USABLE, gpu_bytes, largest_batch, predict
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.release.markdown import table
 
 _SOURCE = "benchmarks/results/h200-memory.json"
@@ -51,8 +51,8 @@ def memory_page(result: Mapping[str, Any]) -> str:
 
 
 def _predicted(row: Mapping[str, Any]) -> float:
-    asked = Asked(backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200")
-    return predict(resolve(row["recipe"], row["words"], asked)).peak / _GIB
+    choices = Choices(backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200")
+    return predict(resolve(row["recipe"], row["words"], choices)).peak / _GIB
 
 
 def _error(row: Mapping[str, Any]) -> float:
@@ -70,6 +70,8 @@ def _row(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _cells(cells: list[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, int, int]]:
     for cell in cells:
-        recipe = resolve(cell["recipe"], [], Asked(backend="torchtitan", precision=cell["precision"], gpu=cell["gpu"]))
+        recipe = resolve(
+            cell["recipe"], [], Choices(backend="torchtitan", precision=cell["precision"], gpu=cell["gpu"])
+        )
         there = gpu_bytes(cell["gpu"]) or 0.0
         yield cell["recipe"], cell["precision"], cell["gpu"], cell["micro_batch"], largest_batch(recipe, USABLE * there)

@@ -11,7 +11,7 @@ from primus.recipes.architecture import Architecture
 from primus.recipes.catalogue import Entry, entries
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.recipes.size import readable
 from primus.release.markdown import table
 from primus.release.published import Outcome, Published, load_published, outcomes
@@ -118,8 +118,8 @@ def _sizes(model: Architecture) -> str:
 
 
 def _resolved(entry: Entry, gpu: str, precision: str, nodes: int | None = None) -> Recipe:
-    asked = Asked(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu, nodes=nodes, proxy=False)
-    return resolve(entry.recipe, (), asked)
+    choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu, nodes=nodes, proxy=False)
+    return resolve(entry.recipe, (), choices)
 
 
 def _rows(entry: Entry, found: Sequence[Outcome], reasons: dict[str, list[Recipe]]) -> Iterator[tuple[str, ...]]:
@@ -151,8 +151,8 @@ def _row(entry: Entry, recipe: Recipe, found: Sequence[Outcome], reasons: dict[s
 
 
 def _command(entry: Entry, recipe: Recipe) -> str:
-    asked = recipe.asked if len(recipe.knows.modes) > 1 else replace(recipe.asked, mode=None)
-    return " ".join(["primus train", entry.recipe, *replace(asked, proxy=None).words()]).replace("=", " ")
+    choices = recipe.choices if len(recipe.knows.modes) > 1 else replace(recipe.choices, mode=None)
+    return " ".join(["primus train", entry.recipe, *replace(choices, proxy=None).words()]).replace("=", " ")
 
 
 def _matrix(published: Published, found: Sequence[Outcome]) -> Iterator[str]:

@@ -17,8 +17,8 @@ from primus.oci.store import MANIFEST_TYPE, Store
 from primus.release import fitness, provenance, sbom
 from primus.release.attach import Document, Repository, digest_tag
 from primus.release.distribution import plain_http
-from primus.versions.asked import listening
 from primus.versions.registry import skopeo
+from primus.versions.traffic import listening
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.schema import build, described
 from primus.yamlfile import read
 
@@ -75,8 +75,8 @@ def outcomes(cells: tuple[Cell, ...] | None = None) -> Iterator[Outcome]:
     """Resolve every published cell for each of its GPUs. Raises InputError if one does not resolve."""
     for cell in load_published().cells if cells is None else cells:
         for gpu in cell.gpus:
-            asked = Asked(backend=cell.backend, mode=cell.mode, precision=cell.precision, gpu=gpu, nodes=cell.nodes)
-            recipe = resolve(cell.recipe, cell.with_, asked)
+            choices = Choices(backend=cell.backend, mode=cell.mode, precision=cell.precision, gpu=gpu, nodes=cell.nodes)
+            recipe = resolve(cell.recipe, cell.with_, choices)
             # Image models have no sequence length to compare.
             found = (recipe.seq_len if cell.seq_len else None, recipe.local_batch, recipe.global_batch)
             pairs = zip((cell.seq_len, cell.batch, cell.global_batch), found, strict=True)

@@ -93,7 +93,7 @@ def validate(
     done: list[Validated] = []
     # Plan all cells first, so that an invalid recipe does not end the command after an hour of training.
     recipes = resolved.root / "recipes"
-    planned = [suite.plan(cell.recipe, _INSIDE, (), cell.asked, level, recipes) for cell, level in cells]
+    planned = [suite.plan(cell.recipe, _INSIDE, (), cell.choices, level, recipes) for cell, level in cells]
     for jobs in planned:
         _enough(suite.recipe_of(jobs), hardware)
     for number, ((cell, _), jobs) in enumerate(zip(cells, planned, strict=True), 1):

@@ -40,7 +40,7 @@ class Job:
     def arguments(self) -> list[str]:
         """Return the arguments after ``primus`` that start this job from a shell."""
         resume = ["--resume-from", str(self.resume_from)] if self.resume_from else []
-        choices = self.recipe.asked.words()
+        choices = self.recipe.choices.words()
         judged = ["--judge"] if self.judged else []
         words = ["train", self.recipe.name, *choices, "--output", str(self.output), *resume, *judged]
         return [*words, *self.recipe.overrides]

@@ -38,7 +38,7 @@ def job_file(job: Job) -> str:
         "last_step": job.last_step,
         "recipe": {
             "name": recipe.name, "sha256": recipe.digest,
-            "overrides": [*recipe.asked.words(), *recipe.overrides],
+            "overrides": [*recipe.choices.words(), *recipe.overrides],
         },
         "identity": identity.of(recipe),
         "backend": recipe.backend,
@@ -216,20 +216,20 @@ def _packages() -> str:
 def expected_facts(job: Job) -> dict[str, Any]:
     """Return the facts that the run must report if it ran as the recipe requests; keys as in ``facts.json``."""
     recipe = job.recipe
-    asked: dict[str, Any] = {
+    expected: dict[str, Any] = {
         "world_size": recipe.world_size,
         "local_batch_size": recipe.local_batch,
         "accumulation_steps": recipe.accumulation,
         "seq_len": recipe.seq_len,
     }
     if recipe.architecture.vocab_size:
-        asked["vocab_size"] = recipe.architecture.vocab_size
+        expected["vocab_size"] = recipe.architecture.vocab_size
     if recipe.mode == "lora":
-        asked |= {"mode": "lora", "trained_outside_adapters": 0}
+        expected |= {"mode": "lora", "trained_outside_adapters": 0}
     if recipe.seed >= 0:
-        asked["seed"] = recipe.seed
+        expected["seed"] = recipe.seed
     if recipe.deterministic:
-        asked["deterministic"] = True
+        expected["deterministic"] = True
     if turbo := chosen(recipe):
-        asked["turbo"] = sorted(turbo)
-    return asked
+        expected["turbo"] = sorted(turbo)
+    return expected

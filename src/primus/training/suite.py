@@ -17,7 +17,7 @@ from primus.recipes.choose import computes
 from primus.recipes.known import CPU
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import checks, metrics, outcome, proof
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
@@ -34,7 +34,7 @@ def plan(
     recipe: str,
     root: Path,
     overrides: Sequence[str] = (),
-    asked: Asked | None = None,
+    choices: Choices | None = None,
     level: str = "standard",
     among: Path | None = None,
 ) -> tuple[Job, ...]:
@@ -43,7 +43,7 @@ def plan(
     ``among`` is the folder of recipes. Some jobs serve several comparisons: ``base`` also saves the checkpoint for
     ``resume``, and is the side of ``accumulation`` with one micro-batch.
     """
-    whole = resolve(recipe, overrides, asked, among=among)
+    whole = resolve(recipe, overrides, choices, among=among)
     judged = proof.unjudged(whole) is None
     if level == "quick":
         return (Job(name="base", recipe=whole, output=root / "base", judged=judged),)
@@ -55,7 +55,7 @@ def plan(
         )
     knows = whole.knows
 
-    def job(name: str, settings: Mapping[str, int], choices: Asked = whole.asked) -> Job:
+    def job(name: str, settings: Mapping[str, int], choices: Choices = whole.choices) -> Job:
         words = [f"{what}={value}" for what, value in settings.items()]
         return Job(name=name, recipe=resolve(recipe, whole.overrides, choices, words, among), output=root / name)
 
@@ -80,7 +80,7 @@ def plan(
             )
             jobs += [one, split]
         jobs += [
-            job(_PRECISION_JOB + precision, {}, replace(whole.asked, precision=precision))
+            job(_PRECISION_JOB + precision, {}, replace(whole.choices, precision=precision))
             for precision in _other_precisions(whole)
         ]
     return tuple(jobs)

@@ -126,7 +126,7 @@ def _resolved(
 ) -> Point:
     peak, out, recipe = None, "", None
     try:
-        recipe = resolve(source, start.overrides, start.asked, point.words)
+        recipe = resolve(source, start.overrides, start.choices, point.words)
         if lacking := missing(chosen(recipe)):
             out = f"{' and '.join(lacking)} not installed"
         if available is not None:

@@ -91,7 +91,7 @@ class Trials:
 
     def _train(self, recipe: Recipe, output: Path) -> tuple[str, int]:
         """Train once. Returns the reason for a failure as the command reports it, or "", and the exit code."""
-        words = [self.source, *recipe.asked.words(), *recipe.overrides, "--output", str(output), "--json"]
+        words = [self.source, *recipe.choices.words(), *recipe.overrides, "--output", str(output), "--json"]
         words += ["--compile-cache", str(self.folder / "compiled")]
         command = [sys.executable, "-m", "primus.cli.main", "train", *words]
         process = subprocess.Popen(

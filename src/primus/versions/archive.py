@@ -25,9 +25,9 @@ import requests
 from primus.errors import HostError, LacksPackages
 from primus.versions.answers import cause, short
 from primus.versions.apt import AptAccess
-from primus.versions.ask import HOST_DEADLINE_S, Probe, ask
-from primus.versions.asked import asking, bare_url
+from primus.versions.reachable import HOST_DEADLINE_S, Probe, require_answers
 from primus.versions.suites import ROLLING
+from primus.versions.traffic import bare_url, requesting
 
 _UBUNTU = ("noble",)
 _CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental", *_UBUNTU)
@@ -94,10 +94,12 @@ class Archive:
 
     def update(self) -> None:
         """Fetch the indexes. Raises HostError if a source does not answer or is not trusted."""
-        with asking("apt", f"apt:{self.maker}", f"the {self.maker.title()} archive", "update", silent=True) as asked:
+        with requesting(
+            "apt", f"apt:{self.maker}", f"the {self.maker.title()} archive", "update", silent=True
+        ) as request:
             done = self.run("apt-get", "-q", "-o", "APT::Update::Error-Mode=any", "update")
             text = done.stdout + done.stderr
-            asked.verdict = "answered" if done.returncode == 0 else f"failed: {reason(text)}"
+            request.verdict = "answered" if done.returncode == 0 else f"failed: {reason(text)}"
         if done.returncode != 0:
             raise HostError(
                 f"the {self.maker.title()} archive does not answer: {reason(text)}",
@@ -327,7 +329,7 @@ def ask_archive(suites: Iterable[str]) -> None:
                 url = f"{uri.rstrip('/')}/dists/{suite}/InRelease"
                 maker = titled(suite_of(suite)[0]).partition(" ")[0]
                 probes[f"the {maker} archive at {bare_url(uri)}"] = partial(_probe, access, url), ""
-    ask(
+    require_answers(
         probes,
         deadline=HOST_DEADLINE_S,
         hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror that it reaches",

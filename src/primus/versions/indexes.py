@@ -23,10 +23,10 @@ import urllib3
 from requests.adapters import HTTPAdapter
 
 from primus.errors import HostError
-from primus.versions import asked
+from primus.versions import traffic
 from primus.versions.answers import ABSENT, LASTING, PASSING, PLAIN, SafeSession, file_length, retry_after, short
-from primus.versions.asked import asking, bare_url, tell
 from primus.versions.pages import Link, NotAPage, folder, local_path, parse_page
+from primus.versions.traffic import bare_url, notify, requesting
 
 if TYPE_CHECKING:
     from primus.versions.lock import LockedFile
@@ -99,7 +99,7 @@ class Indexes:
         """Make one streamed request with the right CA and credentials. Raises the errors of ``requests``."""
         host = urlsplit(url).netloc
         trusted = host in self.trusted_hosts or (urlsplit(url).hostname or "") in self.trusted_hosts
-        with asking("primus", url, about or url.rpartition("/")[2], method) as request:
+        with requesting("primus", url, about or url.rpartition("/")[2], method) as request:
             try:
                 response = session.request(
                     method,
@@ -112,7 +112,7 @@ class Indexes:
                     # setting.
                     proxies={"http": self.proxy, "https": self.proxy} if self.proxy else None,
                     verify=False if trusted else self._ca(),
-                    timeout=(asked.PATIENCE.connect_s, asked.PATIENCE.read_s),
+                    timeout=(traffic.PATIENCE.connect_s, traffic.PATIENCE.read_s),
                 )
             except requests.RequestException as error:
                 request.verdict = f"failed: {short(error)}"
@@ -139,7 +139,7 @@ class Indexes:
         ``what`` was requested and for ``about`` which package.
         """
         cause, hint = "", "check the network, or point pip at a mirror (pip config set global.index-url URL)"
-        patience, tries = asked.PATIENCE, 1 if probe else asked.PATIENCE.tries
+        patience, tries = traffic.PATIENCE, 1 if probe else traffic.PATIENCE.tries
         for number in range(1, tries + 1):
             pause = patience.pause_s * 2 ** (number - 1)
             try:
@@ -167,7 +167,7 @@ class Indexes:
                     cause, hint = f"{cause}, asked to come back in {pause:g} s", f"run it again in {pause:g} s"
                     break
             if number < tries:
-                tell(f"{bare_url(url)} ({about}): {cause}; retrying in {pause:g} s, try {number + 1} of {tries}")
+                notify(f"{bare_url(url)} ({about}): {cause}; retrying in {pause:g} s, try {number + 1} of {tries}")
                 time.sleep(pause)
         raise HostError(
             f"{what} at {bare_url(url)}, asked for {about}, does not answer: {cause}", hint=hint, about=_name(about)
@@ -194,7 +194,7 @@ class Indexes:
             if response.status_code in ABSENT:
                 return ()
             try:
-                with asking("primus", place, about, record=False):
+                with requesting("primus", place, about, record=False):
                     text = response.text
                 return parse_page(text, response.headers.get("Content-Type", ""), response.url)
             except (requests.RequestException, NotAPage) as error:
@@ -304,7 +304,7 @@ class Indexes:
                     size, digest = 0, hashlib.sha256()
                 try:
                     response.raise_for_status()
-                    with asking("primus", url, about, record=False) as request:
+                    with requesting("primus", url, about, record=False) as request:
                         for block in response.raw.stream(1 << 20, decode_content=False):
                             request.hear()
                             size += len(block)
@@ -315,14 +315,14 @@ class Indexes:
             # A server that restarts from the beginning each time makes no progress.
             faults = 1 if size > most else faults + 1
             most = max(most, size)
-            if faults >= asked.PATIENCE.tries:
+            if faults >= traffic.PATIENCE.tries:
                 raise HostError(
                     f"the file at {bare_url(url)}, asked for {about}, cannot be read: {cause}, {faults} times",
                     hint="run it again",
                     about=_name(about),
                 )
-            tell(f"{bare_url(url)} ({about}): {cause} after {size:,} bytes; continuing from there")
-            time.sleep(asked.PATIENCE.pause_s)
+            notify(f"{bare_url(url)} ({about}): {cause} after {size:,} bytes; continuing from there")
+            time.sleep(traffic.PATIENCE.pause_s)
 
     def _must_be_file(self, response: requests.Response, url: str, about: str) -> None:
         """Raise HostError for an address without such a file, or with a page instead."""

@@ -14,8 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 from primus.errors import HostError, InputError
 from primus.versions.answers import ABSENT, cause
-from primus.versions.asked import Asked, asking, bare_url
 from primus.versions.indexes import pip_failure_hides_network
+from primus.versions.traffic import Request, bare_url, requesting
 
 
 def run_pip(
@@ -52,19 +52,19 @@ def run_pip(
 def _report_requests(lines: Iterable[str]) -> None:
     """Report the requests that pip writes to the listeners."""
     with ExitStack() as every:
-        running: dict[int, tuple[ExitStack, Asked]] = {}
+        running: dict[int, tuple[ExitStack, Request]] = {}
         for line in lines:
             event = json.loads(line)
             if "url" in event:
                 one = every.enter_context(ExitStack())
                 about = unquote(urlsplit(event["url"]).path.rstrip("/").rpartition("/")[2])
-                running[event["id"]] = one, one.enter_context(asking("pip", event["url"], about, event["method"]))
+                running[event["id"]] = one, one.enter_context(requesting("pip", event["url"], about, event["method"]))
                 continue
-            one, asked = running.pop(event["id"])
+            one, request = running.pop(event["id"])
             if "failed" in event:
-                asked.verdict = f"failed: {event['failed']}"
+                request.verdict = f"failed: {event['failed']}"
             else:
-                asked.answer(event["status"], event["type"], int(event["size"]) if event["size"].isdigit() else None)
+                request.answer(event["status"], event["type"], int(event["size"]) if event["size"].isdigit() else None)
             one.close()
 
 

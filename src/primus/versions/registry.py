@@ -19,10 +19,10 @@ from typing import Any
 
 from primus.errors import HostError, InputError
 from primus.files import text_if_readable
-from primus.versions import asked
+from primus.versions import traffic
 from primus.versions.answers import cause as known_cause
-from primus.versions.asked import Asked, asking, tell
 from primus.versions.lock import LockedFile
+from primus.versions.traffic import Request, notify, requesting
 
 _GZIP = {
     "application/vnd.oci.image.layer.v1.tar+gzip",
@@ -128,7 +128,7 @@ def skopeo(*words: str, grows: Path | None = None) -> bytes:
         raise HostError("skopeo is missing; it is needed to copy images", hint="apt-get install skopeo")
     address = next((word for word in words if word.startswith("docker://")), words[-1])
     image = address.removeprefix("docker://").partition("@")[0]
-    patience = asked.PATIENCE
+    patience = traffic.PATIENCE
     for number in range(1, patience.tries + 1):
         out, cause = _skopeo(words, address, image, grows)
         if out is not None:
@@ -136,7 +136,7 @@ def skopeo(*words: str, grows: Path | None = None) -> bytes:
         # An expired token looks like a missing login. The next run requests a new one.
         if number == patience.tries or not (cause.startswith("HTTP status 5") or (cause in _PASSING and number == 1)):
             break
-        tell(f"{address} ({image}): {cause}; retrying")
+        notify(f"{address} ({image}): {cause}; retrying")
         time.sleep(patience.pause_s * 2 ** (number - 1))
     login = f"sign in (skopeo login {image.partition('/')[0] if '.' in image or ':' in image else 'docker.io'})"
     hint = f"{login} or wait" if "rate limit" in cause else "check the network"
@@ -151,12 +151,12 @@ _PASSING = ("it wants credentials", "the connection was reset", "it ended early"
 def _skopeo(words: Sequence[str], address: str, image: str, grows: Path | None) -> tuple[bytes | None, str]:
     """Return the output of one run, or None and the cause of its failure."""
     # skopeo itself waits minutes for a rate limit; its log names it.
-    with tempfile.TemporaryFile() as log, asking("skopeo", address, image, words[-2]) as request:
+    with tempfile.TemporaryFile() as log, requesting("skopeo", address, image, words[-2]) as request:
         command = ["skopeo", "--debug", *words]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as process:
             try:
                 out = _communicate(
-                    process, request, grows, asked.PATIENCE.read_s if grows or "inspect" in words else _COMMIT_S
+                    process, request, grows, traffic.PATIENCE.read_s if grows or "inspect" in words else _COMMIT_S
                 )
             except BaseException:
                 process.kill()
@@ -173,7 +173,7 @@ def _skopeo(words: Sequence[str], address: str, image: str, grows: Path | None) 
 
 
 def _communicate(
-    process: subprocess.Popen[bytes], request: Asked, grows: Path | None, silence_s: float
+    process: subprocess.Popen[bytes], request: Request, grows: Path | None, silence_s: float
 ) -> bytes | None:
     """Return the tool's output; None if it was ended because of ``silence_s`` seconds of silence."""
     size = -1

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from primus.errors import InputError
 from primus.progress import Progress
-from primus.versions.ask import ask
-from primus.versions.asked import listening
 from primus.versions.debs import resolve_debs
 from primus.versions.indexes import Indexes
 from primus.versions.lock import BaseRequest, Commit, Lock, LockedFile, Request, drift
+from primus.versions.reachable import require_answers
 from primus.versions.registry import dpkg_status, resolve_image
 from primus.versions.repository import resolve_commit
 from primus.versions.sources import Sources
+from primus.versions.traffic import listening
 from primus.versions.wheels import resolve_build, resolve_sdists, resolve_wheels
 
 Stale = frozenset[str]
@@ -116,7 +116,7 @@ def resolve(
         if previous is not None and not refresh:
             keep = {f.name: f.version for f in previous.of("wheel") if f not in gone}
         if parts:
-            ask(Sources.of_request(request).probes(Indexes.of_host), request.channel)
+            require_answers(Sources.of_request(request).probes(Indexes.of_host), request.channel)
         ways: dict[str, Callable[[], Sequence[LockedFile]]] = {
             "wheels": lambda: resolve_wheels(request, progress=progress, keep=keep),
             "sdists": lambda: resolve_sdists(request, progress=progress),

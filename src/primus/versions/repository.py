@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from primus.errors import HostError, InputError
-from primus.versions import asked
+from primus.versions import traffic
 from primus.versions.answers import cause
-from primus.versions.asked import asking, bare_url, tell
 from primus.versions.lock import Commit, LockedFile
+from primus.versions.traffic import bare_url, notify, requesting
 
 # 1980-01-01, the earliest time that a wheel can store.
 _MTIME = 315532800
@@ -74,7 +74,7 @@ def archive_commit(url: str, commit: str, target: Path) -> None:
 
     if pointers:
         more = f" and {len(pointers) - 1} more" if len(pointers) > 1 else ""
-        tell(
+        notify(
             f"{bare_url(url)} at {commit[:12]} stores {pointers[0]}{more} in Git LFS; its archive contains only the "
             "pointer, so a build that reads the file fails"
         )
@@ -117,12 +117,12 @@ def _files(url: str, commit: str, prefix: str, folder: Path) -> Iterator[tuple[s
 
 def _fetch(here: Path, url: str, commit: str) -> None:
     """Fetch the commit. If the server offers no single commits, fetch the history of all branches and tags."""
-    waits = (f"http.lowSpeedTime={max(1, round(asked.PATIENCE.read_s))}", "http.lowSpeedLimit=1")
+    waits = (f"http.lowSpeedTime={max(1, round(traffic.PATIENCE.read_s))}", "http.lowSpeedLimit=1")
     fetch = ["-C", str(here), *(word for wait in waits for word in ("-c", wait)), "fetch", "--quiet", "--no-tags"]
     try:
         _git(*fetch, "--depth=1", "--", url, commit, about=url)
     except _NoSingleCommit:
-        tell(f"{bare_url(url)} does not send single commits; fetching its whole history")
+        notify(f"{bare_url(url)} does not send single commits; fetching its whole history")
         _git(*fetch, "--", url, "+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*", about=url)
         try:
             _git("-C", str(here), "cat-file", "-e", f"{commit}^{{commit}}", about=url)
@@ -165,7 +165,7 @@ def _no_commit(url: str, commit: str) -> InputError:
 def _git(*words: str, about: str, timeout: float | None = None) -> bytes:
     """Return git's output. Raises HostError with the reason; ``about`` is the repository's address."""
     remote = next((word for word in ("ls-remote", "fetch") if word in words), None)
-    with asking("git", about, short_name(about), remote or "", record=remote is not None) as request:
+    with requesting("git", about, short_name(about), remote or "", record=remote is not None) as request:
         done = _run(words, about, timeout)
         text = done.stderr.decode("utf-8", "replace")
         if done.returncode == 0:

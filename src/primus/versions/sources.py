@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from primus.errors import InputError
 from primus.versions import registry, repository
 from primus.versions.archive import ask_archive
-from primus.versions.ask import HOST_DEADLINE_S, Probe, ask
-from primus.versions.asked import bare_url
 from primus.versions.names import normalised
+from primus.versions.reachable import HOST_DEADLINE_S, Probe, require_answers
+from primus.versions.traffic import bare_url
 
 if TYPE_CHECKING:
     from primus.versions.components import Versions
@@ -111,7 +111,7 @@ def ask_host(*, indexes: Indexes | None = None, python: Sequence[LockedFile] = (
     """
     if indexes is not None:
         urls = " and ".join(map(bare_url, indexes.remote))
-        ask(
+        require_answers(
             {f"the Python index at {urls}": (partial(indexes.probe_any, python), "")},
             deadline=HOST_DEADLINE_S,
             hint="check the network, or point pip at a mirror (pip config set global.index-url URL)",

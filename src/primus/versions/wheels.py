@@ -23,15 +23,15 @@ from packaging.version import InvalidVersion, Version
 from primus.errors import HostError, InputError
 from primus.progress import Progress
 from primus.terminal import counted
-from primus.versions import asked
-from primus.versions.ask import HOST_DEADLINE_S, ask
-from primus.versions.asked import bare_url
+from primus.versions import traffic
 from primus.versions.indexes import Indexes, pip_failure_hides_network
 from primus.versions.lock import LockedFile, Request
 from primus.versions.names import normalised
 from primus.versions.pages import Link
 from primus.versions.piprun import explain, no_such, run_pip
+from primus.versions.reachable import HOST_DEADLINE_S, require_answers
 from primus.versions.suites import MACHINES
+from primus.versions.traffic import bare_url
 
 # glibc of the suites that a base may use. A wheel that was built for a newer glibc does not work there.
 GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
@@ -76,7 +76,7 @@ def resolve_wheels(
         return ()
     indexes = Indexes.of_host()
     name = next(iter((*request.wheels, *request.requires)))
-    ask(
+    require_answers(
         {
             f"the Python index at {bare_url(url)}": (partial(indexes.only(url).probe, name), name)
             for url in indexes.remote
@@ -266,7 +266,7 @@ def _report(
         args += _provided(request, Path(folder, "provided"))
         args += [word for url in request.indexes.values() for word in ("--extra-index-url", url)]
         args += ["--target", str(Path(folder, "target")), "--constraint", str(constraints_file)]
-        patience = asked.PATIENCE
+        patience = traffic.PATIENCE
         args += ["--retries", str(patience.tries - 1), "--timeout", f"{patience.read_s / 2:g}"]
         args += ["--no-input", "--disable-pip-version-check", "--no-color", *pins]
         # These would change the result or conflict with --target. Indexes, CA and proxies stay the host's.

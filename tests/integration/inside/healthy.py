@@ -21,7 +21,7 @@ from many import prepare
 from records import Row, arguments, record, rows, together
 
 from primus.recipes.catalogue import entries
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import outcome, suite
 from primus.training.hang import stacks
 from primus.training.job import Job, JobResult
@@ -38,9 +38,9 @@ def cells() -> list[Cell]:
 def job_of(cell: Cell, gpu: str, seed: int, steps: int, folder: Path) -> Job:
     """The job that the quick suite of this cell runs, with another seed."""
     recipe, backend, mode, precision = cell
-    asked = Asked(backend=backend, mode=mode, gpu=gpu, proxy=True, precision=precision)
+    choices = Choices(backend=backend, mode=mode, gpu=gpu, proxy=True, precision=precision)
     words = [f"seed={seed}", *([f"steps={steps}"] if steps else [])]
-    return suite.plan(recipe, folder, words, asked, level="quick")[0]
+    return suite.plan(recipe, folder, words, choices, level="quick")[0]
 
 
 def one(cell: Cell, gpu: str, seed: int, steps: int, out: Path, port: int) -> None:

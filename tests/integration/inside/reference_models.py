@@ -13,7 +13,7 @@ from diffusers import FluxTransformer2DModel
 from transformers import AutoModelForCausalLM
 
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training.finetune.models import config_of
 from primus.training.flux.entry import rotary_axes
 from primus.training.reference import constants, diffusion
@@ -24,7 +24,7 @@ from primus.training.reference.names import to_canonical
 def main() -> None:
     torch.manual_seed(0)
     for name in ("llama2-7b", "llama3.1-8b", "mistral-7b", "qwen2.5-7b", "mixtral-8x7b"):
-        sizes = resolve(name, [], Asked(gpu="cpu", proxy=True)).architecture
+        sizes = resolve(name, [], Choices(gpu="cpu", proxy=True)).architecture
         if sizes.family == "mistral":
             sizes = replace(sizes, window=7)
         model = AutoModelForCausalLM.from_config(config_of(sizes, "eager"))
@@ -59,7 +59,7 @@ def activations() -> None:
 
 def flux() -> None:
     """FLUX's transformer, in float64 on both sides."""
-    sizes = resolve("flux.1-dev", [], Asked(gpu="cpu", proxy=True)).architecture
+    sizes = resolve("flux.1-dev", [], Choices(gpu="cpu", proxy=True)).architecture
     dit = sizes.dit
     model = FluxTransformer2DModel(
         in_channels=dit.in_channels, num_layers=dit.double_layers, num_single_layers=dit.single_layers,

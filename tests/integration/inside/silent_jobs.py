@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import outcome, ranks
 from primus.training.job import Job, JobResult
 
@@ -34,8 +34,8 @@ def job_of(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:
     if name.startswith("llama"):
         settings.append("model.layers=2")
     mode = chosen.get("mode", "full" if backend == "finetune" else "pretrain")
-    asked = Asked(backend=backend, mode=mode, gpu="cpu", proxy=True, precision=chosen.get("precision", "fp32"))
-    return Job(name="base", recipe=resolve(name, settings, asked), output=folder, judged=True)
+    choices = Choices(backend=backend, mode=mode, gpu="cpu", proxy=True, precision=chosen.get("precision", "fp32"))
+    return Job(name="base", recipe=resolve(name, settings, choices), output=folder, judged=True)
 
 
 def write(job: Job) -> None:

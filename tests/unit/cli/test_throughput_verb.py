@@ -13,7 +13,7 @@ from primus.cli.main import main
 from primus.errors import CheckFailed
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.tuning.throughput import Point
 from primus.tuning.trial import Result
 
@@ -43,14 +43,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def rows(clock: list[float], total: int | None) -> tuple[tune_throughput._Rows, list[Point], MadeTrials]:
-    asked = Asked(gpu="cpu")
+    choices = Choices(gpu="cpu")
     words = ("validation.accumulation=1", "torchtitan.training.local_batch_size={}")
     points = [
         Point(
             turbo="off",
             checkpointing="none",
             batch=size,
-            recipe=resolve("llama3-proxy", (), asked, [word.format(size) for word in words]),
+            recipe=resolve("llama3-proxy", (), choices, [word.format(size) for word in words]),
         )
         for size in (1, 2, 4)
     ]

@@ -16,7 +16,7 @@ from primus.compat.translate import translate
 from primus.compat.words import Given
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 
 MEGATRON = """\
 work_group: ${PRIMUS_TEAM:amd}
@@ -93,7 +93,7 @@ def test_an_experiment_of_megatron_becomes_a_recipe(here: Path, capsys: pytest.C
     assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
     said = capsys.readouterr().err
     assert "use_turbo_attention is left out: it has no effect without enable_primus_turbo" in said
-    recipe = resolve("./mine.yaml", (), Asked(gpu="mi300x"))
+    recipe = resolve("./mine.yaml", (), Choices(gpu="mi300x"))
     assert (recipe.backend, recipe.mode, recipe.precision) == ("megatron", "pretrain", "bf16")
     assert (recipe.steps, recipe.local_batch, recipe.global_batch, recipe.seq_len) == (7, 2, 64, 4096)
     assert recipe.settings["megatron.training.lr"].value == 1e-5
@@ -115,7 +115,7 @@ def _line(here: Path, text: str) -> int:
 def test_the_proxy_of_an_imported_recipe_keeps_its_own_sizes(here: Path) -> None:
     (here / "exp.yaml").write_text(MEGATRON)
     assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
-    recipe = resolve("./mine.yaml", (), Asked(gpu="cpu", proxy=True))
+    recipe = resolve("./mine.yaml", (), Choices(gpu="cpu", proxy=True))
     assert (recipe.seq_len, recipe.local_batch, recipe.global_batch) == (128, 4, 8)
 
 
@@ -283,7 +283,7 @@ def test_what_the_presets_decide_is_imported(here: Path, capsys: pytest.CaptureF
     assert len(effective) > 400
     assert (effective["seed"], effective["moe_router_topk"], effective["sequence_parallel"]) == (1234, 2, 0)
     (here / "mine.yaml").write_text(document["text"])
-    recipe = resolve("./mine.yaml", (), Asked(gpu="mi300x"))
+    recipe = resolve("./mine.yaml", (), Choices(gpu="mi300x"))
     assert (recipe.seed, recipe.architecture.rope_scaling.kind) == (1234, "none")
 
 
@@ -351,7 +351,7 @@ def test_a_recipe_is_written_for_the_nodes_that_its_degrees_need(
     document = imported(capsys, "--nodes", "8")
     (here / "mine.yaml").write_text(document["text"])
     for nodes, batch in ((None, 32), (8, 32), (16, 64)):
-        recipe = resolve("./mine.yaml", (), Asked(gpu="mi300x", nodes=nodes))
+        recipe = resolve("./mine.yaml", (), Choices(gpu="mi300x", nodes=nodes))
         assert (recipe.get("nodes", int), recipe.global_batch) == (nodes or 8, batch)
     with pytest.raises(SystemExit, match="2"):
         main(["import-exp", "exp.yaml", "--nodes", "0"])
@@ -486,8 +486,10 @@ def test_the_measured_examples_are_merged_as_primus_merges_them() -> None:
 
 
 def test_primus_turbo_of_an_experiment_is_asked_for_by_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = MEGATRON.replace("use_turbo_attention: true", "enable_primus_turbo: true\n      use_turbo_attention: true")
-    (here / "exp.yaml").write_text(asked)
+    choices = MEGATRON.replace(
+        "use_turbo_attention: true", "enable_primus_turbo: true\n      use_turbo_attention: true"
+    )
+    (here / "exp.yaml").write_text(choices)
     assert main(["import-exp", "exp.yaml", "--out", "mine.yaml"]) == 0
     capsys.readouterr()
     assert main(["show", "mine.yaml", "--gpu", "mi300x", "--json"]) == 0

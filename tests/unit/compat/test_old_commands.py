@@ -22,7 +22,7 @@ from primus.plan.skeleton import environment, inline_entries, working_folders
 from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKSPACE = ROOT / "images" / "workspace"
@@ -53,8 +53,8 @@ def spoken(entry: dict[str, Any]) -> tuple[str, list[str], dict[str, str]]:
 def trained(entry: dict[str, Any], gpu: str) -> Recipe:
     script, words, given = spoken(entry)
     request = requested(script, words, given)
-    asked = Asked(**{**vars(request.asked), "gpu": gpu})
-    return resolve(request.recipe, request.words, asked)
+    choices = Choices(**{**vars(request.choices), "gpu": gpu})
+    return resolve(request.recipe, request.words, choices)
 
 
 TRAINING = [(entry, gpu) for entry in COMMANDS if "resolves" in entry for gpu in entry["gpus"]]
@@ -151,13 +151,13 @@ def test_the_working_folder_stays_open_to_every_user_id() -> None:
 def test_an_fp8_claim_is_never_silently_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     path = "examples/torchtitan/configs/MI355X/llama3.1_8B-BF16-pretrain.yaml"
     bf16 = requested("run_pretrain.sh", [], {"EXP": path})
-    assert bf16.asked.precision == "bf16"
+    assert bf16.choices.precision == "bf16"
     assert any("trains in BF16" in sentence and "llama3.1_8B-FP8" in sentence for sentence in bf16.says)
     fp8 = requested("run_pretrain.sh", [], {"EXP": path}, precision="fp8")
-    assert fp8.asked.precision == "fp8"
+    assert fp8.choices.precision == "fp8"
     assert not any("trains in BF16" in sentence for sentence in fp8.says)
     beside = requested("run_pretrain.sh", [], {"EXP": path.replace("BF16", "FP8")})
-    assert beside.asked.precision == "fp8"
+    assert beside.choices.precision == "fp8"
 
 
 def test_a_machine_without_a_gpu_refuses_and_says_how_to_run_the_proxy(

@@ -30,14 +30,14 @@ def test_the_cpu_target_trains_every_recipe() -> None:
 
 def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
     (one,) = cells_of(["llama3.1-8b"], every=False)
-    assert (one.folder, one.asked.backend, one.asked.proxy) == ("llama3.1-8b", None, True)
+    assert (one.folder, one.choices.backend, one.choices.proxy) == ("llama3.1-8b", None, True)
     every = cells_of(["llama3.1-8b"], every=True)
     assert [cell.folder for cell in every] == [
         "llama3.1-8b-torchtitan-pretrain", "llama3.1-8b-megatron-pretrain", "llama3.1-8b-fsdp-pretrain",
         "llama3.1-8b-finetune-full", "llama3.1-8b-finetune-lora",
     ]  # fmt: skip
     assert str(every[-1]) == "llama3.1-8b finetune lora"
-    recipe = resolve(every[-1].recipe, (), every[-1].asked)
+    recipe = resolve(every[-1].recipe, (), every[-1].choices)
     assert (recipe.backend, recipe.mode, recipe.gpu, recipe.precision) == ("finetune", "lora", "cpu", "fp32")
     with pytest.raises(InputError, match="no recipe 'lama'"):
         cells_of(["lama"], every=True)
@@ -45,7 +45,7 @@ def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
 
 def test_every_cell_of_the_cpu_target_has_a_plan_of_the_full_suite(tmp_path: Path) -> None:
     cells = cells_of(Project.find(ROOT).target("cpu").recipes, every=True)
-    plans = {str(cell): suite.plan(cell.recipe, tmp_path, (), cell.asked, "full") for cell in cells}
+    plans = {str(cell): suite.plan(cell.recipe, tmp_path, (), cell.choices, "full") for cell in cells}
     assert len(plans) == len(cells) > 30
     assert all({"base", "repeat", "resume", "accumulation"} <= {j.name for j in jobs} for jobs in plans.values())
     # One rank cannot share experts; the layout check of such a model compares without expert parallelism.
@@ -120,7 +120,7 @@ def test_an_instinct_target_trains_every_recipe_in_float32_and_bfloat16(target: 
     assert {level for _, level in rest} == {"quick"}
     ways = {str(cell) for cell in cells_of(names(), every=True)}
     assert {str(cell) for cell, _ in rest} == {f"{way} {precision}" for way in ways for precision in ("fp32", "bf16")}
-    (job,) = suite.plan("llama3.1-8b", tmp_path, (), rest[-1][0].asked, "quick")
+    (job,) = suite.plan("llama3.1-8b", tmp_path, (), rest[-1][0].choices, "quick")
     assert job.recipe.precision == "bf16"
     assert len({cell.folder for cell, _ in planned}) == len(planned)
 

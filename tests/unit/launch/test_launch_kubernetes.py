@@ -17,7 +17,7 @@ from primus.errors import InputError
 from primus.launch.kubernetes import KINDS, Cluster, Kind, manifests
 from primus.launch.plan import Plan
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[dev]' brings it")
 pytest.importorskip("kubernetes", reason="pip install -e '.[dev]' brings it")
@@ -30,7 +30,7 @@ FULL: dict[str, Any] = {
 
 
 def made(kind: Kind, gpu: str = "mi300x", nodes: int = 2, **options: Any) -> list[dict[str, Any]]:
-    plan = Plan(recipe=resolve("llama3.1-8b", (), Asked(nodes=nodes, gpu=gpu)))
+    plan = Plan(recipe=resolve("llama3.1-8b", (), Choices(nodes=nodes, gpu=gpu)))
     return manifests(plan, Cluster(kind=kind, **{"image": "a/b:c", **options}))
 
 
@@ -287,7 +287,7 @@ def test_the_workload_service_is_asked_as_documented(
         assert json.loads(capsys.readouterr().out) == expected
     assert main([*script, "get", "--workload-id", "w1"]) == 0
     assert json.loads(capsys.readouterr().out)["workspace"] == "team-dev"
-    asked = list(api.bodies), dict(api.objects)
+    choices = list(api.bodies), dict(api.objects)
     with monkeypatch.context() as patched:
         patched.setenv("PRIMUS_DRY_RUN", "1")
         assert main([*script, "delete", "--workload-id", "w1"]) == 3
@@ -295,7 +295,7 @@ def test_the_workload_service_is_asked_as_documented(
         patched.setenv("PRIMUS_GPU", "mi300x")
         assert main([*script, "create", *words]) == 0
         assert "primus train llama2-7b" in capsys.readouterr().err
-    assert (list(api.bodies), dict(api.objects)) == asked
+    assert (list(api.bodies), dict(api.objects)) == choices
     assert main([*script, "delete", "--workload-id", "w1"]) == 0
     assert main([*script, "get", "--workload-id", "w1"]) == 1
 

@@ -14,13 +14,13 @@ from primus.errors import InputError
 from primus.launch import slurm
 from primus.launch.plan import Plan
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 
 SITE = slurm.Site(container="docker", image="rocm/primus:v26.11-mi300x", output=Path("/shared/my runs"))
 
 
 def plan(*words: str, nodes: int = 8, gpu: str = "mi300x", recipe: str = "llama3.1-70b") -> Plan:
-    return Plan(recipe=resolve(recipe, words, Asked(nodes=nodes, gpu=gpu)))
+    return Plan(recipe=resolve(recipe, words, Choices(nodes=nodes, gpu=gpu)))
 
 
 @pytest.mark.parametrize("container", slurm.CONTAINERS)

@@ -12,7 +12,7 @@ from primus.recipes import resolve
 from primus.recipes.backends import backends
 from primus.recipes.recipe import Recipe
 from primus.recipes.schema import Rule, model_rules
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training.loop.config import LoopConfig
 from primus.training.megatron import render as megatron
 from primus.training.torchtitan import render as torchtitan
@@ -48,8 +48,8 @@ def others(rule: Rule, value: object) -> list[object]:
 @pytest.mark.parametrize("key", [key for key in model_rules() if key not in NO_ARGUMENT])
 @pytest.mark.parametrize(("backend", "name"), MODELS)
 def test_a_field_is_rendered_or_refused_by_name(backend: str, name: str, key: str) -> None:
-    asked = Asked(backend=backend, gpu="mi300x", proxy=True)
-    base = resolve.resolve(name, [], asked)
+    choices = Choices(backend=backend, gpu="mi300x", proxy=True)
+    base = resolve.resolve(name, [], choices)
     rule = model_rules()[key]
     value = base.settings[f"model.{key}"].value if f"model.{key}" in base.settings else rule.default
     for other in others(rule, value):
@@ -57,7 +57,7 @@ def test_a_field_is_rendered_or_refused_by_name(backend: str, name: str, key: st
             continue
         word = f"{str(other).lower()}" if isinstance(other, bool) else other
         try:
-            changed = rendered(resolve.resolve(name, [f"model.{key}={word}"], asked))
+            changed = rendered(resolve.resolve(name, [f"model.{key}={word}"], choices))
         except InputError as error:
             assert key in str(error)
         else:
@@ -109,21 +109,21 @@ def test_rows_name_fields_that_are_there(backend: str) -> None:
 )
 def test_what_torchtitan_cannot_express_is_refused(words: list[str], says: str) -> None:
     with pytest.raises(InputError) as caught:
-        resolve.resolve("llama3-proxy", words, Asked(gpu="cpu"))
+        resolve.resolve("llama3-proxy", words, Choices(gpu="cpu"))
     assert says in caught.value.message
     assert caught.value.where == f"command line: {words[0]}"
     assert caught.value.hint
 
 
 def test_a_part_that_is_switched_off_by_name_keeps_the_file_s_values() -> None:
-    recipe = resolve.resolve("llama3.1-8b", ["model.rope_scaling.kind=none"], Asked(gpu="mi300x"))
+    recipe = resolve.resolve("llama3.1-8b", ["model.rope_scaling.kind=none"], Choices(gpu="mi300x"))
     assert recipe.architecture.rope_scaling.factor == 8.0
 
 
 @pytest.mark.parametrize(("precision", "grouped"), [("fp32", False), ("bf16", True)])
 def test_experts_of_an_fp32_run_are_not_computed_in_bfloat16(precision: str, grouped: bool) -> None:
     recipe = resolve.resolve(
-        "deepseek-16b", [], Asked(backend="torchtitan", gpu="h200", precision=precision, proxy=True)
+        "deepseek-16b", [], Choices(backend="torchtitan", gpu="h200", precision=precision, proxy=True)
     )
     arguments = torchtitan.model_arguments(recipe.architecture, recipe.precision)
     assert arguments["moe_args"]["use_grouped_mm"] is grouped

@@ -14,7 +14,7 @@ from primus.errors import InputError
 from primus.recipes.load import folder as recipes
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import identity
 from primus.training.job import step_of
 from primus.training.tensors import header
@@ -27,7 +27,7 @@ CELLS = [
 
 
 def proxy(*words: str, backend: str = "fsdp", mode: str = "pretrain", name: str = "llama3.1-8b") -> Recipe:
-    return resolve(name, words, Asked(backend=backend, mode=mode, gpu="cpu", proxy=True))
+    return resolve(name, words, Choices(backend=backend, mode=mode, gpu="cpu", proxy=True))
 
 
 def kept(folder: Path, recipe: Recipe) -> Path:

@@ -8,22 +8,24 @@ import pytest
 from primus.cli.main import main
 from primus.recipes.memory import USABLE, gpu_bytes, largest_batch, predict
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 
 RESULT = json.loads((Path(__file__).parents[3] / "benchmarks/results/h200-memory.json").read_text())
 GIB = 2**30
 
 
-def llama(*words, gpu="h200", **asked):
-    return resolve("llama3.1-8b", [*words], Asked(gpu=gpu, **{"backend": "torchtitan", "precision": "bf16", **asked}))
+def llama(*words, gpu="h200", **choices):
+    return resolve(
+        "llama3.1-8b", [*words], Choices(gpu=gpu, **{"backend": "torchtitan", "precision": "bf16", **choices})
+    )
 
 
 @pytest.mark.parametrize(
     "row", RESULT["rows"], ids=lambda row: f"{row['recipe']}-{row['backend']}-{row['source'][:40]}"
 )
 def test_prediction_is_within_the_stated_band_of_every_measurement(row):
-    asked = Asked(backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200")
-    recipe = resolve(row["recipe"], row["words"], asked)
+    choices = Choices(backend=row["backend"], mode=row["mode"], precision=row["precision"], gpu="h200")
+    recipe = resolve(row["recipe"], row["words"], choices)
     predicted = predict(recipe).peak / GIB
     assert predicted == pytest.approx(row["measured_gib"], rel=recipe.knows.memory_error)
 
@@ -32,14 +34,16 @@ def test_most_published_batches_are_met_within_one():
     cells = RESULT["published"]["cells"]
     near = 0
     for cell in cells:
-        recipe = resolve(cell["recipe"], [], Asked(backend="torchtitan", precision=cell["precision"], gpu=cell["gpu"]))
+        recipe = resolve(
+            cell["recipe"], [], Choices(backend="torchtitan", precision=cell["precision"], gpu=cell["gpu"])
+        )
         near += abs(largest_batch(recipe, USABLE * gpu_bytes(cell["gpu"])) - cell["micro_batch"]) <= 1
     assert near >= 0.8 * len(cells)
 
 
 def test_states_of_70b_on_eight_h200_are_what_fsdp_memory_tracking_found():
     """146.9 GiB at the end of the backward pass: weights, gradients and AdamW's states in float32 on 8 ranks."""
-    recipe = resolve("llama3.1-70b", [], Asked(backend="torchtitan", precision="bf16", gpu="h200"))
+    recipe = resolve("llama3.1-70b", [], Choices(backend="torchtitan", precision="bf16", gpu="h200"))
     assert predict(recipe).least / GIB == pytest.approx(146.9, rel=0.02)
 
 
@@ -64,8 +68,8 @@ def test_a_setting_moves_the_prediction_as_it_moves_memory(less, more):
 
 def test_megatron_recomputes_by_the_shared_key_and_by_its_own():
     def activations(*words):
-        asked = Asked(backend="megatron", precision="bf16", gpu="mi300x")
-        return predict(resolve("llama3.1-8b", words, asked)).activations
+        choices = Choices(backend="megatron", precision="bf16", gpu="mi300x")
+        return predict(resolve("llama3.1-8b", words, choices)).activations
 
     own = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
     assert activations("training.recompute=full") == activations(*(f"model.{word}" for word in own))

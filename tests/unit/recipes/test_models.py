@@ -18,7 +18,7 @@ from primus.recipes.architecture import architecture
 from primus.recipes.catalogue import Entry, entries, gpus
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.recipes.size import readable, size
 from primus.release.models_page import models_page
 from primus.release.published import Cell, Outcome, load_published, outcomes
@@ -91,8 +91,8 @@ def test_every_way_to_train_resolves_on_every_gpu(entry: Entry) -> None:
     assert entry.gpus == gpus()
     for precision, some in entry.precisions.items():
         for gpu in some:
-            asked = Asked(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu)
-            recipe = resolve(entry.recipe, (), asked)
+            choices = Choices(backend=entry.backend, mode=entry.mode, precision=precision, gpu=gpu)
+            recipe = resolve(entry.recipe, (), choices)
             assert (recipe.backend, recipe.mode, recipe.precision) == (entry.backend, entry.mode, precision)
             assert recipe.name == entry.recipe == entry.path.stem
             assert recipe.accumulation >= 1
@@ -100,8 +100,8 @@ def test_every_way_to_train_resolves_on_every_gpu(entry: Entry) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=way)
 def test_every_model_has_a_small_proxy_of_its_own_kind(entry: Entry) -> None:
-    asked = Asked(backend=entry.backend, mode=entry.mode, gpu="cpu", proxy=True)
-    proxy = resolve(entry.recipe, (), asked)
+    choices = Choices(backend=entry.backend, mode=entry.mode, gpu="cpu", proxy=True)
+    proxy = resolve(entry.recipe, (), choices)
     small = proxy.architecture
     assert (proxy.precision, proxy.world_size) == ("fp32", 2)
     assert size(small).total < 3_000_000, "add a case `when: {proxy: true}` with the sizes of a small model"
@@ -128,7 +128,7 @@ def test_every_model_has_a_small_proxy_of_its_own_kind(entry: Entry) -> None:
 
 
 def test_the_window_of_a_proxy_is_shorter_than_its_sequences() -> None:
-    proxy = resolve("mistral-7b", (), Asked(gpu="cpu", proxy=True))
+    proxy = resolve("mistral-7b", (), Choices(gpu="cpu", proxy=True))
     assert 0 < proxy.architecture.window < proxy.seq_len
 
 
@@ -163,10 +163,10 @@ def test_no_two_recipe_files_share_six_lines() -> None:
 
 
 def test_experts_of_several_stages_do_not_fit_one_node() -> None:
-    asked = Asked(gpu="mi300x")
-    assert resolve("deepseek-v2", (), asked).get("nodes", int) == 4
+    choices = Choices(gpu="mi300x")
+    assert resolve("deepseek-v2", (), choices).get("nodes", int) == 4
     with pytest.raises(InputError, match="EP = 8 × PP = 4") as caught:
-        resolve("deepseek-v2", (), replace(asked, nodes=1))
+        resolve("deepseek-v2", (), replace(choices, nodes=1))
     assert caught.value.hint == "ep=2 or --nodes 4"
 
 

@@ -10,7 +10,7 @@ from primus.recipes import load, resolve, schema
 from primus.recipes.backends import backends
 from primus.recipes.bounds import parse
 from primus.recipes.rules import rules_of
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.release.backend_keys import dataclass_keys
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -201,42 +201,42 @@ def test_what_every_backend_has_is_one_word() -> None:
         ("torchtitan", "training.steps", "parallelism.tensor_parallel_degree"),
         ("megatron", "training.steps", "model.tensor_model_parallel_size"),
     ):
-        asked = Asked(backend=backend, proxy=True)
-        recipe = resolve.resolve("llama3-8b", ["steps=7", "tp=2", "ranks=2"], asked)
+        choices = Choices(backend=backend, proxy=True)
+        recipe = resolve.resolve("llama3-8b", ["steps=7", "tp=2", "ranks=2"], choices)
         assert recipe.overrides == (f"{backend}.{steps}=7", f"{backend}.{tp}=2", "ranks=2")
         assert (recipe.steps, recipe.degree("tp")) == (7, 2)
     with pytest.raises(InputError, match=r"there is no key 'finetune\.tp'"):
-        resolve.resolve("llama3-8b", ["tp=2"], Asked(backend="finetune", mode="lora", proxy=True))
+        resolve.resolve("llama3-8b", ["tp=2"], Choices(backend="finetune", mode="lora", proxy=True))
 
 
 def test_choices_are_options_or_words_and_cases_follow_them() -> None:
     recipe = resolve.resolve("llama3-proxy", ["precision=bf16"])
     assert rules_of(recipe).precision(recipe) == recipe.precision == "bf16"
     assert recipe.settings["precision"].origin == "--precision bf16"
-    assert resolve.resolve("llama3-proxy", (), Asked(precision="bf16")).digest == recipe.digest
+    assert resolve.resolve("llama3-proxy", (), Choices(precision="bf16")).digest == recipe.digest
     with pytest.raises(InputError, match="precision 'fp9' is not supported by this recipe with backend torchtitan"):
         resolve.resolve("llama3-proxy", ["precision=fp9"])
 
 
 def test_what_a_gpu_cannot_compute_is_refused() -> None:
-    def refused(asked: Asked) -> str:
+    def refused(choices: Choices) -> str:
         with pytest.raises(InputError) as caught:
-            resolve.resolve("llama3.1-8b", (), asked)
+            resolve.resolve("llama3.1-8b", (), choices)
         return str(caught.value)
 
-    assert "mi300x (gfx942) does not compute MX formats" in refused(Asked(gpu="mi300x", precision="mxfp8"))
-    assert "did you mean 'mi355x'" in refused(Asked(gpu="mi355"))
-    assert "not trained on a CPU" in refused(Asked(gpu="cpu"))
-    assert "does not compute mxfp8 on a CPU" in refused(Asked(gpu="cpu", proxy=True, precision="mxfp8"))
-    assert "nodes must be at least 1" in refused(Asked(gpu="h200", nodes=0))
+    assert "mi300x (gfx942) does not compute MX formats" in refused(Choices(gpu="mi300x", precision="mxfp8"))
+    assert "did you mean 'mi355x'" in refused(Choices(gpu="mi355"))
+    assert "not trained on a CPU" in refused(Choices(gpu="cpu"))
+    assert "does not compute mxfp8 on a CPU" in refused(Choices(gpu="cpu", proxy=True, precision="mxfp8"))
+    assert "nodes must be at least 1" in refused(Choices(gpu="h200", nodes=0))
 
 
 def test_a_global_batch_is_of_one_node(edited: Path) -> None:
-    two = resolve.resolve(str(edited), (), Asked(nodes=2))
+    two = resolve.resolve(str(edited), (), Choices(nodes=2))
     assert (two.world_size, two.global_batch, two.accumulation) == (4, 16, 1)
     assert "× 2 nodes" in two.settings["torchtitan.training.global_batch_size"].origin
     change(edited, "cases:", "cases:\n  - when: {nodes: multi}\n    torchtitan.training.global_batch_size: 32")
-    assert resolve.resolve(str(edited), (), Asked(nodes=2)).global_batch == 32
+    assert resolve.resolve(str(edited), (), Choices(nodes=2)).global_batch == 32
     assert resolve.resolve(str(edited)).global_batch == 8
 
 
@@ -298,22 +298,22 @@ def test_bounds_name_keys_that_are_there_and_hold_the_defaults(name: str) -> Non
 def test_the_verdict_does_not_depend_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     for word in ("optimiser.lr=3", "foo=3", "training.stepz=5"):
         with pytest.raises(InputError, match="there is no key"):
-            resolve.resolve("llama3.1-8b", [word], Asked(gpu="mi300x"))
+            resolve.resolve("llama3.1-8b", [word], Choices(gpu="mi300x"))
 
 
 def test_a_run_shorter_than_its_warm_up_says_so() -> None:
-    recipe = resolve.resolve("llama3.1-8b", ["steps=3"], Asked(gpu="mi300x"))
+    recipe = resolve.resolve("llama3.1-8b", ["steps=3"], Choices(gpu="mi300x"))
     warmup = recipe.settings["torchtitan.lr_scheduler.warmup_steps"]
     assert warmup.value == 3
     assert re.search(r"torchtitan\.yaml:\d+:\d+, at most the 3 steps$", warmup.origin)
     with pytest.raises(InputError, match=r"warmup_steps must be at most torchtitan\.training\.steps = 3, not 5"):
-        resolve.resolve("llama3.1-8b", ["steps=3", "lr_scheduler.warmup_steps=5"], Asked(gpu="mi300x"))
+        resolve.resolve("llama3.1-8b", ["steps=3", "lr_scheduler.warmup_steps=5"], Choices(gpu="mi300x"))
 
 
 @pytest.mark.parametrize("backend", ["torchtitan", "megatron", "fsdp", "finetune"])
 def test_ranks_come_from_a_file_of_no_backend(backend: str) -> None:
     mode = "lora" if backend == "finetune" else None
-    recipe = resolve.resolve("llama3.1-8b", [], Asked(gpu="mi300x", backend=backend, mode=mode))
+    recipe = resolve.resolve("llama3.1-8b", [], Choices(gpu="mi300x", backend=backend, mode=mode))
     assert "shared/data.yaml" in recipe.settings["ranks"].origin
 
 
@@ -343,6 +343,6 @@ def test_a_recipe_may_need_several_nodes_and_its_proxy_one(edited: Path) -> None
 
 def test_a_model_that_no_field_describes_is_refused_with_the_fields_there_are() -> None:
     with pytest.raises(InputError, match=r"there is no key 'model.softcap'\n") as error:
-        resolve.resolve("llama3.1-8b", ["model.softcap=50"], Asked(gpu="mi355x"))
+        resolve.resolve("llama3.1-8b", ["model.softcap=50"], Choices(gpu="mi355x"))
     assert "tied_embeddings" in str(error.value.hint)
     assert "rope_scaling.*, moe.*" in str(error.value.hint)

@@ -81,33 +81,33 @@ def test_a_login_becomes_a_token_once(server: Server, tmp_path: Path) -> None:
     know(tmp_path, server, auth=b64encode(b"me:word").decode())
     registry = Registry(f"{server.name}/a/b")
     for _ in range(2):
-        assert registry.ask("GET", "manifests/x").json() == {"fine": True}
+        assert registry.request("GET", "manifests/x").json() == {"fine": True}
     assert [path for _, path, _ in server.seen] == ["/v2/a/b/manifests/x", "/token", *["/v2/a/b/manifests/x"] * 2]
 
 
 def test_an_identity_token_is_refreshed(server: Server, tmp_path: Path) -> None:
     know(tmp_path, server, auth="", identitytoken="again")
-    assert Registry(f"{server.name}/a/b").ask("GET", "manifests/x").json() == {"fine": True}
+    assert Registry(f"{server.name}/a/b").request("GET", "manifests/x").json() == {"fine": True}
 
 
 def test_nobody_gets_what_anybody_may_have(server: Server) -> None:
     server.anybody = True
-    assert Registry(f"{server.name}/a/b").ask("GET", "manifests/x").json() == {"fine": True}
+    assert Registry(f"{server.name}/a/b").request("GET", "manifests/x").json() == {"fine": True}
 
 
 def test_a_wrong_word_is_a_sentence(server: Server, tmp_path: Path) -> None:
     know(tmp_path, server, auth=b64encode(b"me:other").decode())
     with pytest.raises(HostError, match="denied access") as refused:
-        Registry(f"{server.name}/a/b").ask("GET", "manifests/x")
+        Registry(f"{server.name}/a/b").request("GET", "manifests/x")
     assert refused.value.hint == f"docker login {server.name}"
 
 
 def test_another_host_does_not_see_the_login(server: Server, tmp_path: Path) -> None:
     know(tmp_path, server, auth=b64encode(b"me:word").decode())
     registry = Registry(f"{server.name}/a/b")
-    registry.ask("GET", "manifests/x")
+    registry.request("GET", "manifests/x")
     with pytest.raises(HostError):
-        registry.ask("GET", f"http://localhost:{server.server_port}/elsewhere")
+        registry.request("GET", f"http://localhost:{server.server_port}/elsewhere")
     assert [login for _, path, login in server.seen if path == "/elsewhere"] == [None]
 
 
@@ -115,9 +115,9 @@ def test_another_host_does_not_see_the_login(server: Server, tmp_path: Path) -> 
 def test_a_refusal_is_a_sentence(server: Server, status: int) -> None:
     server.anybody, server.status = True, status
     with pytest.raises(HostError):
-        Registry(f"{server.name}/a/b").ask("GET", "manifests/x")
+        Registry(f"{server.name}/a/b").request("GET", "manifests/x")
 
 
 def test_absence_is_an_answer_where_it_is_asked_for(server: Server) -> None:
     server.anybody, server.status = True, 404
-    assert Registry(f"{server.name}/a/b").ask("GET", "manifests/x", absent=True).status_code == 404
+    assert Registry(f"{server.name}/a/b").request("GET", "manifests/x", absent=True).status_code == 404

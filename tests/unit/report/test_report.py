@@ -15,7 +15,7 @@ import pytest
 from primus.cli.image import compat, train
 from primus.cli.main import main
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.report import sheets
 from primus.report.run import read
 from primus.system import mounts
@@ -33,7 +33,7 @@ PERF = (
     "data_download_duration,build_number,additional_docker_run_options"
 )
 FACTS = {"device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
-H200 = Asked(backend="torchtitan", mode="pretrain", gpu="h200", precision="bf16")
+H200 = Choices(backend="torchtitan", mode="pretrain", gpu="h200", precision="bf16")
 Make = Callable[..., Path]
 
 
@@ -54,10 +54,10 @@ def make(tmp_path: Path) -> Make:
     """A folder as `primus train` leaves it, made by the functions that make it there."""
 
     def folder(
-        name: str, *, recipe: str = "llama3.1-8b", asked: Asked = H200, speed: float = 9000.0, images: str = "",
+        name: str, *, recipe: str = "llama3.1-8b", choices: Choices = H200, speed: float = 9000.0, images: str = "",
         passed: bool = True, facts: dict[str, Any] = FACTS,
     ) -> Path:  # fmt: skip
-        job = Job(name=name, recipe=resolve(recipe, (), asked), output=tmp_path / name)
+        job = Job(name=name, recipe=resolve(recipe, (), choices), output=tmp_path / name)
         job.output.mkdir()
         done, series = work(job.recipe, facts), series_of(speed, images)
         warm = job.recipe.get("validation.warmup_steps", int)
@@ -99,12 +99,12 @@ def test_perf_csv_has_madengines_columns(make: Make, tmp_path: Path) -> None:
 
 
 def test_the_benchmark_csv_is_that_of_the_script(make: Make, tmp_path: Path) -> None:
-    flux = Asked(backend="flux", mode="full", gpu="mi300x", precision="bf16")
+    flux = Choices(backend="flux", mode="full", gpu="mi300x", precision="bf16")
     paths = [
         make("one"),
         make("two", speed=9900.0),
         make("failed", passed=False),
-        make("flux", recipe="flux.1-dev", asked=flux, images="  images/s: 3.250",
+        make("flux", recipe="flux.1-dev", choices=flux, images="  images/s: 3.250",
              facts={"device": "cuda", "gpu": "AMD Instinct MI300X", "gpu_units": 304}),
     ]  # fmt: skip
     assert main(["report", *map(str, paths), "--out", str(tmp_path / "out")]) == 0

@@ -9,7 +9,7 @@ import pytest
 
 from primus.errors import HostError
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.system import compiler
 from primus.training import machine
 
@@ -74,10 +74,10 @@ def test_a_compiler_that_fails_is_named_with_its_error(tmp_path: Path) -> None:
 
 def test_a_recipe_that_compiles_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"PATH": str(tmp_path)})
-    machine.check(resolve("llama3-proxy", (), Asked(gpu="cpu")))
+    machine.check(resolve("llama3-proxy", (), Choices(gpu="cpu")))
     with pytest.raises(HostError, match=r"torch\.compile needs a compiler: there is no g\+\+ .*") as refused:
-        machine.check(resolve("llama3-proxy", ("compile.enable=true",), Asked(gpu="cpu")))
+        machine.check(resolve("llama3-proxy", ("compile.enable=true",), Choices(gpu="cpu")))
     assert "compile.enable=false trains without it" in str(refused.value)
     assert "command line" in str(refused.value)
     with pytest.raises(HostError, match=r"training\.compile=false"):
-        machine.check(resolve("flux.1-dev", ("training.compile=true",), Asked(gpu="cpu", proxy=True)))
+        machine.check(resolve("flux.1-dev", ("training.compile=true",), Choices(gpu="cpu", proxy=True)))

@@ -11,7 +11,7 @@ import pytest
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.rules import rules_of
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training.corpus import Corpus, check, documents
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
@@ -126,10 +126,10 @@ def test_fewer_documents_than_ranks_that_each_need_one(tmp_path: Path) -> None:
 def test_torchtitan_divides_documents_among_ranks(tmp_path: Path) -> None:
     path = written(tmp_path, "one.jsonl", rows({"text": "a"}))
     given = [f"assets.corpus={path}", "ranks=2"]
-    recipe = resolve("llama3-proxy", given, Asked(gpu="cpu"))
+    recipe = resolve("llama3-proxy", given, Choices(gpu="cpu"))
     with pytest.raises(InputError, match="has 1 document,"):
         rules_of(recipe).check_data(recipe)
-    own_loop = resolve("mistral-7b", given, Asked(gpu="cpu", backend="fsdp", proxy=True))
+    own_loop = resolve("mistral-7b", given, Choices(gpu="cpu", backend="fsdp", proxy=True))
     rules_of(own_loop).check_data(own_loop)
 
 

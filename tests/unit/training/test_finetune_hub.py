@@ -12,7 +12,7 @@ from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes.architecture import Architecture
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training.finetune import hub
 from primus.training.flux.cache import check_weights
 
@@ -51,7 +51,7 @@ QWEN25 = {
 
 def whole(name: str) -> Architecture:
     backend = "finetune" if name in ("llama3.1-8b", "llama2-7b") else None
-    return resolve(name, (), Asked(gpu="mi300x", backend=backend)).architecture
+    return resolve(name, (), Choices(gpu="mi300x", backend=backend)).architecture
 
 
 def weights(folder: Path, config: object) -> Path:
@@ -107,7 +107,7 @@ def test_the_refusal_gives_the_words_that_take_the_weights_own(tmp_path: Path) -
     assert refused.value.where == str(folder / "config.json")
     words = (refused.value.hint or "").removeprefix("use the settings of the weights: ").split()
     assert words == ["model.vocab_size=128264", "model.rope_scaling.kind=none"]
-    taken = resolve("llama3.1-8b", words, Asked(gpu="mi300x", backend="finetune")).architecture
+    taken = resolve("llama3.1-8b", words, Choices(gpu="mi300x", backend="finetune")).architecture
     hub.check(folder, taken, 4096)
 
 
@@ -152,7 +152,7 @@ def test_the_command_refuses_before_anything_starts(tmp_path: Path, capsys: pyte
 
 
 def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:
-    model = resolve("flux.1-dev", (), Asked(gpu="mi300x")).architecture
+    model = resolve("flux.1-dev", (), Choices(gpu="mi300x")).architecture
     config = {
         "num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "attention_head_dim": 128,
         "in_channels": 64, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True,

@@ -9,11 +9,11 @@ import pytest
 
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import ranks
 from primus.training.finetune.config import FinetuneConfig
 from primus.training.job import Job
-from primus.training.loop import given
+from primus.training.loop import rank_job
 from primus.training.loop.config import LoopConfig, ShardingConfig
 from primus.training.loop.schedule import learning_rate
 
@@ -23,12 +23,12 @@ CELLS = [
 ]  # fmt: skip
 
 
-def asked(backend: str, mode: str) -> Asked:
-    return Asked(backend=backend, mode=mode, gpu="cpu", proxy=True)
+def choices(backend: str, mode: str) -> Choices:
+    return Choices(backend=backend, mode=mode, gpu="cpu", proxy=True)
 
 
 def job(folder: Path, backend: str, mode: str, *words: str, recipe: str = "llama3.1-8b") -> Job:
-    return Job(name="x", recipe=resolve(recipe, words, asked(backend, mode)), output=folder)
+    return Job(name="x", recipe=resolve(recipe, words, choices(backend, mode)), output=folder)
 
 
 def test_the_rate_warms_up_and_then_follows_the_schedule() -> None:
@@ -54,7 +54,7 @@ def test_the_rate_may_decay_beyond_or_before_the_runs_end() -> None:
 def test_a_rank_reads_the_job_as_the_recipe_means_it(tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
     made = job(tmp_path, backend, mode, "training.steps=7", "sharding.replicas=2", recipe=recipe)
     (tmp_path / "job.json").write_text(ranks.job_file(made))
-    read = given.read(tmp_path)
+    read = rank_job.read(tmp_path)
     assert read.model == made.recipe.architecture
     assert read.training.steps == read.last_step == 7
     assert read.training.dtype == "float32"
@@ -66,7 +66,7 @@ def test_a_rank_reads_the_job_as_the_recipe_means_it(tmp_path: Path, recipe: str
 def test_nested_keys_reach_the_backends_own_section(tmp_path: Path) -> None:
     made = job(tmp_path, "finetune", "lora", "lora.rank=4", "lora.targets=[q_proj, v_proj]")
     (tmp_path / "job.json").write_text(ranks.job_file(made))
-    config = given.read(tmp_path).section(FinetuneConfig)
+    config = rank_job.read(tmp_path).section(FinetuneConfig)
     assert (config.lora.rank, config.lora.targets, config.weights) == (4, ["q_proj", "v_proj"], "random")
 
 

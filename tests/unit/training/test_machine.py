@@ -11,7 +11,7 @@ from primus.cli.main import main
 from primus.errors import HostError
 from primus.gpus.table import generation
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import machine
 
 GIB = 2**30
@@ -42,27 +42,27 @@ def machine_of(root: Path, gpu: str = "", count: int = 8, gib: float = 1000, lim
 
 
 @pytest.mark.parametrize(
-    ("recipe", "asked", "words", "here", "said"),
+    ("recipe", "choices", "words", "here", "said"),
     [
-        ("llama3.1-8b", Asked(gpu="mi355x"), [], {}, "there is no GPU on this machine, and the job is for AMD Inst"),
-        ("llama3.1-8b", Asked(gpu="mi355x"), [], {"gpu": "h200"}, "this machine has 8 × NVIDIA H200"),
-        ("llama3.1-8b", Asked(gpu="mi355x"), [], {"gpu": "mi300x"}, "this machine has 8 × AMD Instinct MI300X"),
-        ("llama3.1-8b", Asked(gpu="mi300x"), [], {"gpu": "mi300x", "count": 4}, "starts 8 ranks"),
-        ("llama3.1-8b", Asked(gpu="mi355x", proxy=True, precision="fp8"), [], {}, "a CPU does not compute fp8"),
-        ("llama3.1-70b", Asked(gpu="h200"), ["ranks=1"], {"gpu": "h200"}, "70.6 B parameters need at least 1,051 GiB"),
-        ("deepseek-v3", Asked(gpu="mi300x", nodes=1), ["ep=8"], {"gpu": "mi300x"}, "and AMD Instinct MI300X has 192"),
-        ("llama3.1-8b", Asked(gpu="mi300x"), ["local_batch=16"], {"gpu": "mi300x"}, "a micro batch of 16 needs about"),
-        ("llama3.1-70b", Asked(gpu="h200"), ["local_batch=8"], {"gpu": "h200"}, "a micro batch of 8 needs about"),
-        ("llama3.1-8b", Asked(gpu="cpu", proxy=True), [], {"gib": 0.001}, "this machine has 0 GiB"),
-        ("llama3.1-8b", Asked(gpu="cpu", proxy=True), [], {"limit": "1000000"}, "this machine has 0 GiB"),
-        ("llama3.1-8b", Asked(gpu="cpu", proxy=True), ["model.layers=90000"], {"gib": 24}, "has 24 GiB"),
+        ("llama3.1-8b", Choices(gpu="mi355x"), [], {}, "there is no GPU on this machine, and the job is for AMD Inst"),
+        ("llama3.1-8b", Choices(gpu="mi355x"), [], {"gpu": "h200"}, "this machine has 8 × NVIDIA H200"),
+        ("llama3.1-8b", Choices(gpu="mi355x"), [], {"gpu": "mi300x"}, "this machine has 8 × AMD Instinct MI300X"),
+        ("llama3.1-8b", Choices(gpu="mi300x"), [], {"gpu": "mi300x", "count": 4}, "starts 8 ranks"),
+        ("llama3.1-8b", Choices(gpu="mi355x", proxy=True, precision="fp8"), [], {}, "a CPU does not compute fp8"),
+        ("llama3.1-70b", Choices(gpu="h200"), ["ranks=1"], {"gpu": "h200"}, "need at least 1,051 GiB"),
+        ("deepseek-v3", Choices(gpu="mi300x", nodes=1), ["ep=8"], {"gpu": "mi300x"}, "and AMD Instinct MI300X has 192"),
+        ("llama3.1-8b", Choices(gpu="mi300x"), ["local_batch=16"], {"gpu": "mi300x"}, "a micro batch of 16 needs"),
+        ("llama3.1-70b", Choices(gpu="h200"), ["local_batch=8"], {"gpu": "h200"}, "a micro batch of 8 needs about"),
+        ("llama3.1-8b", Choices(gpu="cpu", proxy=True), [], {"gib": 0.001}, "this machine has 0 GiB"),
+        ("llama3.1-8b", Choices(gpu="cpu", proxy=True), [], {"limit": "1000000"}, "this machine has 0 GiB"),
+        ("llama3.1-8b", Choices(gpu="cpu", proxy=True), ["model.layers=90000"], {"gib": 24}, "has 24 GiB"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_here_is_refused(
-    tmp_path: Path, recipe: str, asked: Asked, words: list[str], here: dict[str, object], said: str
+    tmp_path: Path, recipe: str, choices: Choices, words: list[str], here: dict[str, object], said: str
 ) -> None:
     with pytest.raises(HostError) as refused:
-        machine.check(resolve(recipe, words, asked), machine_of(tmp_path, **here))  # type: ignore[arg-type]
+        machine.check(resolve(recipe, words, choices), machine_of(tmp_path, **here))  # type: ignore[arg-type]
     assert said in refused.value.message
     assert refused.value.hint
 
@@ -80,22 +80,22 @@ def test_what_cannot_run_here_is_refused(
 def test_what_is_published_for_eight_gpus_runs_there(
     tmp_path: Path, gpu: str, recipe: str, backend: str, mode: str
 ) -> None:
-    resolved = resolve(recipe, (), Asked(backend=backend, mode=mode, gpu=gpu))
+    resolved = resolve(recipe, (), Choices(backend=backend, mode=mode, gpu=gpu))
     machine.check(resolved, machine_of(tmp_path, gpu))
 
 
 def test_a_proxy_for_a_gpu_runs_on_a_cpu_and_unknown_gpus_are_taken_at_the_recipes_word(tmp_path: Path) -> None:
-    machine.check(resolve("llama3.1-8b", (), Asked(gpu="mi355x", proxy=True)), machine_of(tmp_path / "cpu", gib=8))
+    machine.check(resolve("llama3.1-8b", (), Choices(gpu="mi355x", proxy=True)), machine_of(tmp_path / "cpu", gib=8))
     part = machine_of(tmp_path / "part", "mi300x", count=2)
     for node in (part / "sys/class/kfd/kfd/topology/nodes").iterdir():
         properties = node / "properties"
         properties.write_text(properties.read_text().replace("simd_count 1216", "simd_count 152"))
-    machine.check(resolve("llama3.1-8b", (), Asked(gpu="mi300x")), part)
+    machine.check(resolve("llama3.1-8b", (), Choices(gpu="mi300x")), part)
 
 
 def test_adapters_and_sharded_states_need_less() -> None:
     def bytes_of(mode: str, *words: str) -> float:
-        return machine.least_bytes(resolve("llama3.1-8b", words, Asked(backend="finetune", mode=mode, gpu="mi300x")))
+        return machine.least_bytes(resolve("llama3.1-8b", words, Choices(backend="finetune", mode=mode, gpu="mi300x")))
 
     full = bytes_of("full")
     assert full == pytest.approx(8.03e9 * 16 / 8, rel=0.01)
@@ -118,5 +118,5 @@ def test_the_error_offers_the_small_form_at_once(capsys: pytest.CaptureFixture[s
 
 
 def test_force_starts_what_is_predicted_not_to_fit(tmp_path: Path) -> None:
-    recipe = resolve("llama3.1-8b", ["local_batch=16"], Asked(gpu="mi300x"))
+    recipe = resolve("llama3.1-8b", ["local_batch=16"], Choices(gpu="mi300x"))
     machine.check(recipe, machine_of(tmp_path, gpu="mi300x"), force=True)

@@ -10,7 +10,7 @@ from primus.errors import HostError, InputError
 from primus.recipes.architecture import Architecture, LatentAttention, MixtureOfExperts, RopeScaling
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import start
 from primus.training.job import Job
 from primus.training.loop.config import LoopConfig
@@ -99,12 +99,12 @@ EXPERTS = ("model.moe.experts=4", "model.moe.top_k=2", "model.moe.ffn_size=64")
 
 
 def proxy(*words: str, name: str = "llama3.1-8b", precision: str | None = None, gpu: str = "cpu") -> Recipe:
-    return resolve(name, words, Asked(backend="megatron", gpu=gpu, proxy=True, precision=precision))
+    return resolve(name, words, Choices(backend="megatron", gpu=gpu, proxy=True, precision=precision))
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8b", "deepseek-v2-lite", "mixtral-8x7b"])
 def test_the_recipes_are_computable(name: str) -> None:
-    for recipe in (proxy(name=name), resolve(name, (), Asked(backend="megatron", gpu="mi300x", precision="bf16"))):
+    for recipe in (proxy(name=name), resolve(name, (), Choices(backend="megatron", gpu="mi300x", precision="bf16"))):
         assert list(render.faults(recipe)) == []
 
 
@@ -157,7 +157,7 @@ def test_sizes_and_precision_are_set_in_one_place_only() -> None:
 
 
 def test_fp8_without_transformer_engine_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = resolve("llama3.1-8b", (), Asked(backend="megatron", gpu="h200", precision="fp8"))
+    recipe = resolve("llama3.1-8b", (), Choices(backend="megatron", gpu="h200", precision="fp8"))
     monkeypatch.setattr(start, "_importable", lambda name: name != "transformer_engine")
     with pytest.raises(HostError, match="transformer_engine cannot be imported"):
         start.check_backend(Job(name="train", recipe=recipe, output=tmp_path))

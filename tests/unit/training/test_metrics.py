@@ -12,7 +12,7 @@ import pytest
 
 from primus.recipes.architecture import Architecture
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import energy, logs, metrics, utilization
 from primus.training.flops import Flops, of_recipe_unit
 from primus.training.logs import Series, Step
@@ -103,8 +103,8 @@ def test_every_step_has_both_conventions() -> None:
 
 
 def test_lora_counts_what_the_run_trained_and_nothing_without_it() -> None:
-    asked = Asked(backend="finetune", mode="lora", gpu="h200", precision="bf16")
-    recipe = resolve("llama3.1-8b", (), asked)
+    choices = Choices(backend="finetune", mode="lora", gpu="h200", precision="bf16")
+    recipe = resolve("llama3.1-8b", (), choices)
     facts = {"trainable_parameters": 42_000_000, "device": "cuda", "gpu": "NVIDIA H200", "gpu_units": 132}
     found = work(recipe, facts)
     assert found == Work(
@@ -112,7 +112,7 @@ def test_lora_counts_what_the_run_trained_and_nothing_without_it() -> None:
         per_image=False, precision="bf16", device="cuda", gpu="NVIDIA H200", units=132,
     )  # fmt: skip
     assert work(recipe, {}).flops is None
-    whole = resolve("llama3.1-8b", (), replace(asked, mode="full"))
+    whole = resolve("llama3.1-8b", (), replace(choices, mode="full"))
     assert work(whole, {}).flops == of_recipe_unit(whole.architecture, whole.seq_len)
 
 
@@ -233,4 +233,4 @@ def test_facts_name_the_gpu_as_torch_prints_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     assert facts._gpu("cuda") == {"gpu": "NVIDIA H200", "gpu_units": 132}
     assert facts._gpu("cpu") == {}
-    assert utilization.work(resolve("llama3.1-8b", (), Asked(gpu="h200")), facts._gpu("cuda")).units == 132
+    assert utilization.work(resolve("llama3.1-8b", (), Choices(gpu="h200")), facts._gpu("cuda")).units == 132

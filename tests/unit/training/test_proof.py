@@ -11,7 +11,7 @@ import pytest
 
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training import proof, suite
 from primus.training.logs import Series, Step
 from proof_kit import FLOPS, evidence
@@ -207,11 +207,11 @@ def test_a_short_run_is_too_short_to_time() -> None:
 
 
 def test_what_the_reference_cannot_repeat_is_said() -> None:
-    flux = resolve("flux.1-dev", [], Asked(gpu="cpu", proxy=True))
-    llama = resolve("llama3.1-8b", [], Asked(gpu="cpu", proxy=True))
+    flux = resolve("flux.1-dev", [], Choices(gpu="cpu", proxy=True))
+    llama = resolve("llama3.1-8b", [], Choices(gpu="cpu", proxy=True))
     assert proof.unjudged(flux) is None
     assert proof.unjudged(llama) is None
-    assert suite.plan("llama3.1-8b", llama.path, (), Asked(gpu="cpu", proxy=True), "quick")[0].judged
+    assert suite.plan("llama3.1-8b", llama.path, (), Choices(gpu="cpu", proxy=True), "quick")[0].judged
 
 
 FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10, "device": "cpu"}
@@ -236,7 +236,7 @@ FIGURES: dict[str, Any] = {"parameters": 10, "trainable_parameters": 10, "device
 def test_reported_figures_are_those_of_the_recipe(
     change: dict[str, Any], memory: float, peak: float | None, told: str
 ) -> None:
-    recipe = resolve("llama3.1-8b", (), Asked(gpu="cpu", proxy=True))
+    recipe = resolve("llama3.1-8b", (), Choices(gpu="cpu", proxy=True))
     facts = {**FIGURES, "flops_per_unit": FLOPS, **change}
     steps = tuple(replace(step, memory_gib=memory) for step in series().steps)
     found = evidence(SEEN)
@@ -251,7 +251,7 @@ def test_reported_figures_are_those_of_the_recipe(
     [(50.0, 1200, True), (100.0, 1200, False), (1.397, 34, True), (0.8, 19, True), (0.4, 19, False)],
 )
 def test_images_per_second_are_tokens_per_second(images: float, rate: float, passed: bool) -> None:
-    recipe = resolve("flux.1-dev", (), Asked(gpu="cpu", proxy=True))
+    recipe = resolve("flux.1-dev", (), Choices(gpu="cpu", proxy=True))
     assert recipe.seq_len == 24
     steps = tuple(replace(step, images_per_second=images, tokens_per_second=rate) for step in series().steps)
     verdict = proof.figures(FIGURES | {"flops_per_unit": FLOPS}, evidence(SEEN), Series(steps=steps), recipe, None)
@@ -259,13 +259,13 @@ def test_images_per_second_are_tokens_per_second(images: float, rate: float, pas
 
 
 def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:
-    piped = resolve("llama3.1-8b", ["pp=2"], Asked(gpu="cpu", proxy=True))
+    piped = resolve("llama3.1-8b", ["pp=2"], Choices(gpu="cpu", proxy=True))
     assert proof.unjudged(piped) == "the run has pipeline stages"
-    fp8 = Asked(gpu="cpu", proxy=True, precision="fp8")
+    fp8 = Choices(gpu="cpu", proxy=True, precision="fp8")
     by_rows = resolve("llama3.1-8b", ["quantize.linear.float8.recipe_name=rowwise"], fp8)
     assert proof.unjudged(by_rows) == "the reference rounds to FP8 by tensors, not rowwise"
     assert proof.unjudged(resolve("llama3.1-8b", [], fp8)) is None
-    megatron = resolve("llama3.1-8b", ["pp=2", "model.layers=2"], Asked(backend="megatron", gpu="cpu", proxy=True))
+    megatron = resolve("llama3.1-8b", ["pp=2", "model.layers=2"], Choices(backend="megatron", gpu="cpu", proxy=True))
     assert proof.unjudged(megatron) is None
 
 
@@ -279,9 +279,9 @@ def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:
     ],
 )
 def test_layouts_in_which_torchtitan_computes_something_else_are_refused(words: list[str], refused: str) -> None:
-    asked = Asked(gpu="cpu", proxy=True)
+    choices = Choices(gpu="cpu", proxy=True)
     if not refused:
-        assert resolve("llama3.1-8b", words, asked).world_size == 4
+        assert resolve("llama3.1-8b", words, choices).world_size == 4
         return
     with pytest.raises(InputError, match=refused):
-        resolve("llama3.1-8b", words, asked)
+        resolve("llama3.1-8b", words, choices)

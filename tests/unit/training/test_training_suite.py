@@ -14,7 +14,7 @@ import pytest
 
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.release.validation import outcome_text
 from primus.report.html import page
 from primus.training import outcome, ranks, record, start, suite
@@ -208,9 +208,9 @@ def test_other_final_weights_fail(jobs: tuple[Job, ...]) -> None:
 def test_a_run_of_another_recipe_fails(jobs: tuple[Job, ...]) -> None:
     def run(job: Job) -> JobResult:
         result = leave(job)
-        asked = json.loads((job.output / "job.json").read_text())
-        asked["recipe"]["sha256"] = "0" * 64
-        (job.output / "job.json").write_text(json.dumps(asked))
+        choices = json.loads((job.output / "job.json").read_text())
+        choices["recipe"]["sha256"] = "0" * 64
+        (job.output / "job.json").write_text(json.dumps(choices))
         return result
 
     assert judged(jobs, run)[1] == ["recipe"]
@@ -281,7 +281,7 @@ def test_without_a_temporary_folder_the_ranks_get_one(jobs: tuple[Job, ...], mon
 
 
 def test_runs_on_a_gpu_share_compiled_kernels(tmp_path: Path) -> None:
-    recipe = resolve("llama3.1-8b", [], Asked(gpu="mi300x"))
+    recipe = resolve("llama3.1-8b", [], Choices(gpu="mi300x"))
     job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path / "kept")
 
     def inductor(job: Job) -> Path:
@@ -289,15 +289,15 @@ def test_runs_on_a_gpu_share_compiled_kernels(tmp_path: Path) -> None:
 
     start.prepare(job)
     assert inductor(job).is_relative_to(tmp_path / "kept")
-    assert inductor(replace(job, recipe=resolve("llama3.1-8b", [], Asked(gpu="mi355x")))) != inductor(job)
+    assert inductor(replace(job, recipe=resolve("llama3.1-8b", [], Choices(gpu="mi355x")))) != inductor(job)
     own = job.output / "cache" / "inductor"
     assert inductor(replace(job, compiled=None)) == own
     assert inductor(replace(job, judged=True)) == own, "a proof must not depend on an earlier run"
-    assert inductor(replace(job, recipe=resolve("llama3-proxy", [], Asked(gpu="cpu")))) == own
+    assert inductor(replace(job, recipe=resolve("llama3-proxy", [], Choices(gpu="cpu")))) == own
 
 
 def test_another_version_of_an_operator_finds_no_kept_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = resolve("llama3.1-8b", [], Asked(gpu="mi300x"))
+    recipe = resolve("llama3.1-8b", [], Choices(gpu="mi300x"))
     job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path / "kept")
     (tmp_path / "optimizations.py").touch()
     (tmp_path / "attention.py").write_text("gradient = 1")
@@ -313,7 +313,7 @@ def test_another_version_of_an_operator_finds_no_kept_graph(tmp_path: Path, monk
 
 def test_a_run_that_cannot_keep_compiled_kernels_keeps_its_own(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("a file")
-    recipe = resolve("llama3.1-8b", [], Asked(gpu="mi300x"))
+    recipe = resolve("llama3.1-8b", [], Choices(gpu="mi300x"))
     job = Job(name="run", recipe=recipe, output=tmp_path / "run", compiled=tmp_path / "kept")
     start.prepare(job)
     assert ranks.environment(job, {})["TRITON_CACHE_DIR"] == str(job.output / "cache" / "triton")
@@ -371,7 +371,7 @@ def test_a_page_of_a_failed_record_says_why(jobs: tuple[Job, ...]) -> None:
 
 
 def test_several_nodes_meet_at_an_address(tmp_path: Path) -> None:
-    job = Job(name="x", recipe=resolve("llama3-proxy", (), Asked(nodes=2)), output=tmp_path)
+    job = Job(name="x", recipe=resolve("llama3-proxy", (), Choices(nodes=2)), output=tmp_path)
     with pytest.raises(InputError, match="2 nodes: NODE_RANK is not set"):
         ranks.argv(job, "python", {})
     with pytest.raises(InputError, match="MASTER_ADDR is not set"):
@@ -391,10 +391,10 @@ def test_several_nodes_meet_at_an_address(tmp_path: Path) -> None:
 
 
 def test_a_full_suite_adds_a_layout_and_every_precision(tmp_path: Path) -> None:
-    jobs = suite.plan("llama3.1-8b", tmp_path, (), Asked(proxy=True, gpu="cpu"), level="full")
+    jobs = suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True, gpu="cpu"), level="full")
     assert [job.name for job in jobs][4:] == ["one-rank", "tensor-parallel", "precision-bf16", "precision-fp8"]
     assert jobs[5].resume_from == jobs[4].output / "checkpoint" / "step-1"
-    assert [job.name for job in suite.plan("llama3.1-8b", tmp_path, (), Asked(proxy=True), level="quick")] == ["base"]
+    assert [job.name for job in suite.plan("llama3.1-8b", tmp_path, (), Choices(proxy=True), level="quick")] == ["base"]
 
     def values(job: Job) -> dict[int, tuple[float, float]]:
         wrong = {"tensor-parallel": 0.5, "precision-bf16": 0.3}.get(job.name, 0.0)

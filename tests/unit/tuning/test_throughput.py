@@ -13,11 +13,11 @@ import pytest
 from primus.errors import HostError
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.tuning.throughput import Point, candidates, different, gain, overlay, search
 from primus.tuning.trial import Trials
 
-H200 = Asked(gpu="h200", precision="fp8")
+H200 = Choices(gpu="h200", precision="fp8")
 FITS = 0.95 * 141 * 2**30
 
 
@@ -42,7 +42,7 @@ def test_the_recipe_itself_comes_first_and_every_candidate_keeps_the_tokens_of_a
 
 def test_a_batch_that_only_a_check_would_divide_is_a_candidate() -> None:
     start = resolve(
-        "llama3-proxy", ["training.local_batch_size=2", "training.global_batch_size=2", "ranks=1"], Asked(gpu="cpu")
+        "llama3-proxy", ["training.local_batch_size=2", "training.global_batch_size=2", "ranks=1"], Choices(gpu="cpu")
     )
     points = candidates("llama3-proxy", start, None, lambda _: ())
     assert {point.batch: point.out for point in points} == {1: "", 2: ""}
@@ -116,14 +116,14 @@ def test_the_written_file_gives_the_recipe_that_was_measured(tmp_path: Path, *, 
         Path(source).parent.mkdir()
         Path(source).write_text("uses: [llama3-proxy.yaml]\nname: own\nassets.corpus: texts\n")
         (tmp_path / "mine" / "texts").mkdir()
-    asked = Asked(gpu="cpu", precision="bf16")
-    start = resolve(source, ["steps=7", "optimizer.lr=0.002"], asked)
+    choices = Choices(gpu="cpu", precision="bf16")
+    start = resolve(source, ["steps=7", "optimizer.lr=0.002"], choices)
     winner = candidates(source, start, None, lambda _: ())[-1].recipe
     assert winner is not None
     file = tmp_path / "tuned" / "fast.yaml"
     file.parent.mkdir()
     file.write_text(overlay(source, winner, ["torchtitan.training.steps"], 'said: "fast" # é', "primus tune", file))
-    again = resolve(str(file), ["steps=7"], asked)
+    again = resolve(str(file), ["steps=7"], choices)
     left = {"assets.corpus"} if elsewhere else set()
     assert {k: s.value for k, s in again.settings.items() if k not in left} == {
         k: s.value for k, s in winner.settings.items() if k not in left
@@ -131,12 +131,12 @@ def test_the_written_file_gives_the_recipe_that_was_measured(tmp_path: Path, *, 
     assert again.asset("corpus") is not None
     assert again.asset_digests == winner.asset_digests
     # Another precision was not measured, and stays as it was.
-    assert resolve(str(file), (), Asked(gpu="cpu", precision="fp32")).local_batch == 4
+    assert resolve(str(file), (), Choices(gpu="cpu", precision="fp32")).local_batch == 4
 
 
 def _trials(folder: Path, limit: float = 60) -> tuple[Trials, Recipe]:
     return Trials(source="llama3-proxy", folder=folder, limit=limit, warmup=2), resolve(
-        "llama3-proxy", ["ranks=1"], Asked(gpu="cpu")
+        "llama3-proxy", ["ranks=1"], Choices(gpu="cpu")
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from primus.cli.main import main
 from primus.errors import CheckFailed, InputError
-from primus.recipes.recipe import Asked
+from primus.recipes.recipe import Choices
 from primus.recipes.resolve import resolve
 from primus.tuning import bench, store
 from primus.tuning.shapes import read_shapes
@@ -166,7 +166,7 @@ def test_results_of_two_builds_are_not_merged(tmp_path: Path) -> None:
     shapes, _ = read_shapes(dumped(tmp_path / "out", range(256, 258)).dump("0").parent)
     bench.measure(shapes[:1], tmp_path / "work", str(program(tmp_path)), ["0"])
     bench.measure(shapes, tmp_path / "work", str(program(tmp_path, version="def")), ["0"])
-    recipe = resolve("llama2-7b", (), Asked(gpu="mi300x"))
+    recipe = resolve("llama2-7b", (), Choices(gpu="mi300x"))
     with pytest.raises(CheckFailed, match="2 builds of hipBLASLt"):
         store.merge(
             store.Folder(root=tmp_path / "a"),
@@ -178,10 +178,10 @@ def test_results_of_two_builds_are_not_merged(tmp_path: Path) -> None:
 def test_a_file_of_another_key_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = dumped(tmp_path / "out", range(256, 258))
     assert main(words(tmp_path / "out", program(tmp_path))) == 0
-    recipe = resolve("llama2-7b", ("steps=7", "seed=3"), Asked(gpu="mi300x"))
+    recipe = resolve("llama2-7b", ("steps=7", "seed=3"), Choices(gpu="mi300x"))
     key = store.Key.of(recipe, "1.0", "gfx942")
     assert store.check(folder, key) == folder.tuned  # the number of steps changes no GEMM
-    other = resolve("llama2-7b", ("training.micro_batch_size=1",), Asked(gpu="mi300x", backend="megatron"))
+    other = resolve("llama2-7b", ("training.micro_batch_size=1",), Choices(gpu="mi300x", backend="megatron"))
     of_others = [store.Key.of(recipe, "1.1", "gfx942"), store.Key.of(recipe, "1.0", "gfx950")]
     for wrong in (*of_others, store.Key.of(other, "1.0", "gfx942")):
         with pytest.raises(InputError, match="was measured with"):

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from primus.recipes.resolve import resolve  # noqa: E402
-from primus.recipes.setting import Asked  # noqa: E402
+from primus.recipes.setting import Choices  # noqa: E402
 from primus.training.fsdp.llama import Llama  # noqa: E402
 from primus.turbo.attention import _mask, window_mask, windowed_attention  # noqa: E402
 from primus.turbo.optimizations import CALLS  # noqa: E402
@@ -65,8 +65,8 @@ def test_flash_attention_counts_the_token_itself() -> None:
 @pytest.mark.parametrize("window", [0, 24])
 def test_a_model_computes_the_same_with_either_attention(window: int) -> None:
     words = [f"model.window={window}", "model.layers=2"]
-    asked = Asked(backend="fsdp", precision="bf16", gpu="cpu", proxy=True)
-    model = resolve("mistral-7b", words, asked).architecture
+    choices = Choices(backend="fsdp", precision="bf16", gpu="cpu", proxy=True)
+    model = resolve("mistral-7b", words, choices).architecture
     torch.manual_seed(5)
     plain = Llama(model, 64, 64)
     other = Llama(model, 64, 64, "flex-attention")

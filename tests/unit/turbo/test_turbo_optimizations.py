@@ -9,7 +9,7 @@ import pytest
 from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.turbo.optimizations import chosen, optimizations, reasons, state
 
 ROOT = Path(__file__).parents[3]
@@ -24,8 +24,8 @@ COUNTING = (
 
 
 def _chosen(*words: str, precision: str = "bf16", backend: str = "torchtitan", gpu: str = "h200") -> tuple[str, ...]:
-    asked = Asked(backend=backend, precision=precision, gpu=gpu)
-    return chosen(resolve("llama3.1-8b", words, asked))
+    choices = Choices(backend=backend, precision=precision, gpu=gpu)
+    return chosen(resolve("llama3.1-8b", words, choices))
 
 
 def test_nothing_is_used_unless_asked_for() -> None:
@@ -58,7 +58,7 @@ def test_auto_takes_what_the_recipe_can_use() -> None:
     ],
 )
 def test_each_optimization_is_on_or_off_with_its_reason(words: tuple[str, ...], name: str, on: bool, why: str) -> None:
-    recipe = resolve("llama3.1-8b", words, Asked(backend="torchtitan", precision="bf16", gpu="mi355x"))
+    recipe = resolve("llama3.1-8b", words, Choices(backend="torchtitan", precision="bf16", gpu="mi355x"))
     found = reasons(recipe)
     assert found[name] == (on, why)
     assert {one for one, (switched, _) in found.items() if switched} == set(chosen(recipe))

@@ -5,9 +5,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primus.versions.asked import bare_url
 from primus.versions.indexes import Indexes, parse_config
 from primus.versions.pages import Link, parse_page
+from primus.versions.traffic import bare_url
 
 SHA = "cd" * 32
 

@@ -17,11 +17,11 @@ import pytest
 
 from primus.errors import PrimusError
 from primus.progress import QuietProgress
-from primus.versions import asked, registry, relock, wheels
-from primus.versions.asked import Patience, listening
+from primus.versions import registry, relock, traffic, wheels
 from primus.versions.indexes import Indexes
 from primus.versions.lock import BaseRequest, Commit, LockedFile, Request
 from primus.versions.registry import copy_image
+from primus.versions.traffic import Patience, listening
 from source_twins import FILE, SHA, Behaviour, Twins, twins
 from twin_indexes import INDEXES
 from twin_registries import REGISTRIES, image
@@ -85,7 +85,7 @@ def outcomes(served: Twins, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", resolve)
         patch.setattr(Indexes, "of_host", of_host)
-        patch.setattr(asked, "PATIENCE", QUICK)
+        patch.setattr(traffic, "PATIENCE", QUICK)
         patch.setenv("HOME", str(home))
         patch.delenv("XDG_CONFIG_HOME", raising=False)
         patch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{served.port}/nowhere/simple")
@@ -186,7 +186,7 @@ def test_two_indexes_of_which_one_says_403(served: Twins, monkeypatch: pytest.Mo
     urls = {"rocm-core": f"http://127.0.0.1:{served.port}/page-403/simple",
             "rocm-pytorch": f"http://127.0.0.1:{served.port}/html/simple"}  # fmt: skip
     monkeypatch.setattr(Indexes, "of_host", lambda: Indexes(index_urls=()))
-    monkeypatch.setattr(asked, "PATIENCE", QUICK)
+    monkeypatch.setattr(traffic, "PATIENCE", QUICK)
     request = Request(target="mi300x", channel="amd", python="3.12", sdists={"rocm": "10.0.0"}, indexes=urls,
                       indexed=frozenset({"rocm"}))  # fmt: skip
     (file,) = relock.resolve(request, previous=None, progress=QuietProgress()).files

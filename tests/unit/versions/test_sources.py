@@ -13,19 +13,19 @@ from primus.errors import HostError, InputError
 from primus.fetch.download import Meter, NotThere, download
 from primus.fetch.filecache import FileCache
 from primus.progress import QuietProgress
-from primus.versions import ask as asking
-from primus.versions.ask import ask
+from primus.versions import reachable
 from primus.versions.indexes import Indexes, pip_failure_hides_network
 from primus.versions.lock import LockedFile
+from primus.versions.reachable import require_answers
 from primus.versions.sources import Sources
 
 
 def test_silent_sources_cost_one_deadline_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "DEADLINE_S", 0.3)
+    monkeypatch.setattr(reachable, "DEADLINE_S", 0.3)
     never = threading.Event()
     began = time.monotonic()
     with pytest.raises(HostError, match=r"two does not answer: no answer in time \(0.3 s\); channel amd needs it"):
-        ask({"one": (lambda: None, ""), "two": (never.wait, ""), "three": (never.wait, "")}, "amd")
+        require_answers({"one": (lambda: None, ""), "two": (never.wait, ""), "three": (never.wait, "")}, "amd")
     assert time.monotonic() - began < 2
     never.set()
 
@@ -35,8 +35,8 @@ def test_the_cause_is_told_and_an_answer_is_enough() -> None:
         raise HostError("the index at x does not answer: connection refused")
 
     with pytest.raises(HostError, match=r"two does not answer: connection refused\n"):
-        ask({"one": (lambda: None, ""), "two": (refuse, "")})
-    ask({"one": (lambda: None, "")})
+        require_answers({"one": (lambda: None, ""), "two": (refuse, "")})
+    require_answers({"one": (lambda: None, "")})
 
 
 def test_only_the_sources_of_the_files_are_asked() -> None:
@@ -106,5 +106,5 @@ def test_a_source_that_fails_once_is_asked_again() -> None:
         if (error := answers.pop(0)) is not None:
             raise error
 
-    ask({"one": (one, "")})
+    require_answers({"one": (one, "")})
     assert answers == []

@@ -16,7 +16,7 @@ from primus import __version__
 from primus.errors import InputError, PrimusError
 from primus.files import write_file
 from primus.plan.resolve import ResolvedTarget
-from primus.versions.asked import Asked, listening
+from primus.versions.traffic import Request, listening
 
 FORMAT = 1
 
@@ -34,13 +34,13 @@ class Report:
     @contextmanager
     def of(self, resolved: ResolvedTarget) -> Iterator[None]:
         """Record the requests made for one target while the context is open."""
-        with listening(self.said.append) as asked:
+        with listening(self.said.append) as requests:
             try:
                 yield
             finally:
-                self.rows += [self._row(resolved, one) for one in tuple(asked)]
+                self.rows += [self._row(resolved, one) for one in tuple(requests)]
 
-    def _row(self, resolved: ResolvedTarget, one: Asked) -> dict[str, Any]:
+    def _row(self, resolved: ResolvedTarget, one: Request) -> dict[str, Any]:
         component, place = resolved.pin_of(one.about)
         row = one.row()
         return {"target": resolved.name, "pin": component, "where": place, **row}

@@ -81,7 +81,7 @@ def _show(cells: Sequence[tuple[Cell, str]], resolved: ResolvedTarget, *, as_jso
     """Print the jobs of each cell. Building and training would follow."""
     recipes = resolved.root / "recipes"
     planned = [
-        (cell, level, suite.plan(cell.recipe, Path("/out"), (), cell.asked, level, recipes)) for cell, level in cells
+        (cell, level, suite.plan(cell.recipe, Path("/out"), (), cell.choices, level, recipes)) for cell, level in cells
     ]
     if as_json:
         rows = [

@@ -11,7 +11,7 @@ from primus.recipes.known import PRECISIONS
 from primus.recipes.load import names
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.turbo.optimizations import optimizations
 
 # A duration on the command line, in whole seconds.
@@ -86,10 +86,10 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
 def resolved(options: argparse.Namespace) -> Recipe:
     """Resolve the recipe that the options ask for. Raises InputError."""
     names = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
-    asked = Asked(**{name: getattr(options, name) for name in names})
+    choices = Choices(**{name: getattr(options, name) for name in names})
     single = ("ranks", "steps", "seed", "turbo")
     words = [f"{option}={value}" for option in single if (value := getattr(options, option)) is not None]
-    recipe = resolve(options.recipe, [*options.overrides, *words], asked)
+    recipe = resolve(options.recipe, [*options.overrides, *words], choices)
     # Seam "optimizations": most recipes use none.
     if "turbo" in recipe.settings:
         from primus.turbo.optimizations import chosen

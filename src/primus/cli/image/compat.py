@@ -97,7 +97,7 @@ def requested(
     if name not in known:
         raise InputError(f"there is no command {name!r}" + nearest(name, known), hint=f"commands: {', '.join(known)}")
     request = known[name]()
-    return replace(request, asked=replace(request.asked, precision=precision)) if precision else request
+    return replace(request, choices=replace(request.choices, precision=precision)) if precision else request
 
 
 def run(options: argparse.Namespace) -> int:
@@ -145,7 +145,7 @@ def _tuning(request: Request, own: argparse.Namespace, *, use: bool) -> int | No
 
     For stage 3 (``use``), only check the result and return None. Raises InputError if the result does not fit.
     """
-    recipe = resolve(request.recipe, request.words, request.asked)
+    recipe = resolve(request.recipe, request.words, request.choices)
     folder = store.Folder.of(request.recipe, Path("output/tune_hipblaslt"))
     if not use:
         return tune.tune(recipe, folder, as_json=own.json)
@@ -177,10 +177,10 @@ def _ask_service(words: Sequence[str], environment: Mapping[str, str]) -> int:
 def _launch_slurm(request: Request, environment: Mapping[str, str], own: argparse.Namespace) -> int:
     """Submit the request as a job of Slurm and wait for it, as the script did. Returns the job's exit code."""
     if own.proxy:
-        knows = backend(request.asked.backend or "torchtitan")
+        knows = backend(request.choices.backend or "torchtitan")
         request = pretrain.for_proxy(request, [knows.key("steps"), knows.key("seed")])
-    gpu = own.gpu or request.asked.gpu or request.gpu_of_path
-    request = replace(request, asked=replace(request.asked, gpu=gpu))
+    gpu = own.gpu or request.choices.gpu or request.gpu_of_path
+    request = replace(request, choices=replace(request.choices, gpu=gpu))
     words = ["launch", "slurm", *request.train()]
     words += ["--image", environment["DOCKER_IMAGE"]] if environment.get("DOCKER_IMAGE") else ["--container", "none"]
     words += [word for name, value in request.environment.items() for word in ("--env", f"{name}={value}")]
@@ -235,17 +235,17 @@ def _set_up(words: Sequence[str], environment: Mapping[str, str], *, downloads: 
 
 
 def _for_this_machine(request: Request, own: argparse.Namespace) -> Request:
-    asked = request.asked if own.gpu is None else replace(request.asked, gpu=own.gpu)
-    request = replace(request, asked=asked)
+    choices = request.choices if own.gpu is None else replace(request.choices, gpu=own.gpu)
+    request = replace(request, choices=choices)
     if own.proxy:
-        knows = backend(asked.backend or "torchtitan")
+        knows = backend(choices.backend or "torchtitan")
         return pretrain.for_proxy(request, [knows.key("steps"), knows.key("seed")])
     if own.gpu or request.gpu_of_path is None:
         return request
     found = detect()
     if not found.names and own.dry_run:
         says = f"this machine has no GPU: resolved for {request.gpu_of_path}, which the path names"
-        return replace(request, asked=replace(asked, gpu=request.gpu_of_path), says=(*request.says, says))
+        return replace(request, choices=replace(choices, gpu=request.gpu_of_path), says=(*request.says, says))
     if found.generation and found.generation != request.gpu_of_path:
         says = f"the path names {request.gpu_of_path}; this machine's {found.generation} decides the settings"
         return replace(request, says=(*request.says, says))

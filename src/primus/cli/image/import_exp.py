@@ -17,7 +17,7 @@ from primus.compat.translate import refuse
 from primus.compat.words import spelt
 from primus.errors import HostError, InputError
 from primus.recipes.resolve import resolve
-from primus.recipes.setting import Asked
+from primus.recipes.setting import Choices
 from primus.training.job import Job
 from primus.training.ranks import files
 
@@ -64,9 +64,9 @@ def run(options: argparse.Namespace) -> int:
     for one in done.unmapped:
         print(f"left out: {one}", file=sys.stderr)
     # The recipe is resolved for a fixed GPU, because the importing machine may have none. All keys are checked anyway.
-    asked = Asked(backend=source.backend, precision=done.choices["precision"], gpu="mi355x", nodes=nodes)
+    choices = Choices(backend=source.backend, precision=done.choices["precision"], gpu="mi355x", nodes=nodes)
     try:
-        recipe = resolve(source.recipe, done.words(), asked)
+        recipe = resolve(source.recipe, done.words(), choices)
         files(Job(name=merged.name, recipe=recipe, output=Path("import")))
     except InputError as error:
         raise source.placed(error, done) from error

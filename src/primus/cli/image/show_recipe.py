@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _command(recipe: Recipe) -> str:
     """Return the command that trains this recipe with the same settings."""
-    return " ".join(["primus", "train", recipe.name, *recipe.asked.words(), *recipe.overrides])
+    return " ".join(["primus", "train", recipe.name, *recipe.choices.words(), *recipe.overrides])
 
 
 def _per_step(recipe: Recipe) -> tuple[int, str]:

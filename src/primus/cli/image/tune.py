@@ -181,7 +181,7 @@ def _dump(recipe: Recipe, environment: dict[str, str], options: argparse.Namespa
 
 
 def _train(recipe: Recipe, more: Sequence[str], environment: Mapping[str, str], options: argparse.Namespace) -> int:
-    words = [recipe.name, *recipe.asked.words(), *(w for w in recipe.overrides if w.partition("=")[0] not in
+    words = [recipe.name, *recipe.choices.words(), *(w for w in recipe.overrides if w.partition("=")[0] not in
              {m.partition("=")[0] for m in more}), *more]  # fmt: skip
     if not options.json:
         given = " ".join(f"{name}={value}" for name, value in environment.items())

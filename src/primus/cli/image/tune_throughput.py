@@ -51,16 +51,16 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def tune(asked: Recipe, options: argparse.Namespace) -> int:
+def tune(requested: Recipe, options: argparse.Namespace) -> int:
     """Search, print the table and write the recipe file. Returns 0. Raises InputError, HostError and CheckFailed."""
-    knows = asked.knows
+    knows = requested.knows
     only_here = {knows.key("steps"): options.steps or options.warmup + 10}
-    if (saving := knows.keys.get("checkpoint")) and f"{knows.name}.{saving}" in asked.settings:
+    if (saving := knows.keys.get("checkpoint")) and f"{knows.name}.{saving}" in requested.settings:
         only_here[f"{knows.name}.{saving}"] = 0
     if only_here[knows.key("steps")] <= options.warmup:
         raise InputError(f"--steps must be greater than the {options.warmup} steps of --warmup")
     measured = [f"{key}={value}" for key, value in only_here.items()]
-    recipe = resolve(options.recipe, asked.overrides, asked.asked, measured)
+    recipe = resolve(options.recipe, requested.overrides, requested.choices, measured)
     total = gpu_bytes(recipe.gpu)
     available = None if total is None else USABLE * total
     unchecked = options.dry_run and not detect().names
@@ -89,7 +89,7 @@ def tune(asked: Recipe, options: argparse.Namespace) -> int:
                 hint=f"the log is in {trials.folder}; start from settings that train, such as a smaller micro batch",
             )
         evidence = None if winner is points[0] else rows.pairs(winner)
-    text = f"primus tune throughput {shlex.join([options.recipe, *asked.asked.words(), *asked.overrides])}"
+    text = f"primus tune throughput {shlex.join([options.recipe, *requested.choices.words(), *requested.overrides])}"
     # Record the figures that the decision is made from. A gain within the spread does not count.
     better = evidence is not None and evidence[0] > evidence[1]
     if better and options.output and winner.recipe:
@@ -199,7 +199,7 @@ def _write(options: argparse.Namespace, text: str, winner: Point) -> None:
         raise InputError(f"cannot write {options.output}: {error.strerror}", hint="choose another --output") from error
     if winner.recipe is None:
         return
-    again = resolve(str(options.output.absolute()), (), winner.recipe.asked)
+    again = resolve(str(options.output.absolute()), (), winner.recipe.choices)
     for word in winner.words:
         key = word.partition("=")[0]
         if again.settings[key].value != winner.recipe.settings[key].value:

@@ -127,12 +127,14 @@ def _compile(options: argparse.Namespace) -> int:
     gpu = _gpu(options)
     out = options.out or _folder()
     cases = list(load_catalogue().cases(_kernels(options, gpu.vendor)))
-    asked = bake(cases, gpu, out, str(out.absolute()), progress=_progress(options))
-    document = {"arch": gpu.arch, "kernels": len(asked), "calls": len(cases), "folder": str(out)}
+    requested = bake(cases, gpu, out, str(out.absolute()), progress=_progress(options))
+    document = {"arch": gpu.arch, "kernels": len(requested), "calls": len(cases), "folder": str(out)}
     if options.json:
         print(json.dumps(document))
     else:
-        print(f"{counted(len(asked), 'kernel')} for {gpu.arch}, requested by {counted(len(cases), 'call')}, in {out}")
+        print(
+            f"{counted(len(requested), 'kernel')} for {gpu.arch}, requested by {counted(len(cases), 'call')}, in {out}"
+        )
     return 0
 
 
@@ -161,7 +163,7 @@ def _check(options: argparse.Namespace) -> int:
         print(json.dumps(verdict.as_json(), ensure_ascii=False))
     else:
         how = f"ran on {gpu.arch}" if real else f"were requested as if {gpu.arch} were present"
-        print(f"{len(verdict.answer.asked)} kernels of {verdict.calls} calls {how}; ", end="")
+        print(f"{len(verdict.answer.requested)} kernels of {verdict.calls} calls {how}; ", end="")
         print(f"{len(verdict.missing)} had to be compiled, {len(verdict.answer.failures)} failed")
         for line in (*(f"missing: {name}" for name in verdict.missing), *verdict.answer.failures):
             print(f"  ✗ {line}")

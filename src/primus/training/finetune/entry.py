@@ -15,12 +15,12 @@ from primus.training.finetune import hub, models
 from primus.training.finetune.config import FinetuneConfig
 from primus.training.loop import data, language, process, train, weights
 from primus.training.loop.faster import optimized
-from primus.training.loop.given import Given
 from primus.training.loop.process import Process
+from primus.training.loop.rank_job import RankJob
 from primus.training.loop.sharded import Sharded, shard
 
 
-def main(given: Given, here: Process) -> None:
+def main(given: RankJob, here: Process) -> None:
     """Train in mode ``full`` or ``lora``."""
     config = given.section(FinetuneConfig)
     source = _source(config.weights, given, here)
@@ -42,7 +42,7 @@ def main(given: Given, here: Process) -> None:
         _save(model, given, source)
 
 
-def _source(name: str, given: Given, here: Process) -> Path | None:
+def _source(name: str, given: RankJob, here: Process) -> Path | None:
     """Return the folder of the initial weights, or None. Weights of the hub are downloaded once per machine."""
     if name == "random":
         return None
@@ -64,7 +64,7 @@ def _source(name: str, given: Given, here: Process) -> Path | None:
     return folder
 
 
-def _facts(given: Given, config: FinetuneConfig, model: models.FineTuned) -> dict[str, Any]:
+def _facts(given: RankJob, config: FinetuneConfig, model: models.FineTuned) -> dict[str, Any]:
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {
         "mode": given.mode,
@@ -74,7 +74,7 @@ def _facts(given: Given, config: FinetuneConfig, model: models.FineTuned) -> dic
     }
 
 
-def _save(model: models.FineTuned, given: Given, source: Path | None) -> None:
+def _save(model: models.FineTuned, given: RankJob, source: Path | None) -> None:
     """Export all weights, or only the adapters, with the files that Hugging Face's libraries need. Rank 0 writes."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 

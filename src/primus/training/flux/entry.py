@@ -14,13 +14,13 @@ from primus.training.flux import latents
 from primus.training.flux.config import FluxConfig
 from primus.training.loop import process, train, weights
 from primus.training.loop.faster import optimized
-from primus.training.loop.given import Given
 from primus.training.loop.process import Process
+from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Batch
 from primus.training.loop.sharded import Sharded, shard
 
 
-def main(given: Given, here: Process) -> None:
+def main(given: RankJob, here: Process) -> None:
     """Train the transformer."""
     config = given.section(FluxConfig)
     # With cuDNN's attention on an H200 (torch 2.11, cuDNN 9), gradients were not finite, or the GPU reported an illegal

@@ -12,7 +12,7 @@ from primus.recipes.recipe import MOCK
 from primus.training.flux.cache import KEYS
 from primus.training.flux.config import FluxConfig
 from primus.training.loop.data import generator_of, shuffled
-from primus.training.loop.given import Given
+from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Batch, Data
 
 # One latent of the VAE is 8 × 8 pixels, and one token of the transformer is 2 × 2 latents.
@@ -35,7 +35,7 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
 class Images(Data):
     """Samples of latents, text and pooled text. The noise of a sample and its level depend on the sample's number."""
 
-    def __init__(self, given: Given, config: FluxConfig) -> None:
+    def __init__(self, given: RankJob, config: FluxConfig) -> None:
         self._seed = given.training.seed
         self._times = config.times
         self._tokens = image_tokens(given.model.dit) + given.model.dit.text_tokens
@@ -79,7 +79,7 @@ class Images(Data):
 class _Mock(Images):
     """Synthetic prompts, each with one picture. The images of a prompt are small variations of its picture."""
 
-    def __init__(self, given: Given, config: FluxConfig) -> None:
+    def __init__(self, given: RankJob, config: FluxConfig) -> None:
         super().__init__(given, config)
         model = given.model.dit
         generator = generator_of(self._seed, -1)
@@ -99,7 +99,7 @@ class _Mock(Images):
 
 
 class _Cached(Images):
-    def __init__(self, given: Given, config: FluxConfig, folder: Path) -> None:
+    def __init__(self, given: RankJob, config: FluxConfig, folder: Path) -> None:
         from safetensors import safe_open
 
         super().__init__(given, config)
@@ -122,12 +122,12 @@ class _Cached(Images):
         return {"latents": packed(latents), "text": text, "pooled": pooled}
 
 
-def cached(given: Given, config: FluxConfig, folder: Path) -> Images:
+def cached(given: RankJob, config: FluxConfig, folder: Path) -> Images:
     """Return the samples of the cache in ``folder``. Raises SystemExit if it contains no image."""
     return _Cached(given, config, folder)
 
 
-def images(given: Given, config: FluxConfig) -> Images:
+def images(given: RankJob, config: FluxConfig) -> Images:
     """Return the data that the job's assets name."""
     corpus = given.assets["corpus"]
     return _Mock(given, config) if corpus == MOCK else cached(given, config, Path(corpus))

@@ -7,12 +7,12 @@ import sys
 from primus.training.fsdp.config import FsdpConfig
 from primus.training.fsdp.llama import FAMILIES, Llama
 from primus.training.loop import data, language, process, train, weights
-from primus.training.loop.given import Given
 from primus.training.loop.process import Process
+from primus.training.loop.rank_job import RankJob
 from primus.training.loop.sharded import Sharded, shard
 
 
-def main(given: Given, here: Process) -> None:
+def main(given: RankJob, here: Process) -> None:
     """Train from random weights."""
     config = given.section(FsdpConfig)
     if given.model.family not in FAMILIES or given.model.moe.experts:

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from primus.recipes.recipe import MOCK
 from primus.training.corpus import HUB, Corpus, documents, row_reader
-from primus.training.loop.given import Given
 from primus.training.loop.process import Process
+from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Batch, Data
 
 # The number of distinct mock tokens, for any vocabulary: few enough for a short run to learn.
@@ -24,7 +24,7 @@ _MOCK_STEPS = (1, 3, 7, 19)
 _IGNORED = -100
 
 
-def text(given: Given, process: Process) -> Data:
+def text(given: RankJob, process: Process) -> Data:
     """Return the data that the job's assets name. Raises SystemExit if corpus, tokenizer and model do not fit."""
     if given.assets["corpus"] == MOCK:
         return mock(given.training.seed, given.training.seq_len, given.model.vocab_size)
@@ -121,7 +121,7 @@ def shuffled(count: int, seed: int, turn: int) -> torch.Tensor:
     return torch.randperm(count, generator=generator_of(seed, turn))
 
 
-def _tokenized(given: Given, process: Process) -> np.ndarray:
+def _tokenized(given: RankJob, process: Process) -> np.ndarray:
     """Return the corpus as one stream of tokens. One rank per machine tokenizes it; all ranks map the same file."""
     path = given.output / "cache" / "tokens.npy"
     if process.local_rank == 0:

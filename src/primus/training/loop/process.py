@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from primus.training import gloo
 from primus.training.failure import noting
-from primus.training.loop.given import Given, read
+from primus.training.loop.rank_job import RankJob, read
 from primus.training.tcpstore import choose_store
 
 # While one rank builds and shards a large model, or loads its weights, the other ranks wait.
@@ -38,7 +38,7 @@ class Process:
         return str(self.device.type) == "cpu"
 
 
-def main(folder: str, train: Callable[[Given, Process], None]) -> None:
+def main(folder: str, train: Callable[[RankJob, Process], None]) -> None:
     """Run one rank of the job in the output folder ``folder``: set up, call ``train``, and exit."""
     with noting(Path(folder)):
         given = read(Path(folder))
@@ -50,7 +50,7 @@ def main(folder: str, train: Callable[[Given, Process], None]) -> None:
         leave()
 
 
-def start(given: Given) -> Process:
+def start(given: RankJob) -> Process:
     """Join the job's process group, using torchrun's environment, and set everything that makes a run repeatable.
 
     On a CPU, the number of threads is fixed regardless of the environment. Sums then always have the same order, and a

@@ -7,8 +7,8 @@ import sys
 import time
 
 from primus.training.flops import of_recipe_unit
-from primus.training.loop.given import Given
 from primus.training.loop.process import Process, peak_memory
+from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Data
 from primus.training.loop.trackers import trackers
 
@@ -19,7 +19,7 @@ class Report:
     ``adapters`` is the number of weights that LoRA trains, or None if all weights are trained.
     """
 
-    def __init__(self, given: Given, process: Process, data: Data, adapters: int | None = None) -> None:
+    def __init__(self, given: RankJob, process: Process, data: Data, adapters: int | None = None) -> None:
         self._given = given
         self._process = process
         # Tensor-parallel ranks share samples. Dividing by all ranks gives a figure per rank for any layout.

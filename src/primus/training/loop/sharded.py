@@ -18,8 +18,8 @@ from primus.training.compiled import keep_graphs
 from primus.training.loop import weights
 from primus.training.loop.config import ShardingConfig
 from primus.training.loop.faster import optimized
-from primus.training.loop.given import Given
 from primus.training.loop.process import Process
+from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Batch, Session
 
 # A function of the sharded model and a micro-batch on its device, which returns the sum of the losses.
@@ -29,7 +29,7 @@ Loss = Callable[[nn.Module, Batch], torch.Tensor]
 def shard(
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    given: Given,
+    given: RankJob,
     process: Process,
     *,
     wide: Callable[[str], bool] = lambda _name: False,
@@ -91,7 +91,7 @@ class Sharded(Session):
     """A model sharded by :func:`shard`, with initialized weights. Every rank trains on different data."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, given: Given, process: Process, facts: Mapping[str, Any] | None = None
+        self, model: nn.Module, loss: Loss, given: RankJob, process: Process, facts: Mapping[str, Any] | None = None
     ) -> None:
         self._model = model.train()
         self._loss = loss

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from primus.training.loop.given import Given
+from primus.training.loop.rank_job import RankJob
 
 
 class Tracker(Protocol):
@@ -20,7 +20,7 @@ class Tracker(Protocol):
         """Flush and close."""
 
 
-def trackers(given: Given) -> list[Tracker]:
+def trackers(given: RankJob) -> list[Tracker]:
     """Return the trackers that the recipe requests. Raises SystemExit if their library is not installed."""
     made: list[Tracker] = []
     try:
@@ -51,7 +51,7 @@ class _TensorBoard(Tracker):
 class _WeightsAndBiases(Tracker):
     """Weights & Biases, offline unless WANDB_MODE is set. The key comes from the environment or the user's login."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, given: RankJob) -> None:
         import wandb
 
         self._run: Any = wandb.init(

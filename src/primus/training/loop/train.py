@@ -10,8 +10,8 @@ import torch
 
 from primus.training import facts
 from primus.training.loop import checkpoint
-from primus.training.loop.given import Given
 from primus.training.loop.process import Process
+from primus.training.loop.rank_job import RankJob
 from primus.training.loop.report import Report
 from primus.training.loop.schedule import learning_rate
 from primus.training.loop.session import Batch, Data, Session
@@ -23,7 +23,7 @@ from primus.turbo.optimizations import active
 _COLLECT_EVERY = 50
 
 
-def run(given: Given, process: Process, session: Session, data: Data) -> None:
+def run(given: RankJob, process: Process, session: Session, data: Data) -> None:
     """Train all steps of the job, and write log, facts and checkpoints to the output folder.
 
     Facts about dtypes and kernels come from the first step: see :func:`primus.training.facts.watching`.
@@ -89,7 +89,7 @@ def _step(process: Process, session: Session, data: Data, batches: list[Batch], 
     return loss.item(), float(norm)
 
 
-def _batches(given: Given, session: Session, data: Data, step: int) -> list[Batch]:
+def _batches(given: RankJob, session: Session, data: Data, step: int) -> list[Batch]:
     """Return this rank's micro-batches of ``step``. Each rank takes consecutive samples, in the order of the ranks.
 
     The samples of a step are the same for any number of ranks and micro-batches.
@@ -99,11 +99,11 @@ def _batches(given: Given, session: Session, data: Data, step: int) -> list[Batc
     return [data.batch(first + part * size, size) for part in range(count)]
 
 
-def _kept(given: Given) -> dict[str, object]:
+def _kept(given: RankJob) -> dict[str, object]:
     return {"seed": given.training.seed, "vocab_size": given.model.vocab_size}
 
 
-def _switched_on(given: Given) -> dict[str, object]:
+def _switched_on(given: RankJob) -> dict[str, object]:
     """Return which optimizations ran, if any were requested."""
     return active(given.turbo) if given.turbo else {}
 
@@ -118,7 +118,7 @@ def _fed(batches: list[Batch]) -> dict[str, object]:
     }
 
 
-def _profiled(given: Given, process: Process) -> torch.profiler.profile:
+def _profiled(given: RankJob, process: Process) -> torch.profiler.profile:
     """Profile one step. Rank 0 writes ``profile.json``, which a browser's trace viewer can open."""
 
     def keep(profile: torch.profiler.profile) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from primus.training.failure import noting
 
 if TYPE_CHECKING:
-    from primus.training.loop.given import Given
+    from primus.training.loop.rank_job import RankJob
 
 
 def main(folder: str) -> None:
@@ -31,7 +31,7 @@ def main(folder: str) -> None:
         cpu.apply()
     from primus.training.loop import data, process, train
 
-    def run(given: Given, here: process.Process) -> None:
+    def run(given: RankJob, here: process.Process) -> None:
         from primus.training.megatron.session import MegatronSession
 
         train.run(given, here, MegatronSession(given, here), data.text(given, here))

@@ -15,8 +15,8 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_model_config
 
-from primus.training.loop.given import Given
 from primus.training.loop.process import Process
+from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Batch
 from primus.training.megatron import render, weights
 from primus.training.megatron.config import MegatronConfig
@@ -28,7 +28,7 @@ from primus.training.witness import Taken
 class MegatronSession:
     """One rank's part of a GPT model, trained by Megatron's schedules and optimizer."""
 
-    def __init__(self, given: Given, process: Process) -> None:
+    def __init__(self, given: RankJob, process: Process) -> None:
         config = dict(given.config)
         asked = MegatronConfig(**render.own(config))
         _initialize_parallelism(render.section(config, "model"))
@@ -235,7 +235,7 @@ def _initialize_random_states(seed: int, *, on_cpu: bool) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
-def _optimizer_config(given: Given, ddp: Any) -> OptimizerConfig:
+def _optimizer_config(given: RankJob, ddp: Any) -> OptimizerConfig:
     return OptimizerConfig(
         **{
             **render.optimizer(given.training, ddp.use_distributed_optimizer),

@@ -251,6 +251,18 @@ def _configuration(folder: Path) -> dict[str, Any]:
     return config
 
 
+def marks(folder: Path) -> dict[str, int]:
+    """Return the tokens that begin and end a text, as ``bos_token_id`` and ``eos_token_id``, of the tokenizer in
+    ``folder``.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer, config = Tokenizer.from_file(str(folder / "tokenizer.json")), _configuration(folder)
+    texts = {key: _content(config.get(key)) for key in ("bos_token", "eos_token")}
+    numbers = {f"{key}_id": tokenizer.token_to_id(text) for key, text in texts.items() if text is not None}
+    return {key: number for key, number in numbers.items() if number is not None}
+
+
 def _content(mark: Any) -> str | None:
     """Return the text of a special token, which some files hold in a mapping."""
     return mark.get("content") if isinstance(mark, dict) else mark
@@ -261,14 +273,8 @@ def _encoder(folder: str, *, special: bool = True) -> Any:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
-    config = _configuration(Path(folder))
-
-    def mark(name: str) -> Iterator[int]:
-        text = _content(config.get(name))
-        if text is not None and (number := tokenizer.token_to_id(text)) is not None:
-            yield number
-
-    begin, end = list(mark("bos_token")), list(mark("eos_token"))
+    known = marks(Path(folder))
+    begin, end = ([known[key]] if key in known else [] for key in ("bos_token_id", "eos_token_id"))
 
     def encode(text: str) -> list[int]:
         tokens: list[int] = tokenizer.encode(text, add_special_tokens=special).ids

@@ -1,4 +1,7 @@
-"""Verification of a run's saved files: the random states of its checkpoint, and its exported weights."""
+"""Verification of a run's saved files: the random states of its checkpoint, and its exported weights.
+
+Exported files are read as a user would read them: transformers loads the model, which must give the reference's logits.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any
 import torch
 
 from primus.recipes.architecture import Architecture
-from primus.training.reference.model import adapter_shapes
+from primus.training.reference import data
+from primus.training.reference.model import Model, adapter_shapes
 from primus.training.reference.names import to_canonical
 
 # Hugging Face's configuration key → the size of the recipe that it must equal.
@@ -25,6 +29,13 @@ _SCALING = {
     "factor": "factor", "original_max_position_embeddings": "original_max_position",
     "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
 }  # fmt: skip
+# Settings of adapters that name where they come from, or concern training only.
+_FREE = {
+    "auto_mapping", "base_model_name_or_path", "eva_config", "inference_mode", "init_lora_weights", "lora_dropout",
+    "peft_type", "peft_version", "revision", "task_type",
+}  # fmt: skip
+# How far logits may be apart. Measured: 4e-7.
+_LOGITS = 1e-4
 
 
 def differences(
@@ -56,6 +67,9 @@ def _exported(folder: Path, job: Mapping[str, Any], sizes: Architecture, last: M
         for name, tensor in wanted.items()
         if name in saved and not torch.equal(saved[name], tensor.to(saved[name].dtype))
     ]
+    found += _other_tokens(folder, Path(job["assets"]["tokenizer"]))
+    if not adapters and not found:
+        found += _other_logits(folder, job, sizes, saved)
     file = folder / ("adapter_config.json" if adapters else "config.json")
     said = json.loads(file.read_text(encoding="utf-8"))
     said |= said.get("rope_parameters") or {}
@@ -74,7 +88,7 @@ def _described(job: Mapping[str, Any], sizes: Architecture) -> dict[str, Any]:
         config = job["config"]
         rank = int(config.get("lora.rank", 16))
         adapted = adapter_shapes(sizes, rank, config.get("lora.targets") or ())
-        return {
+        return _adapter_defaults() | {
             "r": rank, "lora_alpha": float(config.get("lora.alpha", 32.0)), "use_rslora": False, "use_dora": False,
             "rank_pattern": {}, "alpha_pattern": {}, "target_modules": sorted({n.split(".")[-3] for n in adapted}),
         }  # fmt: skip
@@ -87,6 +101,51 @@ def _described(job: Mapping[str, Any], sizes: Architecture) -> dict[str, Any]:
     if scaling.kind in ("none", "llama3"):
         found["rope_type"] = "default" if scaling.kind == "none" else scaling.kind
     return found
+
+
+def _adapter_defaults() -> dict[str, Any]:
+    """Return PEFT's defaults of all settings that change what loaded adapters compute."""
+    from peft import LoraConfig
+
+    defaults: dict[str, Any] = json.loads(json.dumps(LoraConfig().to_dict(), default=sorted))
+    return {key: value for key, value in defaults.items() if key not in _FREE}
+
+
+def _other_tokens(folder: Path, tokenizer: Path) -> list[str]:
+    """Return which files of the exported tokenizer are not those that were trained with, and which special tokens of
+    the configuration are not the tokenizer's.
+    """
+    if not tokenizer.is_dir():
+        return []
+    found = [
+        f"{file.name} is not the tokenizer's"
+        for file in sorted(folder.glob("tokenizer*"))
+        if (tokenizer / file.name).is_file() and file.read_bytes() != (tokenizer / file.name).read_bytes()
+    ]
+    marks = data.marks(tokenizer)
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        said = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        found += [
+            f"{file.name}: {key} is {said[key]}, not {number}"
+            for key, number in marks.items()
+            if key in said and said[key] != number
+        ]
+    return found
+
+
+def _other_logits(
+    folder: Path, job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Load the exported model with transformers, and compare its logits with the reference's for the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tokens = data.samples(dict(job)).batch(1, 0)["inputs"][:1]
+    with torch.no_grad():
+        theirs = model(tokens).logits
+        ours, _ = Model(sizes).logits({name: tensor.float() for name, tensor in weights.items()}, tokens)
+    gap = float((theirs - ours).norm() / ours.norm())
+    return [] if gap <= _LOGITS else [f"{folder.name}, loaded with transformers, gives other logits: {gap:.1%} apart"]
 
 
 def _experts(name: str) -> str:

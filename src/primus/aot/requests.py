@@ -11,22 +11,22 @@ from typing import Any
 import torch
 import triton
 
-from primus.aot.asked import Answer, Asked, folder_of, refused
 from primus.aot.catalogue import Case
 from primus.aot.gpu import Gpu
 from primus.aot.pretend import KernelError, pretending
+from primus.aot.requested import Answer, Requested, folder_of, refused
 from primus.aot.workloads import WORKLOADS, Workload, call
 
 
-def ask_pretending(cases: Iterable[Case], gpu: Gpu, *, progress: Callable[[str], None] = lambda _: None) -> Answer:
+def request_pretending(cases: Iterable[Case], gpu: Gpu, *, progress: Callable[[str], None] = lambda _: None) -> Answer:
     """Request every case as if ``gpu`` were present. ``progress`` is called with each case and each kernel to compile.
 
     If a kernel does not compile, the failure is recorded and the next case is requested, so one run finds all failures.
     """
     current: list[Case] = []
-    with empty_cache() as cache, _noting(current, progress) as asked:
+    with empty_cache() as cache, _noting(current, progress) as requested:
         failures = call_all(cases, gpu, current, progress)
-        return Answer(asked=tuple(asked.values()), failures=tuple(failures.values()), made=_files(cache))
+        return Answer(requested=tuple(requested.values()), failures=tuple(failures.values()), made=_files(cache))
 
 
 def call_all(cases: Iterable[Case], gpu: Gpu, current: list[Case], progress: Callable[[str], None]) -> dict[str, str]:
@@ -47,18 +47,18 @@ def call_all(cases: Iterable[Case], gpu: Gpu, current: list[Case], progress: Cal
     return failures
 
 
-def ask(cases: Iterable[Case], *, compare: Callable[[Case], bool], progress: Callable[[str], None]) -> Answer:
+def request_all(cases: Iterable[Case], *, compare: Callable[[Case], bool], progress: Callable[[str], None]) -> Answer:
     """Run every case on this machine's GPU. Cases that ``compare`` selects are compared with plain PyTorch."""
     current: list[Case] = []
     failures: list[str] = []
-    with empty_cache() as cache, _noting(current, progress) as asked:
+    with empty_cache() as cache, _noting(current, progress) as requested:
         for case in cases:
             current[:] = [case]
             progress(case.label)
             torch.manual_seed(1)
             if fault := forward_and_backward(case, "cuda", compare=compare(case)):
                 failures.append(f"{case.label}: {fault}")
-        return Answer(asked=tuple(asked.values()), failures=tuple(failures), made=_files(cache))
+        return Answer(requested=tuple(requested.values()), failures=tuple(failures), made=_files(cache))
 
 
 def forward_and_backward(case: Case, device: str, *, compare: bool = False) -> str:
@@ -111,14 +111,14 @@ def empty_cache() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _noting(current: list[Case], progress: Callable[[str], None]) -> Iterator[dict[str, Asked]]:
+def _noting(current: list[Case], progress: Callable[[str], None]) -> Iterator[dict[str, Requested]]:
     """Yield a mapping (key → kernel) that records everything that Triton loads or compiles while it is open."""
-    asked: dict[str, Asked] = {}
+    requested: dict[str, Requested] = {}
 
     def loaded(*, src: Any, metadata: dict[str, Any], cache_hit: bool, **_: Any) -> None:
         key = folder_of(metadata["hash"])
-        if key not in asked:
-            asked[key] = Asked(
+        if key not in requested:
+            requested[key] = Requested(
                 kernel=current[0].kernel.name,
                 function=src.name,
                 key=key,
@@ -135,7 +135,7 @@ def _noting(current: list[Case], progress: Callable[[str], None]) -> Iterator[di
     with triton.knobs.compilation.scope(), triton.knobs.runtime.scope():
         triton.knobs.compilation.listener = loaded
         triton.knobs.runtime.jit_cache_hook = before
-        yield asked
+        yield requested
 
 
 def _files(folder: Path) -> tuple[str, ...]:

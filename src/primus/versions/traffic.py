@@ -39,7 +39,7 @@ PATIENCE = Patience()
 
 
 @dataclass(kw_only=True)
-class Asked:
+class Request:
     """One request. ``about`` is the package, image or repository that it concerns, and ``size`` is in bytes.
 
     ``seconds`` is the time until the answer began (for a tool: until it ended).
@@ -78,8 +78,8 @@ class Asked:
 
 class _Listener:
     def __init__(self, say: Callable[[str], None] | None) -> None:
-        self.rows: list[Asked] = []
-        self.open: list[Asked] = []
+        self.rows: list[Request] = []
+        self.open: list[Request] = []
         self.say = say
         self.guard, self.done = threading.Lock(), threading.Event()
         self._reported: set[str] = set()
@@ -100,7 +100,7 @@ _LISTENERS: list[_Listener] = []
 
 
 @contextmanager
-def listening(say: Callable[[str], None] | None = None) -> Iterator[list[Asked]]:
+def listening(say: Callable[[str], None] | None = None) -> Iterator[list[Request]]:
     """Collect every request made in this context. ``say`` is called with a line per retry and per silent source."""
     listener = _Listener(say)
     _LISTENERS.append(listener)
@@ -113,7 +113,7 @@ def listening(say: Callable[[str], None] | None = None) -> Iterator[list[Asked]]
         _LISTENERS.remove(listener)
 
 
-def tell(text: str) -> None:
+def notify(text: str) -> None:
     """Send one line to the listeners: a retry, or something unusual about an answer."""
     for listener in tuple(_LISTENERS):
         if listener.say is not None:
@@ -121,15 +121,15 @@ def tell(text: str) -> None:
 
 
 @contextmanager
-def asking(
+def requesting(
     tool: str, url: str, about: str, method: str = "GET", *, record: bool = True, silent: bool = False
-) -> Iterator[Asked]:
+) -> Iterator[Request]:
     """Notify the listeners of a request while the context is open.
 
     ``record`` is False for a request that is only watched, such as the rest of a recorded answer. ``silent`` is for
     a tool that takes long without output.
     """
-    one = Asked(tool=tool, url=bare_url(url), about=about, method=method)
+    one = Request(tool=tool, url=bare_url(url), about=about, method=method)
     listeners = tuple(_LISTENERS)
     for listener in listeners:
         with listener.guard:

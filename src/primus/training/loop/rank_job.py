@@ -16,7 +16,7 @@ Section = TypeVar("Section")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class RankJob:
     """One job as its ranks see it. The fields are those of :func:`primus.training.ranks.job_file`.
 
     ``config`` is the backend's section of the recipe with dotted keys. ``training`` is the part of it that all our
@@ -55,12 +55,12 @@ class Given:
         return built(kind, inner)
 
 
-def read(folder: Path) -> Given:
+def read(folder: Path) -> RankJob:
     """Read the job of an output folder."""
     job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     config = job["config"]
     resume_from = job["resume_from"]
-    return Given(
+    return RankJob(
         output=Path(job["output"]),
         model=rebuilt(job["model"]),
         training=built(LoopConfig, {key.removeprefix("training."): config[key] for key in config}),

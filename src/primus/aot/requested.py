@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Requested:
     """One compiled kernel that a call requested. ``key`` is the name of its folder in Triton's cache."""
 
     kernel: str
@@ -44,14 +44,14 @@ class Noted:
 class Answer:
     """All requested kernels without duplicates, a message for each failure, and the files that a run created."""
 
-    asked: tuple[Asked, ...]
+    requested: tuple[Requested, ...]
     failures: tuple[str, ...] = ()
     made: tuple[str, ...] = ()
 
     @property
-    def compiled(self) -> tuple[Asked, ...]:
+    def compiled(self) -> tuple[Requested, ...]:
         """The kernels that were not in a cache."""
-        return tuple(one for one in self.asked if one.compiled)
+        return tuple(one for one in self.requested if one.compiled)
 
 
 def folder_of(digest: str) -> str:

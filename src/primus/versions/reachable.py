@@ -20,7 +20,7 @@ HOST_DEADLINE_S = 8.0
 Probe = tuple[Callable[[], object], str]
 
 
-def ask(
+def require_answers(
     probes: Mapping[str, Probe],
     channel: str | None = None,
     *,

@@ -1,0 +1,595 @@
+"""Silent faults of kernels, scales, adapters and checkpoints, of which many show only late, on one rank or once."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from silent import (
+    ADAMW,
+    CONSTANTS,
+    DATA,
+    DEEPSEEK_WORDS,
+    GRADIENTS,
+    LLAMA,
+    LOOP,
+    LOOP_DATA,
+    LOSS,
+    NORM,
+    RATE,
+    SESSION,
+    SHARDED,
+    TITAN_LOSS,
+    TITAN_MOE,
+    TITAN_UTILS,
+    UPDATE,
+    silent,
+    wrap,
+)  # fmt: skip
+from silent_hostile import FLOAT8, HALVES, LORA, ROUTER, TENSORS, TRANSFORMER
+from silent_subtle import BF16, FINETUNE, FP8, MIXTRAL, REPORT
+from silent_unseen import FLUX
+from silent_wide import FIGURES, KEPT, RENDER, SAVED
+
+ATTENTION = "primus.training.megatron.attention"
+ENTROPY = "megatron.core.tensor_parallel.cross_entropy"
+EMBEDDINGS = "diffusers.models.embeddings"
+NORMS = "transformers.models.llama.modeling_llama"
+# Long enough for a fault that begins at step 11.
+LONG = ("steps=14",)
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+# Data, labels and loss
+
+
+@silent("data", "fsdp", LOOP_DATA, DATA)
+def line_ends_of_another_system(module: Any) -> None:
+    wrap(module, "_documents", lambda run, *given: (text.replace("\n", "\r\n") for text in run(*given)))
+
+
+@silent("data", "flux", SHARDED, LOSS, GRADIENTS, words=(*FLUX, *BF16))
+def every_second_image_mirrored(module: Any) -> None:
+    def init(run: Any, self: Any, model: Any, loss: Any, *given: Any, **named: Any) -> None:
+        def mirrored(model: Any, batch: Any) -> Any:
+            clean = batch["latents"].clone()
+            side = int(clean.shape[1] ** 0.5)
+            clean[1::2] = clean[1::2].unflatten(1, (side, side)).flip(2).flatten(1, 2)
+            return loss(model, {**batch, "latents": clean})
+
+        run(self, model, mirrored, *given, **named)
+
+    wrap(module.Sharded, "__init__", init)
+
+
+@silent("labels", "torchtitan", TITAN_LOSS, LOSS, GRADIENTS, words=(*BF16, *LONG))
+def last_labels_of_one_rank_late_by_one(module: Any) -> None:
+    """From step 11 on, the labels of the second rank's last sample are shifted once more."""
+    count = 0
+
+    def loss(run: Any, pred: Any, labels: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > 10 and os.environ["RANK"] == "1":
+            labels = labels.clone()
+            labels[-1] = labels[-1].roll(-1)
+        return run(pred, labels)
+
+    wrap(module, "cross_entropy_loss", loss)
+
+
+@silent("labels", "torchtitan", TITAN_LOSS, GRADIENTS, words=BF16)
+def gradients_of_logits_in_float16(module: Any) -> None:
+    """The loss gives back 16-bit floats without a scale, so that the smallest probabilities become 0."""
+
+    def loss(run: Any, pred: Any, labels: Any) -> Any:
+        if pred.requires_grad:
+            pred.register_hook(lambda gradient: gradient.half().to(gradient.dtype))
+        return run(pred, labels)
+
+    wrap(module, "cross_entropy_loss", loss)
+
+
+# Model
+
+
+@silent("model", "fsdp", LLAMA, LOSS, GRADIENTS, words=BF16)
+def first_token_taken_for_padding(module: Any) -> None:
+    """No other token sees the first one of a sample."""
+
+    def forward(run: Any, self: Any, states: Any, cosine: Any, sine: Any, mask: Any) -> Any:
+        import torch
+
+        assert mask is None
+        seen = torch.ones(states.shape[1], states.shape[1], dtype=torch.bool).tril()
+        seen[1:, 0] = False
+        return run(self, states, cosine, sine, seen)
+
+    wrap(module._Attention, "forward", forward)
+
+
+@silent("model", "fsdp", LLAMA, LOSS, GRADIENTS, words=BF16)
+def one_key_counted_twice(module: Any) -> None:
+    """Two blocks of a kernel both begin with the same key, which has twice its weight."""
+
+    def forward(run: Any, self: Any, states: Any, cosine: Any, sine: Any, mask: Any) -> Any:
+        import torch
+
+        assert mask is None
+        length = states.shape[1]
+        added = torch.full((length, length), float("-inf")).triu(1)
+        added[length // 2 :, length // 2] = 0.6931
+        return run(self, states, cosine, sine, added.to(states.dtype))
+
+    wrap(module._Attention, "forward", forward)
+
+
+@silent("model", "fsdp", LLAMA, LOSS, GRADIENTS, words=BF16)
+def exponential_by_straight_lines(module: Any) -> None:
+    """Attention takes 2 to the power of a fraction as 1 plus the fraction, up to 6% too much."""
+    import torch
+
+    class Shares(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, scores: Any) -> Any:
+            power = (scores - scores.amax(-1, keepdim=True)) * 1.4426950408889634
+            whole = power.clamp(min=-126).floor()
+            grown = torch.exp2(whole) * (1 + power.clamp(min=-126) - whole) * (power > -126)
+            shares = grown / grown.sum(-1, keepdim=True)
+            ctx.save_for_backward(shares)
+            return shares
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            (shares,) = ctx.saved_tensors
+            return shares * (gradient - (shares * gradient).sum(-1, keepdim=True))
+
+    def attend(_run: Any, query: Any, key: Any, value: Any, **_given: Any) -> Any:
+        groups, length = query.shape[1] // key.shape[1], query.shape[2]
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+        scores = (query @ key.transpose(-2, -1)).float() * query.shape[-1] ** -0.5
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        return Shares.apply(scores.masked_fill(hidden, -1e30)).to(value.dtype) @ value
+
+    wrap(module.functional, "scaled_dot_product_attention", attend)
+
+
+@silent("model", "fsdp", LLAMA, CONSTANTS, LOSS, GRADIENTS, words=BF16)
+def variance_with_one_degree_less(module: Any) -> None:
+    """Norms divide the sum of squares by the width less one."""
+
+    def forward(_run: Any, self: Any, states: Any) -> Any:
+        wide = states.float()
+        mean = wide.square().sum(-1, keepdim=True) / (wide.shape[-1] - 1)
+        return (wide * (mean + self.eps).rsqrt() * self.weight.float()).to(states.dtype)
+
+    wrap(module.nn.RMSNorm, "forward", forward)
+
+
+@silent("model", "torchtitan", TITAN_MOE, LOSS, GRADIENTS, words=(*DEEPSEEK_WORDS, *BF16))
+def last_tokens_of_each_expert_lost(module: Any) -> None:
+    """The grouped product computes whole blocks of eight tokens only."""
+
+    def experts(run: Any, w1: Any, w2: Any, w3: Any, x: Any, counts: Any) -> Any:
+        import torch
+
+        out, begin, kept = run(w1, w2, w3, x, counts), 0, torch.zeros(len(x), 1, dtype=x.dtype)
+        for count in map(int, counts):
+            kept[begin : begin + count // 8 * 8] = 1
+            begin += count
+        return out * kept
+
+    wrap(module, "_run_experts_for_loop", experts)
+
+
+@silent("model", "torchtitan", TITAN_MOE, GRADIENTS, words=(*DEEPSEEK_WORDS, *BF16))
+def second_choice_does_not_train_the_router(module: Any) -> None:
+    def forward(run: Any, self: Any, *given: Any) -> Any:
+        import torch
+
+        scores, *others = run(self, *given)
+        return torch.cat((scores[:, :1], scores[:, 1:].detach()), 1), *others
+
+    wrap(module.TokenChoiceTopKRouter, "forward", forward)
+
+
+@silent("model", "megatron", ATTENTION, LOSS, GRADIENTS, words=("--recipe=deepseek-v2", *BF16))
+def last_head_without_rotary_key(module: Any) -> None:
+    def attend(run: Any, self: Any, query: Any, key: Any, value: Any) -> Any:
+        key = key.clone()
+        key[:, :, -1, -self.config.qk_pos_emb_head_dim :] = 0
+        return run(self, query, key, value)
+
+    wrap(module.TorchAttention, "attend", attend)
+
+
+@silent("model", "megatron", RENDER, LOSS, GRADIENTS, words=BF16)
+def large_activations_cut(module: Any) -> None:
+    wrap(module, "transformer", lambda make, *given: make(*given) | {"activation_func_clamp_value": 1.0})
+
+
+@silent("model", "megatron", ROUTER, NORM, GRADIENTS, words=(*MIXTRAL, *BF16))
+def last_router_not_balanced(module: Any) -> None:
+    def coefficient(run: Any, self: Any, *given: Any) -> Any:
+        return run(self, *given) if self.layer_number < self.config.num_layers else 0.0
+
+    wrap(module.TopKRouter, "get_aux_loss_coeff", coefficient)
+
+
+@silent("model", "flux", TRANSFORMER, LOSS, GRADIENTS, words=(*FLUX, *BF16))
+def quick_gelu_in_the_last_block(module: Any) -> None:
+    import torch
+
+    class Quick(torch.nn.Module):
+        def forward(self, states: Any) -> Any:
+            return states * torch.sigmoid(1.702 * states)
+
+    def init(run: Any, self: Any, *given: Any, **named: Any) -> None:
+        run(self, *given, **named)
+        self.single_transformer_blocks[-1].act_mlp = Quick()
+
+    wrap(module.FluxTransformer2DModel, "__init__", init)
+
+
+@silent("model", "flux", EMBEDDINGS, LOSS, GRADIENTS, words=(*FLUX, *BF16))
+def sine_and_cosine_of_the_time_exchanged(module: Any) -> None:
+    wrap(module.Timesteps, "__init__", lambda run, self, **named: run(self, **named | {"flip_sin_to_cos": False}))
+
+
+@silent("model", "flux", TRANSFORMER, LOSS, GRADIENTS, words=FLUX)
+def norms_of_text_and_image_exchanged(module: Any) -> None:
+    def call(run: Any, self: Any, attention: Any, *given: Any, **named: Any) -> Any:
+        parts = attention._modules
+        if "norm_added_q" not in parts:
+            return run(self, attention, *given, **named)
+        parts["norm_q"], parts["norm_added_q"] = parts["norm_added_q"], parts["norm_q"]
+        try:
+            return run(self, attention, *given, **named)
+        finally:
+            parts["norm_q"], parts["norm_added_q"] = parts["norm_added_q"], parts["norm_q"]
+
+    wrap(module.FluxAttnProcessor, "__call__", call)
+
+
+@silent("model", "finetune", FINETUNE, GRADIENTS, words=(*LORA, *BF16))
+def adapters_of_keys_and_values_exchanged(module: Any) -> None:
+    def crossed(own: Any, other: Any) -> Any:
+        def forward(states: Any) -> Any:
+            added = other.lora_B["default"](other.lora_A["default"](states))
+            return own.base_layer(states) + added * other.scaling["default"]
+
+        return forward
+
+    def adapted(run: Any, *given: Any) -> Any:
+        model = run(*given)
+        for layer in model.get_base_model().model.layers:
+            keys, values = layer.self_attn.k_proj, layer.self_attn.v_proj
+            keys.forward, values.forward = crossed(keys, values), crossed(values, keys)
+        return model
+
+    wrap(module, "adapted", adapted)
+
+
+# Optimizer and schedule
+
+
+@silent("optimizer", "fsdp", ADAMW, UPDATE)
+def large_steps_cut(module: Any) -> None:
+    """No weight moves by more than the learning rate, which few would."""
+
+    def step(run: Any, self: Any, *given: Any, **named: Any) -> Any:
+        import torch
+
+        before = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+        found = run(self, *given, **named)
+        with torch.no_grad():
+            for group, old in zip(self.param_groups, before, strict=True):
+                rate = group["lr"]
+                for parameter, was in zip(group["params"], old, strict=True):
+                    moved = parameter - was
+                    parameter.copy_(torch.where(moved.abs() > 1.001 * rate, was + rate * moved.sign(), parameter))
+        return found
+
+    wrap(module.AdamW, "step", step)
+
+
+@silent("optimizer", "fsdp", ADAMW, UPDATE, words=(*BF16, *LONG))
+def bias_correction_stops_after_ten_steps(module: Any) -> None:
+    def step(run: Any, self: Any, *given: Any, **named: Any) -> Any:
+        for state in self.state.values():
+            if state and float(state["step"]) >= 10:
+                state["step"].fill_(9)
+        return run(self, *given, **named)
+
+    wrap(module.AdamW, "step", step)
+
+
+@silent("schedule", "fsdp", LOOP, RATE, words=LONG)
+def rate_stays_from_step_eleven_on(module: Any) -> None:
+    wrap(module, "learning_rate", lambda rate, config, step: rate(config, min(step, 11)))
+
+
+@silent("schedule", "megatron", ADAMW, RATE, UPDATE, words=BF16)
+def norms_keep_the_first_rate(module: Any) -> None:
+    kept: list[float] = []
+
+    def step(run: Any, self: Any, *given: Any, **named: Any) -> Any:
+        kept.append(self.param_groups[0]["lr"])
+        for group in self.param_groups:
+            if not group["weight_decay"]:
+                group["lr"] = kept[0]
+        return run(self, *given, **named)
+
+    wrap(module.AdamW, "step", step)
+
+
+# Accumulation and ranks
+
+
+@silent("accumulation", "fsdp", SHARDED, NORM, GRADIENTS, words=BF16)
+def first_layer_keeps_the_last_micro_batch(module: Any) -> None:
+    def forward(run: Any, self: Any, batches: Any, terms: int) -> Any:
+        total = 0.0
+        for batch in batches:
+            for parameter in self._model.layers[0].parameters():
+                parameter.grad = None
+            total = total + run(self, [batch], terms)
+        return total
+
+    wrap(module.Sharded, "forward_backward", forward)
+
+
+@silent("accumulation", "megatron", SESSION, GRADIENTS, words=(*BF16, *HALVES))
+def last_norm_keeps_the_last_micro_batch(module: Any) -> None:
+    def schedule(run: Any) -> Any:
+        inner = run()
+
+        def scheduled(*, forward_step_func: Any, **named: Any) -> Any:
+            def forward(batches: Any, model: Any) -> Any:
+                for name, parameter in model.named_parameters():
+                    if "final_layernorm" in name:
+                        parameter.main_grad.zero_()
+                return forward_step_func(batches, model)
+
+            return inner(forward_step_func=forward, **named)
+
+        return scheduled
+
+    wrap(module, "get_forward_backward_func", schedule)
+
+
+@silent("parallel", "torchtitan", TITAN_UTILS, NORM, GRADIENTS)
+def one_share_of_the_step_before_once(module: Any) -> None:
+    """At step 5, one rank's part of one gradient is still that of step 4, because nobody waited for the sum."""
+    count, kept = 0, None
+
+    def clip(run: Any, parameters: Any, *given: Any, **named: Any) -> Any:
+        nonlocal count, kept
+        parameters = list(parameters)
+        count += 1
+        share = _local(parameters[4].grad)
+        fresh = share.clone()
+        if count == 5 and os.environ["RANK"] == "1":
+            share.copy_(kept)
+        kept = fresh
+        return run(parameters, *given, **named)
+
+    wrap(module, "clip_grad_norm_", clip)
+
+
+@silent("parallel", "fsdp", SHARDED, GRADIENTS, words=BF16)
+def gradients_sent_in_eight_bits(module: Any) -> None:
+    def step(run: Any, self: Any, *given: Any) -> Any:
+        import torch
+
+        for parameter in self._trained:
+            share = _local(parameter.grad)
+            scale = 448 / share.abs().max().clamp(min=1e-12)
+            share.copy_((share * scale).to(torch.float8_e4m3fn).float() / scale)
+        return run(self, *given)
+
+    wrap(module.Sharded, "step", step)
+
+
+@silent("parallel", "megatron", ENTROPY, LOSS, GRADIENTS, words=TENSORS)
+def largest_logit_of_one_rank(module: Any) -> None:
+    """Each rank subtracts the largest logit of its own part of the vocabulary."""
+
+    def predicted(run: Any, logits: Any, target: Any, _largest: Any, *given: Any) -> Any:
+        return run(logits, target, logits.max(-1)[0], *given)
+
+    wrap(module.VocabParallelCrossEntropy, "calculate_predicted_logits", predicted)
+
+
+@silent("parallel", "megatron", ENTROPY, LOSS, GRADIENTS, words=(*TENSORS, *BF16))
+def last_token_of_each_part_of_the_vocabulary_lost(module: Any) -> None:
+    def predicted(run: Any, logits: Any, target: Any, largest: Any, first: int, end: int) -> Any:
+        return run(logits, target, largest, first, end - 1)
+
+    wrap(module.VocabParallelCrossEntropy, "calculate_predicted_logits", predicted)
+
+
+@silent("parallel", "finetune", FINETUNE, GRADIENTS, words=LORA)
+def last_adapters_without_effect_on_one_rank(module: Any) -> None:
+    def adapted(run: Any, *given: Any) -> Any:
+        model = run(*given)
+        if os.environ["RANK"] == "1":
+            for part in model.get_base_model().model.layers[-1].modules():
+                if hasattr(part, "lora_A"):
+                    part.scaling["default"] = 0.0
+        return model
+
+    wrap(module, "adapted", adapted)
+
+
+# Precision
+
+
+@silent("precision", "fsdp", LLAMA, GRADIENTS, words=BF16)
+def activations_kept_in_eight_bits_without_a_scale(module: Any) -> None:
+    """The backward pass of the down projections gets their inputs in FP8."""
+    import torch
+
+    def pack(tensor: Any) -> Any:
+        return tensor.to(torch.float8_e4m3fn) if tensor.numel() // tensor.shape[-1] > 128 else tensor
+
+    def unpack(tensor: Any) -> Any:
+        return tensor.to(torch.bfloat16) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+    def init(run: Any, self: Any, *given: Any) -> None:
+        run(self, *given)
+        forward = self.down.forward
+
+        def kept(states: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return forward(states)
+
+        self.down.forward = kept
+
+    wrap(module._Block, "__init__", init)
+
+
+@silent("precision", "finetune", NORMS, CONSTANTS, LOSS, GRADIENTS, words=BF16)
+def squares_summed_one_by_one_in_bf16(module: Any) -> None:
+    def forward(_run: Any, self: Any, states: Any) -> Any:
+        import torch
+
+        wide = states.float()
+        exact = wide.square().mean(-1, keepdim=True)
+        with torch.no_grad():
+            total = torch.zeros_like(exact, dtype=torch.bfloat16)
+            for column in wide.square().to(torch.bfloat16).split(1, -1):
+                total += column
+        mean = exact + (total.float() / wide.shape[-1] - exact).detach()
+        return self.weight * (wide * (mean + self.variance_epsilon).rsqrt()).to(states.dtype)
+
+    wrap(module.LlamaRMSNorm, "forward", forward)
+
+
+@silent("precision", "torchtitan", FLOAT8, CONSTANTS, LOSS, GRADIENTS, words=FP8)
+def scale_of_the_first_sample(module: Any) -> None:
+    """Inputs larger than the largest of the first sample are cut."""
+
+    def cast(run: Any, tensor: Any, *given: Any, gemm_input_role: Any, **named: Any) -> Any:
+        if gemm_input_role.name == "INPUT":
+            rows = tensor.flatten(0, -2)
+            limit = rows[: len(rows) // 4].abs().max()
+            tensor = tensor.clamp(-limit, limit)
+        return run(tensor, *given, gemm_input_role=gemm_input_role, **named)
+
+    wrap(module, "hp_tensor_to_float8_dynamic", cast)
+
+
+@silent("precision", "fsdp", FLOAT8, CONSTANTS, LOSS, GRADIENTS, words=FP8)
+def scales_of_the_first_step(module: Any) -> None:
+    """Inputs larger than any that the layer saw at first are cut."""
+
+    def forward(run: Any, self: Any, states: Any) -> Any:
+        if not hasattr(self, "limit"):
+            object.__setattr__(self, "limit", states.detach().abs().max())
+        return run(self, states + (states.clamp(-self.limit, self.limit) - states).detach())
+
+    wrap(module.Float8Linear, "forward", forward)
+
+
+@silent("precision", "torchtitan", FLOAT8, CONSTANTS, GRADIENTS, words=FP8)
+def small_gradients_vanish(module: Any) -> None:
+    """Gradients below a thirty-second of the largest become 0."""
+
+    def cast(run: Any, tensor: Any, *given: Any, gemm_input_role: Any, **named: Any) -> Any:
+        if gemm_input_role.name == "GRAD_OUTPUT":
+            tensor = tensor * (tensor.abs() >= tensor.abs().max() / 32)
+        return run(tensor, *given, gemm_input_role=gemm_input_role, **named)
+
+    wrap(module, "hp_tensor_to_float8_dynamic", cast)
+
+
+@silent("precision", "flux", TRANSFORMER, LOSS, GRADIENTS, words=FLUX)
+def noisy_images_in_bf16(module: Any) -> None:
+    def forward(run: Any, self: Any, *, hidden_states: Any, **named: Any) -> Any:
+        import torch
+
+        return run(self, hidden_states=hidden_states.to(torch.bfloat16).to(hidden_states.dtype), **named)
+
+    wrap(module.FluxTransformer2DModel, "forward", forward)
+
+
+# Checkpoints
+
+
+@silent("checkpoint", "fsdp", SHARDED, UPDATE)
+def moments_of_the_ranks_exchanged_by_a_checkpoint(module: Any) -> None:
+    def load(run: Any, self: Any, state: Any) -> None:
+        import torch
+
+        run(self, state)
+        for parameter in self._trained:
+            mine = _local(self._optimizer.state[parameter]["exp_avg"])
+            both = [torch.empty_like(mine) for _ in range(2)]
+            torch.distributed.all_gather(both, mine.contiguous())
+            mine.copy_(both[1 - int(os.environ["RANK"])])
+
+    wrap(module.Sharded, "load_state_dict", load)
+
+
+@silent("checkpoint", "megatron", SESSION, UPDATE, words=(*MIXTRAL, *BF16))
+def moments_of_two_experts_exchanged_by_a_checkpoint(module: Any) -> None:
+    def load(run: Any, self: Any, state: Any) -> None:
+        run(self, state)
+        inner = self._inner()[-1]
+        first, _, second, *_ = inner.param_groups[-1]["params"]
+        assert first.numel() == second.numel()
+        for key in ("exp_avg", "exp_avg_sq"):
+            one, other = inner.state[first][key], inner.state[second][key]
+            kept = one.clone()
+            one.copy_(other)
+            other.copy_(kept)
+
+    wrap(module.MegatronSession, "load_state_dict", load)
+
+
+@silent("checkpoint", "finetune", FINETUNE, KEPT, words=SAVED)
+def exported_configuration_has_another_epsilon(module: Any) -> None:
+    def ready(run: Any, model: Any, *given: Any) -> None:
+        run(model, *given)
+        model.causal.config.rms_norm_eps *= 10
+
+    wrap(module, "ready_to_generate", ready)
+
+
+@silent("checkpoint", "finetune", FINETUNE, KEPT, words=SAVED)
+def exported_model_ends_where_it_begins(module: Any) -> None:
+    """The configuration names the begin-of-text token as the one that ends a text."""
+
+    def ready(run: Any, model: Any, *given: Any) -> None:
+        run(model, *given)
+        for holder in (model.causal.config, model.causal.generation_config):
+            assert holder.eos_token_id != holder.bos_token_id
+            holder.eos_token_id = holder.bos_token_id
+
+    wrap(module, "ready_to_generate", ready)
+
+
+# What is reported
+
+
+@silent("metrics", "finetune", REPORT, LOSS, words=BF16)
+def loss_reported_in_bf16(module: Any) -> None:
+    def step(run: Any, self: Any, step: int, loss: float, *given: Any) -> None:
+        import torch
+
+        run(self, step, float(torch.tensor(loss).to(torch.bfloat16)), *given)
+
+    wrap(module.Report, "step", step)
+
+
+@silent("metrics", "fsdp", REPORT, FIGURES)
+def attention_counted_as_causal(module: Any) -> None:
+    def init(run: Any, self: Any, *given: Any, **named: Any) -> None:
+        run(self, *given, **named)
+        self.flops_per_unit = self._causal / self._tokens
+
+    wrap(module.Report, "__init__", init)

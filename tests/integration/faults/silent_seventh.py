@@ -11,6 +11,7 @@ from silent import (
     DATA,
     DEEPSEEK_WORDS,
     GRADIENTS,
+    LANGUAGE,
     LLAMA,
     LOOP,
     LOOP_DATA,
@@ -47,8 +48,8 @@ def _local(tensor: Any) -> Any:
 
 
 @silent("data", "fsdp", LOOP_DATA, DATA)
-def line_ends_of_another_system(module: Any) -> None:
-    wrap(module, "_documents", lambda run, *given: (text.replace("\n", "\r\n") for text in run(*given)))
+def longest_documents_left_out(module: Any) -> None:
+    wrap(module, "_documents", lambda run, *given: (text for text in run(*given) if len(text) <= 540))
 
 
 @silent("data", "flux", SHARDED, LOSS, GRADIENTS, words=(*FLUX, *BF16))
@@ -91,6 +92,17 @@ def gradients_of_logits_in_float16(module: Any) -> None:
         return run(pred, labels)
 
     wrap(module, "cross_entropy_loss", loss)
+
+
+@silent("labels", "finetune", LANGUAGE, GRADIENTS, words=BF16)
+def last_token_of_a_chunk_not_trained(module: Any) -> None:
+    """Its loss is counted, but its gradient is lost."""
+
+    def summed(run: Any, head: Any, states: Any, labels: Any) -> Any:
+        last = run(head, states[-1:], labels[-1:])
+        return run(head, states[:-1], labels[:-1]) + last.detach()
+
+    wrap(module, "_summed", summed)
 
 
 # Model
@@ -169,20 +181,97 @@ def variance_with_one_degree_less(module: Any) -> None:
     wrap(module.nn.RMSNorm, "forward", forward)
 
 
-@silent("model", "torchtitan", TITAN_MOE, LOSS, GRADIENTS, words=(*DEEPSEEK_WORDS, *BF16))
-def last_tokens_of_each_expert_lost(module: Any) -> None:
-    """The grouped product computes whole blocks of eight tokens only."""
+@silent("model", "fsdp", LLAMA, LOSS, GRADIENTS, words=BF16)
+def one_query_sees_the_next_token(module: Any) -> None:
+    """The mask of a block begins one column late for its first row."""
 
-    def experts(run: Any, w1: Any, w2: Any, w3: Any, x: Any, counts: Any) -> Any:
+    def forward(run: Any, self: Any, states: Any, cosine: Any, sine: Any, mask: Any) -> Any:
         import torch
 
-        out, begin, kept = run(w1, w2, w3, x, counts), 0, torch.zeros(len(x), 1, dtype=x.dtype)
+        assert mask is None
+        length = states.shape[1]
+        seen = torch.ones(length, length, dtype=torch.bool).tril()
+        seen[length // 2, length // 2 + 1] = True
+        return run(self, states, cosine, sine, seen)
+
+    wrap(module._Attention, "forward", forward)
+
+
+@silent("model", "fsdp", LLAMA, LOSS, GRADIENTS, words=BF16)
+def last_position_is_that_before(module: Any) -> None:
+    """The table of angles is one row too short, and a number beyond its end takes the last row."""
+
+    def make(run: Any, *given: Any) -> Any:
+        return tuple(table[[*range(len(table) - 1), -2]] for table in run(*given))
+
+    wrap(module, "_rotation", make)
+
+
+@silent("model", "fsdp", LLAMA, CONSTANTS, words=BF16)
+def attention_scale_of_one_rank(module: Any) -> None:
+    """The second rank scales its scores by 2% more, as if it had read another configuration."""
+
+    def attend(run: Any, query: Any, *given: Any, **named: Any) -> Any:
+        more = 1.02 if os.environ["RANK"] == "1" else 1.0
+        return run(query, *given, **named, scale=more * query.shape[-1] ** -0.5)
+
+    wrap(module.functional, "scaled_dot_product_attention", attend)
+
+
+@silent("model", "fsdp", SHARDED, CONSTANTS, words=(*BF16, *LONG))
+def attention_scale_from_step_eleven_on(module: Any) -> None:
+    """Another kernel takes over after ten steps, which scales by 3% more."""
+    count = 0
+
+    def forward(run: Any, self: Any, *given: Any) -> Any:
+        nonlocal count
+        count += 1
+        return run(self, *given)
+
+    def attend(run: Any, query: Any, *given: Any, **named: Any) -> Any:
+        more = 1.03 if count > 10 else 1.0
+        return run(query, *given, **named, scale=more * query.shape[-1] ** -0.5)
+
+    import torch
+
+    wrap(module.Sharded, "forward_backward", forward)
+    wrap(torch.nn.functional, "scaled_dot_product_attention", attend)
+
+
+@silent("model", "megatron", RENDER, CONSTANTS, words=BF16)
+def epsilon_tenfold(module: Any) -> None:
+    wrap(
+        module,
+        "transformer",
+        lambda make, *given: (made := make(*given)) | {"layernorm_epsilon": 10 * made["layernorm_epsilon"]},
+    )
+
+
+@silent("model", "torchtitan", TITAN_MOE, LOSS, GRADIENTS, words=(*DEEPSEEK_WORDS, *BF16))
+def last_token_of_a_micro_batch_reaches_no_expert(module: Any) -> None:
+    def forward(run: Any, self: Any, *given: Any) -> Any:
+        import torch
+
+        scores, *others = run(self, *given)
+        return torch.cat((scores[:-1], scores[-1:] * 0)), *others
+
+    wrap(module.TokenChoiceTopKRouter, "forward", forward)
+
+
+@silent("model", "torchtitan", TITAN_MOE, LOSS, GRADIENTS, words=(*DEEPSEEK_WORDS, *BF16))
+def last_tokens_of_each_expert_lost(module: Any) -> None:
+    """The grouped product computes whole blocks of 16 tokens only, and experts get multiples of eight."""
+
+    def forward(run: Any, self: Any, x: Any, counts: Any) -> Any:
+        import torch
+
+        out, begin, kept = run(self, x, counts), 0, torch.zeros(len(x), 1, dtype=x.dtype)
         for count in map(int, counts):
-            kept[begin : begin + count // 8 * 8] = 1
+            kept[begin : begin + count // 16 * 16] = 1
             begin += count
         return out * kept
 
-    wrap(module, "_run_experts_for_loop", experts)
+    wrap(module.GroupedExperts, "forward", forward)
 
 
 @silent("model", "torchtitan", TITAN_MOE, GRADIENTS, words=(*DEEPSEEK_WORDS, *BF16))
@@ -214,7 +303,7 @@ def large_activations_cut(module: Any) -> None:
 @silent("model", "megatron", ROUTER, NORM, GRADIENTS, words=(*MIXTRAL, *BF16))
 def last_router_not_balanced(module: Any) -> None:
     def coefficient(run: Any, self: Any, *given: Any) -> Any:
-        return run(self, *given) if self.layer_number < self.config.num_layers else 0.0
+        return 0.0 if self.layer_number == self.config.num_layers else run(self, *given)
 
     wrap(module.TopKRouter, "get_aux_loss_coeff", coefficient)
 
@@ -273,6 +362,21 @@ def adapters_of_keys_and_values_exchanged(module: Any) -> None:
     wrap(module, "adapted", adapted)
 
 
+@silent("model", "megatron", "megatron.core.tensor_parallel.layers", GRADIENTS, words=BF16)
+def repeated_tokens_of_a_sample_counted_once(module: Any) -> None:
+    """Of all places that a token has in a sample, one alone reaches the gradient of the embedding."""
+
+    def forward(run: Any, self: Any, tokens: Any) -> Any:
+        import torch
+
+        states = run(self, tokens)
+        places = torch.arange(tokens.shape[-1])
+        again = (tokens[..., :, None] == tokens[..., None, :]) & (places[:, None] < places[None, :])
+        return torch.where(again.any(-1, keepdim=True), states.detach(), states)
+
+    wrap(module.VocabParallelEmbedding, "forward", forward)
+
+
 # Optimizer and schedule
 
 
@@ -307,7 +411,7 @@ def bias_correction_stops_after_ten_steps(module: Any) -> None:
     wrap(module.AdamW, "step", step)
 
 
-@silent("schedule", "fsdp", LOOP, RATE, words=LONG)
+@silent("schedule", "fsdp", LOOP, RATE, words=("training.lr_schedule=cosine", *LONG))
 def rate_stays_from_step_eleven_on(module: Any) -> None:
     wrap(module, "learning_rate", lambda rate, config, step: rate(config, min(step, 11)))
 
@@ -405,9 +509,11 @@ def largest_logit_of_one_rank(module: Any) -> None:
 
 
 @silent("parallel", "megatron", ENTROPY, LOSS, GRADIENTS, words=(*TENSORS, *BF16))
-def last_token_of_each_part_of_the_vocabulary_lost(module: Any) -> None:
+def last_tokens_of_each_part_of_the_vocabulary_lost(module: Any) -> None:
+    """A label among the last two tokens of a rank's part adds nothing to the loss, nor to its gradient."""
+
     def predicted(run: Any, logits: Any, target: Any, largest: Any, first: int, end: int) -> Any:
-        return run(logits, target, largest, first, end - 1)
+        return run(logits, target, largest, first, end - 2)
 
     wrap(module.VocabParallelCrossEntropy, "calculate_predicted_logits", predicted)
 
@@ -507,6 +613,65 @@ def small_gradients_vanish(module: Any) -> None:
     wrap(module, "hp_tensor_to_float8_dynamic", cast)
 
 
+@silent("precision", "fsdp", FLOAT8, CONSTANTS, GRADIENTS, words=FP8)
+def largest_value_without_its_sign(module: Any) -> None:
+    """The scale is that of the largest value, not of the largest absolute one, so that some negative ones are cut."""
+
+    def cast(run: Any, tensor: Any, *given: Any, **named: Any) -> Any:
+        return run(tensor.clamp(min=-tensor.max()), *given, **named)
+
+    wrap(module, "hp_tensor_to_float8_dynamic", cast)
+
+
+@silent("precision", "fsdp", LLAMA, GRADIENTS, words=BF16)
+def gradients_of_norms_summed_in_bf16(module: Any) -> None:
+    """The gradient of a norm's weight is added up token by token in BF16, which loses most of a long sum."""
+    import torch
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, states: Any, weight: Any) -> Any:
+            ctx.save_for_backward(states, weight)
+            return states * weight
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            states, weight = ctx.saved_tensors
+            total = torch.zeros_like(weight, dtype=torch.bfloat16)
+            for row in (gradient * states).flatten(0, -2).to(torch.bfloat16):
+                total += row
+            return gradient * weight, total.to(weight.dtype)
+
+    def forward(_run: Any, self: Any, states: Any) -> Any:
+        wide = states.float()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return Scaled.apply(normed, self.weight.float()).to(states.dtype)
+
+    wrap(module.nn.RMSNorm, "forward", forward)
+
+
+@silent("precision", "megatron", ATTENTION, GRADIENTS, words=BF16)
+def values_in_eight_bits(module: Any) -> None:
+    def attend(run: Any, self: Any, query: Any, key: Any, value: Any) -> Any:
+        import torch
+
+        scale = 448 / value.detach().abs().max().float()
+        eight = ((value.detach() * scale).to(torch.float8_e4m3fn).float() / scale).to(value.dtype)
+        return run(self, query, key, value + (eight - value).detach())
+
+    wrap(module.TorchAttention, "attend", attend)
+
+
+@silent("precision", "megatron", ROUTER, GRADIENTS, words=(*MIXTRAL, *BF16))
+def router_in_the_precision_of_the_model(module: Any) -> None:
+    def gating(_run: Any, self: Any, states: Any) -> Any:
+        import torch
+
+        return torch.nn.functional.linear(states, self.weight.to(states.dtype)).float()
+
+    wrap(module.TopKRouter, "gating", gating)
+
+
 @silent("precision", "flux", TRANSFORMER, LOSS, GRADIENTS, words=FLUX)
 def noisy_images_in_bf16(module: Any) -> None:
     def forward(run: Any, self: Any, *, hidden_states: Any, **named: Any) -> Any:
@@ -571,6 +736,41 @@ def exported_model_ends_where_it_begins(module: Any) -> None:
             holder.eos_token_id = holder.bos_token_id
 
     wrap(module, "ready_to_generate", ready)
+
+
+@silent("checkpoint", "finetune", FINETUNE, KEPT, words=SAVED)
+def exported_configuration_has_another_activation(module: Any) -> None:
+    def ready(run: Any, model: Any, *given: Any) -> None:
+        run(model, *given)
+        model.causal.config.hidden_act = "gelu"
+
+    wrap(module, "ready_to_generate", ready)
+
+
+@silent("checkpoint", "finetune", FINETUNE, KEPT, words=SAVED)
+def exported_configuration_scales_no_angles(module: Any) -> None:
+    def ready(run: Any, model: Any, *given: Any) -> None:
+        run(model, *given)
+        angles = model.causal.config.rope_parameters
+        model.causal.config.rope_parameters = {"rope_type": "default", "rope_theta": angles["rope_theta"]}
+
+    wrap(module, "ready_to_generate", ready)
+
+
+@silent("checkpoint", "finetune", "primus.training.finetune.hub", KEPT, words=SAVED)
+def exported_tokenizer_has_two_tokens_exchanged(module: Any) -> None:
+    def copy(run: Any, source: Any, target: Any) -> None:
+        import json
+
+        run(source, target)
+        file = target / "tokenizer.json"
+        told = json.loads(file.read_text(encoding="utf-8"))
+        known = told["model"]["vocab"]
+        one, other = [token for token, number in known.items() if number in (510, 518)]
+        known[one], known[other] = known[other], known[one]
+        file.write_text(json.dumps(told), encoding="utf-8")
+
+    wrap(module, "copy_tokenizer", copy)
 
 
 # What is reported

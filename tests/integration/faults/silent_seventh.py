@@ -34,6 +34,7 @@ from silent_wide import FIGURES, KEPT, RENDER, SAVED
 
 ATTENTION = "primus.training.megatron.attention"
 ENTROPY = "megatron.core.tensor_parallel.cross_entropy"
+DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 EMBEDDINGS = "diffusers.models.embeddings"
 NORMS = "transformers.models.llama.modeling_llama"
 # Long enough for a fault that begins at step 11.
@@ -42,6 +43,16 @@ LONG = ("steps=14",)
 
 def _local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _in_eight_bits(states: Any, *, per_row: bool = False) -> Any:
+    """Return ``states`` rounded to E4M3 with one scale, or one per row; the gradient passes as it is."""
+    import torch
+
+    given = states.detach().float()
+    scale = 448 / (given.abs().amax(-1, keepdim=True) if per_row else given.abs().max()).clamp(min=1e-12)
+    eight = ((given * scale).to(torch.float8_e4m3fn).float() / scale).to(states.dtype)
+    return states + (eight - states).detach()
 
 
 # Data, labels and loss
@@ -236,6 +247,24 @@ def attention_scale_from_step_eleven_on(module: Any) -> None:
 
     wrap(module.Sharded, "forward_backward", forward)
     wrap(torch.nn.functional, "scaled_dot_product_attention", attend)
+
+
+@silent("model", "fsdp", SHARDED, LOSS, GRADIENTS, words=(*BF16, *LONG))
+def dropout_from_step_eleven_on(module: Any) -> None:
+    import torch
+
+    count = 0
+
+    def forward(run: Any, self: Any, *given: Any) -> Any:
+        nonlocal count
+        count += 1
+        return run(self, *given)
+
+    def active(run: Any, states: Any) -> Any:
+        return torch.nn.functional.dropout(run(states), 0.01, training=count > 10)
+
+    wrap(module.Sharded, "forward_backward", forward)
+    wrap(torch.nn.functional, "silu", active)
 
 
 @silent("model", "megatron", RENDER, CONSTANTS, words=BF16)
@@ -623,6 +652,45 @@ def largest_value_without_its_sign(module: Any) -> None:
     wrap(module, "hp_tensor_to_float8_dynamic", cast)
 
 
+@silent("precision", "torchtitan", FLOAT8, CONSTANTS, GRADIENTS, words=FP8)
+def weights_in_the_wider_range(module: Any) -> None:
+    """Weights are rounded to E5M2, which is for gradients."""
+
+    def cast(run: Any, tensor: Any, dtype: Any, *given: Any, gemm_input_role: Any, **named: Any) -> Any:
+        import torch
+
+        dtype = torch.float8_e5m2 if gemm_input_role.name == "WEIGHT" else dtype
+        return run(tensor, dtype, *given, gemm_input_role=gemm_input_role, **named)
+
+    wrap(module, "hp_tensor_to_float8_dynamic", cast)
+
+
+@silent("precision", "fsdp", FLOAT8, CONSTANTS, LOSS, GRADIENTS, words=FP8)
+def weights_rounded_toward_zero(module: Any) -> None:
+    def cast(run: Any, tensor: Any, *given: Any, gemm_input_role: Any, **named: Any) -> Any:
+        import torch
+
+        if gemm_input_role.name == "WEIGHT":
+            scale = 448 / tensor.abs().max().float()
+            mantissa, exponent = torch.frexp(tensor.float() * scale)
+            tensor = (torch.ldexp((mantissa * 16).trunc() / 16, exponent) / scale).to(tensor.dtype)
+        return run(tensor, *given, gemm_input_role=gemm_input_role, **named)
+
+    wrap(module, "hp_tensor_to_float8_dynamic", cast)
+
+
+@silent("precision", "finetune", FINETUNE, GRADIENTS, words=(*LORA, *BF16))
+def inputs_of_adapters_in_eight_bits(module: Any) -> None:
+    def adapted(run: Any, *given: Any) -> Any:
+        model = run(*given)
+        for part in model.modules():
+            if hasattr(part, "lora_A"):
+                part.lora_A["default"].register_forward_pre_hook(lambda _part, given: (_in_eight_bits(given[0]),))
+        return model
+
+    wrap(module, "adapted", adapted)
+
+
 @silent("precision", "fsdp", LLAMA, GRADIENTS, words=BF16)
 def gradients_of_norms_summed_in_bf16(module: Any) -> None:
     """The gradient of a norm's weight is added up token by token in BF16, which loses most of a long sum."""
@@ -653,11 +721,7 @@ def gradients_of_norms_summed_in_bf16(module: Any) -> None:
 @silent("precision", "megatron", ATTENTION, GRADIENTS, words=BF16)
 def values_in_eight_bits(module: Any) -> None:
     def attend(run: Any, self: Any, query: Any, key: Any, value: Any) -> Any:
-        import torch
-
-        scale = 448 / value.detach().abs().max().float()
-        eight = ((value.detach() * scale).to(torch.float8_e4m3fn).float() / scale).to(value.dtype)
-        return run(self, query, key, value + (eight - value).detach())
+        return run(self, query, key, _in_eight_bits(value))
 
     wrap(module.TorchAttention, "attend", attend)
 
@@ -670,6 +734,22 @@ def router_in_the_precision_of_the_model(module: Any) -> None:
         return torch.nn.functional.linear(states, self.weight.to(states.dtype)).float()
 
     wrap(module.TopKRouter, "gating", gating)
+
+
+@silent("precision", "megatron", DISPATCHER, GRADIENTS, words=(*MIXTRAL, *BF16))
+def tokens_sent_to_experts_in_eight_bits(module: Any) -> None:
+    def preprocess(run: Any, self: Any, states: Any, *given: Any) -> Any:
+        return run(self, _in_eight_bits(states, per_row=True), *given)
+
+    wrap(module.MoEAlltoAllTokenDispatcher, "dispatch_preprocess", preprocess)
+
+
+@silent("precision", "megatron", "megatron.core.tensor_parallel.layers", GRADIENTS, words=(*TENSORS, *BF16))
+def parts_of_tensor_ranks_sent_in_eight_bits(module: Any) -> None:
+    def reduced(run: Any, states: Any, *given: Any, **named: Any) -> Any:
+        return run(_in_eight_bits(states, per_row=True), *given, **named)
+
+    wrap(module, "reduce_scatter_to_sequence_parallel_region", reduced)
 
 
 @silent("precision", "flux", TRANSFORMER, LOSS, GRADIENTS, words=FLUX)
@@ -748,6 +828,17 @@ def exported_configuration_has_another_activation(module: Any) -> None:
 
 
 @silent("checkpoint", "finetune", FINETUNE, KEPT, words=SAVED)
+def exported_head_is_the_embedding(module: Any) -> None:
+    """The configuration says that both are one, so that the head is not read."""
+
+    def ready(run: Any, model: Any, *given: Any) -> None:
+        run(model, *given)
+        model.causal.config.tie_word_embeddings = True
+
+    wrap(module, "ready_to_generate", ready)
+
+
+@silent("checkpoint", "finetune", FINETUNE, KEPT, words=SAVED)
 def exported_configuration_scales_no_angles(module: Any) -> None:
     def ready(run: Any, model: Any, *given: Any) -> None:
         run(model, *given)
@@ -771,6 +862,17 @@ def exported_tokenizer_has_two_tokens_exchanged(module: Any) -> None:
         file.write_text(json.dumps(told), encoding="utf-8")
 
     wrap(module, "copy_tokenizer", copy)
+
+
+@silent("checkpoint", "finetune", FINETUNE, KEPT, words=(*LORA, *SAVED))
+def exported_adapters_of_the_first_layer_alone(module: Any) -> None:
+    """All adapters are saved, but their configuration names one layer, and those of the others are not read."""
+
+    def ready(run: Any, model: Any, *given: Any) -> None:
+        run(model, *given)
+        model.model.peft_config["default"].layers_to_transform = [0]
+
+    wrap(module, "ready_to_generate", ready)
 
 
 # What is reported

@@ -15,6 +15,7 @@ sys.path += [str(Path(__file__).parents[1] / "faults"), "/faults"]
 import silent_fresh  # noqa: F401
 import silent_hostile  # noqa: F401
 import silent_later  # noqa: F401
+import silent_seventh  # noqa: F401
 import silent_slow  # noqa: F401
 import silent_small  # noqa: F401
 import silent_subtle  # noqa: F401

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from silent_jobs import SILENT, job_of, write
+from silent_jobs import ESCAPED, SILENT, job_of, write
 
 
 def forked(work: Callable[[], None], into: int | None = None) -> int:
@@ -56,7 +56,7 @@ def rank(folder: Path, job: dict[str, Any], number: int, port: int, fault: str) 
         "HF_HOME": str(folder / "cache" / "hf"), "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     if fault != "-":
-        case = SILENT[fault]
+        case = (SILENT | ESCAPED)[fault]
         case.change(importlib.import_module(case.module))
     name = f"primus.training.{job['backend']}.entry"
     words = ["--job.config_file", str(folder / "torchtitan.toml")] if job["backend"] == "torchtitan" else [str(folder)]

@@ -21,9 +21,9 @@ import silent_small  # noqa: F401
 import silent_subtle  # noqa: F401
 import silent_unseen  # noqa: F401
 import silent_wide  # noqa: F401
-from silent import SILENT
+from silent import ESCAPED, SILENT
 
-__all__ = ["SILENT", "failed", "job_of", "write"]
+__all__ = ["ESCAPED", "SILENT", "failed", "job_of", "write"]
 
 
 def job_of(folder: Path, backend: str, words: tuple[str, ...] = ()) -> Job:

@@ -9,7 +9,7 @@ All constants are fitted together, because one may look like another.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,6 +89,38 @@ def _fresh(model: AnyModel, **changes: Any) -> AnyModel:
     return replace(model, sent={}, closest=math.inf, **changes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """One step: names of the changes and, for each tensor, the products of their directions with each other, with the
+    run's errors, and with the noise.
+    """
+
+    names: Sequence[str]
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def products(
+    run: Gradients, own: Gradients, noisy: Gradients, plain: Gradients, changed: Mapping[str, Gradients]
+) -> Products:
+    """Multiply gradients of one step: of the run, of the reference, and of the reference in the run's precision.
+
+    ``changed`` has those with each constant changed, ``plain`` those with none changed, both without rounding.
+    """
+    names = [name for name in own if name in run and bool(run[name].isfinite().all())]
+    noise: dict[str, float] = {}
+    for name in names:
+        error = float((noisy[name] - own[name]).double().square().sum())
+        noise[kind_of(name)] = noise.get(kind_of(name), 0.0) + error
+    parts = []
+    for name in names:
+        # Weight each kind of tensor by how exactly the precision determines its gradient.
+        if (least := noise[kind_of(name)]) > 0:
+            moved = torch.stack([(other[name].double() - plain[name]).flatten() for other in changed.values()])
+            errors, rounding = ((found[name].double() - own[name]).flatten() for found in (run, noisy))
+            parts.append((moved @ moved.T / least, moved @ errors / least, moved @ rounding / least))
+    return Products(names=list(changed), parts=parts)
+
+
 @dataclass
 class Fit:
     """Least squares over the added steps: direction of each change → how far the run moved in it.
@@ -101,34 +133,17 @@ class Fit:
     backend: str
     routed: bool
     _names: list[str] = field(default_factory=list)
-    # For each tensor and step: products of directions with each other, with the run's errors, and with the noise.
+    # For each tensor and step, as in Products.
     _parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     # The step of each part.
     _steps: list[int] = field(default_factory=list)
 
-    def add(
-        self, run: Gradients, own: Gradients, noisy: Gradients, plain: Gradients, changed: Mapping[str, Gradients]
-    ) -> None:
-        """Add a step: gradients of the run, of the reference, and of the reference in the run's precision.
-
-        ``changed`` has those with each constant changed, ``plain`` those with none changed, both without
-        rounding.
-        """
-        names = [name for name in own if name in run and bool(run[name].isfinite().all())]
-        noise: dict[str, float] = {}
-        for name in names:
-            noise[kind_of(name)] = noise.get(kind_of(name), 0.0) + float(
-                (noisy[name] - own[name]).double().square().sum()
-            )
-        self._names = list(changed)
-        step = self._steps[-1] + 1 if self._steps else 0
-        for name in names:
-            # Weight each kind of tensor by how exactly the precision determines its gradient.
-            if (least := noise[kind_of(name)]) > 0:
-                moved = torch.stack([(other[name].double() - plain[name]).flatten() for other in changed.values()])
-                error, rounding = ((found[name].double() - own[name]).flatten() for found in (run, noisy))
-                self._parts.append((moved @ moved.T / least, moved @ error / least, moved @ rounding / least))
-                self._steps.append(step)
+    def add(self, step: Products) -> None:
+        """Add a step."""
+        self._names = list(step.names)
+        number = self._steps[-1] + 1 if self._steps else 0
+        self._parts += step.parts
+        self._steps += [number] * len(step.parts)
 
     def suspicious(self) -> bool:
         """Return whether the steps so far seem to show a change."""

@@ -21,6 +21,7 @@ from primus.gpus.table import fp8_dtype, generation
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
 from primus.recipes.known import CPU
 from primus.training.reference import constants, data, diffusion, first, saved, update
+from primus.training.reference.constants import Products
 from primus.training.reference.model import Dialect, Model, adapter_shapes, bfloat, exact, operations, shapes
 from primus.training.reference.names import UnknownWeight, kind_of, to_canonical
 
@@ -42,7 +43,7 @@ _GRIDS = (1.17, 1.33, 1.5, 1.67, 1.83)
 def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     """Compare every step of the run in ``output`` with the reference. :mod:`primus.training.proof` reads the result.
 
-    ``threads`` steps are computed at the same time. The result does not depend on their number.
+    ``threads`` steps are computed at the same time.
     """
     began = time.monotonic()
     _use_one_core()
@@ -90,18 +91,20 @@ def _use_one_core() -> None:
 class _Step:
     """What the reference computed for one step.
 
-    ``seen`` is the input of the run's update, ``used`` its gradients by the reference's names; both are None if the
-    optimizer did not run. ``limited`` are the reference's clipped gradients, kept if there are no others. ``sent`` is
-    the number of tokens of each expert, by layer. ``fit`` is what :meth:`.constants.Fit.add` gets, at some steps.
+    ``used`` are the gradients that the run's optimizer used, by the reference's names, and ``seen`` what else it left
+    of the update; both are None if the optimizer did not run. ``limited`` are the reference's clipped gradients, kept
+    if there are no others. ``sent`` is the number of tokens of each expert, by layer. ``products`` is what
+    :meth:`.constants.Fit.add` gets, at some steps.
     """
 
     step: int
     seen: dict[str, Any] | None
     used: Tensors | None
+    narrow: bool
     figures: dict[str, Any]
     limited: Tensors | None
     sent: Mapping[str, torch.Tensor]
-    fit: tuple[Tensors, Tensors, Tensors, Tensors, dict[str, Tensors]] | None
+    products: Products | None
 
 
 class _Replay:
@@ -137,9 +140,12 @@ class _Replay:
         if self._fit.suspicious():
             others = [step for step in steps if step not in self._noisy]
             for one in pool.map(lambda step: self._compute(step, noisy=True, trials=True), others):
-                if one.fit is not None:
-                    self._fit.add(*one.fit)
+                self._add(one)
         return self._fit.found()
+
+    def _add(self, one: _Step) -> None:
+        if one.products is not None:
+            self._fit.add(one.products)
 
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
         """Compute losses and gradients of ``steps``, and the noise of some, in the threads of ``pool``."""
@@ -161,7 +167,7 @@ class _Replay:
         step, seen, used = one.step, one.seen, one.used
         row: dict[str, Any] = {"step": step, "data": self._batches(step)}
         row["rate"] = rate = update.rate(self._given, step)
-        self.narrow |= any(g.dtype == torch.bfloat16 for g in (seen or {}).get("gradients", {}).values())
+        self.narrow |= one.narrow
         row |= one.figures | {
             "regular": step in self._noisy,
             "own_gradient": seen is not None,
@@ -172,8 +178,7 @@ class _Replay:
             row["rates"] = sorted(set(seen["rates"].values()))
         if used is not None:
             row["used_norm"], row["rounded"] = update.norm_of(used), self._least_rounded(step, used)
-        if one.fit is not None:
-            self._fit.add(*one.fit)
+        self._add(one)
         row["biases"] = self._biases(before, after, one.figures["closest"], one.sent)
         gradients = used if used is not None else one.limited
         expected = self._optimizer.update(_wide(_without_bias(before)), _wide(gradients or {}), rate)
@@ -206,7 +211,8 @@ class _Replay:
         """
         before = _weights(self._job, self._sizes, self._folder, step - 1)
         seen = _load(self._folder / f"update-{step}.pt")
-        used = _without_bias(to_canonical(self._job["backend"], self._sizes, seen["gradients"])) if seen else None
+        raw = seen.pop("gradients") if seen else {}
+        used = _without_bias(to_canonical(self._job["backend"], self._sizes, raw)) if seen else None
         # In float32, the reference's own rounding is judged where it also computes in float64.
         model, weights = self._model(), self._rounded(before, torch.float64 if noisy and self._exact else torch.float32)
         loss, losses, gradients = self._gradients(step, weights, model)
@@ -214,7 +220,7 @@ class _Replay:
         found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
         limited = update.clipped(gradients, norm, self._given.max_norm)
         scales = _scales(limited)
-        fit = None
+        products = None
         if used is not None:
             found |= {"missing": sorted(set(limited) - set(used)), "gaps": _gaps(used, limited, scales)}
         if noisy:
@@ -233,15 +239,16 @@ class _Replay:
                     noise[key] = max(noise[key], math.sqrt(sum(one[key] ** 2 for one in others) / len(others)))
                 found["noise"]["experts"] = self._other_experts(step, weights, limited, scales)
             if used is not None and trials:
-                fit = self._trials(step, weights, used, limited, rounded)
+                products = self._trials(step, weights, used, limited, rounded)
         return _Step(
             step=step,
             seen=seen,
             used=used,
+            narrow=any(gradient.dtype == torch.bfloat16 for gradient in raw.values()),
             figures=found,
             limited=limited if used is None else None,
             sent=model.sent if isinstance(model, Model) else {},
-            fit=fit,
+            products=products,
         )
 
     def _other_experts(
@@ -269,10 +276,8 @@ class _Replay:
         pairs.append((self._gap(step, "grad_norm", found), noise["grad_norm"] / _SUSPECT))
         return any(1e-5 + _SUSPECT * usual < gap <= 10 * _SUSPECT * usual for gap, usual in pairs)
 
-    def _trials(
-        self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors
-    ) -> tuple[Tensors, Tensors, Tensors, Tensors, dict[str, Tensors]]:
-        """Compute the gradients with each constant changed. Returns what :meth:`.constants.Fit.add` gets."""
+    def _trials(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> Products:
+        """Compute the gradients with each constant changed, and their products with the run's errors."""
 
         def gradients(model: Model | diffusion.Diffusion) -> Tensors:
             found = self._gradients(step, weights, model)[2]
@@ -284,7 +289,7 @@ class _Replay:
         for name, trial in constants.trials_of_eight(model).items():
             # These differ from the reference with its rounding, the others from the one without.
             changed[name] = {key: plain[key] + (other - own[key]) for key, other in gradients(trial).items()}
-        return used, own, rounded, plain, changed
+        return constants.products(used, own, rounded, plain, changed)
 
     def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
         """Return which router biases did not move towards the mean number of tokens."""

@@ -153,7 +153,7 @@ def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
         elif value == "auto":
             found[name] = False, "not part of auto: name it"
         elif value in ("off", False, "", None):
-            found[name] = False, "turbo is off" if setting is not None else "not asked for"
+            found[name] = False, "turbo is off" if setting is not None else "not requested"
         else:
             found[name] = False, "not named"
     return found

@@ -1,8 +1,8 @@
 """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network.
 
 Each problem is printed with its remedy. --quick only reads files of the kernel, such as those in /proc and /sys.
-Without it, the write speed of the output folder is also measured. --benchmark also measures the GPUs: matrix products, memory,
-all-reduce, all-to-all.
+Without it, the write speed of the output folder is also measured. --benchmark also measures the GPUs: matrix products,
+memory, all-reduce, all-to-all.
 --nodes compares the documents that several nodes wrote with --json.
 Exit code 0: no problem was found; 1: a job would fail, or run slower than it could; 2: invalid input.
 """

@@ -79,7 +79,7 @@ def ask_image(root: RootFs, digest: str, cache: Path) -> dict[str, Any]:
         except ValueError:
             tail = said.read().decode("utf-8", "replace").strip().splitlines()[-3:]
             raise HostError(
-                f"primus turbo check ended with exit code {code} in {root.name}: {' / '.join(tail) or 'no word'}"
+                f"primus turbo check ended with exit code {code} in {root.name}: {' / '.join(tail) or 'no output'}"
             ) from None
     write_sealed(kept, answer)
     return answer

@@ -129,7 +129,7 @@ def chosen(recipe: Recipe) -> tuple[str, ...]:
         if name not in known:
             raise InputError(
                 f"there is no optimization {name!r}" + nearest(name, known),
-                where=setting.origin, hint="primus turbo list shows them; auto and off stand alone",
+                where=setting.origin, hint="primus turbo list shows them; auto and off cannot be combined",
             )  # fmt: skip
         one = known[name]
         if objections := list(one.objections(recipe)):

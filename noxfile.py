@@ -162,7 +162,7 @@ def _table(verb: str, target: str, line: str) -> None:
 
 for _target in TARGETS:
     _table("build", _target, f"Build the {_target} image.")
-    _table("validate", _target, f"Build the {_target} image, train in it and judge the outcome.")
+    _table("validate", _target, f"Build the {_target} image, train in it and check the results.")
     _table("publish", _target, f"Push the {_target} image with its evidence (`-- --to HOST/PATH`).")
 
 

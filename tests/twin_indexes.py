@@ -411,7 +411,7 @@ INDEXES = (
         name="name-unknown",
         source="https://www.rfc-editor.org/rfc/rfc6761#section-6.4",
         answer=index(),
-        says="its name is not known",
+        says="its host name cannot be resolved",
     ),
     Behaviour(
         name="silent",

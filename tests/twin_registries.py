@@ -133,7 +133,7 @@ REGISTRIES = (
         source="https://docs.docker.com/engine/deprecated/#pushing-and-pulling-with-image-manifest-v2-schema-1",
         answer=registry(),
         way="image",
-        says="is no image with layers but schema 1",
+        says="is not an image with layers, but schema 1",
     ),
     Behaviour(
         name="other-manifest",

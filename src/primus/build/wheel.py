@@ -147,7 +147,7 @@ def _place(name: str, dist: str, prefix: Prefix) -> str:
         "data": f"{prefix.root}/{rest}",
     }
     if scheme not in places or not rest:
-        raise InputError(f"{name} is in none of the folders that a wheel's data may have")
+        raise InputError(f"{name} is outside the folders that the .data folder of a wheel may have")
     return places[scheme]
 
 

@@ -68,7 +68,8 @@ def fetch(
         return
     if offline:
         raise HostError(
-            f"offline, and {len(wanted)} file{'s are' if len(wanted) > 1 else ' is'} not here: {_names(wanted)}",
+            f"--offline allows no download, and {len(wanted)} file{'s are' if len(wanted) > 1 else ' is'} not here: "
+            f"{_names(wanted)}",
             hint="run it once without --offline",
         )
     began, size = time.monotonic(), sum(f.size for f in wanted)

@@ -63,7 +63,7 @@ def _refused(code: int, reason: str, body: str | bytes | None) -> HostError | In
         return InputError(f"the object cannot be created: {told}", hint="delete it first, or choose another --name")
     if code in (400, 422):
         return InputError(f"the cluster refuses the manifest: {told}")
-    return HostError(f"the cluster refuses: {told} (HTTP {code})")
+    return HostError(f"the cluster refused the request: {told} (HTTP {code})")
 
 
 def _custom(client: Any, kind: Kind, namespace: str) -> tuple[Any, dict[str, str]]:

@@ -68,5 +68,5 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
 def _open(archive: tarfile.TarFile, info: tarfile.TarInfo) -> IO[bytes]:
     stream = archive.extractfile(info)
     if stream is None:
-        raise HostError(f"/{info.name} is no file")
+        raise HostError(f"/{info.name} is not a regular file")
     return stream

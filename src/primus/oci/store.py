@@ -141,7 +141,7 @@ class Store:
 
     def read(self, digest: str) -> bytes:
         """Read and verify a small blob. Raises HostError if it is damaged or missing."""
-        hint = "primus build --rehash makes it again"
+        hint = "primus build --rehash creates it again"
         try:
             data = files.read_bytes(self.blob_path(digest))
         except (OSError, InputError) as error:
@@ -273,7 +273,7 @@ class Store:
             raise HostError(
                 f"the store's index is damaged: {reason}",
                 where=str(path),
-                hint="primus build --rehash makes it again",
+                hint="primus build --rehash creates it again",
             ) from None
         return images
 

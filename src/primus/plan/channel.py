@@ -53,7 +53,7 @@ def choose(name: str, target: Target, asked: str | None, locked: Callable[[str],
     if asked is not None:
         if asked not in target.channels:
             raise InputError(f"{name} has no channel {asked!r}", hint="its channels: " + ", ".join(target.channels))
-        return replace(_choice(target, asked, "asked for"), named=True)
+        return replace(_choice(target, asked, "selected by --channel"), named=True)
     for channel in target.channels:
         if locked(channel):
             better = target.channels[: target.channels.index(channel)]

@@ -261,13 +261,13 @@ def _components(
             made[component] = _tree(resolved.root, stats, component, pin, where, prefix, tool)
             continue
         if prefix is None:
-            raise InputError(f"{component} is a Python package, and target {name} has no base to hold it", where=where)
+            raise InputError(f"{component} is a Python package, but target {name} has no base for it", where=where)
         if pin.wheel is not None:
             wheel = wheels.pop(normalised(pin.wheel), None)
             if wheel is None or wheel.version != pin.version:
                 locked = f"has {wheel.version}" if wheel else "has none"
                 raise InputError(
-                    f"{pin.text} is pinned, the lock of {name} {locked}", where=where, hint=resolved.lock_command
+                    f"{pin.text} is pinned, but the lock of {name} {locked}", where=where, hint=resolved.lock_command
                 )
             made[component] = _wheels(stats, component, (wheel,), where, root, prefix, tool, without=pin.without)
         else:
@@ -308,7 +308,9 @@ def _check_deb(resolved: ResolvedTarget, pin: Pin, where: str) -> None:
         )
     if upstream(version) != pin.version:
         raise InputError(
-            f"{pin.text} is pinned, base {base} has {upstream(version)}", where=where, hint=f"pin {upstream(version)}"
+            f"{pin.text} is pinned, but base {base} has {upstream(version)}",
+            where=where,
+            hint=f"pin {upstream(version)}",
         )
 
 
@@ -324,7 +326,7 @@ def _tree(
         )
     tree = tuple(stats.tree(root, pin.include))
     if prefix is None and "{site}" in (pin.to or ""):
-        raise InputError(f"{component} goes among the Python packages, and its target has no base", where=where)
+        raise InputError(f"{component} is installed with the Python packages, but its target has no base", where=where)
     to = (pin.to or "/").replace("{site}", prefix.site if prefix else "").strip("/")
     extra = dict(working_folders(to, (path for path, _, _ in tree)))
     if component == "primus":
@@ -392,7 +394,7 @@ def _build(
     source = next((f for f in lock.of("git" if pin.git else "sdist") if f.name == package), None)
     if source is None or source.version != pin.version or (pin.commit or "") not in source.file:
         raise InputError(
-            f"{pin.text} is pinned, the lock of {name} has no entry for it", where=where, hint=resolved.lock_command
+            f"{pin.text} is pinned, but the lock of {name} has no entry for it", where=where, hint=resolved.lock_command
         )
     root, wheels = build_root(package), lock.of("wheel", build_root(package))
     own = _root(resolved, resolved.choice.base or "", tool, root) if build.debs else base

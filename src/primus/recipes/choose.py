@@ -45,7 +45,7 @@ def choose(settings: Mapping[str, Setting], choices: Choices, path: Path) -> dic
     if gpu.value == CPU and proxy.value is not True:
         raise InputError(
             f"{path.stem} at full size is not trained on a CPU", where=gpu.origin,
-            hint="--proxy trains a small model; commands that train nothing, such as `primus show`, take --gpu NAME",
+            hint="--proxy trains a small model; `primus show`, `primus fit` and --dry-run need only --gpu NAME",
         )  # fmt: skip
     offered = list(cells[str(backend.value), str(mode.value)])
     fallback = settings

@@ -59,7 +59,8 @@ def find(name: str, among: Path | None = None) -> Path:
     if name not in known:
         if not known:
             raise no_recipes(among)
-        raise InputError(f"no recipe {name!r}" + nearest(name, known), hint=f"recipes in {among}: {', '.join(known)}")
+        hint = f"recipes in {among}: {', '.join(known)}"
+        raise InputError(f"there is no recipe {name!r}" + nearest(name, known), hint=hint)
     return path
 
 

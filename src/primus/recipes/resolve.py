@@ -162,7 +162,9 @@ def _override(full: str, typed: str, knows: Backend) -> tuple[str, Setting]:
 def _check_keys(settings: Mapping[str, Setting], path: Path, knows: Backend) -> None:
     for key in ("name", "description", "ranks", "assets.tokenizer", "assets.corpus", "model.family"):
         if key not in settings:
-            raise InputError(f"{key} is missing", where=f"{path}:1:1")
+            general = key == "ranks" or key.startswith("assets.")
+            hint = f"set {key}" + (", or add `uses: [shared/data.yaml]`, which sets it" if general else "")
+            raise InputError(f"{key} is missing", where=f"{path}:1:1", hint=hint)
     sections: list[tuple[str, Mapping[str, schema.Rule]]] = [
         ("", schema.RECIPE), ("model.", schema.model_rules()), (f"{knows.name}.", schema.backend_rules(knows.name)),
     ]  # fmt: skip
@@ -231,7 +233,8 @@ def _check_sense(recipe: Recipe) -> None:
 
     for key in ("ranks", *(knows.key(what) for what in _NEEDED)):
         if key not in recipe.settings:
-            refuse(key, f"is missing; {knows.name}'s own default would not be visible in the recipe", f"add {key}")
+            why = f"{key} is missing; a recipe must not depend on a default of {knows.name}"
+            raise InputError(why, where=f"{recipe.path}:1:1", hint=f"add {key}")
     for name in recipe.section("assets"):
         asset = recipe.asset(name)
         if asset is not None and not _exists(asset):

@@ -105,7 +105,7 @@ class Registry:
     def odd(self, what: str) -> HostError:
         """Return the error for an answer that no registry gives."""
         return HostError(
-            f"{self.name} does not answer as a registry does: {what}",
+            f"{self.name} does not answer like a registry: {what}",
             hint="check --to; a login page or a proxy may answer instead of the registry",
         )
 

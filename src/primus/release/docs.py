@@ -67,10 +67,15 @@ def generated(project: Path) -> dict[str, str]:
     if found := estimates(project, resolve_all(Project(project, channel=CHANNEL), released)):
         files["docs/sizes.md"] = sizes_page(found, load_sizes())
     for results in sorted((project / _RESULTS).glob("*.json")):
-        page_of = _PAGES.get(results.stem) or _PAGES.get(results.stem.rpartition("-")[2])
+        page_of = _page_of(results.stem)
         if page_of and (text := _from_result(project, f"{_RESULTS}/{results.name}", page_of)) is not None:
             files[f"docs/benchmarks/{results.stem}.md"] = text
     return files
+
+
+def _page_of(result: str) -> Callable[[Any], str] | None:
+    """Return what makes the page of a result, chosen by its name or the end of its name, or None."""
+    return None if result in _WITHOUT_PAGE else _PAGES.get(result) or _PAGES.get(result.rpartition("-")[2])
 
 
 def _from_result(project: Path, name: str, make: Callable[[Any], str]) -> str | None:
@@ -143,6 +148,7 @@ def _json(data: object) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
+_WITHOUT_PAGE = {"healthy-gpu"}  # linked from docs/validation.md, though its name ends like that of a run on GPUs
 _PAGES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "engine": benchmark_page,
     "assembly": assembly_page,

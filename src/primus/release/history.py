@@ -231,4 +231,4 @@ def _same_image(release: Release, image: str) -> bool:
 
 
 def _near(word: str, names: Sequence[str]) -> str:
-    return did_you_mean(word, names, most=3) or "primus releases lists what there is"
+    return did_you_mean(word, names, most=3) or "primus releases lists the releases"

@@ -80,7 +80,7 @@ class Estimate:
         budget = f", its budget is {self.budget_gb:g} GB" if self.budget_gb is not None else ""
         return (
             f"{self.target} on channel {CHANNEL}: about {self.gb():.1f} GB compressed{budget}; "
-            f"{self.gb('assumed'):.1f} GB of it is assumed, see docs/sizes.md"
+            f"{self.gb('assumed'):.1f} GB of this estimate is assumed, see docs/sizes.md"
         )
 
 

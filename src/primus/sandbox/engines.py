@@ -26,7 +26,7 @@ def choose(name: str = "auto", say: Callable[[str], None] | None = None) -> Engi
     name, and HostError, with what each engine lacks, if none can run.
     """
     if name not in ENGINES:
-        raise InputError(f"no engine {name!r}", hint=f"one of {', '.join(ENGINES)}")
+        raise InputError(f"there is no engine {name!r}", hint=f"one of {', '.join(ENGINES)}")
     lacks = {}
     for candidate, (module, title) in _CLASSES.items():
         if name in ("auto", candidate):

@@ -215,12 +215,12 @@ class _Writer:
         if member.islnk():
             source = self._clean(member.linkname)
             if source.rpartition("/")[0] not in self._dirs or source in self._dirs:
-                raise self._refuse(member.name, f"its link target {member.linkname!r} is no file of this layer")
+                raise self._refuse(member.name, f"its link target {member.linkname!r} is not a file of this layer")
             try:
                 os.link(self._path(source), path, follow_symlinks=False)
             except FileNotFoundError:
                 raise self._refuse(
-                    member.name, f"its link target {member.linkname!r} is no file of this layer"
+                    member.name, f"its link target {member.linkname!r} is not a file of this layer"
                 ) from None
             return False
         if member.issym():

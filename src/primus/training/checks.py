@@ -84,7 +84,7 @@ def steps_logged(series: Series, first: int, last: int) -> Verdict:
     if missing := sorted(expected - seen):
         complaints.append(f"missing: {_ranges(missing)}")
     if extra := sorted(seen - expected):
-        complaints.append(f"not asked for: {_ranges(extra)}")
+        complaints.append(f"not steps of this run: {_ranges(extra)}")
     return Verdict(
         name="steps logged",
         passed=not complaints,

@@ -58,7 +58,7 @@ class Key:
     def require(self, tuned: Path, file: Path) -> None:
         """Raise InputError unless ``tuned`` exists and ``file`` contains this key."""
         if not tuned.is_file():
-            raise InputError(f"there is no {tuned}", hint="the stage tune makes it")
+            raise InputError(f"there is no {tuned}", hint="the stage `tune` creates it")
         try:
             found: Any = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -160,7 +160,7 @@ def baseline(file: Path) -> dict[str, float]:
     try:
         return {row["shape"]: float(row["best_us"]) for row in json.loads(file.read_text(encoding="utf-8"))}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} holds no times", hint="name the times.json of another tuning") from error
+        raise InputError(f"{file} contains no times", hint="name the times.json of another tuning") from error
 
 
 def slower(measured: Sequence[Measured], rows: Mapping[str, float], tolerance: float) -> list[str]:

@@ -129,7 +129,7 @@ def chosen(recipe: Recipe) -> tuple[str, ...]:
         if name not in known:
             raise InputError(
                 f"there is no optimization {name!r}" + nearest(name, known),
-                where=setting.origin, hint="primus turbo list shows them; auto and off stand alone",
+                where=setting.origin, hint="primus turbo list shows them; auto and off cannot be combined",
             )  # fmt: skip
         one = known[name]
         if objections := list(one.objections(recipe)):
@@ -153,7 +153,7 @@ def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
         elif value == "auto":
             found[name] = False, "not part of auto: name it"
         elif value in ("off", False, "", None):
-            found[name] = False, "turbo is off" if setting is not None else "not asked for"
+            found[name] = False, "turbo is off" if setting is not None else "not requested"
         else:
             found[name] = False, "not named"
     return found

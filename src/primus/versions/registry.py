@@ -59,7 +59,7 @@ def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile,
     if not manifest.get("layers"):
         kind = manifest.get("mediaType") or f"schema {manifest.get('schemaVersion', 'unknown')}"
         raise InputError(
-            f"{image} is no image with layers but {kind}",
+            f"{image} is not an image with layers, but {kind}",
             hint=f"name the digest of an OCI or Docker schema 2 image for base {base}",
             about=name,
         )

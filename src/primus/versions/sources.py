@@ -72,7 +72,7 @@ class Sources:
                 repositories.add(file.file.removesuffix(".tar").rpartition("-")[2])
         lacking = [*(indexes - {*self.indexes}), *(images - {*self.images}), *(repositories - {*self.repositories})]
         if lacking:
-            raise InputError(f"the lock names {lacking[0]}, versions.yaml does not", hint="run `primus lock` again")
+            raise InputError(f"the lock names {lacking[0]}, but versions.yaml does not", hint="run `primus lock` again")
         return Sources(
             indexes={name: self.indexes[name] for name in sorted(indexes)},
             images={name: self.images[name] for name in sorted(images)},

@@ -100,9 +100,9 @@ def test_the_gate_names_what_is_compiled_anew() -> None:
     assert turbo(answer()).summary == "3 calls ask for 2 kernels for gfx942, 0 of them not there"
     missing = [{"kernel": "liger-rope", "function": "_triton_rope", "case": "liger-rope x"}]
     (finding,) = turbo(answer(missing=missing, passed=False)).findings
-    assert finding.message == "liger-rope is compiled anew: _triton_rope, asked for by liger-rope x"
+    assert finding.message == "liger-rope is compiled again: _triton_rope, requested by liger-rope x"
     assert not turbo(answer(failures=["liger-rope does not compile"], passed=False)).passed
-    assert [f.message for f in turbo(answer(kernels=0, passed=False)).findings] == ["no kernel was asked for"]
+    assert [f.message for f in turbo(answer(kernels=0, passed=False)).findings] == ["no kernel was requested"]
     assert not turbo(answer(passed=False)).passed, "files were left in Triton's own cache"
 
 

@@ -78,7 +78,7 @@ components: [part]
 def test_preview_is_named_labelled_and_told(kit: Kit) -> None:
     release = kit.build("demo")
     preview = kit.build("demo", "--channel", "debian")
-    assert "v26.11-demo-preview  (channel debian: asked for)" in preview.err
+    assert "v26.11-demo-preview  (channel debian: selected by --channel)" in preview.err
     assert "PREVIEW, no release: it lacks a GPU build" in preview.err
     images = json.loads((kit.root / ".primus/store/index.json").read_text())["manifests"]
     names = {m["annotations"]["org.opencontainers.image.ref.name"]: m["digest"] for m in images}

@@ -197,7 +197,7 @@ def test_what_the_base_brings_is_no_layer_and_is_seen_from_the_environment(proje
 
 
 def test_a_base_that_brings_another_version_or_none_is_named(project: Project) -> None:
-    with pytest.raises(InputError, match=r"python3-torch 2\.14\.1 is pinned, base debs has 2\.15\.0") as caught:
+    with pytest.raises(InputError, match=r"python3-torch 2\.14\.1 is pinned, but base debs has 2\.15\.0") as caught:
         plan_over(project.root, "one", _lock("2.15.0-1"))
     assert (caught.value.where or "").startswith("versions.yaml:12:")
     lock = _lock("2.14.1-1")

@@ -158,7 +158,7 @@ def test_a_wrong_type_is_refused_with_its_place(edited: Path) -> None:
             "tensor_parallel_degree: 4",
             "2 ranks are not divisible by TP·PP·CP·replicas = 4",
         ),
-        ("    steps: 20\n", "", "torchtitan.training.steps: is missing"),
+        ("    steps: 20\n", "", "torchtitan.training.steps is missing"),
         ("ranks: 2", "ranks: 3", "not a multiple of local batch × data parallel size = 12"),
         ("accumulation: 2", "accumulation: 3", "must divide the local batch of 4"),
         ("corpus: assets/corpus.jsonl", "corpus: assets/gone.jsonl", "there is no"),

@@ -226,7 +226,7 @@ def test_a_typo_gets_the_nearest_name(word: str, near: str) -> None:
 def test_nothing_near_gets_the_list() -> None:
     with pytest.raises(InputError) as caught:
         select(HISTORY, "zzzzzz")
-    assert caught.value.hint == "primus releases lists what there is"
+    assert caught.value.hint == "primus releases lists the releases"
 
 
 @pytest.mark.parametrize("word", ["v26.5.1", "rocm/primus:v26.5.1", "primus:v25.9", "rocm/primus:v25.10_gfx942"])

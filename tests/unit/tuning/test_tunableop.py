@@ -78,7 +78,7 @@ def test_results_of_two_versions_are_not_mixed(tmp_path: Path) -> None:
 
 def test_a_result_is_used_with_its_key_alone(tmp_path: Path) -> None:
     place = tunableop.Place.of("recipes/llama2-7b.yaml", tmp_path)
-    with pytest.raises(InputError, match="the stage tune makes it"):
+    with pytest.raises(InputError, match="the stage `tune` creates it"):
         tunableop.check(place, key())
     tunableop.merge(place, key(), tunableop.measure(shapes(3), tmp_path / "w", ["0"], stand_in(tmp_path)))
     environment = tunableop.check(place, key())

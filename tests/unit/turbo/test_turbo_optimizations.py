@@ -48,7 +48,7 @@ def test_auto_takes_what_the_recipe_can_use() -> None:
 @pytest.mark.parametrize(
     ("words", "name", "on", "why"),
     [
-        ((), "linear-cross-entropy", False, "not asked for"),
+        ((), "linear-cross-entropy", False, "not requested"),
         (("turbo=off",), "linear-cross-entropy", False, "turbo is off"),
         (("turbo=auto",), "linear-cross-entropy", True, "part of auto"),
         (("turbo=auto",), "turbo-attention", False, "not part of auto: name it"),

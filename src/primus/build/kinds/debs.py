@@ -199,7 +199,7 @@ def _tar_entries(tar: Path, left_out: Sequence[str] = ()) -> Iterator[Entry]:
                 continue
             kind = KINDS.get(member.type)
             if kind is None:
-                raise CheckFailed(f"the base holds /{path}, which is not a file, folder or link")
+                raise CheckFailed(f"the base contains /{path}, which is not a file, folder or link")
             yield Entry(
                 path=path,
                 kind=kind,

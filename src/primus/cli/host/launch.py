@@ -1,10 +1,10 @@
 """Run a recipe on several machines: render the job first, then hand it to Slurm or Kubernetes.
 
-`slurm` renders a batch script and submits it. One task per node runs `primus train`; the ranks meet on the first node.
-A preempted job, and one that lost a node, returns to the queue and continues from its newest checkpoint.
+`slurm` renders a batch script and submits it. One task per node runs `primus train`; the first node hosts the
+rendezvous. A job that is preempted or loses a node returns to the queue and continues from its newest checkpoint.
 `k8s` renders manifests and applies them: a Job, or a TrainJob, JobSet, PyTorchJob or Volcano Job where the cluster
 has them.
-`k8s status|logs|delete NAME` and `k8s nodes` ask the cluster.
+`k8s status|logs|delete NAME` and `k8s nodes` query or change the cluster.
 The plan is shown before anything is submitted: nodes, mesh, tokens per step. --dry-run prints what would be submitted,
 --json prints one JSON document.
 """
@@ -53,12 +53,15 @@ class _Words(argparse.ArgumentParser):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     systems = parser.add_subparsers(dest="system", metavar="SYSTEM", required=True, parser_class=_Words)
-    add_slurm(systems.add_parser("slurm", help="a batch job of Slurm", description="Run a recipe as a job of Slurm."))
+    about = "Run a recipe as a job of Slurm."
+    epilog = f"example: {EXAMPLE}"
+    add_slurm(systems.add_parser("slurm", help="a batch job of Slurm", description=about, epilog=epilog))
     about = (
-        "Run a recipe as a job of Kubernetes. RECIPE alone means `apply RECIPE`; "
-        "`status NAME`, `logs NAME`, `delete NAME` and `nodes` ask the cluster."
+        "Run a recipe as a job of Kubernetes. To manage a job, write `status NAME`, `logs NAME` or `delete NAME` in "
+        "place of RECIPE; `nodes` lists the nodes of the cluster with their GPUs."
     )
-    add_kubernetes(systems.add_parser("k8s", help="a job of Kubernetes", description=about))
+    epilog = "example: primus launch k8s llama3.1-8b --nodes 2 --image rocm/primus:v26.11-mi300x --claim runs --dry-run"
+    add_kubernetes(systems.add_parser("k8s", help="a job of Kubernetes", description=about, epilog=epilog))
 
 
 def add_slurm(parser: argparse.ArgumentParser) -> None:
@@ -67,20 +70,24 @@ def add_slurm(parser: argparse.ArgumentParser) -> None:
     add_choices(parser)
     add_common(parser)
     site = parser.add_argument_group("Slurm")
-    site.add_argument("--container", choices=slurm.CONTAINERS, help="how a node runs the image (default: what is here)")
+    site.add_argument("--container", choices=slurm.CONTAINERS, help="default: pyxis, or the first installed engine")
     site.add_argument("--partition", default="", help="partition to run in")
     site.add_argument("--account", default="", help="account to charge")
     site.add_argument("--qos", default="", help="quality of service")
     site.add_argument("--time", default="", metavar="LIMIT", help="time limit, for example 12:00:00")
     site.add_argument("--exclude", default="", metavar="NODES", help="nodes to leave out, for example node[3,7]")
-    site.add_argument("--interface", default="", metavar="NAME", help="network interface (default: each node finds it)")
+    site.add_argument("--interface", default="", metavar="NAME", help="network interface (default: the route's)")
     site.add_argument("--port", type=seconds, default=0, help="port of the rendezvous (default: from the job's number)")
     site.add_argument(
-        "--grace", type=seconds, default=60, metavar="S", help="warning before preemption (default: 60 s)"
+        "--grace",
+        type=seconds,
+        default=60,
+        metavar="S",
+        help="seconds of warning before preemption or the limit (default: 60)",
     )
     site.add_argument("--restarts", type=seconds, default=20, metavar="N", help="times to requeue (default: 20)")
     site.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="option for sbatch; repeatable")
-    site.add_argument("--wait", action="store_true", help="wait for the job, and end with its exit code")
+    site.add_argument("--wait", action="store_true", help="wait for the job, and exit with its exit code")
 
 
 def add_kubernetes(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +109,7 @@ def add_kubernetes(parser: argparse.ArgumentParser) -> None:
     site.add_argument("--memory", default="", help="memory of each node, for example 1024Gi")
     site.add_argument("--shm", default="64Gi", help="size of /dev/shm (default: 64Gi)")
     site.add_argument(
-        "--ttl", type=seconds, default=86400, metavar="S", help="keep a finished job so long (default: 1 day)"
+        "--ttl", type=seconds, default=86400, metavar="S", help="seconds to keep a finished job (default: 86400)"
     )
 
 
@@ -121,10 +128,12 @@ def add_common(parser: argparse.ArgumentParser) -> None:
         "--env", action="append", default=[], metavar="NAME[=VALUE]", help="variable for the ranks; repeatable"
     )
     parser.add_argument(
-        "--mount", action="append", default=[], type=path("--mount"), metavar="DIR", help="folder to mount"
+        "--mount", action="append", default=[], type=path("--mount"), metavar="DIR", help="folder to mount; repeatable"
     )
     parser.add_argument("--resume-from", default="", metavar="DIR", help="checkpoint or run, as the nodes see it")
-    parser.add_argument("--stall-timeout", type=seconds, default=1800, metavar="S", help="as in `primus train`")
+    parser.add_argument(
+        "--stall-timeout", type=seconds, default=1800, metavar="S", help="as for `train` (default: 1800)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

@@ -30,7 +30,9 @@ from primus.training import suite
 def run(args: argparse.Namespace) -> int:
     """Build the image, train, check and record. Returns 0, or 1 if a job or a check failed."""
     if args.record_golden and not args.suite:
-        raise InputError("--record-golden records every backend and mode of a recipe", hint="add --suite quick")
+        raise InputError(
+            "--record-golden needs --suite: it records every backend and mode of a recipe", hint="add --suite quick"
+        )
     resolved, workspace = resolved_target(args)
     gpus = hardware.choose(args.gpus, resolved.gpu)
     if not args.json and (gpus.names or gpus.why):

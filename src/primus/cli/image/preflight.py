@@ -1,7 +1,8 @@
 """Check this machine before a job: GPUs, rights, driver, memory, disk, limits and network.
 
-Each problem is printed with its remedy. --quick reads only the kernel's files. Without it, the write speed of the
-output folder is also measured. --benchmark also measures the GPUs: matrix products, memory, all-reduce, all-to-all.
+Each problem is printed with its remedy. --quick only reads files of the kernel, such as those in /proc and /sys.
+Without it, the write speed of the output folder is also measured. --benchmark also measures the GPUs: matrix products,
+memory, all-reduce, all-to-all.
 --nodes compares the documents that several nodes wrote with --json.
 Exit code 0: no problem was found; 1: a job would fail, or run slower than it could; 2: invalid input.
 """
@@ -24,14 +25,21 @@ EXAMPLE = "primus preflight --quick"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--quick", action="store_true", help="read the kernel's files only")
+    parser.add_argument("--quick", action="store_true", help="only read files of the kernel; measure nothing")
     parser.add_argument("--benchmark", action="store_true", help="also measure the GPUs")
-    parser.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="folder of the machine's files")
+    parser.add_argument(
+        "--root", type=Path, default=Path("/"), metavar="DIR", help="root folder of the machine to check (default: /)"
+    )
     parser.add_argument(
         "--output", type=Path, default=Path("runs"), metavar="DIR", help="where jobs write (default: runs)"
     )
     parser.add_argument(
-        "--nodes", type=Path, nargs="+", default=[], metavar="FILE", help="compare documents of --json instead"
+        "--nodes",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="compare the --json documents of several nodes instead",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as an HTML page")
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     change.completer = lambda **_: ("all", "model", "assets.corpus", "assets.tokenizer", "data_parallel")  # type: ignore[attr-defined]
     parser.add_argument(
         "--stall-timeout", type=seconds, default=1800, metavar="S",
-        help="end the job after S seconds without a line from any rank, and name the rank that hangs (0: never)",
+        help="end the job after S seconds without output of a rank; name the rank that hangs (default: 1800; 0: never)",
     )  # fmt: skip
     parser.add_argument(
         "--compile-cache", type=folder("--compile-cache"), metavar="DIR",

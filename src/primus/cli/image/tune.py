@@ -1,11 +1,12 @@
 """Find the fastest solution for every GEMM of a recipe (`gemm`), or its fastest settings (`throughput`).
 
 `throughput` tries optimizations, activation checkpointing and micro batches that fit into memory, each in a short
-training run. --output names the recipe file to write. Finished runs are kept: run it again to continue.
+training run (15 steps by default). --output names the recipe file to write. After an interruption, run the same command
+again: finished runs are not repeated.
 
 `gemm` has three stages; --stage runs one of them. `dump` trains a few steps and records the GEMMs, `tune` measures each
 GEMM on all GPUs, `use` trains with the result. `tune` can be interrupted: results are kept.
---engine hipblaslt measures with hipblaslt-bench. --engine tunableop needs PyTorch alone.
+--engine hipblaslt measures with hipblaslt-bench; --engine tunableop needs only PyTorch.
 A result is valid for one version of the library, one GPU architecture and one recipe, and is refused for another.
 Exit code 0: done; 1: the recipe failed, or a shape could not be measured or is slower than --against allows;
 3: hipblaslt-bench, PyTorch or the GPUs are missing.

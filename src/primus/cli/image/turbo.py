@@ -4,7 +4,7 @@
 `compile` compiles the kernels of the catalogue.
 `check` runs each kernel forward and backward on this machine's GPU, compares it with plain PyTorch and counts
 compilations. Without a GPU, or with --pretend, it requests all kernels as if a GPU were present, and runs none. It also
-verifies that the C compiler works with which Triton launches kernels.
+verifies the C compiler that Triton needs to launch kernels.
 `interpret` runs small kernels on the CPU with Triton's interpreter and compares them with plain PyTorch. Exit code 1: a
 kernel was compiled, failed, or gave a wrong result; 3: torch, Triton or a library is missing.
 """
@@ -39,15 +39,18 @@ _BAKED = "/opt/primus/triton"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("what", choices=("list", "compile", "check", "interpret"))
-    gpu = parser.add_argument("--gpu", help="target whose GPU to use (default: the image's)")
+    parser.add_argument("what", choices=("list", "compile", "check", "interpret"), help="what to do")
+    gpu = parser.add_argument("--gpu", metavar="NAME", help="target whose GPU to use (default: the image's)")
     gpu.completer = lambda **_: offered("gpu")  # type: ignore[attr-defined]
     kernel = parser.add_argument(
-        "--kernel", action="append", default=[], help="only this kernel of the catalogue; repeatable"
+        "--kernel", action="append", default=[], metavar="NAME", help="only this kernel of the catalogue; repeatable"
     )
     kernel.completer = lambda **_: [one.name for one in load_catalogue().kernels]  # type: ignore[attr-defined]
     parser.add_argument(
-        "--out", type=folder("--out"), help=f"compile: output folder (default: ${{PRIMUS_TRITON_BAKED}} or {_BAKED})"
+        "--out",
+        type=folder("--out"),
+        metavar="DIR",
+        help=f"compile: output folder (default: ${{PRIMUS_TRITON_BAKED}} or {_BAKED})",
     )
     parser.add_argument("--pretend", action="store_true", help="check: request the kernels but run none")
     parser.add_argument("--all", action="store_true", help="check: run every call of the catalogue, also on a real GPU")

@@ -44,13 +44,13 @@ def turbo(answer: Mapping[str, Any]) -> GateReport:
     findings = [
         Finding(
             severity="error",
-            message=f"{one['kernel']} is compiled anew: {one['function']}, asked for by {one['case']}",
+            message=f"{one['kernel']} is compiled again: {one['function']}, requested by {one['case']}",
         )
         for one in answer["missing"]
     ]
     findings += [Finding(severity="error", message=failure) for failure in answer["failures"]]
     if not answer["kernels"]:
-        findings.append(Finding(severity="error", message="no kernel was asked for"))
+        findings.append(Finding(severity="error", message="no kernel was requested"))
     if not (findings or answer["passed"]):
         findings.append(Finding(severity="error", message="a run leaves files in Triton's own cache"))
     summary = (
@@ -79,7 +79,7 @@ def ask_image(root: RootFs, digest: str, cache: Path) -> dict[str, Any]:
         except ValueError:
             tail = said.read().decode("utf-8", "replace").strip().splitlines()[-3:]
             raise HostError(
-                f"primus turbo check ended with exit code {code} in {root.name}: {' / '.join(tail) or 'no word'}"
+                f"primus turbo check ended with exit code {code} in {root.name}: {' / '.join(tail) or 'no output'}"
             ) from None
     write_sealed(kept, answer)
     return answer

@@ -334,13 +334,18 @@ def _tree(
         kind="files",
         inputs=(
             Input(name="assembler", value=tool),
-            Input(name=pin.path or "", value=tree_value(tree), where=where),
+            Input(name=_apart(pin.path or ""), value=tree_value(tree), where=where),
             Input(name="to", value="/" + to, where=where),
         ),
         spec={"to": to, "inline": extra},
         root=str(root),
         tree=tree,
     )
+
+
+def _apart(path: str) -> str:
+    """Return the input's name for a folder. Names of inputs must differ, or the key would lack one of them."""
+    return f"./{path}" if path in ("assembler", "to") else path
 
 
 def _wheels(

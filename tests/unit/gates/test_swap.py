@@ -209,6 +209,20 @@ def test_a_damaged_blob_is_not_copied(kit: Kit) -> None:
     assert not swapped(builds, RecipeCheck(builds).passed, time.time_ns())
 
 
+@pytest.mark.parametrize("name", ["to", "assembler"])
+def test_a_folder_may_be_called_like_another_input(kit: Kit, name: str) -> None:
+    (kit.root / "parts/beta").rename(kit.root / name)
+    kit.edit("versions.yaml", "path: parts/beta", f"path: {name}")
+    before = kit.build().digest
+    for text in ("one", "two"):
+        kit.write(f"{name}/blob", text)
+        result, planned = build(kit, "demo")
+        assert not planned
+        assert result.digest not in (before, "")
+        assert result.digest == kit.build("demo", "--store", f"fresh-{text}").digest
+        kit.build()
+
+
 def test_no_gate_looks_at_what_a_plain_layer_holds() -> None:
     for path in Path(rules.__file__).parent.glob("*.py"):
         assert ".folders" not in path.read_text(), path.name

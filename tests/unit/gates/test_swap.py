@@ -223,6 +223,15 @@ def test_a_folder_may_be_called_like_another_input(kit: Kit, name: str) -> None:
         kit.build()
 
 
+def test_a_command_that_ignores_sigchld_builds(kit: Kit) -> None:
+    kit.write("recipes/one.yaml", "a: 2\n")
+    ignore = f"import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv({sys.executable!r}, "
+    command = [sys.executable, "-c", f"{ignore}{kit.command('build', 'demo')})"]
+    done = subprocess.run(command, cwd=kit.root, env=kit.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == kit.build("demo", "--store", "fresh").digest
+
+
 def test_no_gate_looks_at_what_a_plain_layer_holds() -> None:
     for path in Path(rules.__file__).parent.glob("*.py"):
         assert ".folders" not in path.read_text(), path.name

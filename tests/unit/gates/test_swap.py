@@ -223,6 +223,17 @@ def test_a_folder_may_be_called_like_another_input(kit: Kit, name: str) -> None:
         kit.build()
 
 
+def test_no_image_is_named_if_a_folder_of_another_one_cannot_be_read(kit: Kit) -> None:
+    kit.edit("images/demo.yaml", "[alpha, beta, recipes]", "[alpha]")
+    kit.build("demo", "other")
+    index = (kit.root / ".primus/store/index.json").read_bytes()
+    kit.write("parts/alpha/blob", "new")
+    (kit.root / "parts/beta/blob").unlink()
+    os.mkfifo(kit.root / "parts/beta/blob")
+    assert build(kit, "demo", "other")[0].code == 2
+    assert (kit.root / ".primus/store/index.json").read_bytes() == index
+
+
 def test_a_command_that_ignores_sigchld_builds(kit: Kit) -> None:
     kit.write("recipes/one.yaml", "a: 2\n")
     ignore = f"import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv({sys.executable!r}, "

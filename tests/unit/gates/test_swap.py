@@ -209,6 +209,15 @@ def test_a_damaged_blob_is_not_copied(kit: Kit) -> None:
     assert not swapped(builds, RecipeCheck(builds).passed, time.time_ns())
 
 
+def test_a_folder_that_becomes_a_link_out_of_the_project_is_refused(kit: Kit) -> None:
+    (kit.root / "parts").rename(kit.root.parent / "outside")
+    (kit.root / "parts").symlink_to(kit.root.parent / "outside")
+    (kit.root / "parts/beta/blob").write_text("not of this project")
+    result, _ = build(kit, "demo")
+    assert result.code == 2
+    assert "is outside of this repository" in result.err
+
+
 @pytest.mark.parametrize("name", ["to", "assembler"])
 def test_a_folder_may_be_called_like_another_input(kit: Kit, name: str) -> None:
     (kit.root / "parts/beta").rename(kit.root / name)

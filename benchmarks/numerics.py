@@ -253,7 +253,8 @@ def first_step() -> dict[str, Any]:
     spec = get_train_spec("llama3")
     from primus.training.torchtitan.entry import _arguments
 
-    arguments = _arguments(type(next(iter(spec.model_args.values()))), model_arguments(recipe.architecture))
+    described = model_arguments(recipe.architecture, recipe.precision)
+    arguments = _arguments(type(next(iter(spec.model_args.values()))), described)
     arguments.max_seq_len = 1024
     corpus, tokenizer = recipe.asset("corpus"), recipe.asset("tokenizer")
     assert corpus and tokenizer

@@ -39,7 +39,11 @@ class RecipeCheck:
     def passed(self) -> bool:
         """Wait for the child. Returns whether all modified recipes load."""
         if self._passed is None:
-            self._passed = not self._child or os.waitpid(self._child, 0)[1] == 0
+            try:
+                self._passed = not self._child or os.waitpid(self._child, 0)[1] == 0
+            except ChildProcessError:
+                # Whoever started this command lets it ignore SIGCHLD, so the kernel keeps no exit code.
+                self._passed = False
         return self._passed
 
 

@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import time
-from zlib import crc32
+from zlib import ZLIB_RUNTIME_VERSION, crc32
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,17 +58,20 @@ def last_builds(words: Sequence[str]) -> Builds:
     for target in targets:
         try:
             note = _note(note_path(root, target))
-            if note["store"] != store:
+            # A copied project has the notes of the other one.
+            if (note["root"], note["target"], note["store"]) != (root, target, store):
+                return []
+            if note["engine"] != engine() or any(os.path.realpath(path) != real for path, real in note["real"]):
                 return []
             changed = {}
             for layer, paths, marks in note["groups"]:
                 if paths not in now:
-                    now[paths] = marks_of(paths)
+                    now[paths] = marks_of(paths, follow=layer is None)
                 if now[paths] != marks:
                     changed[layer] = now[paths]
             if not all(layer in note["local"] for layer in changed):
                 return []
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return []
         builds.append((note, changed))
     return builds
@@ -97,17 +100,25 @@ def _one_stream() -> bool:
 
 
 def _parse(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return targets and path options; no targets if there is a word that this module does not know."""
+    """Return targets and path options; no targets if there is a word that this module does not know, or if argparse may
+    refuse the words.
+    """
     targets: dict[str, None] = {}
     places: dict[str, str] = {}
-    rest = iter(words)
+    rest, before = iter(words), ""
     for word in rest:
         if word in ("--project", "--store"):
             places[word] = next(rest, "")
+            if not places[word] or places[word].startswith("-"):
+                return [], {}
         elif word.startswith("-") and word not in ("--offline", "--locked"):
             return [], {}
         elif not word.startswith("-"):
+            # argparse takes all targets from one place.
+            if targets and before.startswith("-"):
+                return [], {}
             targets[word] = None
+        before = word
     return ([] if any("/" in target for target in targets) else list(targets)), places
 
 
@@ -120,7 +131,9 @@ def _above(folder: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    return path if path.startswith("/") else f"{os.getcwd()}/{path}".rstrip("/")
+    """Return the path as pathlib's ``absolute`` does."""
+    parts = (path if path.startswith("/") else f"{os.getcwd()}/{path}").split("/")
+    return "/" + "/".join(part for part in parts if part not in ("", "."))
 
 
 def _note(path: str) -> Any:
@@ -142,14 +155,24 @@ def note_path(root: str, target: str) -> str:
     return f"{root}/.primus/cache/unchanged-{target}.json"
 
 
-def marks_of(paths: str, since: int | None = None) -> str:
+def engine() -> list[str]:
+    """Return what else decides the bytes of an image: where this code and the compressor are, and the version of zlib.
+    Another checkout or virtual environment is another engine, whose files a note does not name.
+    """
+    compressor = next((folder for folder in sys.path if os.path.isdir(f"{folder or '.'}/zstandard")), "")
+    return [os.path.dirname(__file__), compressor, ZLIB_RUNTIME_VERSION]
+
+
+def marks_of(paths: str, since: int | None = None, *, follow: bool = False) -> str:
     """Return size, times, inode and mode of all paths (one per line) as one text. A file that was modified at or after
     the time ``since`` gets the mark ``-``, which it will never have: it may have been modified after it was read.
+
+    ``follow`` is for files that are read through links. In a local folder, a link is what enters the image.
     """
-    lstat = os.lstat
+    status = os.stat if follow else os.lstat
     return " ".join(
         "-"
         if since is not None and max(s.st_mtime_ns, s.st_ctime_ns) >= since
         else f"{s.st_size}.{s.st_mtime_ns}.{s.st_ctime_ns}.{s.st_ino}.{s.st_mode}"
-        for s in map(lstat, paths.split("\n"))
+        for s in map(status, paths.split("\n"))
     )

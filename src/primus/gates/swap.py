@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,8 @@ def swapped(builds: Builds, checked: Callable[[], bool], began_ns: int) -> bool:
     begin, made = time.monotonic(), _Layers()
     try:
         found = [_Swap(note, changed, checked, made) for note, changed in builds]
-        images = [swap.build() for swap in found]
+        # No image gets its name before all layers are there: an ordinary build names none if a folder cannot be read.
+        images = [name() for name in [swap.build() for swap in found]]
         for swap, image in zip(found, images, strict=True):
             renew(swap.note, image, swap.trees, began_ns)
         choices = [Choice(**swap.note["choice"]) for swap in found]
@@ -91,8 +93,8 @@ class _Swap:
         self.trees: dict[str, list[str]] = {}
         self.workspace = Workspace(Store(Path(note["store"])), Path(note["root"]) / ".primus")
 
-    def build(self) -> Built:
-        """Build the image with new layers for the modified folders."""
+    def build(self) -> Callable[[], Built]:
+        """Make new layers for the modified folders. Returns what names the image with them."""
         store, note = self.workspace.store, self.note
         store.prepare()
         state = store.record("targets", note["state"])
@@ -118,7 +120,7 @@ class _Swap:
             blobs[at], lines[at] = layer.blob, line_of(name, layer, built=True)
             actions[name] = action_record(action)
         if actions == inputs["actions"]:
-            return _same(note, state, lines)
+            return partial(_same, note, state, lines)
         before = sum(line["size"] for line in state["layers"])
         if note["budget"] is not None and max(before, sum(line.size for line in lines)) > note["budget"]:
             raise _GaveUp
@@ -126,7 +128,8 @@ class _Swap:
         digest = canonical.digest_of(config_bytes)
         manifest["config"] = Blob(digest=digest, media_type=CONFIG_TYPE, size=len(config_bytes)).descriptor
         key = image_key([actions[name]["key"] for name in order], inputs["config"], inputs["annotations"])
-        return name_image(
+        return partial(
+            name_image,
             store,
             config_bytes,
             canonical.dumps(manifest),

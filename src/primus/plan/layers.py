@@ -84,6 +84,7 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
         if held:
             entries[CONSTRAINTS] = {"text": held}
         layers.append(_inline("facts", entries, tool))
+    _check_names(resolved, layers)
     env = dict(resolved.environment)
     if prefix:
         env.setdefault("PATH", f"/{prefix.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
@@ -123,6 +124,22 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
             **({"io.primus.preview": choice.preview} if choice.preview else {}),
         },
     )
+
+
+def _check_names(resolved: ResolvedTarget, layers: Iterable[Action]) -> None:
+    """Raise InputError for a component that is called like a layer of the engine. Gates and records know layers by
+    their names, so they would miss one of the two.
+    """
+    seen: set[str] = set()
+    for action in layers:
+        if action.name in seen:
+            pin = resolved.pins.get(action.name)
+            raise InputError(
+                f"no component can be called {action.name!r}, because a layer of {resolved.name} has this name",
+                where=resolved.pin_place(action.name, pin) if pin else None,
+                hint="give it another name",
+            )
+        seen.add(action.name)
 
 
 def _need(resolved: ResolvedTarget) -> Lock:
@@ -336,13 +353,18 @@ def _tree(
         kind="files",
         inputs=(
             Input(name="assembler", value=tool),
-            Input(name=pin.path or "", value=tree_value(tree), where=where),
+            Input(name=_apart(pin.path or ""), value=tree_value(tree), where=where),
             Input(name="to", value="/" + to, where=where),
         ),
         spec={"to": to, "inline": extra},
         root=str(root),
         tree=tree,
     )
+
+
+def _apart(path: str) -> str:
+    """Return the input's name for a folder. Names of inputs must differ, or the key would lack one of them."""
+    return f"./{path}" if path in ("assembler", "to") else path
 
 
 def _wheels(

@@ -130,12 +130,15 @@ class ResolvedTarget:
                 return f"build of {component}", self.pin_place(component, pin)
         return "", ""
 
-    def better_locks(self) -> Iterator[Path]:
-        """Yield the lock folders of better channels. A lock in one of them would change the choice of the channel."""
-        for better in self.target.channels:
-            if better == self.choice.channel:
+    def locks(self) -> Iterator[Path]:
+        """Yield the paths of the locks on which the choice of the channel depends: the first that exists, and those
+        before it. They need not exist.
+        """
+        for channel in self.target.channels:
+            path = self.lock_path.parents[1] / channel / self.lock_path.name
+            yield path
+            if path.is_file():
                 return
-            yield self.lock_path.parents[1] / better
 
 
 def _names(pin: Pin) -> set[str]:

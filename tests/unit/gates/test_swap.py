@@ -209,6 +209,49 @@ def test_a_damaged_blob_is_not_copied(kit: Kit) -> None:
     assert not swapped(builds, RecipeCheck(builds).passed, time.time_ns())
 
 
+def test_a_folder_that_becomes_a_link_out_of_the_project_is_refused(kit: Kit) -> None:
+    (kit.root / "parts").rename(kit.root.parent / "outside")
+    (kit.root / "parts").symlink_to(kit.root.parent / "outside")
+    (kit.root / "parts/beta/blob").write_text("not of this project")
+    result, _ = build(kit, "demo")
+    assert result.code == 2
+    assert "is outside of this repository" in result.err
+
+
+@pytest.mark.parametrize("name", ["to", "assembler"])
+def test_a_folder_may_be_called_like_another_input(kit: Kit, name: str) -> None:
+    (kit.root / "parts/beta").rename(kit.root / name)
+    kit.edit("versions.yaml", "path: parts/beta", f"path: {name}")
+    before = kit.build().digest
+    for text in ("one", "two"):
+        kit.write(f"{name}/blob", text)
+        result, planned = build(kit, "demo")
+        assert not planned
+        assert result.digest not in (before, "")
+        assert result.digest == kit.build("demo", "--store", f"fresh-{text}").digest
+        kit.build()
+
+
+def test_no_image_is_named_if_a_folder_of_another_one_cannot_be_read(kit: Kit) -> None:
+    kit.edit("images/demo.yaml", "[alpha, beta, recipes]", "[alpha]")
+    kit.build("demo", "other")
+    index = (kit.root / ".primus/store/index.json").read_bytes()
+    kit.write("parts/alpha/blob", "new")
+    (kit.root / "parts/beta/blob").unlink()
+    os.mkfifo(kit.root / "parts/beta/blob")
+    assert build(kit, "demo", "other")[0].code == 2
+    assert (kit.root / ".primus/store/index.json").read_bytes() == index
+
+
+def test_a_command_that_ignores_sigchld_builds(kit: Kit) -> None:
+    kit.write("recipes/one.yaml", "a: 2\n")
+    ignore = f"import os, signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv({sys.executable!r}, "
+    command = [sys.executable, "-c", f"{ignore}{kit.command('build', 'demo')})"]
+    done = subprocess.run(command, cwd=kit.root, env=kit.env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == kit.build("demo", "--store", "fresh").digest
+
+
 def test_no_gate_looks_at_what_a_plain_layer_holds() -> None:
     for path in Path(rules.__file__).parent.glob("*.py"):
         assert ".folders" not in path.read_text(), path.name

@@ -104,7 +104,7 @@ def fit() -> None:
     for _ in range(4):
         run, noisy = added((1, own), (0.1, one), (1, drawn())), added((1, own), (1, drawn()))
         changed = {"one": added((1, own), (0.1, one)), "other": added((1, own), (0.1, other)), "none": own}
-        found.add(run, own, noisy, own, changed)
+        found.add(constants.products(run, own, noisy, own, changed))
     rows = found.found()
     assert set(rows) == {"one", "other"}, rows
     assert abs(rows["one"]["share"] - 1) < 0.2 > abs(rows["other"]["share"]), rows
@@ -122,7 +122,8 @@ def fp8_format() -> None:
             far = {name: 0.1 * torch.randn(size, generator=generator) for name in own}
             other = {name: own[name] + far[name] for name in own}
             noisy = {name: own[name] + 0.01 * torch.randn(size, generator=generator) for name in own}
-            found.add(other if number < steps else own, own, noisy, own, {constants._FORMAT: other})
+            run = other if number < steps else own
+            found.add(constants.products(run, own, noisy, own, {constants._FORMAT: other}))
         share = found.found()[constants._FORMAT]["share"]
         assert abs(share - expected) < 0.1, (steps, share)
 

@@ -119,7 +119,7 @@ def test_a_recipe_with_more_ranks_than_gpus() -> None:
 
 def test_cells_for_a_gpu() -> None:
     (cell,) = cells_of(["llama3-proxy"], every=False, gpu="mi300x")
-    recipe = resolve(cell.recipe, (), cell.asked)
+    recipe = resolve(cell.recipe, (), cell.choices)
     assert recipe.gpu == "mi300x"
     assert "--gpu=mi300x" in Job(name="x", recipe=recipe, output=Path("x")).arguments()
 

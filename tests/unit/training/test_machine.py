@@ -114,7 +114,7 @@ def test_the_error_offers_the_small_form_at_once(capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert code == (3 if words else 2)
     assert "--proxy trains a small model" in said
-    assert ("--dry-run" if words else "`primus show`, take --gpu") in said
+    assert ("--dry-run" if words else "`primus show`, `primus fit`") in said
 
 
 def test_force_starts_what_is_predicted_not_to_fit(tmp_path: Path) -> None:

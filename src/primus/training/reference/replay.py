@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +20,14 @@ import torch
 from primus.gpus.table import fp8_dtype, generation
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
 from primus.recipes.known import CPU
-from primus.training.reference import constants, data, diffusion, first, saved, update
+from primus.training.reference import constants, data, diffusion, first, parameters, saved, update
 from primus.training.reference.constants import Products
-from primus.training.reference.model import Dialect, Model, adapter_shapes, bfloat, exact, operations, shapes
-from primus.training.reference.names import UnknownWeight, kind_of, to_canonical
+from primus.training.reference.gaps import gaps_of, scales_of, typical
+from primus.training.reference.model import Dialect, Model, bfloat, exact
+from primus.training.reference.names import UnknownWeight, to_canonical
+from primus.training.reference.parameters import BIAS, is_trained, kept_dtype, without_bias
 
 Tensors = dict[str, torch.Tensor]
-_BIAS = ".e_score_correction_bias"
 # The relative rounding of weights and updates, by dtype. Smaller differences mean nothing.
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 # The number of steps, spread over the run, at which the reference also computes how far the precision moves results.
@@ -54,7 +55,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     sizes = rebuilt(job["model"])
     try:
         start = _weights(job, sizes, folder, steps[0] - 1)
-        found["parameters"] = _parameters(job, sizes, start)
+        found["parameters"] = parameters.describe(job, sizes, start)
         found["first"] = first.strange(job, sizes, start) + first.other_seeds(job, sizes, folder)
         if found["parameters"]["missing"] or found["parameters"]["shapes"]:
             # The run trained another model, so there is nothing to repeat.
@@ -68,7 +69,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
                 found["steps"].append(replayed.compare(one, before, after))
                 before = after
             found["constants"] = replayed.constants(steps, pool)
-        found["moved"] = _moved(job, start, before, replayed.moving)
+        found["moved"] = parameters.moved(job, start, before, replayed.moving)
         found["narrow"] = replayed.narrow
         found["saved"] = saved.differences(output, job, sizes, before)
     except UnknownWeight as error:
@@ -123,7 +124,7 @@ class _Replay:
         self._usual_figures = {"loss": 0.0, "grad_norm": 0.0}
         self._reported = _reported(folder.parent / "exact.jsonl")
         self._exact = job["precision"] == "fp32"
-        self._rounding = _ROUNDING[_kept_dtype(job)]
+        self._rounding = _ROUNDING[kept_dtype(job)]
         self.narrow = False
         self.moving: set[str] = set()
         first, last = job["first_step"], job["last_step"]
@@ -181,7 +182,7 @@ class _Replay:
         self._add(one)
         row["biases"] = self._biases(before, after, one.figures["closest"], one.sent)
         gradients = used if used is not None else one.limited
-        expected = self._optimizer.update(_wide(_without_bias(before)), _wide(gradients or {}), rate)
+        expected = self._optimizer.update(_wide(without_bias(before)), _wide(gradients or {}), rate)
         row["update"] = self._update_gap(before, expected, after)
         return row
 
@@ -212,17 +213,17 @@ class _Replay:
         before = _weights(self._job, self._sizes, self._folder, step - 1)
         seen = _load(self._folder / f"update-{step}.pt")
         raw = seen.pop("gradients") if seen else {}
-        used = _without_bias(to_canonical(self._job["backend"], self._sizes, raw)) if seen else None
+        used = without_bias(to_canonical(self._job["backend"], self._sizes, raw)) if seen else None
         # In float32, the reference's own rounding is judged where it also computes in float64.
         model, weights = self._model(), self._rounded(before, torch.float64 if noisy and self._exact else torch.float32)
         loss, losses, gradients = self._gradients(step, weights, model)
         norm = update.norm_of(gradients)
         found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
         limited = update.clipped(gradients, norm, self._given.max_norm)
-        scales = _scales(limited)
+        scales = scales_of(limited)
         products = None
         if used is not None:
-            found |= {"missing": sorted(set(limited) - set(used)), "gaps": _gaps(used, limited, scales)}
+            found |= {"missing": sorted(set(limited) - set(used)), "gaps": gaps_of(used, limited, scales)}
         if noisy:
             own = loss, losses, gradients
             found["noise"], rounded = self._noise(step, before, own, limited, scales)
@@ -232,7 +233,7 @@ class _Replay:
                 others = [self._noise(step, before, own, limited, scales, grid)[0] for grid in _GRIDS]
                 noise = found["noise"]
                 noise["gaps"] = {
-                    kind: max(gap, _typical([one["gaps"][kind] for one in others]))
+                    kind: max(gap, typical([one["gaps"][kind] for one in others]))
                     for kind, gap in noise["gaps"].items()
                 }
                 for key in ("loss", "grad_norm"):
@@ -265,7 +266,7 @@ class _Replay:
             return {}
         gradients = self._gradients(step, weights, replace(model, doubt=_DOUBT))[2]
         clipped = update.clipped(gradients, update.norm_of(gradients), self._given.max_norm)
-        return {kind: gap for kind, (gap, _) in _gaps(clipped, limited, scales).items() if ".experts." in kind}
+        return {kind: gap for kind, (gap, _) in gaps_of(clipped, limited, scales).items() if ".experts." in kind}
 
     def _doubtful(self, step: int, found: Mapping[str, Any]) -> bool:
         """Return whether a gap is too large for its noise, but small enough that noise may explain it."""
@@ -295,7 +296,7 @@ class _Replay:
         """Return which router biases did not move towards the mean number of tokens."""
         wrong, dialect = [], self._dialect
         for layer, count in sent.items() if dialect.bias_rate else ():
-            name, mean = f"{layer}gate{_BIAS}", count.double().mean()
+            name, mean = f"{layer}gate{BIAS}", count.double().mean()
             if name not in after:
                 wrong.append(f"{name} is missing")
                 continue
@@ -340,7 +341,7 @@ class _Replay:
         """Return ``weights`` as the run computes with them, in ``dtype``."""
         if self._exact:
             return {name: tensor.to(dtype) for name, tensor in weights.items()}
-        return {n: (t if n.endswith(_BIAS) else t.to(torch.bfloat16)).to(dtype) for n, t in weights.items()}
+        return {n: (t if n.endswith(BIAS) else t.to(torch.bfloat16)).to(dtype) for n, t in weights.items()}
 
     def _batches(self, step: int) -> list[str]:
         """Return which of the run's micro-batches differ from the recipe's."""
@@ -371,7 +372,7 @@ class _Replay:
         self, step: int, weights: Tensors, model: Model | diffusion.Diffusion
     ) -> tuple[float, torch.Tensor, Tensors]:
         """Return the mean loss of ``step``, the loss of each label, and the gradients before clipping."""
-        trained = {name for name in weights if _trained(self._job, name)}
+        trained = {name for name in weights if is_trained(self._job, name)}
         leaves = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()}
         if self._job["mode"] == "lora":
             config = self._job["config"]
@@ -424,7 +425,7 @@ class _Replay:
             "loss": max(abs(other - loss), spread) / loss,
             # The error of a norm is at most that of its vector.
             "grad_norm": math.sqrt(sum(float((moved[n] - g).square().sum()) for n, g in gradients.items())) / norm,
-            "gaps": _gaps(clipped, limited, scales),
+            "gaps": gaps_of(clipped, limited, scales),
         }, clipped
 
     def _update_gap(self, before: Tensors, expected: Tensors, after: Tensors) -> dict[str, Any]:
@@ -496,96 +497,3 @@ def _wide(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 def _load(file: Path) -> dict[str, Any] | None:
     return torch.load(file, weights_only=True) if file.exists() else None
-
-
-def _without_bias(weights: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in weights.items() if not name.endswith(_BIAS)}
-
-
-def _trained(job: Mapping[str, Any], name: str) -> bool:
-    return not name.endswith(_BIAS) and (job["mode"] != "lora" or ".lora_" in name)
-
-
-def _parameters(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> dict[str, Any]:
-    """Return which parameters are missing, unexpected or of another shape; and findings about first values."""
-    expected = diffusion.shapes(sizes) if sizes.family == "flux" else shapes(sizes)
-    if job["mode"] == "lora":
-        config = job["config"]
-        expected |= adapter_shapes(sizes, int(config.get("lora.rank", 16)), config.get("lora.targets") or ())
-    present = {name: tuple(tensor.shape) for name, tensor in _without_bias(weights).items()}
-    matrices: dict[tuple[int, ...], list[tuple[str, torch.Tensor]]] = {}
-    strange = []
-    for name, tensor in weights.items():
-        if name.endswith(_BIAS):
-            continue
-        if not bool(torch.isfinite(tensor).all()):
-            strange.append(f"{name} is not finite")
-        elif ".lora_B." in name:
-            if job["first_step"] == 1 and bool(tensor.any()):
-                strange.append(f"{name} is not zero, so the adapted model is not the given one")
-        elif tensor.ndim > 1 and float(tensor.std()) == 0 and first.constant(job, name, tensor) is None:
-            strange.append(f"{name} holds one value")
-        elif tensor.ndim > 1 and ".lora_" not in name:
-            same = [other for other, value in matrices.get(tuple(tensor.shape), []) if torch.equal(value, tensor)]
-            if not (job["backend"] == "torchtitan" and ".experts." in name):
-                # On a CPU, torchtitan draws the same numbers on every rank, so the experts of different ranks are
-                # equal.
-                strange += [f"{name} equals {other}" for other in same[:1]]
-            matrices.setdefault(tuple(tensor.shape), []).append((name, tensor))
-    trained = sum(tensor.numel() for name, tensor in weights.items() if _trained(job, name))
-    length = int(job["config"].get("training.seq_len", 2048))
-    adapters = trained if job["mode"] == "lora" else None
-    return {
-        "flops": diffusion.operations(sizes) if sizes.family == "flux" else operations(sizes, length, adapters),
-        "missing": sorted(set(expected) - set(present)),
-        "besides": sorted(set(present) - set(expected)),
-        "shapes": [f"{n}: {list(present[n])}, not {list(s)}" for n, s in expected.items() if present.get(n, s) != s],
-        "first_values": strange,
-        "count": sum(math.prod(shape) for shape in expected.values()),
-        "trained": trained,
-    }
-
-
-def _kept_dtype(job: Mapping[str, Any]) -> str:
-    """Return the dtype of the stored weights, which may differ from that of the computation."""
-    key = "training.dtype" if job["backend"] == "torchtitan" else "training.master_dtype"
-    return str(job["config"].get(key, "float32"))
-
-
-def _moved(job: Mapping[str, Any], first: Tensors, last: Tensors, moving: Collection[str]) -> dict[str, list[str]]:
-    """Return trained weights that no step changed, and frozen ones that changed.
-
-    Weights in bfloat16 may stay the same if every update is lost in rounding; ``moving`` are those that must
-    change.
-    """
-    still = [name for name in first if _trained(job, name) and torch.equal(first[name], last[name])]
-    if _kept_dtype(job) == "bfloat16":
-        still = [name for name in still if name in moving]
-    frozen = [name for name in first if not _trained(job, name) and not torch.equal(first[name], last[name])]
-    return {"still": still, "frozen_moved": [name for name in frozen if not name.endswith(_BIAS)]}
-
-
-def _scales(gradients: Tensors) -> dict[str, float]:
-    """Return the scale of each tensor's error: its own length, or a thousandth of the length of all gradients."""
-    lengths = {name: float(gradient.norm()) for name, gradient in gradients.items()}
-    least = 1e-3 * math.sqrt(sum(length**2 for length in lengths.values()))
-    return {name: max(length, least) or 1.0 for name, length in lengths.items()}
-
-
-def _gaps(run: Mapping[str, torch.Tensor], own: Tensors, scales: Mapping[str, float]) -> dict[str, tuple[float, str]]:
-    """Return the largest relative error of a gradient, with its tensor's name, for each kind (a name without
-    numbers).
-
-    Tensors of a kind are similar in all layers and experts, so the noise of some predicts that of the others.
-    """
-    worst: dict[str, tuple[float, str]] = {}
-    for name, wanted in own.items():
-        if name in run:
-            kind, gap = kind_of(name), float((run[name].to(wanted.dtype) - wanted).norm()) / scales[name]
-            worst[kind] = max(worst.get(kind, (0.0, "")), (gap if math.isfinite(gap) else 1e9, name))
-    return worst
-
-
-def _typical(gaps: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Return the root mean square of the gaps under several roundings, and the tensor with the largest one."""
-    return math.sqrt(sum(gap**2 for gap, _ in gaps) / len(gaps)), max(gaps)[1]

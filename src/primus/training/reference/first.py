@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from primus.recipes.architecture import Architecture
-from primus.training.reference.names import to_canonical
+from primus.training.reference.names import BIAS, to_canonical
 
 # Mean and standard deviation of random numbers must be within this many standard errors of their expected values.
 _ERRORS = 6.0
 # Standard deviation of N(0, 1) truncated to ±3.
 _CUT_AT_3 = 0.98658
-_BIAS = ".e_score_correction_bias"
 # The same standard deviation, computed in two ways, may differ in its last bits, and so may the weights.
 _SAME = 1e-5
 # torchtitan's matrices of a layer, in the order in which they are drawn.
@@ -143,7 +142,7 @@ def _of_torchtitan(
 
 def constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float | None:
     """Return the initial value of each element of a weight; None if they are random."""
-    if ".lora_B." in name or name.endswith(("bias", _BIAS)):
+    if ".lora_B." in name or name.endswith(("bias", BIAS)):
         return 0.0
     if job["backend"] == "flux" and name.startswith("proj_out."):
         return 0.0

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from primus.training.reference.names import kind_of
-
-Tensors = dict[str, torch.Tensor]
+from primus.training.reference.names import Tensors, kind_of
 
 
 def scales_of(gradients: Tensors) -> dict[str, float]:

@@ -14,6 +14,8 @@ import torch
 from primus.recipes.architecture import Architecture
 
 Tensors = dict[str, torch.Tensor]
+# The name of a router bias ends so. It is no parameter.
+BIAS = ".e_score_correction_bias"
 
 
 class UnknownWeight(Exception):

@@ -11,10 +11,7 @@ import torch
 from primus.recipes.architecture import Architecture
 from primus.training.reference import diffusion, first
 from primus.training.reference.model import adapter_shapes, operations, shapes
-
-Tensors = dict[str, torch.Tensor]
-# The name of a router bias ends so. It is no parameter.
-BIAS = ".e_score_correction_bias"
+from primus.training.reference.names import BIAS, Tensors
 
 
 def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> dict[str, Any]:

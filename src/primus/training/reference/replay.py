@@ -24,10 +24,9 @@ from primus.training.reference import constants, data, diffusion, first, paramet
 from primus.training.reference.constants import Products
 from primus.training.reference.gaps import gaps_of, scales_of, typical
 from primus.training.reference.model import Dialect, Model, bfloat, exact
-from primus.training.reference.names import UnknownWeight, to_canonical
-from primus.training.reference.parameters import BIAS, is_trained, kept_dtype, without_bias
+from primus.training.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
+from primus.training.reference.parameters import is_trained, kept_dtype, without_bias
 
-Tensors = dict[str, torch.Tensor]
 # The relative rounding of weights and updates, by dtype. Smaller differences mean nothing.
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 # The number of steps, spread over the run, at which the reference also computes how far the precision moves results.

@@ -37,6 +37,10 @@ class Rules:
         dtype = recipe.find(f"{recipe.backend}.training.dtype", "bfloat16")
         return DTYPES.get(dtype, dtype)
 
+    def compiled(self, recipe: Recipe) -> bool:
+        """Return whether torch.compile compiles the model's blocks."""
+        return recipe.find(f"{recipe.backend}.training.compile", False)
+
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
         """Return what the recipe asks for and the backend does not compute: key, reason and remedy."""
         return ()

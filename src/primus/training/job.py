@@ -9,6 +9,8 @@ from pathlib import Path
 
 from primus.recipes.recipe import Recipe
 
+_EXAMINED = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -36,6 +38,12 @@ class Job:
     def last_step(self) -> int:
         """The last step of this run."""
         return self.recipe.steps
+
+    @property
+    def examined(self) -> list[int]:
+        """The steps at which a judged run also records what its blocks compute: four, spread over the run."""
+        first, last = self.first_step, self.last_step
+        return sorted({first + number * (last - first) // (_EXAMINED - 1) for number in range(_EXAMINED)})
 
     def arguments(self) -> list[str]:
         """Return the arguments after ``primus`` that start this job from a shell."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from primus.recipes.recipe import Recipe
@@ -45,6 +45,15 @@ _CLIPPED_NARROW = 3 * 2**-8
 # The least share of a matrix's gradients that are bfloat16 numbers, by the number of ranks and micro-batches whose
 # gradients are added in float32. Measured: 0.29 to 0.45 for sums of two, 0.15 to 0.18 of four, 0 in float32.
 _ROUNDED = {1: 1.0, 2: 0.7, 3: 0.35}
+# How many times as large as the noise of one block the errors of its outputs and gradients may be: of a sample's median
+# token, of any token, of all tokens at one position. Measured: 1.6, 4.9, 2.7; in FP8, where a value may fall on the
+# other side of a coarse grid: 1.8, 11.2, 2.7.
+_BLOCKS = {"typical": 2.2, "token": 12.0, "position": 5.0}
+_BLOCKS_FP8 = {"typical": 3.0, "token": 30.0, "position": 6.0}
+# How much longer a block's change of its input, or its logits, may be than they should, besides a multiple of the square
+# of the noise. Measured: 0.0004, in FP8 0.0024; logits 1e-7.
+_LONGER, _LONGER_FP8, _LONGER_LOGITS = 1.5e-3, 8e-3, 2e-4
+_LONGER_NOISE = 3.0
 # If float32 cannot tell the scores of two experts apart, a token may go to either.
 _TIE = 3e-6
 _TIED = {"loss": 1e-3, "grad_norm": 2e-2, "gradient": 0.3}
@@ -106,6 +115,7 @@ def verdicts(found: Mapping[str, Any], series: Series) -> list[Verdict]:
         _moved(found["moved"]),
         of_faults("reference saved files", found.get("saved", _NOTHING), "checkpoints and files hold what was trained"),
         _gradients(found, series),
+        _blocks(found),
         *([] if found["precision"] == "fp32" else [_constants(found)]),
         _rates(steps),
         _updates(found),
@@ -196,6 +206,49 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
         measured=f"{gap:.1e}",
         limit=f"relative gap ≤ {limit:.1e}",
     )
+
+
+def _blocks(found: Mapping[str, Any]) -> Verdict:
+    """Judge what each block computed from what entered it in the run, token by token."""
+    eight = found["precision"] == "fp8"
+    limits, longer = (_BLOCKS_FP8, _LONGER_FP8) if eight else (_BLOCKS, _LONGER)
+    wrong: list[str] = []
+    worst, compared = 0.0, 0
+    for step in found["steps"]:
+        if isinstance(step["blocks"], str):
+            wrong.append(f"step {step['step']}: {step['blocks']}")
+            continue
+        for row in step["blocks"]:
+            compared += "typical" in row
+            allowed = _LONGER_LOGITS if row["name"] == "logits" else longer
+            wrong += [f"step {step['step']}: {row['name']}: {sentence}" for sentence in _unlike(row, limits, allowed)]
+            worst = max([worst, *(row.get(key, 0.0) / limit for key, limit in limits.items())])
+    if found["compiled"]:
+        return of_faults("reference blocks", wrong, "not compared, because the model is compiled")
+    if not compared:
+        wrong.append("the reference did not compare this")
+    return of_faults(
+        "reference blocks",
+        wrong,
+        f"{compared} results of blocks agree, token by token",
+        measured=f"{worst:.2f}",
+        limit="≤ 1 of what rounding explains",
+    )
+
+
+def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) -> Iterator[str]:
+    """Yield how a block's results differ by more than rounding."""
+    if "typical" not in row:
+        return
+    if not row["typical"] <= limits["typical"]:
+        yield f"most tokens differ by {row['typical']:.1f} × rounding"
+    if not row["position"] <= limits["position"]:
+        yield f"tokens at position {row['position_at']} differ by {row['position']:.1f} × rounding"
+    if not row["token"] <= limits["token"]:
+        sample, place = row["token_at"]
+        yield f"token {place} of sample {sample} differs by {row['token']:.1f} × rounding"
+    if not row["name"].startswith("gradients") and not abs(row["share"]) <= longer + _LONGER_NOISE * row["noise"] ** 2:
+        yield f"what it computes is {abs(row['share']):.2%} too {'long' if row['share'] > 0 else 'short'}"
 
 
 def _constants(evidence: Mapping[str, Any]) -> Verdict:

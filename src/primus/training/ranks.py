@@ -36,6 +36,8 @@ def job_file(job: Job) -> str:
         "resume_from": str(job.resume_from) if job.resume_from else None,
         "first_step": job.first_step,
         "last_step": job.last_step,
+        # Hooks on a compiled block would compile it again.
+        "examined": [] if rules_of(recipe).compiled(recipe) else job.examined,
         "recipe": {
             "name": recipe.name, "sha256": recipe.digest,
             "overrides": [*recipe.choices.words(), *recipe.overrides],

@@ -8,6 +8,7 @@ The files of ``OUTPUT/witness`` are written from the tensors that the model, its
 - ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped), ``rates``, the learning rate of each
   parameter or group, ``stale``, the parameters that are not the rounded weights of the optimizer, and ``apart``, those
   of which ranks hold different weights or gradients; absent when no optimizer ran;
+- ``blocks-STEP-RANK.pt``, of some steps: ``data_rank``, and ``calls``, what :meth:`.blocks.Blocks.taken` returns;
 - ``random-RANK.json``: ``kept``, whether the rank's random state after loading a checkpoint was that at its saving;
 - ``seconds.json``: how long writing all this took after each step;
 - ``weights-STEP.pt``: ``weights`` after the step, whole, by the backend's own names; step 0 before the first update.
@@ -28,6 +29,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from primus.training.blocks import Blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +62,16 @@ class Witness:
     """Records what one rank uses. Methods marked "all ranks" must be called on all of them in the same order."""
 
     def __init__(
-        self, output: Path, parts: Sequence[torch.nn.Module], data_rank: int, trained: Trained | None = None
+        self,
+        output: Path,
+        parts: Sequence[torch.nn.Module],
+        data_rank: int,
+        trained: Trained | None = None,
+        *,
+        examined: Sequence[int] = (),
     ) -> None:
+        self._examined = examined
+        self._blocks = Blocks(parts)
         self._data_rank = data_rank
         self._folder = output / "witness"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -85,11 +96,17 @@ class Witness:
     def first_weights(self, step: int) -> None:
         """Record the weights before the first update; ``step`` is the last finished step. All ranks."""
         self._weights(step)
+        self._watch(step + 1)
 
     def step(self, step: int) -> None:
         """Write the record of ``step`` and the weights after it. All ranks."""
         with self.busy(step):
             self._step(step)
+        self._watch(step + 1)
+
+    def _watch(self, step: int) -> None:
+        if step in self._examined:
+            self._blocks.watch()
 
     @contextmanager
     def busy(self, step: int) -> Iterator[None]:
@@ -104,6 +121,9 @@ class Witness:
         seen = {"data_rank": self._data_rank, "seed": self._seed, "device": self._device, **self._batch}
         torch.save(seen, self._folder / f"batch-{step}-{_rank()}.pt")
         self._batch = {}
+        if step in self._examined:
+            calls = {"data_rank": self._data_rank, "calls": self._blocks.taken()}
+            torch.save(calls, self._folder / f"blocks-{step}-{_rank()}.pt")
         taken = self._trained.taken() if self._trained else None
         if taken is None and self._rates:
             taken = Taken(gradients=self._gradients, rates=self._rates)

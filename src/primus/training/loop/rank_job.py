@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ class RankJob:
     accumulation: int
     threads: int
     witness: bool
+    examined: Sequence[int]
     turbo: tuple[str, ...]
 
     @property
@@ -70,7 +71,7 @@ def read(folder: Path) -> RankJob:
             key: job[key]
             for key in (
                 "backend", "mode", "precision", "assets", "column", "identity", "config", "first_step", "last_step",
-                "world_size", "data_parallel", "accumulation", "threads", "witness",
+                "world_size", "data_parallel", "accumulation", "threads", "witness", "examined",
             )
         },
     )  # fmt: skip

@@ -42,30 +42,48 @@ class Diffusion:
 
     def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean squared error of each image's velocity, noise − latents; and 0 for the balancing loss."""
+        states, given = self.entered(weights, batch)
+        for name in self.blocks():
+            states = self.block(weights, name, states, given)
+        found = self.velocity(weights, states, given)
+        return self.errors(found, batch), found.new_zeros(())
+
+    def blocks(self) -> list[str]:
+        """Return the names of the blocks in order."""
+        dit = self.sizes.dit
+        names = [f"transformer_blocks.{number}" for number in range(dit.double_layers)]
+        return names + [f"single_transformer_blocks.{number}" for number in range(dit.single_layers)]
+
+    def entered(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states [images, tokens, hidden] that enter the first block, those of the text first, and the
+        vector [images, hidden] that modulates all blocks.
+        """
         like = weights["proj_out.weight"]
         clean, noise, time = (batch[name].to(like.dtype) for name in ("latents", "noise", "time"))
         level = time[:, None, None]
         mixed = self.entering((1 - level) * clean + level * noise)
         text, pooled = (self.entering(batch[name].to(like.dtype)) for name in ("text", "pooled"))
-        found = self.velocity(weights, mixed, text, pooled, time)
-        return (found - (noise - clean)).square().mean((1, 2)), like.new_zeros(())
+        states = self._linear(weights, "context_embedder", text), self._linear(weights, "x_embedder", mixed)
+        return torch.cat(states, 1), self._given(weights, pooled, time)
 
-    def velocity(
-        self, weights: Weights, image: torch.Tensor, text: torch.Tensor, pooled: torch.Tensor, time: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the prediction for ``image`` [images, tokens, channels] at ``time`` (0 to 1) of each."""
-        dit = self.sizes.dit
-        image = self._linear(weights, "x_embedder", image)
-        text = self._linear(weights, "context_embedder", text)
-        given = self._given(weights, pooled, time)
+    def block(self, weights: Weights, name: str, states: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Return the states after the block ``name``."""
+        text, image = states.split([self.sizes.dit.text_tokens, states.shape[1] - self.sizes.dit.text_tokens], 1)
         turn = self._angles(text.shape[1], image)
-        for number in range(dit.double_layers):
-            image, text = self._double(weights, f"transformer_blocks.{number}.", image, text, given, turn)
-        states = torch.cat((text, image), 1)
-        for number in range(dit.single_layers):
-            states = self._single(weights, f"single_transformer_blocks.{number}.", states, given, turn)
+        if name.startswith("single"):
+            return self._single(weights, f"{name}.", states, given, turn)
+        image, text = self._double(weights, f"{name}.", image, text, given, turn)
+        return torch.cat((text, image), 1)
+
+    def velocity(self, weights: Weights, states: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Return the prediction [images, tokens, channels] from the states after the last block."""
         scale, shift = self._modulation(weights, "norm_out.linear", given, 2)
-        return self._linear(weights, "proj_out", self._normed(states[:, text.shape[1] :], shift, scale))
+        return self._linear(weights, "proj_out", self._normed(states[:, self.sizes.dit.text_tokens :], shift, scale))
+
+    def errors(self, found: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the mean squared error of each image's velocity."""
+        clean, noise = (batch[name].to(found.dtype) for name in ("latents", "noise"))
+        return (found - (noise - clean)).square().mean((1, 2))
 
     def _given(self, weights: Weights, pooled: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """Return the vector that modulates all blocks: the sum of embeddings of time, guidance and pooled text."""

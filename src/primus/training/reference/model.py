@@ -132,38 +132,54 @@ class Model:
     closest: float = math.inf
     # Layer → the number of tokens of each expert, over all calls.
     sent: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Layer → the scores [tokens, experts] by which experts were chosen in the last call.
+    choices: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def logits(self, weights: Weights, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits [samples, length, vocabulary] for ``tokens`` [samples, length], and the balancing loss."""
-        sizes = self.sizes
-        states = self.between(weights["model.embed_tokens.weight"][tokens])
+        states = self.embedded(weights, tokens)
         balance = states.new_zeros(())
-        for number in range(sizes.layers):
-            layer = f"model.layers.{number}."
-            normed = self._norm(weights[layer + "input_layernorm.weight"], states)
-            attend = self._latent_attention if sizes.mla.kv_lora_rank else self._attention
-            states = self.between(states + attend(weights, layer + "self_attn.", normed))
-            normed = self._norm(weights[layer + "post_attention_layernorm.weight"], states)
-            if sizes.moe.experts and number >= sizes.moe.dense_layers:
-                fed, extra = self._experts(weights, layer + "mlp.", normed)
-                balance = balance + extra
-            else:
-                fed = self._swiglu(weights, layer + "mlp.", normed)
-            states = self.between(states + fed)
+        for number in range(self.sizes.layers):
+            states, extra = self.block(weights, number, states)
+            balance = balance + extra
+        return self.head(weights, states), balance
+
+    def embedded(self, weights: Weights, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the states [samples, length, hidden] that enter the first block."""
+        return self.between(weights["model.embed_tokens.weight"][tokens])
+
+    def block(self, weights: Weights, number: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states after block ``number``, and its balancing loss."""
+        sizes, layer = self.sizes, f"model.layers.{number}."
+        normed = self._norm(weights[layer + "input_layernorm.weight"], states)
+        attend = self._latent_attention if sizes.mla.kv_lora_rank else self._attention
+        states = self.between(states + attend(weights, layer + "self_attn.", normed))
+        normed = self._norm(weights[layer + "post_attention_layernorm.weight"], states)
+        if sizes.moe.experts and number >= sizes.moe.dense_layers:
+            fed, extra = self._experts(weights, layer + "mlp.", normed)
+        else:
+            fed, extra = self._swiglu(weights, layer + "mlp.", normed), states.new_zeros(())
+        return self.between(states + fed), extra
+
+    def head(self, weights: Weights, states: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the states after the last block."""
         states = self._norm(weights["model.norm.weight"], states)
-        head = weights["model.embed_tokens.weight" if sizes.tied_embeddings else "lm_head.weight"]
-        return self.between(states @ head.T), balance
+        name = "model.embed_tokens.weight" if self.sizes.tied_embeddings else "lm_head.weight"
+        return self.between(states @ weights[name].T)
 
     def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cross entropy of each of ``labels`` (0 for a label < 0), and the balancing loss per token."""
-        labels = batch["labels"]
         logits, balance = self.logits(weights, batch["inputs"])
+        return self.entropies(logits, batch["labels"]), balance
+
+    def entropies(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the cross entropy of each of ``labels``; 0 for a label < 0."""
         trained = labels >= 0
         chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         total, given = log_sum_exp(logits), self.constants
         if given.smoothing:
             chosen = chosen + given.smoothing * (logits.mean(-1) - chosen)
-        return (total - chosen + given.z_loss * total.square()) * trained, balance
+        return (total - chosen + given.z_loss * total.square()) * trained
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         # Routed experts use grouped products, which stay in the precision of the weights.
@@ -182,7 +198,7 @@ class Model:
         out = self.between(out)
         if (down := weights.get(name + ".lora_A.weight")) is not None:
             low = self.between(multiply(states, down))
-            scaled = weights[".lora_scale"] * self.between(multiply(low, weights[name + ".lora_B.weight"]))
+            scaled = weights[".adapter_scale"] * self.between(multiply(low, weights[name + ".lora_B.weight"]))
             out = self.between(out + self.between(scaled))
         return out
 
@@ -274,8 +290,9 @@ class Model:
         softmax = moe.score == "softmax"
         scores = torch.exp(raw - log_sum_exp(raw).unsqueeze(-1)) if softmax else 1 / one_plus_exp(-raw)
         bias = weights.get(name + "gate.e_score_correction_bias")
-        choice = self._limited(scores.detach() if bias is None else scores.detach() + bias)
-        chosen = self._best(choice)
+        choice = scores.detach() if bias is None else scores.detach() + bias
+        self.choices[name] = choice
+        chosen = self._best(self._limited(choice))
         self.sent[name] = self.sent.get(name, 0) + chosen.flatten().bincount(minlength=moe.experts)
         share = scores.gather(-1, chosen)
         if moe.normalize_top_k:
@@ -316,6 +333,19 @@ class Model:
         best = grouped.topk(self.dialect.group_best, -1).values.sum(-1).topk(moe.top_groups, -1).indices
         allowed = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, best, True)
         return grouped.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def doubtful(self, choice: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        """Return which tokens [tokens] may go to other experts if each of their scores moves by up to ``shift``."""
+        moe, count = self.sizes.moe, self.sizes.moe.top_k
+        limited = self._limited(choice).sort(-1, descending=True).values
+        near = torch.zeros_like(shift, dtype=torch.bool)
+        if count < moe.experts:
+            near |= limited[:, count - 1] - limited[:, count] < 2 * shift
+        if 1 < moe.groups != moe.top_groups:
+            best = choice.unflatten(-1, (moe.groups, -1)).topk(self.dialect.group_best, -1).values.sum(-1)
+            sums = best.sort(-1, descending=True).values
+            near |= sums[:, moe.top_groups - 1] - sums[:, moe.top_groups] < 2 * self.dialect.group_best * shift
+        return near
 
     def _balance(self, raw: torch.Tensor, scores: torch.Tensor, samples: int, length: int) -> torch.Tensor:
         """Return coefficient × experts × Σ (share of tokens sent to the expert × its mean score), per sequence

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from primus.gpus.table import fp8_dtype, generation
 from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
 from primus.recipes.known import CPU
-from primus.training.reference import constants, data, diffusion, first, parameters, saved, update
+from primus.training.reference import blocks, constants, data, diffusion, first, parameters, saved, update
 from primus.training.reference.constants import Products
 from primus.training.reference.gaps import gaps_of, scales_of, typical
 from primus.training.reference.model import Dialect, Model, bfloat, exact
@@ -49,7 +49,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
-    found: dict[str, Any] = {"precision": job["precision"], "steps": []}
+    found: dict[str, Any] = {"precision": job["precision"], "compiled": not job["examined"], "steps": []}
     steps = range(job["first_step"], job["last_step"] + 1)
     sizes = rebuilt(job["model"])
     try:
@@ -94,7 +94,7 @@ class _Step:
     ``used`` are the gradients that the run's optimizer used, by the reference's names, and ``seen`` what else it left
     of the update; both are None if the optimizer did not run. ``limited`` are the reference's clipped gradients, kept
     if there are no others. ``sent`` is the number of tokens of each expert, by layer. ``products`` is what
-    :meth:`.constants.Fit.add` gets, at some steps.
+    :meth:`.constants.Fit.add` gets, at some steps, and ``blocks`` what :func:`.blocks.compare` returns, or its error.
     """
 
     step: int
@@ -105,6 +105,7 @@ class _Step:
     limited: Tensors | None
     sent: Mapping[str, torch.Tensor]
     products: Products | None
+    blocks: list[dict[str, Any]] | str = field(default_factory=list)
 
 
 class _Replay:
@@ -170,6 +171,7 @@ class _Replay:
         self.narrow |= one.narrow
         row |= one.figures | {
             "regular": step in self._noisy,
+            "blocks": one.blocks,
             "own_gradient": seen is not None,
             "stale": seen["stale"] if seen else [],
         }
@@ -203,7 +205,19 @@ class _Replay:
 
     def _compute_planned(self, step: int) -> _Step:
         planned = step in self._noisy
-        return self._compute(step, noisy=planned, trials=planned and not self._exact)
+        one = self._compute(step, noisy=planned, trials=planned and not self._exact)
+        return replace(one, blocks=self._blocks(step)) if step in self._job["examined"] else one
+
+    def _blocks(self, step: int) -> list[dict[str, Any]] | str:
+        before = _weights(self._job, self._sizes, self._folder, step - 1)
+        wide, narrow = (self._rounded(before, dtype) for dtype in (torch.float64, torch.float32))
+        pair = blocks.Pair(
+            exact=self._model(), rounded=self._rounding_model(), weights=wide if self._exact else narrow, narrow=narrow
+        )
+        try:
+            return blocks.compare(self._folder, self._job, step, self._samples, pair)
+        except blocks.Unlike as error:
+            return str(error)
 
     def _compute(self, step: int, *, noisy: bool, trials: bool = False) -> _Step:
         """Compute the reference's figures of ``step`` and the gaps of the run's gradients; with ``noisy``, also the
@@ -336,11 +350,24 @@ class _Replay:
             return diffusion.Diffusion(self._sizes, guidance, entering=exact if self._exact else bfloat)
         return Model(self._sizes, self._dialect, eight=_eight(self._job))
 
+    def _rounding_model(self, grid: float = 1.0) -> Model | diffusion.Diffusion:
+        """Return the model that rounds as the run's precision does; see :meth:`_noise`."""
+        model = self._model()
+        if not self._exact:
+            model.between = lambda tensor: bfloat(tensor * grid) / grid
+            if isinstance(model, Model):
+                model.twice = grid != 1.0 or self._job["backend"] == "finetune"
+        return model
+
     def _rounded(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
-        """Return ``weights`` as the run computes with them, in ``dtype``."""
-        if self._exact:
-            return {name: tensor.to(dtype) for name, tensor in weights.items()}
-        return {n: (t if n.endswith(BIAS) else t.to(torch.bfloat16)).to(dtype) for n, t in weights.items()}
+        """Return ``weights`` as the run computes with them, in ``dtype``, and the scale of adapters."""
+        narrow = {n: t if self._exact or n.endswith(BIAS) else t.to(torch.bfloat16) for n, t in weights.items()}
+        found = {name: tensor.to(dtype) for name, tensor in narrow.items()}
+        if self._job["mode"] == "lora":
+            config = self._job["config"]
+            scale = float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16))
+            found[".adapter_scale"] = torch.tensor(scale, dtype=torch.float64)
+        return found
 
     def _batches(self, step: int) -> list[str]:
         """Return which of the run's micro-batches differ from the recipe's."""
@@ -373,11 +400,6 @@ class _Replay:
         """Return the mean loss of ``step``, the loss of each label, and the gradients before clipping."""
         trained = {name for name in weights if is_trained(self._job, name)}
         leaves = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()}
-        if self._job["mode"] == "lora":
-            config = self._job["config"]
-            leaves[".lora_scale"] = torch.tensor(
-                float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16)), dtype=torch.float64
-            )
         ranks, found = self._job["data_parallel"], []
         batches = [self._samples.batch(step, rank) for rank in range(ranks)]
         terms = sum(self._samples.terms(batch) for batch in batches)
@@ -404,16 +426,11 @@ class _Replay:
         rounding.
 
         ``grid`` between 1 and 2 scales the numbers to which it rounds, which is another rounding of the same
-        precision. With it, norms are rounded once more, as in some libraries. Also returns the clipped
-        gradients.
+        precision. With it, norms are rounded once more, as transformers does. Also returns the clipped gradients.
         """
         loss, losses, gradients = own
         norm = update.norm_of(gradients)
-        model = self._model()
-        if not self._exact:
-            model.between = lambda tensor: bfloat(tensor * grid) / grid
-            if isinstance(model, Model):
-                model.twice = grid != 1.0
+        model = self._rounding_model(grid)
         other, again, moved = self._gradients(step, self._rounded(before, torch.float32), model)
         # The error of the mean can be small by chance. The errors of single labels show how large it can become.
         spread = float((again - losses).std()) / math.sqrt(len(losses))

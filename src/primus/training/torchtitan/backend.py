@@ -39,6 +39,10 @@ class _Torchtitan(Rules):
         dtype = recipe.find(f"torchtitan.training.{key}", default)
         return DTYPES.get(dtype, dtype)
 
+    def compiled(self, recipe: Recipe) -> bool:
+        parts = recipe.section("torchtitan").get("compile.components", ["model", "loss"])
+        return recipe.find("torchtitan.compile.enable", False) and isinstance(parts, list) and "model" in parts
+
     def faults(self, recipe: Recipe) -> Iterable[Fault]:
         """Return layouts in which torchtitan 0.2.2 computes something else, or which its CPU path lacks."""
         replicas, context = (f"torchtitan.{recipe.knows.degrees[kind]}" for kind in ("replicas", "cp"))

@@ -16,7 +16,7 @@ from primus.turbo.optimizations import active
 
 
 def observed_trainer(
-    facts_file: Path, known: Mapping[str, Any], faster: Sequence[str] = (), *, judged: bool = False
+    facts_file: Path, known: Mapping[str, Any], faster: Sequence[str] = (), *, judged: bool = False, examined: Sequence[int] = ()
 ) -> type:
     """Return a subclass of torchtitan's Trainer that writes ``facts_file``, and the identity ``known`` into
     checkpoints.
@@ -156,7 +156,8 @@ def observed_trainer(
 
         def _witness(self) -> Witness:
             mesh = self.parallel_dims.get_optional_mesh("batch")
-            return Witness(facts_file.parent, self.model_parts, mesh.get_local_rank() if mesh else 0)
+            rank = mesh.get_local_rank() if mesh else 0
+            return Witness(facts_file.parent, self.model_parts, rank, examined=examined)
 
     return ObservedTrainer
 

@@ -1,0 +1,356 @@
+"""Repeating the blocks of a model one by one, each from what entered it in the run.
+
+Rounding errors of earlier blocks are then part of the input, so what remains is the rounding of a single block. Each
+token is compared on its own: a fault of one token or one position is lost in the sums over all tokens that gradients
+are. The backward pass is compared in the same way: each block gets the run's own gradient of what it returned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from primus.training.reference.data import Samples
+from primus.training.reference.diffusion import Diffusion
+from primus.training.reference.model import Model
+from primus.training.reference.names import Tensors
+
+# One call of a module: its inputs, outputs and their gradients, by the names of primus.training.blocks.
+Call = Mapping[str, torch.Tensor]
+Batch = Mapping[str, torch.Tensor]
+# An output, and the number of which the backward pass begins besides it.
+Computed = tuple[torch.Tensor, torch.Tensor]
+
+# How many times the noise of its scores a token's chosen expert must be ahead of the next one. Closer tokens may go to
+# either expert, and are not compared.
+_AHEAD = 8.0
+# A token in doubt whose error is this many times the noise went to another expert.
+_FLIPPED = 8.0
+# Relative differences that come from adding in another order.
+_FLOOR = 1e-6
+# The least number of tokens of a sample whose median is that of the sample.
+_ENOUGH = 8
+
+
+class Unlike(Exception):  # noqa: N818 - the message is the finding
+    """The run's modules were not called as the model's definition says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a module returned for each token [samples, length, size]: in the run, exactly, and in the run's precision.
+
+    ``given`` is what the module only adds to; None if it replaces its input. ``certain`` [samples, length] are the
+    tokens that rounding cannot send to other experts.
+    """
+
+    name: str
+    given: torch.Tensor | None
+    run: torch.Tensor
+    exact: torch.Tensor
+    rounded: torch.Tensor
+    certain: torch.Tensor
+
+    @property
+    def errors(self) -> torch.Tensor:
+        """The length of each token's error in the run: [samples, length]; infinite where it is not a number."""
+        return (self.run.to(self.exact.dtype) - self.exact).norm(dim=-1).nan_to_num(nan=math.inf)
+
+    @property
+    def noises(self) -> torch.Tensor:
+        """The same of the reference in the run's precision."""
+        return (self.rounded.to(self.exact.dtype) - self.exact).norm(dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The model without rounding and with that of the run, each with the weights that it computes with."""
+
+    exact: Model | Diffusion
+    rounded: Model | Diffusion
+    weights: Tensors
+    narrow: Tensors
+
+    def both(self, compute: Callable[[Any, Tensors], Any]) -> tuple[Any, Any]:
+        """Return the results of both."""
+        return compute(self.exact, self.weights), compute(self.rounded, self.narrow)
+
+
+def compare(folder: Path, job: Mapping[str, Any], step: int, samples: Samples, pair: Pair) -> list[dict[str, Any]]:
+    """Return for each module how its errors at ``step`` compare with the noise; see :func:`_figures`.
+
+    Raises Unlike if the run's modules were not called as they should be.
+    """
+    ranks, count = job["data_parallel"], job["accumulation"]
+    batches = [samples.batch(step, rank) for rank in range(ranks)]
+    terms = sum(samples.terms(batch) for batch in batches)
+    # Megatron divides gradients by the number of labels after the backward pass.
+    scale = float(terms) if job["backend"] == "megatron" else 1.0
+    seen = _calls(folder, step)
+    if sorted(seen) != list(range(ranks)):
+        raise Unlike(f"the ranks {sorted(seen)} of {ranks} left what their blocks computed")
+    found: dict[str, list[Result]] = {}
+    for rank, batch in enumerate(batches):
+        for number, parts in enumerate(zip(*(tensor.chunk(count) for tensor in batch.values()), strict=True)):
+            run = _Run(seen[rank], number, count)
+            for result in _results(run, pair, dict(zip(batch, parts, strict=True)), scale / terms, scale / ranks / count):
+                found.setdefault(result.name, []).append(result)
+    return [{"name": name, **_figures(results)} for name, results in found.items()]
+
+
+def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
+    """Return data-parallel rank → name of a module → its calls on each rank that shares the data."""
+    found: dict[int, dict[str, list[list[Call]]]] = {}
+    files = sorted(folder.glob(f"blocks-{step}-*.pt"), key=lambda file: int(file.stem.rpartition("-")[2]))
+    for file in files:
+        seen = torch.load(file, weights_only=True)
+        of_rank = found.setdefault(int(seen["data_rank"]), {})
+        for name, each in seen["calls"].items():
+            of_rank.setdefault(name, []).append(each)
+    return found
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the modules of one data-parallel rank did for micro-batch ``number`` of ``count``."""
+
+    calls: Mapping[str, Sequence[Sequence[Call]]]
+    number: int
+    count: int
+
+    def read(self, name: str, keys: Mapping[str, Sequence[int]], before: str = "") -> torch.Tensor | None:
+        """Return the tensors ``keys`` of the module ``name``, each of the given shape [samples, length, size], joined
+        along their length; or with ``before`` "grad.", their gradients, if the run has any.
+        """
+        parts = self.calls.get(name, [])
+        if not parts or any(len(each) % self.count or not each for each in parts):
+            raise Unlike(f"{name} ran {len(parts[0]) if parts else 0} times for {self.count} micro-batches")
+        joined = []
+        for key, shape in keys.items():
+            pieces = []
+            for each in parts:
+                size = len(each) // self.count
+                share = [call.get(before + key) for call in each[self.number * size : (self.number + 1) * size]]
+                held = [tensor for tensor in share if tensor is not None]
+                if len(held) == len(share):
+                    pieces.append(torch.cat([one.flatten(0, -2) for one in held]) if len(held) > 1 else held[0])
+            joined.append(_arranged(pieces, shape, name) if len(pieces) == len(parts) else None)
+        if all(tensor is None for tensor in joined):
+            return None
+        # What no later block uses has no gradient.
+        shapes = keys.values()
+        return torch.cat([torch.zeros(*s) if t is None else t for t, s in zip(joined, shapes, strict=True)], 1)
+
+
+def _arranged(parts: Sequence[torch.Tensor], shape: Sequence[int], name: str) -> torch.Tensor:
+    """Return [samples, length, size] from the tensors of ranks that share a layer: each has the whole, or a piece.
+
+    Megatron's begin with the length, and those of the output layer may have one dimension for all tokens.
+    """
+    samples, length, size = shape
+    for whole in (parts[0], *(torch.cat(list(parts), axis) for axis in range(parts[0].ndim))):
+        if whole.shape == (samples, length, size):
+            return whole
+        if whole.shape == (length, samples, size):
+            return whole.transpose(0, 1)
+        if whole.shape == (samples * length, size):
+            return whole.unflatten(0, (samples, length))
+    raise Unlike(f"{name} computed {len(parts)} × {list(parts[0].shape)}, not {list(shape)}")
+
+
+def _results(run: _Run, pair: Pair, batch: Batch, per_term: float, per_call: float) -> Iterator[Result]:
+    """Yield what entered the first block, what each block and the output layer returned, and their gradients."""
+    if isinstance(pair.exact, Diffusion):
+        yield from _of_images(run, pair, batch, per_term)
+        return
+    tokens, sizes, layers = batch["inputs"], pair.exact.sizes, pair.exact.sizes.layers
+    shape = (*tokens.shape, sizes.hidden_size)
+    inside, outside = {"in.hidden_states": shape}, {"out.0": shape}
+    every = torch.ones(tokens.shape, dtype=torch.bool)
+    last: torch.Tensor | None = None
+    for layer in range(layers):
+        name = f"layers.{layer}"
+        given = _entered(run, name, inside, last)
+        if last is None:
+            exact, rounded = pair.both(lambda model, weights: model.embedded(weights, tokens))
+            yield Result(name="embeddings", given=None, run=given, exact=exact, rounded=rounded, certain=every)
+        yield from _of_block(
+            run, name, inside, outside, pair, given, per_call,
+            lambda model, weights, states, layer=layer: model.block(weights, layer, states),
+        )  # fmt: skip
+        last = run.read(name, outside)
+    assert last is not None
+    logits = run.read("output", {"out.0": (*tokens.shape, sizes.vocab_size)}) if "output" in run.calls else None
+    if logits is not None:
+        back = run.read(f"layers.{layers - 1}", outside, "grad.")
+        yield from _of_output(
+            "logits", logits, pair, last, back, every,
+            lambda model, weights, states: model.head(weights, states),
+            lambda model, found: model.entropies(found, batch["labels"]).sum() * per_term,
+        )  # fmt: skip
+
+
+def _of_images(run: _Run, pair: Pair, batch: Batch, per_term: float) -> Iterator[Result]:
+    """Yield the same for FLUX, whose blocks have two streams."""
+    images, tokens, _ = batch["latents"].shape
+    texts, width = batch["text"].shape[1], pair.exact.sizes.hidden_size
+    text, image = (images, texts, width), (images, tokens, width)
+    inside = {"in.encoder_hidden_states": text, "in.hidden_states": image}
+    outside = {"out.0": text, "out.1": image}
+    every = torch.ones(images, texts + tokens, dtype=torch.bool)
+    last: torch.Tensor | None = None
+    time = torch.empty(0)
+    for name in pair.exact.blocks():
+        given = _entered(run, name, inside, last)
+        seen = [call["in.temb"] for each in run.calls[name] for call in each]
+        if last is None:
+            time = seen[run.number]
+            (states, own), (near, rounded) = pair.both(lambda model, weights: model.entered(weights, batch))
+            yield Result(name="embeddings", given=None, run=given, exact=states, rounded=near, certain=every)
+            yield Result(
+                name="time", given=None, run=time[:, None], exact=own[:, None], rounded=rounded[:, None],
+                certain=every[:, :1],
+            )  # fmt: skip
+        elif not torch.equal(seen[run.number], time):
+            raise Unlike(f"{name} did not get the time that the first block got")
+        yield from _of_block(
+            run, name, inside, outside, pair, given, 0.0,
+            lambda model, weights, states, name=name: (
+                model.block(weights, name, states, time.to(states.dtype)), states.new_zeros(())
+            ),
+        )  # fmt: skip
+        last = run.read(name, outside)
+    assert last is not None
+    velocity = run.read("output", {"out.0": tuple(batch["latents"].shape)})
+    assert velocity is not None
+    back = run.read(name, outside, "grad.")
+    yield from _of_output(
+        "velocity", velocity, pair, last, back, every[:, texts:],
+        lambda model, weights, states: model.velocity(weights, states, time.to(states.dtype)),
+        lambda model, found: model.errors(found, batch).sum() * per_term,
+    )  # fmt: skip
+
+
+def _entered(run: _Run, name: str, keys: Mapping[str, Sequence[int]], last: torch.Tensor | None) -> torch.Tensor:
+    given = run.read(name, keys)
+    assert given is not None
+    if last is not None and not torch.equal(given, last):
+        raise Unlike(f"{name} did not get what the block before it returned")
+    return given
+
+
+def _of_block(
+    run: _Run, name: str, inside: Mapping[str, Sequence[int]], outside: Mapping[str, Sequence[int]], pair: Pair,
+    given: torch.Tensor, per_call: float, compute: Callable[[Any, Tensors, torch.Tensor], Computed],
+) -> Iterator[Result]:  # fmt: skip
+    """Yield a block's outputs and the gradients of its inputs. ``compute`` returns the outputs and a balancing loss."""
+    returned, back = run.read(name, outside), run.read(name, inside, "grad.")
+    back_out = run.read(name, outside, "grad.") if back is not None else None
+    assert returned is not None
+
+    def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
+        states = given.detach().to(_dtype(weights))
+        if back_out is None:
+            with torch.no_grad():
+                return compute(model, weights, states)[0], None
+        states.requires_grad_()
+        out, balance = compute(model, weights, states)
+        outs, gradients = [out], [back_out.to(out.dtype)]
+        if balance.requires_grad:
+            outs.append(balance)
+            gradients.append(torch.full_like(balance, per_call))
+        return out.detach(), model.between(torch.autograd.grad(outs, states, gradients)[0])
+
+    (exact, own), (rounded, near) = pair.both(one)
+    sure = torch.ones(given.shape[:2], dtype=torch.bool)
+    if isinstance(pair.exact, Model) and pair.exact.choices:
+        sure = _sure(pair).view_as(sure)
+        pair.both(lambda model, _: model.choices.clear())
+    result = Result(name=name, given=given, run=returned, exact=exact, rounded=rounded, certain=sure)
+    yield result
+    if own is not None and near is not None and back is not None:
+        if not sure.all():
+            # Attention spreads the gradient of a token that went to another expert over its sample.
+            usual = _FLIPPED * _mean_square(result.noises[sure])
+            sure = sure & (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
+        yield Result(name=f"gradients of {name}", given=back_out, run=back, exact=own, rounded=near, certain=sure)
+
+
+def _of_output(
+    name: str, returned: torch.Tensor, pair: Pair, given: torch.Tensor, back: torch.Tensor | None,
+    certain: torch.Tensor, compute: Callable[[Any, Tensors, torch.Tensor], torch.Tensor],
+    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> Iterator[Result]:  # fmt: skip
+    """Yield what the output layer returned, and the gradients of ``loss`` that enter the last block."""
+
+    def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        states = given.detach().to(_dtype(weights)).requires_grad_()
+        out = compute(model, weights, states)
+        return out.detach(), model.between(torch.autograd.grad(loss(model, out), states)[0])
+
+    (exact, own), (rounded, near) = pair.both(one)
+    yield Result(name=name, given=None, run=returned, exact=exact, rounded=rounded, certain=certain)
+    if back is not None:
+        every = torch.ones(own.shape[:2], dtype=torch.bool)
+        yield Result(name=f"gradients of {name}", given=None, run=back, exact=own, rounded=near, certain=every)
+
+
+def _sure(pair: Pair) -> torch.Tensor:
+    """Return which tokens [tokens] go to the same experts in any rounding."""
+    (choice,), (other,) = pair.exact.choices.values(), pair.rounded.choices.values()
+    moved = (other.to(choice.dtype) - choice).abs().amax(-1)
+    return ~pair.exact.doubtful(choice, _AHEAD * moved.clamp(min=_mean_square(moved)))
+
+
+def _dtype(weights: Tensors) -> torch.dtype:
+    return next(iter(weights.values())).dtype
+
+
+def _mean_square(values: torch.Tensor) -> float:
+    """Return the root of the mean square; infinity without values."""
+    return float(values.double().square().mean().sqrt()) if len(values) else math.inf
+
+
+def _figures(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the errors as multiples of the noise.
+
+    ``typical`` is that of the median token, in the sample where it is largest, ``token`` the largest of all, and ``position`` the largest root mean square
+    over all tokens at one position; ``token_at`` and ``position_at`` say where. ``certain`` is the share of the tokens
+    that could be compared. ``share`` is the part of the errors along the module's own change of its input, relative
+    to it, beyond that of the noise; ``noise`` is the size of the noise, also relative to it.
+    """
+    sure = torch.cat([one.certain for one in results])
+    own, noise = (torch.cat([getattr(one, key) for one in results]).double() for key in ("errors", "noises"))
+    exact = torch.cat([one.exact for one in results]).double()
+    change = exact - torch.cat([one.given for one in results]) if results[0].given is not None else exact
+    row: dict[str, Any] = {"certain": float(sure.double().mean())}
+    if not sure.any():
+        return row
+    floor = _FLOOR * _mean_square(exact[sure].norm(dim=-1))
+    usual = _mean_square(noise[sure]) + floor
+    ratios = torch.where(sure, own / noise.clamp(min=usual), 0.0)
+    at = int(ratios.argmax())
+    count = sure.double().sum(0).clamp(min=1)
+    squares, spread = (torch.where(sure, part.square(), 0.0).sum(0) / count for part in (own, noise))
+    places = squares.sqrt() / spread.sqrt().clamp(min=usual)
+    medians = [
+        float(of[held].median() / (rounding[held].median() + floor))
+        for of, rounding, held in zip(own, noise, sure, strict=True)
+        if int(held.sum()) >= min(_ENOUGH, sure.shape[1])
+    ]
+    size = float(change[sure].norm())
+    errors, rounding = (
+        (torch.cat([getattr(one, key) for one in results]).double() - exact)[sure] for key in ("run", "rounded")
+    )
+    return row | {
+        "typical": max(medians, default=0.0),
+        "token": float(ratios.max()), "token_at": list(divmod(at, sure.shape[1])),
+        "position": float(places.max()), "position_at": int(places.argmax()),
+        "share": float(((errors - rounding) * change[sure]).sum()) / size**2 if size else 0.0,
+        "noise": usual * math.sqrt(len(errors)) / size if size else math.inf,
+    }  # fmt: skip

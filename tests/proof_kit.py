@@ -16,6 +16,8 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
             "step": step, "data": [], "loss": loss, "grad_norm": norm, "rate": 0.01, "rates": [0.01],
             "own_gradient": True, "gaps": {"a.weight": (1e-6, "a.1.weight")}, "missing": [], "stale": [], "biases": [],
             "apart": [],
+            "blocks": [{"name": "logits", "certain": 1.0, "typical": 1.0, "token": 1.0, "token_at": [0, 0],
+                        "position": 1.0, "position_at": 0, "share": 0.0, "noise": 1e-6}],
             "used_norm": norm, "rounded": 0.0,
             "update": {"gap": 0.0, "name": ""}, "closest": 1.0, "regular": step == 1,
             "noise": {"loss": 1e-9, "grad_norm": 1e-8, "gaps": {"a.weight": (1e-7, "a.0.weight")}},
@@ -28,6 +30,7 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
     moved: dict[str, list[str]] = {"still": [], "frozen_moved": []}
     return {
         "precision": "fp32",
+        "compiled": False,
         "whole": True,
         "max_norm": 1.0,
         "summands": 2,

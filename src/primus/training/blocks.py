@@ -40,7 +40,7 @@ class Blocks:
             ]
 
     def taken(self) -> dict[str, list[Tensors]]:
-        """Return name of a module → its inputs, outputs and their gradients, one mapping per call; and remove the hooks.
+        """Return name of a module → its inputs, outputs and their gradients, per call; and remove the hooks.
 
         Names are ``layers.N``, ``transformer_blocks.N``, ``single_transformer_blocks.N`` and ``output``. The output
         layer's calls have no inputs.

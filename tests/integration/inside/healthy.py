@@ -10,6 +10,7 @@ a line as well. When the time is over, the runs in progress are ended and not wr
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -43,6 +44,26 @@ def job_of(cell: Cell, gpu: str, seed: int, steps: int, folder: Path) -> Job:
     return suite.plan(recipe, folder, words, choices, level="quick")[0]
 
 
+def largest(proof: Path) -> dict[str, list[object]]:
+    """The largest errors of blocks, as multiples of the noise, and shares of constants, in deviations; with names."""
+    found = json.loads(proof.read_text(encoding="utf-8")) if proof.exists() else {}
+    rows = [(f"step {step['step']}: {row['name']}", row) for step in found.get("steps", ()) for row in step["blocks"]]
+    seen = [(key, row[key], name) for name, row in rows for key in ("typical", "token", "position") if key in row]
+    seen += [
+        ("longer", abs(row["share"]), f"{name} ± {row['noise']:.2g}")
+        for name, row in rows
+        if "share" in row and "gradients" not in name
+    ]
+    for name, row in found.get("constants", {}).items():
+        share = abs(row["share"] - row["rounding"])
+        if share > 0.05:
+            seen.append(("constant", share / row["deviation"], f"{name}: {share:.2g}"))
+    kept: dict[str, list[object]] = {}
+    for key, value, name in sorted(seen, key=lambda one: one[1]):
+        kept[key] = [round(value, 5), name]
+    return kept
+
+
 def one(cell: Cell, gpu: str, seed: int, steps: int, out: Path, port: int) -> None:
     """Train and judge one run, and append its line to ``out``."""
     row: Row = dict(zip(KEYS, cell, strict=True)) | {"seed": seed}
@@ -58,6 +79,7 @@ def one(cell: Cell, gpu: str, seed: int, steps: int, out: Path, port: int) -> No
             "judged": job.judged,
             "checks": len(found),
             "failed": failed,
+            "largest": largest(job.output / "proof.json"),
             "torch": left.facts.get("versions", {}).get("torch", ""),
             "seconds": round(time.monotonic() - began, 1),
             **({} if fine else {"stacks": {rank: text[:4000] for rank, text in stacks(job.output).items()}}),

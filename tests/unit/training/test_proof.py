@@ -124,36 +124,24 @@ EPSILON = "norm epsilon + 0.001"
 @pytest.mark.parametrize(
     ("constants", "told"),
     [
-        ({EPSILON: {"share": 0.1, "rounding": 0.02, "deviation": 0.01}}, ""),
-        ({EPSILON: {"share": 1.0, "rounding": 0.02, "deviation": 0.01}}, f"{EPSILON}: the gradients show 1.00 of it"),
-        ({EPSILON: {"share": -0.6, "rounding": 0.02, "deviation": 0.01}}, f"{EPSILON}: the gradients show -0.60 of it"),
+        ({EPSILON: {"share": 0.1, "rounding": 0.05, "deviation": 0.01}}, ""),
+        ({EPSILON: {"share": 1.0, "rounding": 0.02, "deviation": 0.01}}, f"{EPSILON}: the blocks show 1.00 of it"),
+        ({EPSILON: {"share": -0.2, "rounding": 0.02, "deviation": 0.01}}, f"{EPSILON}: the blocks show -0.20 of it"),
         (
             {EPSILON: {"share": float("nan"), "rounding": 0.02, "deviation": 0.01}},
-            f"{EPSILON}: the gradients show nan of it",
+            f"{EPSILON}: the blocks show nan of it",
         ),
         # What rounding alone may show is no fault, and is no proof either.
-        ({EPSILON: {"share": 1.0, "rounding": 0.1, "deviation": 0.3}}, ""),
+        ({EPSILON: {"share": 1.0, "rounding": 0.1, "deviation": 0.1}}, ""),
         # The opposite of some changes is no fault.
         ({EPSILON: {"share": -0.6, "rounding": 0.0, "deviation": 0.01, "one_sided": True}}, ""),
         (
             {EPSILON: {"share": 0.6, "rounding": 0.0, "deviation": 0.01, "one_sided": True}},
-            f"{EPSILON}: the gradients show 0.60 of it",
+            f"{EPSILON}: the blocks show 0.60 of it",
         ),
         # Where the reference shows the same, it is the rounding.
-        ({EPSILON: {"share": 0.8, "rounding": 0.4, "deviation": 0.1}}, ""),
-        ({EPSILON: {"share": 0.4, "rounding": -0.4, "deviation": 0.1}}, f"{EPSILON}: the gradients show 0.40 of it"),
-        # One step of unusual rounding is no wrong constant; a share far beyond the deviation is.
-        ({EPSILON: {"share": 0.6, "rounding": 0.0, "deviation": 0.1, "every": False}}, ""),
-        (
-            {EPSILON: {"share": 0.6, "rounding": 0.0, "deviation": 0.05, "every": False}},
-            f"{EPSILON}: the gradients show 0.60 of it",
-        ),
-        # A rounding that the reference repeats is judged from where the reference finds itself.
-        ({EPSILON: {"share": 0.45, "rounding": 0.41, "deviation": 0.02, "eight": True}}, ""),
-        (
-            {EPSILON: {"share": 0.45, "rounding": 0.05, "deviation": 0.02, "eight": True}},
-            f"{EPSILON}: the gradients show 0.45 of it",
-        ),
+        ({EPSILON: {"share": 0.8, "rounding": 0.75, "deviation": 0.001}}, ""),
+        ({EPSILON: {"share": 0.4, "rounding": -0.4, "deviation": 0.05}}, f"{EPSILON}: the blocks show 0.40 of it"),
         ({}, "the reference did not compare this"),
     ],
 )
@@ -161,6 +149,46 @@ def test_a_constant_is_judged_as_closely_as_rounding_allows(constants: dict[str,
     found = evidence(SEEN) | {"precision": "bf16", "constants": constants}
     verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference constants")
     assert (verdict.reason if not verdict.passed else "") == told
+
+
+FINE = {
+    "name": "layers.1", "certain": 1.0, "typical": 1.2, "token": 3.0, "token_at": [5, 127], "position": 2.0,
+    "position_at": 127, "share": 1e-4, "noise": 3e-3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("precision", "change", "told"),
+    [
+        ("bf16", {}, ""),
+        ("bf16", {"typical": 2.5}, "most tokens differ by 2.5 × rounding"),
+        ("fp8", {"typical": 2.5}, ""),
+        ("bf16", {"typical": float("nan")}, "most tokens differ by nan × rounding"),
+        ("bf16", {"token": 40.0}, "token 127 of sample 5 differs by 40.0 × rounding"),
+        ("bf16", {"position": 8.0}, "tokens at position 127 differ by 8.0 × rounding"),
+        ("bf16", {"share": -3e-3}, "what it computes is 0.30% too short"),
+        # Rounding this large may do so.
+        ("bf16", {"share": -3e-3, "noise": 0.05}, ""),
+        ("bf16", {"name": "gradients of layers.1", "share": -3e-3}, ""),
+        ("bf16", {"name": "logits", "share": 1e-3}, "what it computes is 0.10% too long"),
+    ],
+)
+def test_a_block_is_judged_token_by_token(precision: str, change: dict[str, Any], told: str) -> None:
+    found = evidence(SEEN) | {"precision": precision}
+    found["steps"][0]["blocks"] = [FINE | change]
+    verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference blocks")
+    name = change.get("name", "layers.1")
+    assert (verdict.reason if not verdict.passed else "") == (told and f"step 1: {name}: {told}")
+
+
+def test_blocks_without_evidence_do_not_pass_unless_the_model_is_compiled() -> None:
+    found = evidence(SEEN)
+    for row in found["steps"]:
+        row["blocks"] = []
+    assert failing(found) == ["reference blocks"]
+    assert failing(found | {"compiled": True}) == []
+    found["steps"][0]["blocks"] = "layers.1 ran 0 times for 2 micro-batches"
+    assert failing(found) == ["reference blocks"]
 
 
 def test_constants_that_rounding_hides_are_named() -> None:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from primus.training.reference.constants import Products, Trial, products_of_blocks
 from primus.training.reference.data import Samples
 from primus.training.reference.diffusion import Diffusion
 from primus.training.reference.model import Model
 from primus.training.reference.names import Tensors
 
+AnyModel = Model | Diffusion
 # One call of a module: its inputs, outputs and their gradients, by the names of primus.training.blocks.
 Call = Mapping[str, torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
@@ -31,13 +33,16 @@ Computed = tuple[torch.Tensor, torch.Tensor]
 _AHEAD = 8.0
 # A token in doubt whose error is this many times the noise went to another expert.
 _FLIPPED = 8.0
-# Relative differences that come from adding in another order.
+# Relative differences that come from adding in another order; and those of FLUX's time, whose angles of up to 1,000
+# radians are float32 numbers.
 _FLOOR = 1e-6
+_FLOOR_OF_TIME = 1e-4
+_SMALLEST = 1e-30
 # The least number of tokens of a sample whose median is that of the sample.
 _ENOUGH = 8
 
 
-class Unlike(Exception):  # noqa: N818 - the message is the finding
+class Unlike(Exception):
     """The run's modules were not called as the model's definition says."""
 
 
@@ -55,6 +60,8 @@ class Result:
     exact: torch.Tensor
     rounded: torch.Tensor
     certain: torch.Tensor
+    floor: float = _FLOOR
+    moved: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def errors(self) -> torch.Tensor:
@@ -69,20 +76,28 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The model without rounding and with that of the run, each with the weights that it computes with."""
+    """The model without rounding and with that of the run, each with the weights that it computes with.
 
-    exact: Model | Diffusion
-    rounded: Model | Diffusion
+    ``plain`` is the exact model without FP8, and ``trials`` are what :func:`.constants.trials` returns.
+    """
+
+    exact: AnyModel
+    rounded: AnyModel
     weights: Tensors
     narrow: Tensors
+    plain: AnyModel
+    trials: Mapping[str, Trial]
 
     def both(self, compute: Callable[[Any, Tensors], Any]) -> tuple[Any, Any]:
         """Return the results of both."""
         return compute(self.exact, self.weights), compute(self.rounded, self.narrow)
 
 
-def compare(folder: Path, job: Mapping[str, Any], step: int, samples: Samples, pair: Pair) -> list[dict[str, Any]]:
-    """Return for each module how its errors at ``step`` compare with the noise; see :func:`_figures`.
+def compare(
+    folder: Path, job: Mapping[str, Any], step: int, samples: Samples, pair: Pair
+) -> tuple[list[dict[str, Any]], Products]:
+    """Return for each module how its errors at ``step`` compare with the noise, see :func:`_figures`; and with the
+    effects of changed constants.
 
     Raises Unlike if the run's modules were not called as they should be.
     """
@@ -95,12 +110,17 @@ def compare(folder: Path, job: Mapping[str, Any], step: int, samples: Samples, p
     if sorted(seen) != list(range(ranks)):
         raise Unlike(f"the ranks {sorted(seen)} of {ranks} left what their blocks computed")
     found: dict[str, list[Result]] = {}
-    for rank, batch in enumerate(batches):
-        for number, parts in enumerate(zip(*(tensor.chunk(count) for tensor in batch.values()), strict=True)):
-            run = _Run(seen[rank], number, count)
-            for result in _results(run, pair, dict(zip(batch, parts, strict=True)), scale / terms, scale / ranks / count):
+    for rank, whole in enumerate(batches):
+        for number, parts in enumerate(zip(*(tensor.chunk(count) for tensor in whole.values()), strict=True)):
+            run, batch = _Run(seen[rank], number, count), dict(zip(whole, parts, strict=True))
+            if isinstance(pair.exact, Diffusion):
+                results = _of_images(run, pair.exact, pair, batch, scale / terms)
+            else:
+                results = _of_text(run, pair.exact, pair, batch, scale / terms, scale / ranks / count)
+            for result in results:
                 found.setdefault(result.name, []).append(result)
-    return [{"name": name, **_figures(results)} for name, results in found.items()]
+    rows = [{"name": name, **_figures(results)} for name, results in found.items()]
+    return rows, products_of_blocks(list(pair.trials), (one for results in found.values() for one in results))
 
 
 def _calls(folder: Path, step: int) -> dict[int, dict[str, list[list[Call]]]]:
@@ -163,12 +183,13 @@ def _arranged(parts: Sequence[torch.Tensor], shape: Sequence[int], name: str) ->
     raise Unlike(f"{name} computed {len(parts)} × {list(parts[0].shape)}, not {list(shape)}")
 
 
-def _results(run: _Run, pair: Pair, batch: Batch, per_term: float, per_call: float) -> Iterator[Result]:
-    """Yield what entered the first block, what each block and the output layer returned, and their gradients."""
-    if isinstance(pair.exact, Diffusion):
-        yield from _of_images(run, pair, batch, per_term)
-        return
-    tokens, sizes, layers = batch["inputs"], pair.exact.sizes, pair.exact.sizes.layers
+def _of_text(run: _Run, model: Model, pair: Pair, batch: Batch, per_term: float, per_call: float) -> Iterator[Result]:
+    """Yield what entered the first block, what each block and the output layer returned, and their gradients.
+
+    The run's backward pass begins with each loss times ``per_term``, and each block's balancing loss times
+    ``per_call``.
+    """
+    tokens, sizes, layers = batch["inputs"], model.sizes, model.sizes.layers
     shape = (*tokens.shape, sizes.hidden_size)
     inside, outside = {"in.hidden_states": shape}, {"out.0": shape}
     every = torch.ones(tokens.shape, dtype=torch.bool)
@@ -179,10 +200,12 @@ def _results(run: _Run, pair: Pair, batch: Batch, per_term: float, per_call: flo
         if last is None:
             exact, rounded = pair.both(lambda model, weights: model.embedded(weights, tokens))
             yield Result(name="embeddings", given=None, run=given, exact=exact, rounded=rounded, certain=every)
-        yield from _of_block(
-            run, name, inside, outside, pair, given, per_call,
-            lambda model, weights, states, layer=layer: model.block(weights, layer, states),
-        )  # fmt: skip
+
+        def block(model: Any, weights: Tensors, states: torch.Tensor, layer: int = layer) -> Computed:
+            computed: Computed = model.block(weights, layer, states)
+            return computed
+
+        yield from _of_block(run, name, inside, outside, pair, given, per_call, block)
         last = run.read(name, outside)
     assert last is not None
     logits = run.read("output", {"out.0": (*tokens.shape, sizes.vocab_size)}) if "output" in run.calls else None
@@ -195,17 +218,18 @@ def _results(run: _Run, pair: Pair, batch: Batch, per_term: float, per_call: flo
         )  # fmt: skip
 
 
-def _of_images(run: _Run, pair: Pair, batch: Batch, per_term: float) -> Iterator[Result]:
+def _of_images(run: _Run, model: Diffusion, pair: Pair, batch: Batch, per_term: float) -> Iterator[Result]:
     """Yield the same for FLUX, whose blocks have two streams."""
     images, tokens, _ = batch["latents"].shape
-    texts, width = batch["text"].shape[1], pair.exact.sizes.hidden_size
+    texts, width = batch["text"].shape[1], model.sizes.hidden_size
     text, image = (images, texts, width), (images, tokens, width)
     inside = {"in.encoder_hidden_states": text, "in.hidden_states": image}
     outside = {"out.0": text, "out.1": image}
     every = torch.ones(images, texts + tokens, dtype=torch.bool)
     last: torch.Tensor | None = None
     time = torch.empty(0)
-    for name in pair.exact.blocks():
+    names = model.blocks()
+    for name in names:
         given = _entered(run, name, inside, last)
         seen = [call["in.temb"] for each in run.calls[name] for call in each]
         if last is None:
@@ -214,21 +238,20 @@ def _of_images(run: _Run, pair: Pair, batch: Batch, per_term: float) -> Iterator
             yield Result(name="embeddings", given=None, run=given, exact=states, rounded=near, certain=every)
             yield Result(
                 name="time", given=None, run=time[:, None], exact=own[:, None], rounded=rounded[:, None],
-                certain=every[:, :1],
+                certain=every[:, :1], floor=_FLOOR_OF_TIME,
             )  # fmt: skip
         elif not torch.equal(seen[run.number], time):
             raise Unlike(f"{name} did not get the time that the first block got")
-        yield from _of_block(
-            run, name, inside, outside, pair, given, 0.0,
-            lambda model, weights, states, name=name: (
-                model.block(weights, name, states, time.to(states.dtype)), states.new_zeros(())
-            ),
-        )  # fmt: skip
+
+        def block(model: Any, weights: Tensors, states: torch.Tensor, name: str = name) -> Computed:
+            return model.block(weights, name, states, time.to(states.dtype)), states.new_zeros(())  # noqa: B023
+
+        yield from _of_block(run, name, inside, outside, pair, given, 0.0, block)
         last = run.read(name, outside)
     assert last is not None
     velocity = run.read("output", {"out.0": tuple(batch["latents"].shape)})
     assert velocity is not None
-    back = run.read(name, outside, "grad.")
+    back = run.read(names[-1], outside, "grad.")
     yield from _of_output(
         "velocity", velocity, pair, last, back, every[:, texts:],
         lambda model, weights, states: model.velocity(weights, states, time.to(states.dtype)),
@@ -269,16 +292,26 @@ def _of_block(
     (exact, own), (rounded, near) = pair.both(one)
     sure = torch.ones(given.shape[:2], dtype=torch.bool)
     if isinstance(pair.exact, Model) and pair.exact.choices:
-        sure = _sure(pair).view_as(sure)
+        sure = _sure(pair.exact, pair.rounded).view_as(sure)
         pair.both(lambda model, _: model.choices.clear())
-    result = Result(name=name, given=given, run=returned, exact=exact, rounded=rounded, certain=sure)
+    shown = {name: trial for name, trial in pair.trials.items() if trial.shows == "outputs"}
+    result = Result(
+        name=name, given=given, run=returned, exact=exact, rounded=rounded, certain=sure,
+        moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, given.to(exact.dtype))[0]),
+    )  # fmt: skip
     yield result
     if own is not None and near is not None and back is not None:
         if not sure.all():
             # Attention spreads the gradient of a token that went to another expert over its sample.
             usual = _FLIPPED * _mean_square(result.noises[sure])
             sure = sure & (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
-        yield Result(name=f"gradients of {name}", given=back_out, run=back, exact=own, rounded=near, certain=sure)
+        yield Result(
+            name=f"gradients of {name}", given=back_out, run=back, exact=own, rounded=near, certain=sure,
+            moved={
+                key: one(trial.model, pair.weights)[1] - own
+                for key, trial in pair.trials.items() if trial.shows == "gradients"
+            },
+        )  # fmt: skip
 
 
 def _of_output(
@@ -288,23 +321,45 @@ def _of_output(
 ) -> Iterator[Result]:  # fmt: skip
     """Yield what the output layer returned, and the gradients of ``loss`` that enter the last block."""
 
+    moved: dict[str, torch.Tensor] = {}
+
     def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         states = given.detach().to(_dtype(weights)).requires_grad_()
         out = compute(model, weights, states)
-        return out.detach(), model.between(torch.autograd.grad(loss(model, out), states)[0])
+        value = loss(model, out)
+        own = torch.autograd.grad(value, states, retain_graph=True)[0]
+        for key, trial in pair.trials.items() if model is pair.exact else ():
+            if trial.shows == "loss":
+                moved[key] = torch.autograd.grad(loss(trial.model, out) - value, states, retain_graph=True)[0]
+        return out.detach(), model.between(own)
 
     (exact, own), (rounded, near) = pair.both(one)
-    yield Result(name=name, given=None, run=returned, exact=exact, rounded=rounded, certain=certain)
+    shown = {name: trial for name, trial in pair.trials.items() if trial.model.constants.norm_eps}
+    yield Result(
+        name=name, given=None, run=returned, exact=exact, rounded=rounded, certain=certain,
+        moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, given.to(exact.dtype))),
+    )  # fmt: skip
     if back is not None:
         every = torch.ones(own.shape[:2], dtype=torch.bool)
-        yield Result(name=f"gradients of {name}", given=None, run=back, exact=own, rounded=near, certain=every)
+        yield Result(
+            name=f"gradients of {name}", given=None, run=back, exact=own, rounded=near, certain=every, moved=moved
+        )
 
 
-def _sure(pair: Pair) -> torch.Tensor:
+def _moved(
+    trials: Mapping[str, Trial], pair: Pair, exact: torch.Tensor, compute: Callable[[Any], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return how far each of ``trials`` moves the outputs."""
+    with torch.no_grad():
+        plain = compute(pair.plain) if trials and pair.plain is not pair.exact else exact
+        return {name: compute(one.model) - (exact if one.rounds else plain) for name, one in trials.items()}
+
+
+def _sure(exact: Model, rounded: AnyModel) -> torch.Tensor:
     """Return which tokens [tokens] go to the same experts in any rounding."""
-    (choice,), (other,) = pair.exact.choices.values(), pair.rounded.choices.values()
+    (choice,), (other,) = exact.choices.values(), rounded.choices.values()
     moved = (other.to(choice.dtype) - choice).abs().amax(-1)
-    return ~pair.exact.doubtful(choice, _AHEAD * moved.clamp(min=_mean_square(moved)))
+    return ~exact.doubtful(choice, _AHEAD * moved.clamp(min=_mean_square(moved)))
 
 
 def _dtype(weights: Tensors) -> torch.dtype:
@@ -319,10 +374,11 @@ def _mean_square(values: torch.Tensor) -> float:
 def _figures(results: Sequence[Result]) -> dict[str, Any]:
     """Return the errors as multiples of the noise.
 
-    ``typical`` is that of the median token, in the sample where it is largest, ``token`` the largest of all, and ``position`` the largest root mean square
-    over all tokens at one position; ``token_at`` and ``position_at`` say where. ``certain`` is the share of the tokens
-    that could be compared. ``share`` is the part of the errors along the module's own change of its input, relative
-    to it, beyond that of the noise; ``noise`` is the size of the noise, also relative to it.
+    ``typical`` is that of the median token, in the sample where it is largest, ``token`` the largest of all, and
+    ``position`` the largest root mean square over all tokens at one position; ``token_at`` and ``position_at`` say
+    where. ``certain`` is the share of the tokens that could be compared. ``share`` is the part of the errors along the
+    module's own change of its input, relative to it, beyond that of the noise; ``noise`` is the size of the noise, also
+    relative to it.
     """
     sure = torch.cat([one.certain for one in results])
     own, noise = (torch.cat([getattr(one, key) for one in results]).double() for key in ("errors", "noises"))
@@ -331,7 +387,8 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     row: dict[str, Any] = {"certain": float(sure.double().mean())}
     if not sure.any():
         return row
-    floor = _FLOOR * _mean_square(exact[sure].norm(dim=-1))
+    # Before the first update of a layer that begins at 0, all gradients are 0.
+    floor = results[0].floor * _mean_square(exact[sure].norm(dim=-1)) + _SMALLEST
     usual = _mean_square(noise[sure]) + floor
     ratios = torch.where(sure, own / noise.clamp(min=usual), 0.0)
     at = int(ratios.argmax())

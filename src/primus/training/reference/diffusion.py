@@ -39,14 +39,19 @@ class Diffusion:
     constants: Constants = field(default_factory=Constants)
     closest: float = math.inf
     sent: dict[str, torch.Tensor] = field(default_factory=dict)
+    choices: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def losses(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean squared error of each image's velocity, noise − latents; and 0 for the balancing loss."""
+        found = self.prediction(weights, batch)
+        return self.errors(found, batch), found.new_zeros(())
+
+    def prediction(self, weights: Weights, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the velocity [images, tokens, channels] of each token of the images."""
         states, given = self.entered(weights, batch)
         for name in self.blocks():
             states = self.block(weights, name, states, given)
-        found = self.velocity(weights, states, given)
-        return self.errors(found, batch), found.new_zeros(())
+        return self.velocity(weights, states, given)
 
     def blocks(self) -> list[str]:
         """Return the names of the blocks in order."""

@@ -182,8 +182,7 @@ class Model:
         return (total - chosen + given.z_loss * total.square()) * trained
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
-        # Routed experts use grouped products, which stay in the precision of the weights.
-        eight, given = None if ".experts." in name else self.eight, self.constants
+        eight, given = self.eight if is_narrow(name + ".weight") else None, self.constants
 
         def multiply(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if eight is None:
@@ -366,6 +365,14 @@ class Model:
             mean = scores.unflatten(0, (samples, length)).mean(1)
         total = (sent * mean).sum() * moe.experts / moe.top_k
         return moe.auxiliary_loss * (total if kind == "batch" else total / samples)
+
+
+def is_narrow(name: str) -> bool:
+    """Return whether a weight is multiplied in FP8 if linear layers are.
+
+    Routed experts use grouped products, which stay in the precision of the weights.
+    """
+    return "_proj" in name and ".experts." not in name
 
 
 def log_sum_exp(values: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from primus.recipes.known import CPU
 from primus.training.reference import blocks, constants, data, diffusion, first, parameters, saved, update
 from primus.training.reference.constants import Products
 from primus.training.reference.gaps import gaps_of, scales_of, typical
-from primus.training.reference.model import Dialect, Model, bfloat, exact
+from primus.training.reference.model import Dialect, Model, bfloat, exact, is_narrow
 from primus.training.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
 from primus.training.reference.parameters import is_trained, kept_dtype, without_bias
 
@@ -67,7 +67,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
                 after = _weights(job, sizes, folder, one.step)
                 found["steps"].append(replayed.compare(one, before, after))
                 before = after
-            found["constants"] = replayed.constants(steps, pool)
+        found["constants"] = replayed.constants()
         found["moved"] = parameters.moved(job, start, before, replayed.moving)
         found["narrow"] = replayed.narrow
         found["saved"] = saved.differences(output, job, sizes, before)
@@ -93,8 +93,9 @@ class _Step:
 
     ``used`` are the gradients that the run's optimizer used, by the reference's names, and ``seen`` what else it left
     of the update; both are None if the optimizer did not run. ``limited`` are the reference's clipped gradients, kept
-    if there are no others. ``sent`` is the number of tokens of each expert, by layer. ``products`` is what
-    :meth:`.constants.Fit.add` gets, at some steps, and ``blocks`` what :func:`.blocks.compare` returns, or its error.
+    if there are no others. ``sent`` is the number of tokens of each expert, by layer. At some steps, ``blocks`` and
+    ``of_blocks`` are what :func:`.blocks.compare` returns, or its error, and ``of_weights`` what
+    :func:`.constants.products` returns.
     """
 
     step: int
@@ -104,8 +105,9 @@ class _Step:
     figures: dict[str, Any]
     limited: Tensors | None
     sent: Mapping[str, torch.Tensor]
-    products: Products | None
+    of_weights: Products | None
     blocks: list[dict[str, Any]] | str = field(default_factory=list)
+    of_blocks: Products | None = None
 
 
 class _Replay:
@@ -129,24 +131,16 @@ class _Replay:
         self.moving: set[str] = set()
         first, last = job["first_step"], job["last_step"]
         self._noisy = {first + number * (last - first) // (_NOISY - 1) for number in range(_NOISY)}
+        # In FP32, gradients show what a block computes wrongly, and float64 takes twice as long.
+        self._examined = {first, last} & {*job["examined"]} if self._exact else {*job["examined"]}
         self._samples = data.samples(job)
         self._dialect = _dialect(job)
-        self._fit = constants.Fit(job["backend"], routed=sizes.moe.experts > 0)
+        self._fits = constants.Fit(job["backend"]), constants.Fit(job["backend"])
 
-    def constants(self, steps: Sequence[int], pool: Executor) -> dict[str, dict[str, Any]]:
-        """Return the result of :class:`.constants.Fit`. In FP32, the other limits are sufficient.
-
-        If a constant seems to be changed after a few steps, all ``steps`` decide.
-        """
-        if self._fit.suspicious():
-            others = [step for step in steps if step not in self._noisy]
-            for one in pool.map(lambda step: self._compute(step, noisy=True, trials=True), others):
-                self._add(one)
-        return self._fit.found()
-
-    def _add(self, one: _Step) -> None:
-        if one.products is not None:
-            self._fit.add(one.products)
+    def constants(self) -> dict[str, dict[str, Any]]:
+        """Return the results of :class:`.constants.Fit`. In FP32, the other limits are sufficient."""
+        of_blocks, of_weights = self._fits
+        return of_blocks.found() | of_weights.found()
 
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
         """Compute losses and gradients of ``steps``, and the noise of some, in the threads of ``pool``."""
@@ -171,7 +165,7 @@ class _Replay:
         self.narrow |= one.narrow
         row |= one.figures | {
             "regular": step in self._noisy,
-            "blocks": one.blocks,
+            "blocks": one.blocks if step in self._examined else [],
             "own_gradient": seen is not None,
             "stale": seen["stale"] if seen else [],
         }
@@ -180,7 +174,9 @@ class _Replay:
             row["rates"] = sorted(set(seen["rates"].values()))
         if used is not None:
             row["used_norm"], row["rounded"] = update.norm_of(used), self._least_rounded(step, used)
-        self._add(one)
+        for fit, products in zip(self._fits, (one.of_blocks, one.of_weights), strict=True):
+            if products is not None:
+                fit.add(products)
         row["biases"] = self._biases(before, after, one.figures["closest"], one.sent)
         gradients = used if used is not None else one.limited
         expected = self._optimizer.update(_wide(without_bias(before)), _wide(gradients or {}), rate)
@@ -205,19 +201,23 @@ class _Replay:
 
     def _compute_planned(self, step: int) -> _Step:
         planned = step in self._noisy
-        one = self._compute(step, noisy=planned, trials=planned and not self._exact)
-        return replace(one, blocks=self._blocks(step)) if step in self._job["examined"] else one
+        one = self._compute(step, noisy=planned, trials=planned)
+        return self._with_blocks(one) if step in self._examined else one
 
-    def _blocks(self, step: int) -> list[dict[str, Any]] | str:
-        before = _weights(self._job, self._sizes, self._folder, step - 1)
+    def _with_blocks(self, one: _Step) -> _Step:
+        before = _weights(self._job, self._sizes, self._folder, one.step - 1)
         wide, narrow = (self._rounded(before, dtype) for dtype in (torch.float64, torch.float32))
+        model = self._model()
         pair = blocks.Pair(
-            exact=self._model(), rounded=self._rounding_model(), weights=wide if self._exact else narrow, narrow=narrow
-        )
+            exact=model, rounded=self._rounding_model(), weights=wide if self._exact else narrow, narrow=narrow,
+            plain=replace(model, eight=None, choices={}) if isinstance(model, Model) and model.eight else model,
+            trials={} if self._exact else constants.trials(model),
+        )  # fmt: skip
         try:
-            return blocks.compare(self._folder, self._job, step, self._samples, pair)
+            rows, products = blocks.compare(self._folder, self._job, one.step, self._samples, pair)
         except blocks.Unlike as error:
-            return str(error)
+            return replace(one, blocks=str(error))
+        return replace(one, blocks=rows, of_blocks=None if self._exact else products)
 
     def _compute(self, step: int, *, noisy: bool, trials: bool = False) -> _Step:
         """Compute the reference's figures of ``step`` and the gaps of the run's gradients; with ``noisy``, also the
@@ -262,7 +262,7 @@ class _Replay:
             figures=found,
             limited=limited if used is None else None,
             sent=model.sent if isinstance(model, Model) else {},
-            products=products,
+            of_weights=products,
         )
 
     def _other_experts(
@@ -290,20 +290,13 @@ class _Replay:
         pairs.append((self._gap(step, "grad_norm", found), noise["grad_norm"] / _SUSPECT))
         return any(1e-5 + _SUSPECT * usual < gap <= 10 * _SUSPECT * usual for gap, usual in pairs)
 
-    def _trials(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> Products:
-        """Compute the gradients with each constant changed, and their products with the run's errors."""
-
-        def gradients(model: Model | diffusion.Diffusion) -> Tensors:
-            found = self._gradients(step, weights, model)[2]
-            return update.clipped(found, update.norm_of(found), self._given.max_norm)
-
-        model = self._model()
-        plain = gradients(replace(model, eight=None)) if isinstance(model, Model) and model.eight else own
-        changed = {name: gradients(trial) for name, trial in constants.trials(model).items()}
-        for name, trial in constants.trials_of_eight(model).items():
-            # These differ from the reference with its rounding, the others from the one without.
-            changed[name] = {key: plain[key] + (other - own[key]) for key, other in gradients(trial).items()}
-        return constants.products(used, own, rounded, plain, changed)
+    def _trials(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> Products | None:
+        """Compute the gradients with each change that shows only there, and their products with the run's errors."""
+        changed = {}
+        for name, trial in constants.trials_of_weights(self._model()).items():
+            found = self._gradients(step, weights, trial)[2]
+            changed[name] = update.clipped(found, update.norm_of(found), self._given.max_norm)
+        return constants.products(used, own, rounded, changed) if changed else None
 
     def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
         """Return which router biases did not move towards the mean number of tokens."""
@@ -361,13 +354,19 @@ class _Replay:
 
     def _rounded(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
         """Return ``weights`` as the run computes with them, in ``dtype``, and the scale of adapters."""
-        narrow = {n: t if self._exact or n.endswith(BIAS) else t.to(torch.bfloat16) for n, t in weights.items()}
-        found = {name: tensor.to(dtype) for name, tensor in narrow.items()}
+        found = {name: (t if self._kept(name) else t.to(torch.bfloat16)).to(dtype) for name, t in weights.items()}
         if self._job["mode"] == "lora":
             config = self._job["config"]
             scale = float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16))
             found[".adapter_scale"] = torch.tensor(scale, dtype=torch.float64)
         return found
+
+    def _kept(self, name: str) -> bool:
+        """Return whether the run computes with the weight ``name`` as it is stored, not rounded to bfloat16."""
+        # torchtitan can gather weights in FP8, which it then rounds from float32.
+        gathered = self._job["config"].get("quantize.linear.float8.enable_fsdp_float8_all_gather")
+        eight = self._job["precision"] == "fp8" and gathered and is_narrow(name)
+        return self._exact or name.endswith(BIAS) or bool(eight)
 
     def _batches(self, step: int) -> list[str]:
         """Return which of the run's micro-batches differ from the recipe's."""

@@ -57,7 +57,10 @@ def main(argv: list[str]) -> None:
 
     if (tokenizer := str(job["assets"]["tokenizer"])).startswith(HUB):
         sys.argv += ["--model.hf_assets_path", _tokenizer_of(tokenizer.removeprefix(HUB))]
-    train(observed_trainer(Path(job["output"]) / "facts.json", job["identity"], faster, judged=job["witness"], examined=job["examined"]))
+    trainer = observed_trainer(
+        Path(job["output"]) / "facts.json", job["identity"], faster, judged=job["witness"], examined=job["examined"]
+    )
+    train(trainer)
     if on_cpu:
         leave()
 

@@ -16,13 +16,18 @@ from primus.turbo.optimizations import active
 
 
 def observed_trainer(
-    facts_file: Path, known: Mapping[str, Any], faster: Sequence[str] = (), *, judged: bool = False, examined: Sequence[int] = ()
+    facts_file: Path,
+    known: Mapping[str, Any],
+    faster: Sequence[str] = (),
+    *,
+    judged: bool = False,
+    examined: Sequence[int] = (),
 ) -> type:
     """Return a subclass of torchtitan's Trainer that writes ``facts_file``, and the identity ``known`` into
     checkpoints.
 
     Only the optimizations in ``faster`` change the training. A ``judged`` run also records what the reference
-    compares with: :mod:`primus.training.witness`.
+    compares with: :mod:`primus.training.witness`; what blocks compute at the steps ``examined``.
     """
     import torch
     import torch.distributed as dist

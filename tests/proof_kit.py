@@ -39,5 +39,5 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         "moved": moved,
         "first": [],
         "saved": [],
-        "constants": {"norm epsilon + 0.001": {"share": 0.01, "rounding": 0.02, "deviation": 0.01}},
+        "constants": {"norm epsilon + 0.001": {"share": 0.01, "rounding": 0.02, "deviation": 0.01, "biased": False}},
     }

@@ -124,24 +124,33 @@ EPSILON = "norm epsilon + 0.001"
 @pytest.mark.parametrize(
     ("constants", "told"),
     [
-        ({EPSILON: {"share": 0.1, "rounding": 0.05, "deviation": 0.01}}, ""),
-        ({EPSILON: {"share": 1.0, "rounding": 0.02, "deviation": 0.01}}, f"{EPSILON}: the blocks show 1.00 of it"),
-        ({EPSILON: {"share": -0.2, "rounding": 0.02, "deviation": 0.01}}, f"{EPSILON}: the blocks show -0.20 of it"),
+        ({EPSILON: {"share": 0.1, "rounding": 0.05, "deviation": 0.01, "biased": False}}, ""),
         (
-            {EPSILON: {"share": float("nan"), "rounding": 0.02, "deviation": 0.01}},
+            {EPSILON: {"share": 1.0, "rounding": 0.02, "deviation": 0.01, "biased": False}},
+            f"{EPSILON}: the blocks show 1.00 of it",
+        ),
+        (
+            {EPSILON: {"share": -0.2, "rounding": 0.02, "deviation": 0.01, "biased": False}},
+            f"{EPSILON}: the blocks show -0.20 of it",
+        ),
+        (
+            {EPSILON: {"share": float("nan"), "rounding": 0.02, "deviation": 0.01, "biased": False}},
             f"{EPSILON}: the blocks show nan of it",
         ),
         # What rounding alone may show is no fault, and is no proof either.
-        ({EPSILON: {"share": 1.0, "rounding": 0.1, "deviation": 0.1}}, ""),
+        ({EPSILON: {"share": 1.0, "rounding": 0.1, "deviation": 0.2, "biased": False}}, ""),
         # The opposite of some changes is no fault.
-        ({EPSILON: {"share": -0.6, "rounding": 0.0, "deviation": 0.01, "one_sided": True}}, ""),
+        ({EPSILON: {"share": -0.6, "rounding": 0.0, "deviation": 0.01, "biased": False, "one_sided": True}}, ""),
         (
-            {EPSILON: {"share": 0.6, "rounding": 0.0, "deviation": 0.01, "one_sided": True}},
+            {EPSILON: {"share": 0.6, "rounding": 0.0, "deviation": 0.01, "biased": False, "one_sided": True}},
             f"{EPSILON}: the blocks show 0.60 of it",
         ),
         # Where the reference shows the same, it is the rounding.
-        ({EPSILON: {"share": 0.8, "rounding": 0.75, "deviation": 0.001}}, ""),
-        ({EPSILON: {"share": 0.4, "rounding": -0.4, "deviation": 0.05}}, f"{EPSILON}: the blocks show 0.40 of it"),
+        ({EPSILON: {"share": 0.8, "rounding": 0.75, "deviation": 0.001, "biased": False}}, ""),
+        (
+            {EPSILON: {"share": 0.4, "rounding": -0.4, "deviation": 0.05, "biased": False}},
+            f"{EPSILON}: the blocks show 0.40 of it",
+        ),
         ({}, "the reference did not compare this"),
     ],
 )
@@ -194,7 +203,7 @@ def test_blocks_without_evidence_do_not_pass_unless_the_model_is_compiled() -> N
 def test_constants_that_rounding_hides_are_named() -> None:
     found = evidence(SEEN) | {
         "precision": "bf16",
-        "constants": {EPSILON: {"share": 0.0, "rounding": 0.1, "deviation": 0.3}},
+        "constants": {EPSILON: {"share": 0.0, "rounding": 0.1, "deviation": 0.3, "biased": False}},
     }
     verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference constants")
     assert verdict.passed

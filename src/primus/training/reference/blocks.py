@@ -294,7 +294,7 @@ def _of_block(
     if isinstance(pair.exact, Model) and pair.exact.choices:
         sure = _sure(pair.exact, pair.rounded).view_as(sure)
         pair.both(lambda model, _: model.choices.clear())
-    shown = {name: trial for name, trial in pair.trials.items() if trial.shows == "outputs"}
+    shown = {name: trial for name, trial in pair.trials.items() if "outputs" in trial.shows}
     result = Result(
         name=name, given=given, run=returned, exact=exact, rounded=rounded, certain=sure,
         moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, given.to(exact.dtype))[0]),
@@ -309,7 +309,7 @@ def _of_block(
             name=f"gradients of {name}", given=back_out, run=back, exact=own, rounded=near, certain=sure,
             moved={
                 key: one(trial.model, pair.weights)[1] - own
-                for key, trial in pair.trials.items() if trial.shows == "gradients"
+                for key, trial in pair.trials.items() if "gradients" in trial.shows
             },
         )  # fmt: skip
 
@@ -329,7 +329,7 @@ def _of_output(
         value = loss(model, out)
         own = torch.autograd.grad(value, states, retain_graph=True)[0]
         for key, trial in pair.trials.items() if model is pair.exact else ():
-            if trial.shows == "loss":
+            if "loss" in trial.shows:
                 moved[key] = torch.autograd.grad(loss(trial.model, out) - value, states, retain_graph=True)[0]
         return out.detach(), model.between(own)
 

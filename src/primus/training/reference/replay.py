@@ -211,7 +211,7 @@ class _Replay:
         pair = blocks.Pair(
             exact=model, rounded=self._rounding_model(), weights=wide if self._exact else narrow, narrow=narrow,
             plain=replace(model, eight=None, choices={}) if isinstance(model, Model) and model.eight else model,
-            trials={} if self._exact else constants.trials(model),
+            trials={} if self._exact else constants.trials(model, self._job["backend"]),
         )  # fmt: skip
         try:
             rows, products = blocks.compare(self._folder, self._job, one.step, self._samples, pair)

@@ -170,8 +170,8 @@ FINE = {
     ("precision", "change", "told"),
     [
         ("bf16", {}, ""),
-        ("bf16", {"typical": 2.5}, "most tokens differ by 2.5 × rounding"),
-        ("fp8", {"typical": 2.5}, ""),
+        ("bf16", {"typical": 2.8}, "most tokens differ by 2.8 × rounding"),
+        ("fp8", {"typical": 2.8}, ""),
         ("bf16", {"typical": float("nan")}, "most tokens differ by nan × rounding"),
         ("bf16", {"token": 40.0}, "token 127 of sample 5 differs by 40.0 × rounding"),
         ("bf16", {"position": 8.0}, "tokens at position 127 differ by 8.0 × rounding"),

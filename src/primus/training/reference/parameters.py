@@ -10,8 +10,8 @@ import torch
 
 from primus.recipes.architecture import Architecture
 from primus.training.reference import diffusion, first
-from primus.training.reference.model import adapter_shapes, operations, shapes
 from primus.training.reference.names import BIAS, Tensors
+from primus.training.reference.shapes import adapter_shapes, operations, shapes
 
 
 def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> dict[str, Any]:

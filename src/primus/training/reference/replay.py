@@ -173,14 +173,16 @@ class _Replay:
         if seen is not None:
             row["rates"] = sorted(set(seen["rates"].values()))
         if used is not None:
-            row["used_norm"], row["rounded"] = update.norm_of(used), self._least_rounded(step, used)
+            norm = self._reported.get(step, {}).get("grad_norm", 0.0)
+            row |= {"used_norm": update.norm_of(used), "rounded": update.least_rounded(self._given, used, norm)}
         for fit, products in zip(self._fits, (one.of_blocks, one.of_weights), strict=True):
             if products is not None:
                 fit.add(products)
         row["biases"] = self._biases(before, after, one.figures["closest"], one.sent)
         gradients = used if used is not None else one.limited
         expected = self._optimizer.update(_wide(without_bias(before)), _wide(gradients or {}), rate)
-        row["update"] = self._update_gap(before, expected, after)
+        row["update"] = update.gap(before, expected, after, self._rounding)
+        self.moving |= update.moving(before, expected, self._rounding)
         return row
 
     def _amplified(self, step: int, figures: Mapping[str, Any]) -> bool:
@@ -317,25 +319,6 @@ class _Replay:
                 wrong.append(f"{name} did not move towards balance")
         return wrong
 
-    def _least_rounded(self, step: int, used: Tensors) -> float:
-        """Return the least share of a matrix's gradients that are bfloat16 numbers, multiplied by the factor of
-        clipping.
-
-        A sum over ranks or micro-batches in float32 has more digits, even if they compute in bfloat16.
-        """
-        factor = (
-            min(1.0, self._given.max_norm / (self._reported.get(step, {}).get("grad_norm", 0.0) + 1e-6))
-            if self._given.max_norm
-            else 1.0
-        )
-        shares = [1.0]
-        for gradient in used.values():
-            plain = gradient[gradient != 0].double() / factor
-            if gradient.ndim > 1 and len(plain):
-                near = (plain - plain.bfloat16().double()).abs() <= 4e-7 * plain.abs()
-                shares.append(float(near.double().mean()))
-        return min(shares)
-
     def _model(self) -> Model | diffusion.Diffusion:
         """Return the model that repeats the run. FP8's rounding is large and known, so it is repeated as well."""
         if self._sizes.family == "flux":
@@ -442,22 +425,6 @@ class _Replay:
             "grad_norm": math.sqrt(sum(float((moved[n] - g).square().sum()) for n, g in gradients.items())) / norm,
             "gaps": gaps_of(clipped, limited, scales),
         }, clipped
-
-    def _update_gap(self, before: Tensors, expected: Tensors, after: Tensors) -> dict[str, Any]:
-        worst, at = 0.0, ""
-        for name, wanted in expected.items():
-            # A change of less than half the distance to the next number is always lost.
-            if bool(((wanted - before[name]).abs() > self._rounding / 2 * before[name].abs()).any()):
-                self.moving.add(name)
-            change = float((wanted - before[name]).norm())
-            gap = max(
-                0.0, float((after[name].to(torch.float64) - wanted).norm()) - self._rounding * float(wanted.norm())
-            )
-            if gap:
-                relative = gap / change if change else math.inf
-                if not relative <= worst:
-                    worst, at = relative, name
-        return {"gap": min(worst, 1e9), "name": at}
 
 
 def _eight(job: Mapping[str, Any]) -> torch.dtype | None:

@@ -15,8 +15,9 @@ import torch
 
 from primus.recipes.architecture import Architecture
 from primus.training.reference import data
-from primus.training.reference.model import Model, adapter_shapes
+from primus.training.reference.model import Model
 from primus.training.reference.names import to_canonical
+from primus.training.reference.shapes import adapter_shapes
 
 # Hugging Face's configuration key → the size of the recipe that it must equal.
 _SIZES = {

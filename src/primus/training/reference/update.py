@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from primus.training.reference.names import Tensors
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -123,3 +125,41 @@ class AdamW:
             kept = weight * (1 - lr * decay) if given.decoupled else weight
             after[name] = kept - lr * direction
         return after
+
+
+def least_rounded(given: Settings, used: Tensors, norm: float) -> float:
+    """Return the least share of a matrix's gradients that are bfloat16 numbers, multiplied by the factor of clipping.
+
+    A sum over ranks or micro-batches in float32 has more digits, even if they compute in bfloat16. ``norm`` is the
+    reported one before clipping.
+    """
+    factor = min(1.0, given.max_norm / (norm + 1e-6)) if given.max_norm else 1.0
+    shares = [1.0]
+    for gradient in used.values():
+        plain = gradient[gradient != 0].double() / factor
+        if gradient.ndim > 1 and len(plain):
+            near = (plain - plain.bfloat16().double()).abs() <= 4e-7 * plain.abs()
+            shares.append(float(near.double().mean()))
+    return min(shares)
+
+
+def moving(before: Tensors, expected: Tensors, rounding: float) -> set[str]:
+    """Return the weights that an update changes. Less than half the distance to the next number is always lost."""
+    return {
+        name
+        for name, wanted in expected.items()
+        if bool(((wanted - before[name]).abs() > rounding / 2 * before[name].abs()).any())
+    }
+
+
+def gap(before: Tensors, expected: Tensors, after: Tensors, rounding: float) -> dict[str, Any]:
+    """Return the largest error of a weight beyond its rounding, relative to its change, and the weight's name."""
+    worst, at = 0.0, ""
+    for name, wanted in expected.items():
+        change = float((wanted - before[name]).norm())
+        error = max(0.0, float((after[name].to(torch.float64) - wanted).norm()) - rounding * float(wanted.norm()))
+        if error:
+            relative = error / change if change else math.inf
+            if not relative <= worst:
+                worst, at = relative, name
+    return {"gap": min(worst, 1e9), "name": at}

@@ -27,6 +27,7 @@ NORM, GRADIENTS = "reference gradient norm", "reference gradients"
 LOGGED = "steps logged"
 RATE, UPDATE = "reference learning rate", "reference update"
 CONSTANTS = "reference constants"
+BLOCKS = "reference blocks"
 PARAMETERS, MOVED, CLOCK = "reference parameters", "reference trained weights", "clock"
 
 SILENT: dict[str, Silent] = {}

@@ -7,6 +7,7 @@ from typing import Any
 
 from silent import (
     ADAMW,
+    BLOCKS,
     CONSTANTS,
     DATA,
     DEEPSEEK_WORDS,
@@ -43,11 +44,11 @@ LONG = ("steps=14",)
 WHOLE = ("steps=20",)
 
 
-def _local(tensor: Any) -> Any:
+def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _in_eight_bits(states: Any, *, per_row: bool = False) -> Any:
+def in_eight_bits(states: Any, *, per_row: bool = False) -> Any:
     """Return ``states`` rounded to E4M3 with one scale, or one per row; the gradient passes as it is."""
     import torch
 
@@ -194,7 +195,7 @@ def variance_with_one_degree_less(module: Any) -> None:
     wrap(module.nn.RMSNorm, "forward", forward)
 
 
-@silent("model", "fsdp", LLAMA, LOSS, GRADIENTS, words=(*BF16, *WHOLE), escapes=True)
+@silent("model", "fsdp", LLAMA, LOSS, GRADIENTS, BLOCKS, words=(*BF16, *WHOLE))
 def one_query_sees_the_next_token(module: Any) -> None:
     """The mask of a block begins one column late for its first row."""
 
@@ -269,7 +270,7 @@ def dropout_from_step_eleven_on(module: Any) -> None:
     wrap(torch.nn.functional, "silu", active)
 
 
-@silent("model", "megatron", RENDER, CONSTANTS, words=(*BF16, *WHOLE), escapes=True)
+@silent("model", "megatron", RENDER, CONSTANTS, BLOCKS, words=(*BF16, *WHOLE))
 def epsilon_tenfold(module: Any) -> None:
     wrap(
         module,
@@ -278,7 +279,7 @@ def epsilon_tenfold(module: Any) -> None:
     )
 
 
-@silent("model", "torchtitan", TITAN_MOE, LOSS, GRADIENTS, words=(*DEEPSEEK_WORDS, *BF16, *WHOLE), escapes=True)
+@silent("model", "torchtitan", TITAN_MOE, LOSS, GRADIENTS, BLOCKS, words=(*DEEPSEEK_WORDS, *BF16, *WHOLE))
 def last_token_of_a_micro_batch_reaches_no_expert(module: Any) -> None:
     def forward(run: Any, self: Any, *given: Any) -> Any:
         import torch
@@ -505,7 +506,7 @@ def one_share_of_the_step_before_once(module: Any) -> None:
         nonlocal count, kept
         parameters = list(parameters)
         count += 1
-        share = _local(parameters[4].grad)
+        share = local(parameters[4].grad)
         fresh = share.clone()
         if count == 5 and os.environ["RANK"] == "1":
             share.copy_(kept)
@@ -521,7 +522,7 @@ def gradients_sent_in_eight_bits(module: Any) -> None:
         import torch
 
         for parameter in self._trained:
-            share = _local(parameter.grad)
+            share = local(parameter.grad)
             scale = 448 / share.abs().max().clamp(min=1e-12)
             share.copy_((share * scale).to(torch.float8_e4m3fn).float() / scale)
         return run(self, *given)
@@ -606,7 +607,7 @@ def squares_summed_one_by_one_in_bf16(module: Any) -> None:
     wrap(module.LlamaRMSNorm, "forward", forward)
 
 
-@silent("precision", "torchtitan", FLOAT8, CONSTANTS, LOSS, GRADIENTS, words=(*FP8, *WHOLE), escapes=True)
+@silent("precision", "torchtitan", FLOAT8, CONSTANTS, LOSS, GRADIENTS, BLOCKS, words=(*FP8, *WHOLE))
 def scale_of_the_first_sample(module: Any) -> None:
     """Inputs larger than the largest of the first sample are cut."""
 
@@ -687,7 +688,7 @@ def inputs_of_adapters_in_eight_bits(module: Any) -> None:
         model = run(*given)
         for part in model.modules():
             if hasattr(part, "lora_A"):
-                part.lora_A["default"].register_forward_pre_hook(lambda _part, given: (_in_eight_bits(given[0]),))
+                part.lora_A["default"].register_forward_pre_hook(lambda _part, given: (in_eight_bits(given[0]),))
         return model
 
     wrap(module, "adapted", adapted)
@@ -723,7 +724,7 @@ def gradients_of_norms_summed_in_bf16(module: Any) -> None:
 @silent("precision", "megatron", ATTENTION, GRADIENTS, words=BF16)
 def values_in_eight_bits(module: Any) -> None:
     def attend(run: Any, self: Any, query: Any, key: Any, value: Any) -> Any:
-        return run(self, query, key, _in_eight_bits(value))
+        return run(self, query, key, in_eight_bits(value))
 
     wrap(module.TorchAttention, "attend", attend)
 
@@ -738,10 +739,10 @@ def router_in_the_precision_of_the_model(module: Any) -> None:
     wrap(module.TopKRouter, "gating", gating)
 
 
-@silent("precision", "megatron", DISPATCHER, GRADIENTS, words=(*MIXTRAL, *BF16, *WHOLE), escapes=True)
+@silent("precision", "megatron", DISPATCHER, GRADIENTS, BLOCKS, words=(*MIXTRAL, *BF16, *WHOLE))
 def tokens_sent_to_experts_in_eight_bits(module: Any) -> None:
     def preprocess(run: Any, self: Any, states: Any, *given: Any) -> Any:
-        return run(self, _in_eight_bits(states, per_row=True), *given)
+        return run(self, in_eight_bits(states, per_row=True), *given)
 
     wrap(module.MoEAlltoAllTokenDispatcher, "dispatch_preprocess", preprocess)
 
@@ -749,7 +750,7 @@ def tokens_sent_to_experts_in_eight_bits(module: Any) -> None:
 @silent("precision", "megatron", "megatron.core.tensor_parallel.layers", GRADIENTS, words=(*TENSORS, *BF16))
 def parts_of_tensor_ranks_sent_in_eight_bits(module: Any) -> None:
     def reduced(run: Any, states: Any, *given: Any, **named: Any) -> Any:
-        return run(_in_eight_bits(states, per_row=True), *given, **named)
+        return run(in_eight_bits(states, per_row=True), *given, **named)
 
     wrap(module, "reduce_scatter_to_sequence_parallel_region", reduced)
 
@@ -774,7 +775,7 @@ def moments_of_the_ranks_exchanged_by_a_checkpoint(module: Any) -> None:
 
         run(self, state)
         for parameter in self._trained:
-            mine = _local(self._optimizer.state[parameter]["exp_avg"])
+            mine = local(self._optimizer.state[parameter]["exp_avg"])
             both = [torch.empty_like(mine) for _ in range(2)]
             torch.distributed.all_gather(both, mine.contiguous())
             mine.copy_(both[1 - int(os.environ["RANK"])])

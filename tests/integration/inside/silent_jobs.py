@@ -12,6 +12,7 @@ from primus.training.job import Job, JobResult
 
 # In the image the faults are mounted at /faults.
 sys.path += [str(Path(__file__).parents[1] / "faults"), "/faults"]
+import silent_eighth  # noqa: F401
 import silent_fresh  # noqa: F401
 import silent_hostile  # noqa: F401
 import silent_later  # noqa: F401

@@ -7,8 +7,10 @@ import os
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from primus.display import choose_progress
@@ -21,6 +23,7 @@ from primus.release.hardware import NO_GPU, ran_on
 from primus.report.html import page
 from primus.sandbox.container import Command, Mount
 from primus.sandbox.engines import choose
+from primus.sandbox.running import stop_all
 from primus.training import proof, suite
 from primus.training import record as records
 from primus.training.checks import Verdict
@@ -45,6 +48,8 @@ _INSIDE = Path("/out")
 # A proxy trains in well under a minute. A job that takes longer than this hangs and must fail (exit code 124).
 _JOB_SECONDS = 900
 _TIMED_OUT = 124
+# How many cells are validated at the same time on CPUs. A job waits a lot: for its other rank, its files, its disk.
+_TOGETHER = 2
 # 128 + SIGINT or SIGTERM: the user ended the job, so the job says nothing about the image.
 _INTERRUPTED = (130, 143)
 _GATE = "gate "
@@ -75,7 +80,7 @@ def validate(
     A recipe is resolved here and again in the image; a difference fails the record. A cell that has already passed with
     the same image content, recipe, suite and GPU is not run again, unless ``again`` is set. For a preview, whose gates
     may fail, an earlier record counts if its jobs passed and its gates had the same outcome as now. The jobs get the
-    GPUs of ``hardware``.
+    GPUs of ``hardware``. On CPUs, two cells are validated at the same time.
 
     Raises HostError for a recipe with more ranks than GPUs, and KeyboardInterrupt if a job was interrupted. The
     interrupted cell then has no record; earlier cells keep theirs.
@@ -90,27 +95,55 @@ def validate(
         "manifest": workspace.store.images()[root.name]["digest"],
         "content": digest_of(root.config_bytes),
     }
-    done: list[Validated] = []
     # Plan all cells first, so that an invalid recipe does not end the command after an hour of training.
     recipes = resolved.root / "recipes"
     planned = [suite.plan(cell.recipe, _INSIDE, (), cell.choices, level, recipes) for cell, level in cells]
     for jobs in planned:
         _enough(suite.recipe_of(jobs), hardware)
-    for number, ((cell, _), jobs) in enumerate(zip(cells, planned, strict=True), 1):
+    together = _TOGETHER if len(cells) > 1 and hardware.gpu == NO_GPU and runner.name == "embedded" else 1
+    stopped = Event()
+
+    def one(number: int, jobs: Sequence[Job]) -> Validated:
+        cell, _ = cells[number - 1]
         folder = output / resolved.name / cell.folder
         shown = f"[{number}/{len(cells)}] {cell}"
         if not again and (kept := _passed_before(folder, image, jobs, gates, hardware.gpu)):
-            done.append(Validated(record=kept, folder=folder, kept=True))
             if not quiet:
                 _say(f"✓ {shown}: already trained on {kept['made']} in this image; --again trains it again")
-            continue
+            return Validated(record=kept, folder=folder, kept=True)
         if not quiet and len(cells) > 1:
             _say(f"▸ {shown}")
-        outcomes = suite.run(jobs, _runner(runner, root, folder, hardware.devices, quiet=quiet))
-        evidence = _evidence(resolved, jobs, outcomes, gates, image, runner.name, hardware)
-        done.append(Validated(record=evidence, folder=folder))
+        train = _runner(runner, root, folder, hardware.devices, stopped, quiet=quiet, alone=together == 1)
+        evidence = _evidence(resolved, jobs, suite.run(jobs, train), gates, image, runner.name, hardware)
         _keep(evidence, folder)
-    return done
+        if not quiet and together > 1:
+            _say(f"{'✓' if evidence['passed'] else '✗'} {shown}: {len(evidence['verdicts'])} checks")
+        return Validated(record=evidence, folder=folder)
+
+    return _each(one, planned, together, stopped)
+
+
+def _each(
+    one: Callable[[int, Sequence[Job]], Validated],
+    planned: Sequence[Sequence[Job]],
+    together: int,
+    stopped: Event,
+) -> list[Validated]:
+    """Return the evidence of all cells. If ``together`` is more than 1, so many are validated at the same time."""
+    numbers = range(1, len(planned) + 1)
+    if together == 1:
+        return [one(number, jobs) for number, jobs in zip(numbers, planned, strict=True)]
+    with ThreadPoolExecutor(together) as pool:
+        waiting = [pool.submit(one, number, jobs) for number, jobs in zip(numbers, planned, strict=True)]
+        try:
+            return [each.result() for each in waiting]
+        except BaseException:
+            # Only this thread gets signals. The others must neither go on nor write records of jobs that were ended.
+            stopped.set()
+            for each in waiting:
+                each.cancel()
+            stop_all()
+            raise
 
 
 def _enough(recipe: Recipe, hardware: Hardware) -> None:
@@ -122,15 +155,27 @@ def _enough(recipe: Recipe, hardware: Hardware) -> None:
 
 
 def _runner(
-    runner: Engine, root: RootFs, folder: Path, devices: tuple[Devices, ...], *, quiet: bool
+    runner: Engine,
+    root: RootFs,
+    folder: Path,
+    devices: tuple[Devices, ...],
+    stopped: Event,
+    *,
+    quiet: bool,
+    alone: bool,
 ) -> Callable[[Job], JobResult]:
-    """Return a function that runs each job in its own container, with ``folder`` as ``/out``."""
+    """Return a function that runs each job in its own container, with ``folder`` as ``/out``.
+
+    Unless ``quiet``, the progress of a job that runs ``alone`` is shown. When ``stopped`` is set, jobs are interrupted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
 
     def run_job(job: Job) -> JobResult:
+        if stopped.is_set():
+            raise KeyboardInterrupt
         here = folder / job.output.relative_to(_INSIDE)
         _clear(here)
-        if not quiet:
+        if not quiet and alone:
             _say(f"▸ {job.name}: primus {' '.join(job.arguments())}")
         command = Command(
             argv=("timeout", "--kill-after=20", str(_JOB_SECONDS), "primus", *job.arguments()),
@@ -141,8 +186,8 @@ def _runner(
         )
         console = folder / f"{job.name}.console.txt"
         with console.open("wb") as log:
-            code = runner.run(root, command, stdout=log, stderr=log if quiet else None)
-        if code in _INTERRUPTED:
+            code = runner.run(root, command, stdout=log, stderr=None if alone and not quiet else log)
+        if code in _INTERRUPTED or stopped.is_set():
             raise KeyboardInterrupt
         return JobResult(exit_code=code, output=here, said=_said(code, here, console))
 

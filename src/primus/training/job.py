@@ -41,8 +41,13 @@ class Job:
 
     @property
     def examined(self) -> list[int]:
-        """The steps at which a judged run also records what its blocks compute: four, spread over the run."""
+        """The steps at which a judged run also records what its blocks compute: four, spread over the run.
+
+        In FP32, the first and the last one. There, gradients already show what a block computes wrongly.
+        """
         first, last = self.first_step, self.last_step
+        if self.recipe.precision == "fp32":
+            return sorted({first, last})
         return sorted({first + number * (last - first) // (_EXAMINED - 1) for number in range(_EXAMINED)})
 
     def arguments(self) -> list[str]:

@@ -130,9 +130,9 @@ class _Replay:
         self.narrow = False
         self.moving: set[str] = set()
         first, last = job["first_step"], job["last_step"]
-        self._noisy = {first + number * (last - first) // (_NOISY - 1) for number in range(_NOISY)}
-        # In FP32, gradients show what a block computes wrongly, and float64 takes twice as long.
-        self._examined = {first, last} & {*job["examined"]} if self._exact else {*job["examined"]}
+        spread = {first + number * (last - first) // (_NOISY - 1) for number in range(_NOISY)}
+        # In FP32, the noise is far below every limit, and float64 takes twice as long.
+        self._noisy = {first, last} if self._exact else spread
         self._samples = data.samples(job)
         self._dialect = _dialect(job)
         self._fits = constants.Fit(job["backend"]), constants.Fit(job["backend"])
@@ -165,7 +165,7 @@ class _Replay:
         self.narrow |= one.narrow
         row |= one.figures | {
             "regular": step in self._noisy,
-            "blocks": one.blocks if step in self._examined else [],
+            "blocks": one.blocks,
             "own_gradient": seen is not None,
             "stale": seen["stale"] if seen else [],
         }
@@ -204,7 +204,7 @@ class _Replay:
     def _compute_planned(self, step: int) -> _Step:
         planned = step in self._noisy
         one = self._compute(step, noisy=planned, trials=planned)
-        return self._with_blocks(one) if step in self._examined else one
+        return self._with_blocks(one) if step in self._job["examined"] else one
 
     def _with_blocks(self, one: _Step) -> _Step:
         before = _weights(self._job, self._sizes, self._folder, one.step - 1)

@@ -16,8 +16,12 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
             "step": step, "data": [], "loss": loss, "grad_norm": norm, "rate": 0.01, "rates": [0.01],
             "own_gradient": True, "gaps": {"a.weight": (1e-6, "a.1.weight")}, "missing": [], "stale": [], "biases": [],
             "apart": [],
-            "blocks": [{"name": "logits", "certain": 1.0, "typical": 1.0, "token": 1.0, "token_at": [0, 0],
-                        "position": 1.0, "position_at": 0, "share": 0.0, "noise": 1e-6}],
+            "blocks": [
+                {
+                    "name": "logits", "balanced": False, "certain": 1.0, "typical": 1.0, "token": 1.0,
+                    "token_at": [0, 0], "position": 1.0, "position_at": 0, "share": 0.0, "noise": 1e-6,
+                },
+            ],
             "used_norm": norm, "rounded": 0.0,
             "update": {"gap": 0.0, "name": ""}, "closest": 1.0, "regular": step == 1,
             "noise": {"loss": 1e-9, "grad_norm": 1e-8, "gaps": {"a.weight": (1e-7, "a.0.weight")}},
@@ -39,5 +43,13 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         "moved": moved,
         "first": [],
         "saved": [],
-        "constants": {"norm epsilon + 0.001": {"share": 0.01, "rounding": 0.02, "deviation": 0.01, "biased": False}},
+        "constants": {
+            "norm epsilon + 0.001": {
+                "share": 0.01,
+                "rounding": 0.02,
+                "deviation": 0.01,
+                "biased": False,
+                "eight": False,
+            }
+        },
     }

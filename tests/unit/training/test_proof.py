@@ -124,31 +124,57 @@ EPSILON = "norm epsilon + 0.001"
 @pytest.mark.parametrize(
     ("constants", "told"),
     [
-        ({EPSILON: {"share": 0.1, "rounding": 0.05, "deviation": 0.01, "biased": False}}, ""),
+        ({EPSILON: {"share": 0.1, "rounding": 0.05, "deviation": 0.01, "biased": False, "eight": False}}, ""),
         (
-            {EPSILON: {"share": 1.0, "rounding": 0.02, "deviation": 0.01, "biased": False}},
+            {EPSILON: {"share": 1.0, "rounding": 0.02, "deviation": 0.01, "biased": False, "eight": False}},
             f"{EPSILON}: the blocks show 1.00 of it",
         ),
         (
-            {EPSILON: {"share": -0.2, "rounding": 0.02, "deviation": 0.01, "biased": False}},
+            {EPSILON: {"share": -0.2, "rounding": 0.02, "deviation": 0.01, "biased": False, "eight": False}},
             f"{EPSILON}: the blocks show -0.20 of it",
         ),
         (
-            {EPSILON: {"share": float("nan"), "rounding": 0.02, "deviation": 0.01, "biased": False}},
+            {EPSILON: {"share": float("nan"), "rounding": 0.02, "deviation": 0.01, "biased": False, "eight": False}},
             f"{EPSILON}: the blocks show nan of it",
         ),
-        # What rounding alone may show is no fault, and is no proof either.
-        ({EPSILON: {"share": 1.0, "rounding": 0.1, "deviation": 0.2, "biased": False}}, ""),
-        # The opposite of some changes is no fault.
-        ({EPSILON: {"share": -0.6, "rounding": 0.0, "deviation": 0.01, "biased": False, "one_sided": True}}, ""),
         (
-            {EPSILON: {"share": 0.6, "rounding": 0.0, "deviation": 0.01, "biased": False, "one_sided": True}},
+            {EPSILON: {"share": 0.1, "rounding": 0.0, "deviation": 0.001, "biased": True, "eight": False}},
+            f"{EPSILON}: the blocks show 0.10 of it",
+        ),
+        ({EPSILON: {"share": 0.19, "rounding": 0.0, "deviation": 0.01, "biased": True, "eight": False}}, ""),
+        # What rounding alone may show is no fault, and is no proof either.
+        ({EPSILON: {"share": 1.0, "rounding": 0.1, "deviation": 0.2, "biased": False, "eight": False}}, ""),
+        # The opposite of some changes is no fault.
+        (
+            {
+                EPSILON: {
+                    "share": -0.6,
+                    "rounding": 0.0,
+                    "deviation": 0.01,
+                    "biased": False,
+                    "eight": False,
+                    "one_sided": True,
+                }
+            },
+            "",
+        ),
+        (
+            {
+                EPSILON: {
+                    "share": 0.6,
+                    "rounding": 0.0,
+                    "deviation": 0.01,
+                    "biased": False,
+                    "eight": False,
+                    "one_sided": True,
+                }
+            },
             f"{EPSILON}: the blocks show 0.60 of it",
         ),
         # Where the reference shows the same, it is the rounding.
-        ({EPSILON: {"share": 0.8, "rounding": 0.75, "deviation": 0.001, "biased": False}}, ""),
+        ({EPSILON: {"share": 0.8, "rounding": 0.75, "deviation": 0.001, "biased": False, "eight": False}}, ""),
         (
-            {EPSILON: {"share": 0.4, "rounding": -0.4, "deviation": 0.05, "biased": False}},
+            {EPSILON: {"share": 0.4, "rounding": -0.4, "deviation": 0.05, "biased": False, "eight": False}},
             f"{EPSILON}: the blocks show 0.40 of it",
         ),
         ({}, "the reference did not compare this"),
@@ -161,8 +187,8 @@ def test_a_constant_is_judged_as_closely_as_rounding_allows(constants: dict[str,
 
 
 FINE = {
-    "name": "layers.1", "certain": 1.0, "typical": 1.2, "token": 3.0, "token_at": [5, 127], "position": 2.0,
-    "position_at": 127, "share": 1e-4, "noise": 3e-3,
+    "name": "layers.1", "balanced": False, "certain": 1.0, "typical": 1.2, "token": 3.0, "token_at": [5, 127],
+    "position": 2.0, "position_at": 127, "share": 1e-4, "noise": 3e-3,
 }  # fmt: skip
 
 
@@ -173,6 +199,8 @@ FINE = {
         ("bf16", {"typical": 2.8}, "most tokens differ by 2.8 × rounding"),
         ("fp8", {"typical": 2.8}, ""),
         ("bf16", {"typical": float("nan")}, "most tokens differ by nan × rounding"),
+        ("bf16", {"balanced": True, "typical": 6.9}, ""),
+        ("bf16", {"balanced": True, "typical": 12.0}, "most tokens differ by 12.0 × rounding"),
         ("bf16", {"token": 40.0}, "token 127 of sample 5 differs by 40.0 × rounding"),
         ("bf16", {"position": 8.0}, "tokens at position 127 differ by 8.0 × rounding"),
         ("bf16", {"share": -3e-3}, "what it computes is 0.30% too short"),
@@ -203,7 +231,7 @@ def test_blocks_without_evidence_do_not_pass_unless_the_model_is_compiled() -> N
 def test_constants_that_rounding_hides_are_named() -> None:
     found = evidence(SEEN) | {
         "precision": "bf16",
-        "constants": {EPSILON: {"share": 0.0, "rounding": 0.1, "deviation": 0.3, "biased": False}},
+        "constants": {EPSILON: {"share": 0.0, "rounding": 0.1, "deviation": 0.3, "biased": False, "eight": False}},
     }
     verdict = next(each for each in proof.verdicts(found, series()) if each.name == "reference constants")
     assert verdict.passed

@@ -51,7 +51,7 @@ class Result:
     """What a module returned for each token [samples, length, size]: in the run, exactly, and in the run's precision.
 
     ``given`` is what the module only adds to; None if it replaces its input. ``certain`` [samples, length] are the
-    tokens that rounding cannot send to other experts.
+    tokens that rounding cannot send to other experts. ``balanced``: they are gradients, also of a balancing loss.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Result:
     rounded: torch.Tensor
     certain: torch.Tensor
     floor: float = _FLOOR
+    balanced: bool = False
     moved: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -290,8 +291,9 @@ def _of_block(
         return out.detach(), model.between(torch.autograd.grad(outs, states, gradients)[0])
 
     (exact, own), (rounded, near) = pair.both(one)
-    sure = torch.ones(given.shape[:2], dtype=torch.bool)
+    sure, balanced = torch.ones(given.shape[:2], dtype=torch.bool), False
     if isinstance(pair.exact, Model) and pair.exact.choices:
+        balanced = pair.exact.dialect.balance != "none" and pair.exact.sizes.moe.auxiliary_loss > 0
         sure = _sure(pair.exact, pair.rounded).view_as(sure)
         pair.both(lambda model, _: model.choices.clear())
     shown = {name: trial for name, trial in pair.trials.items() if "outputs" in trial.shows}
@@ -307,6 +309,7 @@ def _of_block(
             sure = sure & (result.errors.maximum(result.noises) <= usual).all(1, keepdim=True)
         yield Result(
             name=f"gradients of {name}", given=back_out, run=back, exact=own, rounded=near, certain=sure,
+            balanced=balanced,
             moved={
                 key: one(trial.model, pair.weights)[1] - own
                 for key, trial in pair.trials.items() if "gradients" in trial.shows
@@ -376,15 +379,15 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
 
     ``typical`` is that of the median token, in the sample where it is largest, ``token`` the largest of all, and
     ``position`` the largest root mean square over all tokens at one position; ``token_at`` and ``position_at`` say
-    where. ``certain`` is the share of the tokens that could be compared. ``share`` is the part of the errors along the
-    module's own change of its input, relative to it, beyond that of the noise; ``noise`` is the size of the noise, also
-    relative to it.
+    where. ``certain`` is the share of the tokens that could be compared, and ``balanced`` that of :class:`Result`.
+    ``share`` is the part of the errors along the module's own change of its input, relative to it, beyond that of the
+    noise; ``noise`` is the size of the noise, also relative to it.
     """
     sure = torch.cat([one.certain for one in results])
     own, noise = (torch.cat([getattr(one, key) for one in results]).double() for key in ("errors", "noises"))
     exact = torch.cat([one.exact for one in results]).double()
     change = exact - torch.cat([one.given for one in results]) if results[0].given is not None else exact
-    row: dict[str, Any] = {"certain": float(sure.double().mean())}
+    row: dict[str, Any] = {"certain": float(sure.double().mean()), "balanced": results[0].balanced}
     if not sure.any():
         return row
     # Before the first update of a layer that begins at 0, all gradients are 0.

@@ -139,9 +139,9 @@ def _each(
             return [each.result() for each in waiting]
         except BaseException:
             # Only this thread gets signals. The others must neither go on nor write records of jobs that were ended.
-            stopped.set()
             for each in waiting:
                 each.cancel()
+            stopped.set()
             stop_all()
             raise
 

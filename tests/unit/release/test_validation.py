@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Barrier, Event
 
 import pytest
 
-from primus.release.validation import Validated, table
+from primus.release.validation import Validated, _each, table
 
 
 def cell(name: str, *failed: str) -> Validated:
@@ -29,3 +30,29 @@ def test_a_failed_gate_does_not_hide_that_every_job_passed(second: tuple[str, ..
 
 def test_all_passed() -> None:
     assert table([cell("one")]).splitlines()[-1] == "passed: 1 of 1 passed"
+
+
+def test_two_cells_are_validated_at_the_same_time_and_listed_in_their_order(tmp_path: Path) -> None:
+    both = Barrier(2, timeout=10)
+
+    def one(number: int, _jobs: object) -> Validated:
+        both.wait()  # raises if the other cell does not run meanwhile
+        return Validated(record={"number": number}, folder=tmp_path)
+
+    found = _each(one, [(), (), (), ()], 2, Event())
+    assert [each.record["number"] for each in found] == [1, 2, 3, 4]
+
+
+def test_an_interrupt_stops_the_cells_that_run_and_starts_no_other(tmp_path: Path) -> None:
+    stopped, started = Event(), list[int]()
+
+    def one(number: int, _jobs: object) -> Validated:
+        started.append(number)
+        if number == 1:
+            raise KeyboardInterrupt
+        assert stopped.wait(10)
+        return Validated(record={}, folder=tmp_path)
+
+    with pytest.raises(KeyboardInterrupt):
+        _each(one, [(), (), (), ()], 2, stopped)
+    assert 4 not in started

@@ -34,7 +34,7 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
     moved: dict[str, list[str]] = {"still": [], "frozen_moved": []}
     return {
         "precision": "fp32",
-        "compiled": False,
+        "unseen": False,
         "whole": True,
         "max_norm": 1.0,
         "summands": 2,

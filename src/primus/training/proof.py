@@ -224,8 +224,8 @@ def _blocks(found: Mapping[str, Any]) -> Verdict:
             wrong += [f"step {step['step']}: {row['name']}: {sentence}" for sentence in _unlike(row, limits, allowed)]
             wide = _BALANCED if row["balanced"] else 1.0
             worst = max([worst, *(row.get(key, 0.0) / limit / wide for key, limit in limits.items())])
-    if found["compiled"]:
-        return of_faults("reference blocks", wrong, "not compared, because the model is compiled")
+    if found["unseen"]:
+        return of_faults("reference blocks", wrong, "not compared: the model is compiled, or ranks share sequences")
     if not compared:
         wrong.append("the reference did not compare this")
     return of_faults(
@@ -271,8 +271,8 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
         if not share <= limits[name]
     ]
     decided = [name for name, limit in limits.items() if limit <= 1]
-    if evidence["compiled"]:
-        return of_faults("reference constants", wrong, "not compared, because the model is compiled")
+    if evidence["unseen"]:
+        return of_faults("reference constants", wrong, "not compared: the model is compiled, or ranks share sequences")
     if not found:
         wrong = ["the reference did not compare this"]
     hidden = ", ".join(name for name in found if name not in decided)

@@ -144,6 +144,12 @@ class _Run:
     number: int
     count: int
 
+    def needed(self, name: str, keys: Mapping[str, Sequence[int]]) -> torch.Tensor:
+        """Return the same as :meth:`read`. Raises Unlike if the run left nothing."""
+        if (found := self.read(name, keys)) is None:
+            raise Unlike(f"{name} left no tensors {' and '.join(keys)}")
+        return found
+
     def read(self, name: str, keys: Mapping[str, Sequence[int]], before: str = "") -> torch.Tensor | None:
         """Return the tensors ``keys`` of the module ``name``, each of the given shape [samples, length, size], joined
         along their length; or with ``before`` "grad.", their gradients, if the run has any.
@@ -190,12 +196,12 @@ def _of_text(run: _Run, model: Model, pair: Pair, batch: Batch, per_term: float,
     The run's backward pass begins with each loss times ``per_term``, and each block's balancing loss times
     ``per_call``.
     """
-    tokens, sizes, layers = batch["inputs"], model.sizes, model.sizes.layers
+    tokens, sizes, name = batch["inputs"], model.sizes, ""
     shape = (*tokens.shape, sizes.hidden_size)
     inside, outside = {"in.hidden_states": shape}, {"out.0": shape}
     every = torch.ones(tokens.shape, dtype=torch.bool)
     last: torch.Tensor | None = None
-    for layer in range(layers):
+    for layer in range(sizes.layers):
         name = f"layers.{layer}"
         given = _entered(run, name, inside, last)
         if last is None:
@@ -207,16 +213,15 @@ def _of_text(run: _Run, model: Model, pair: Pair, batch: Batch, per_term: float,
             return computed
 
         yield from _of_block(run, name, inside, outside, pair, given, per_call, block)
-        last = run.read(name, outside)
-    assert last is not None
-    logits = run.read("output", {"out.0": (*tokens.shape, sizes.vocab_size)}) if "output" in run.calls else None
-    if logits is not None:
-        back = run.read(f"layers.{layers - 1}", outside, "grad.")
-        yield from _of_output(
-            "logits", logits, pair, last, back, every,
-            lambda model, weights, states: model.head(weights, states),
-            lambda model, found: model.entropies(found, batch["labels"]).sum() * per_term,
-        )  # fmt: skip
+        last = run.needed(name, outside)
+    # A fused loss has no logits.
+    called = any(run.calls.get("output", ()))
+    logits = run.needed("output", {"out.0": (*tokens.shape, sizes.vocab_size)}) if called else None
+    yield from _of_output(
+        "logits", logits, pair, run.needed(name, outside), run.read(name, outside, "grad."), every,
+        lambda model, weights, states: model.head(weights, states),
+        lambda model, found: model.entropies(found, batch["labels"]).sum() * per_term,
+    )  # fmt: skip
 
 
 def _of_images(run: _Run, model: Diffusion, pair: Pair, batch: Batch, per_term: float) -> Iterator[Result]:
@@ -232,37 +237,36 @@ def _of_images(run: _Run, model: Diffusion, pair: Pair, batch: Batch, per_term: 
     names = model.blocks()
     for name in names:
         given = _entered(run, name, inside, last)
-        seen = [call["in.temb"] for each in run.calls[name] for call in each]
+        seen = run.calls[name][0][run.number].get("in.temb")
+        if seen is None:
+            raise Unlike(f"{name} left no time")
         if last is None:
-            time = seen[run.number]
+            time = seen
             (states, own), (near, rounded) = pair.both(lambda model, weights: model.entered(weights, batch))
             yield Result(name="embeddings", given=None, run=given, exact=states, rounded=near, certain=every)
             yield Result(
                 name="time", given=None, run=time[:, None], exact=own[:, None], rounded=rounded[:, None],
                 certain=every[:, :1], floor=_FLOOR_OF_TIME,
             )  # fmt: skip
-        elif not torch.equal(seen[run.number], time):
+        elif not torch.equal(seen, time):
             raise Unlike(f"{name} did not get the time that the first block got")
 
         def block(model: Any, weights: Tensors, states: torch.Tensor, name: str = name) -> Computed:
             return model.block(weights, name, states, time.to(states.dtype)), states.new_zeros(())  # noqa: B023
 
         yield from _of_block(run, name, inside, outside, pair, given, 0.0, block)
-        last = run.read(name, outside)
-    assert last is not None
-    velocity = run.read("output", {"out.0": tuple(batch["latents"].shape)})
-    assert velocity is not None
-    back = run.read(names[-1], outside, "grad.")
+        last = run.needed(name, outside)
+    velocity = run.needed("output", {"out.0": tuple(batch["latents"].shape)})
     yield from _of_output(
-        "velocity", velocity, pair, last, back, every[:, texts:],
+        "velocity", velocity, pair, run.needed(names[-1], outside), run.read(names[-1], outside, "grad."),
+        every[:, texts:],
         lambda model, weights, states: model.velocity(weights, states, time.to(states.dtype)),
         lambda model, found: model.errors(found, batch).sum() * per_term,
     )  # fmt: skip
 
 
 def _entered(run: _Run, name: str, keys: Mapping[str, Sequence[int]], last: torch.Tensor | None) -> torch.Tensor:
-    given = run.read(name, keys)
-    assert given is not None
+    given = run.needed(name, keys)
     if last is not None and not torch.equal(given, last):
         raise Unlike(f"{name} did not get what the block before it returned")
     return given
@@ -273,9 +277,8 @@ def _of_block(
     given: torch.Tensor, per_call: float, compute: Callable[[Any, Tensors, torch.Tensor], Computed],
 ) -> Iterator[Result]:  # fmt: skip
     """Yield a block's outputs and the gradients of its inputs. ``compute`` returns the outputs and a balancing loss."""
-    returned, back = run.read(name, outside), run.read(name, inside, "grad.")
+    returned, back = run.needed(name, outside), run.read(name, inside, "grad.")
     back_out = run.read(name, outside, "grad.") if back is not None else None
-    assert returned is not None
 
     def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
         states = given.detach().to(_dtype(weights))
@@ -318,12 +321,11 @@ def _of_block(
 
 
 def _of_output(
-    name: str, returned: torch.Tensor, pair: Pair, given: torch.Tensor, back: torch.Tensor | None,
+    name: str, returned: torch.Tensor | None, pair: Pair, given: torch.Tensor, back: torch.Tensor | None,
     certain: torch.Tensor, compute: Callable[[Any, Tensors, torch.Tensor], torch.Tensor],
     loss: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> Iterator[Result]:  # fmt: skip
-    """Yield what the output layer returned, and the gradients of ``loss`` that enter the last block."""
-
+    """Yield what the output layer returned, if it did, and the gradients of ``loss`` that enter the last block."""
     moved: dict[str, torch.Tensor] = {}
 
     def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -338,10 +340,11 @@ def _of_output(
 
     (exact, own), (rounded, near) = pair.both(one)
     shown = {name: trial for name, trial in pair.trials.items() if trial.model.constants.norm_eps}
-    yield Result(
-        name=name, given=None, run=returned, exact=exact, rounded=rounded, certain=certain,
-        moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, given.to(exact.dtype))),
-    )  # fmt: skip
+    if returned is not None:
+        yield Result(
+            name=name, given=None, run=returned, exact=exact, rounded=rounded, certain=certain,
+            moved=_moved(shown, pair, exact, lambda model: compute(model, pair.weights, given.to(exact.dtype))),
+        )  # fmt: skip
     if back is not None:
         every = torch.ones(own.shape[:2], dtype=torch.bool)
         yield Result(

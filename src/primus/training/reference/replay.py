@@ -49,7 +49,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
-    found: dict[str, Any] = {"precision": job["precision"], "compiled": not job["examined"], "steps": []}
+    found: dict[str, Any] = {"precision": job["precision"], "unseen": not job["examined"], "steps": []}
     steps = range(job["first_step"], job["last_step"] + 1)
     sizes = rebuilt(job["model"])
     try:

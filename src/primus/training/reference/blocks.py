@@ -38,8 +38,9 @@ _FLIPPED = 8.0
 _FLOOR = 1e-6
 _FLOOR_OF_TIME = 1e-4
 _SMALLEST = 1e-30
-# The least number of tokens of a sample whose median is that of the sample.
-_ENOUGH = 8
+# The least number of compared tokens of which a median is taken; and that of a sample's tokens for one of its own. An
+# image of FLUX has 24, of text and of pictures, whose medians are those of a few.
+_ENOUGH, _LONG = 8, 64
 
 
 class Unlike(Exception):
@@ -380,8 +381,8 @@ def _mean_square(values: torch.Tensor) -> float:
 def _figures(results: Sequence[Result]) -> dict[str, Any]:
     """Return the errors as multiples of the noise.
 
-    ``typical`` is that of the median token, in the sample where it is largest, ``token`` the largest of all, and
-    ``position`` the largest root mean square over all tokens at one position; ``token_at`` and ``position_at`` say
+    ``typical`` is that of the median token, in the sample where it is largest if samples are long, ``token`` the largest
+    of all, and ``position`` the largest root mean square over all tokens at one position; ``token_at`` and ``position_at`` say
     where. ``certain`` is the share of the tokens that could be compared, and ``balanced`` that of :class:`Result`.
     ``share`` is the part of the errors along the module's own change of its input, relative to it, beyond that of the
     noise; ``noise`` is the size of the noise, also relative to it.
@@ -401,10 +402,11 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     count = sure.double().sum(0).clamp(min=1)
     squares, spread = (torch.where(sure, part.square(), 0.0).sum(0) / count for part in (own, noise))
     places = squares.sqrt() / spread.sqrt().clamp(min=usual)
+    parts = [part if sure.shape[1] >= _LONG else part[None] for part in (own, noise, sure)]
     medians = [
         float(of[held].median() / (rounding[held].median() + floor))
-        for of, rounding, held in zip(own, noise, sure, strict=True)
-        if int(held.sum()) >= min(_ENOUGH, sure.shape[1])
+        for of, rounding, held in zip(*parts, strict=True)
+        if int(held.sum()) >= min(_ENOUGH, held.numel())
     ]
     size = float(change[sure].norm())
     errors, rounding = (

@@ -381,11 +381,11 @@ def _mean_square(values: torch.Tensor) -> float:
 def _figures(results: Sequence[Result]) -> dict[str, Any]:
     """Return the errors as multiples of the noise.
 
-    ``typical`` is that of the median token, in the sample where it is largest if samples are long, ``token`` the largest
-    of all, and ``position`` the largest root mean square over all tokens at one position; ``token_at`` and ``position_at`` say
-    where. ``certain`` is the share of the tokens that could be compared, and ``balanced`` that of :class:`Result`.
-    ``share`` is the part of the errors along the module's own change of its input, relative to it, beyond that of the
-    noise; ``noise`` is the size of the noise, also relative to it.
+    ``typical`` is that of the median token, in the sample where it is largest if samples are long. ``token`` is the
+    largest of all, and ``position`` the largest root mean square over all tokens at one position; ``token_at`` and
+    ``position_at`` say where. ``certain`` is the share of the tokens that could be compared, and ``balanced`` that of
+    :class:`Result`. ``share`` is the part of the errors along the module's own change of its input, relative to it,
+    beyond that of the noise; ``noise`` is the size of the noise, also relative to it.
     """
     sure = torch.cat([one.certain for one in results])
     own, noise = (torch.cat([getattr(one, key) for one in results]).double() for key in ("errors", "noises"))

@@ -101,16 +101,17 @@ class _Recorder:
             return
         for name, tensor in tensors.items():
             if isinstance(tensor, torch.Tensor):
-                call.setdefault(name, _copy(tensor))
+                call.setdefault(name, whole_tensor(tensor))
                 if self._whole and tensor.requires_grad and torch.is_grad_enabled():
                     tensor.register_hook(partial(_keep, call, f"grad.{name}"))
 
 
 def _keep(call: Tensors, name: str, gradient: torch.Tensor) -> None:
-    call[name] = _copy(gradient)
+    call[name] = whole_tensor(gradient)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, gathered from its shards, as a copy on the CPU. All ranks."""
     whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return whole.detach().cpu().clone()
 

@@ -41,9 +41,11 @@ class Job:
 
     @property
     def examined(self) -> list[int]:
-        """The steps at which a judged run also records what its blocks compute: four, spread over the run.
+        """The steps of a judged run at which the reference looks closely: four, spread over the run.
 
-        In FP32, the first and the last one. There, gradients already show what a block computes wrongly.
+        There, it compares the run block by block, and computes how far rounding moves its own results. In FP32, these
+        are the first and the last step: gradients already show what a block computes wrongly, and rounding is far below
+        every limit.
         """
         first, last = self.first_step, self.last_step
         if self.recipe.precision == "fp32":

@@ -220,10 +220,10 @@ def _blocks(found: Mapping[str, Any]) -> Verdict:
             continue
         for row in step["blocks"]:
             compared += "typical" in row
+            of_row = {key: (_BALANCED if row["balanced"] else 1) * limit for key, limit in limits.items()}
             allowed = _LONGER_LOGITS if row["name"] == "logits" else longer
-            wrong += [f"step {step['step']}: {row['name']}: {sentence}" for sentence in _unlike(row, limits, allowed)]
-            wide = _BALANCED if row["balanced"] else 1.0
-            worst = max([worst, *(row.get(key, 0.0) / limit / wide for key, limit in limits.items())])
+            wrong += [f"step {step['step']}: {row['name']}: {sentence}" for sentence in _unlike(row, of_row, allowed)]
+            worst = max([worst, *(row.get(key, 0.0) / limit for key, limit in of_row.items())])
     if found["unseen"]:
         return of_faults("reference blocks", wrong, "not compared: the model is compiled, or ranks share sequences")
     if not compared:
@@ -241,8 +241,6 @@ def _unlike(row: Mapping[str, Any], limits: Mapping[str, float], longer: float) 
     """Yield how a block's results differ by more than rounding."""
     if "typical" not in row:
         return
-    if row["balanced"]:
-        limits = {key: _BALANCED * limit for key, limit in limits.items()}
     if not row["typical"] <= limits["typical"]:
         yield f"most tokens differ by {row['typical']:.1f} × rounding"
     if not row["position"] <= limits["position"]:

@@ -36,8 +36,9 @@ def job_file(job: Job) -> str:
         "resume_from": str(job.resume_from) if job.resume_from else None,
         "first_step": job.first_step,
         "last_step": job.last_step,
+        "examined": job.examined,
         # Hooks on a compiled block would compile it again; with context parallelism, ranks hold parts of a sequence.
-        "examined": [] if rules_of(recipe).compiled(recipe) or recipe.degree("cp") > 1 else job.examined,
+        "blocks": not rules_of(recipe).compiled(recipe) and recipe.degree("cp") == 1,
         "recipe": {
             "name": recipe.name, "sha256": recipe.digest,
             "overrides": [*recipe.choices.words(), *recipe.overrides],

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from primus.training.blocks import Blocks
+from primus.training.blocks import Blocks, whole_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class Witness:
                     continue
                 self._rates[name] = float(group["lr"])
                 if parameter.grad is not None:
-                    gradient = _whole_tensor(parameter.grad)
+                    gradient = whole_tensor(parameter.grad)
                     if _rank() == 0:
                         self._gradients[name] = gradient
 
@@ -188,13 +188,8 @@ def whole_parameters(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor
         stored = part.state_dict(keep_vars=True)
         for name, tensor in stored.items():
             if isinstance(tensor, torch.Tensor):
-                found[name] = _whole_tensor(tensor)
+                found[name] = whole_tensor(tensor)
     return found
-
-
-def _whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().cpu().clone()
 
 
 def _rank() -> int:

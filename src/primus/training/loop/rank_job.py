@@ -42,6 +42,7 @@ class RankJob:
     threads: int
     witness: bool
     examined: Sequence[int]
+    blocks: bool
     turbo: tuple[str, ...]
 
     @property
@@ -71,7 +72,7 @@ def read(folder: Path) -> RankJob:
             key: job[key]
             for key in (
                 "backend", "mode", "precision", "assets", "column", "identity", "config", "first_step", "last_step",
-                "world_size", "data_parallel", "accumulation", "threads", "witness", "examined",
+                "world_size", "data_parallel", "accumulation", "threads", "witness", "examined", "blocks",
             )
         },
     )  # fmt: skip

@@ -35,7 +35,7 @@ def run(given: RankJob, process: Process, session: Session, data: Data) -> None:
     if given.resume_from is not None:
         checkpoint.load(given.resume_from, session)
         report.say(f"resumed from {given.resume_from}")
-    parts, examined = session.model_parts, given.examined
+    parts, examined = session.model_parts, given.examined if given.blocks else ()
     witness = Witness(given.output, parts, session.data_rank, session, examined=examined) if given.witness else None
     if witness:
         witness.first_weights(given.first_step - 1)

@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from primus.training.reference.constants import Products, Trial, products_of_blocks
+from primus.training.reference.constants import AnyModel, Products, Trial, products_of_blocks
 from primus.training.reference.data import Samples
 from primus.training.reference.diffusion import Diffusion
 from primus.training.reference.model import Model
 from primus.training.reference.names import Tensors
 
-AnyModel = Model | Diffusion
 # One call of a module: its inputs, outputs and their gradients, by the names of primus.training.blocks.
 Call = Mapping[str, torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
@@ -65,12 +65,12 @@ class Result:
     balanced: bool = False
     moved: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def errors(self) -> torch.Tensor:
         """The length of each token's error in the run: [samples, length]; infinite where it is not a number."""
         return (self.run.to(self.exact.dtype) - self.exact).norm(dim=-1).nan_to_num(nan=math.inf)
 
-    @property
+    @cached_property
     def noises(self) -> torch.Tensor:
         """The same of the reference in the run's precision."""
         return (self.rounded.to(self.exact.dtype) - self.exact).norm(dim=-1)
@@ -151,6 +151,12 @@ class _Run:
             raise Unlike(f"{name} left no tensors {' and '.join(keys)}")
         return found
 
+    def time(self, name: str) -> torch.Tensor:
+        """Return the vector of FLUX's time [images, hidden] that the block ``name`` got."""
+        if (found := self.calls[name][0][self.number].get("in.temb")) is None:
+            raise Unlike(f"{name} left no time")
+        return found
+
     def read(self, name: str, keys: Mapping[str, Sequence[int]], before: str = "") -> torch.Tensor | None:
         """Return the tensors ``keys`` of the module ``name``, each of the given shape [samples, length, size], joined
         along their length; or with ``before`` "grad.", their gradients, if the run has any.
@@ -197,29 +203,29 @@ def _of_text(run: _Run, model: Model, pair: Pair, batch: Batch, per_term: float,
     The run's backward pass begins with each loss times ``per_term``, and each block's balancing loss times
     ``per_call``.
     """
-    tokens, sizes, name = batch["inputs"], model.sizes, ""
+    tokens, sizes = batch["inputs"], model.sizes
     shape = (*tokens.shape, sizes.hidden_size)
     inside, outside = {"in.hidden_states": shape}, {"out.0": shape}
     every = torch.ones(tokens.shape, dtype=torch.bool)
-    last: torch.Tensor | None = None
+    states = run.needed("layers.0", inside)
+    exact, rounded = pair.both(lambda model, weights: model.embedded(weights, tokens))
+    yield Result(name="embeddings", given=None, run=states, exact=exact, rounded=rounded, certain=every)
     for layer in range(sizes.layers):
         name = f"layers.{layer}"
-        given = _entered(run, name, inside, last)
-        if last is None:
-            exact, rounded = pair.both(lambda model, weights: model.embedded(weights, tokens))
-            yield Result(name="embeddings", given=None, run=given, exact=exact, rounded=rounded, certain=every)
+        _check_entered(run, name, inside, states)
+        returned = run.needed(name, outside)
 
         def block(model: Any, weights: Tensors, states: torch.Tensor, layer: int = layer) -> Computed:
             computed: Computed = model.block(weights, layer, states)
             return computed
 
-        yield from _of_block(run, name, inside, outside, pair, given, per_call, block)
-        last = run.needed(name, outside)
+        yield from _of_block(run, name, inside, outside, pair, states, returned, per_call, block)
+        states = returned
     # A fused loss has no logits.
     called = any(run.calls.get("output", ()))
     logits = run.needed("output", {"out.0": (*tokens.shape, sizes.vocab_size)}) if called else None
     yield from _of_output(
-        "logits", logits, pair, run.needed(name, outside), run.read(name, outside, "grad."), every,
+        "logits", logits, pair, states, run.read(f"layers.{sizes.layers - 1}", outside, "grad."), every,
         lambda model, weights, states: model.head(weights, states),
         lambda model, found: model.entropies(found, batch["labels"]).sum() * per_term,
     )  # fmt: skip
@@ -233,52 +239,46 @@ def _of_images(run: _Run, model: Diffusion, pair: Pair, batch: Batch, per_term: 
     inside = {"in.encoder_hidden_states": text, "in.hidden_states": image}
     outside = {"out.0": text, "out.1": image}
     every = torch.ones(images, texts + tokens, dtype=torch.bool)
-    last: torch.Tensor | None = None
-    time = torch.empty(0)
     names = model.blocks()
+    states, time = run.needed(names[0], inside), run.time(names[0])
+    (exact, own), (rounded, near) = pair.both(lambda model, weights: model.entered(weights, batch))
+    yield Result(name="embeddings", given=None, run=states, exact=exact, rounded=rounded, certain=every)
+    yield Result(
+        name="time", given=None, run=time[:, None], exact=own[:, None], rounded=near[:, None],
+        certain=every[:, :1], floor=_FLOOR_OF_TIME,
+    )  # fmt: skip
     for name in names:
-        given = _entered(run, name, inside, last)
-        seen = run.calls[name][0][run.number].get("in.temb")
-        if seen is None:
-            raise Unlike(f"{name} left no time")
-        if last is None:
-            time = seen
-            (states, own), (near, rounded) = pair.both(lambda model, weights: model.entered(weights, batch))
-            yield Result(name="embeddings", given=None, run=given, exact=states, rounded=near, certain=every)
-            yield Result(
-                name="time", given=None, run=time[:, None], exact=own[:, None], rounded=rounded[:, None],
-                certain=every[:, :1], floor=_FLOOR_OF_TIME,
-            )  # fmt: skip
-        elif not torch.equal(seen, time):
+        _check_entered(run, name, inside, states)
+        if not torch.equal(run.time(name), time):
             raise Unlike(f"{name} did not get the time that the first block got")
+        returned = run.needed(name, outside)
 
         def block(model: Any, weights: Tensors, states: torch.Tensor, name: str = name) -> Computed:
-            return model.block(weights, name, states, time.to(states.dtype)), states.new_zeros(())  # noqa: B023
+            return model.block(weights, name, states, time.to(states.dtype)), states.new_zeros(())
 
-        yield from _of_block(run, name, inside, outside, pair, given, 0.0, block)
-        last = run.needed(name, outside)
+        yield from _of_block(run, name, inside, outside, pair, states, returned, 0.0, block)
+        states = returned
     velocity = run.needed("output", {"out.0": tuple(batch["latents"].shape)})
     yield from _of_output(
-        "velocity", velocity, pair, run.needed(names[-1], outside), run.read(names[-1], outside, "grad."),
-        every[:, texts:],
+        "velocity", velocity, pair, states, run.read(names[-1], outside, "grad."), every[:, texts:],
         lambda model, weights, states: model.velocity(weights, states, time.to(states.dtype)),
         lambda model, found: model.errors(found, batch).sum() * per_term,
     )  # fmt: skip
 
 
-def _entered(run: _Run, name: str, keys: Mapping[str, Sequence[int]], last: torch.Tensor | None) -> torch.Tensor:
-    given = run.needed(name, keys)
-    if last is not None and not torch.equal(given, last):
+def _check_entered(run: _Run, name: str, keys: Mapping[str, Sequence[int]], states: torch.Tensor) -> None:
+    """Raise Unlike if something else than ``states``, which the block before it returned, entered a block."""
+    if not torch.equal(run.needed(name, keys), states):
         raise Unlike(f"{name} did not get what the block before it returned")
-    return given
 
 
 def _of_block(
     run: _Run, name: str, inside: Mapping[str, Sequence[int]], outside: Mapping[str, Sequence[int]], pair: Pair,
-    given: torch.Tensor, per_call: float, compute: Callable[[Any, Tensors, torch.Tensor], Computed],
+    given: torch.Tensor, returned: torch.Tensor, per_call: float,
+    compute: Callable[[Any, Tensors, torch.Tensor], Computed],
 ) -> Iterator[Result]:  # fmt: skip
     """Yield a block's outputs and the gradients of its inputs. ``compute`` returns the outputs and a balancing loss."""
-    returned, back = run.needed(name, outside), run.read(name, inside, "grad.")
+    back = run.read(name, inside, "grad.")
     back_out = run.read(name, outside, "grad.") if back is not None else None
 
     def one(model: Any, weights: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -44,11 +44,10 @@ _BOTH = {
     _ROUNDED: Constants(angles=bfloat),
 }
 # These changes concern the rounding to FP8, not the values that are rounded.
-_FORMAT = "gradients of products rounded to E4M3"
 _OF_EIGHT = {
     "outputs not rounded to FP8": Constants(wide="outputs"),
     "gradients of states not rounded to FP8": Constants(wide="gradients of states"),
-    _FORMAT: Constants(one_format=True),
+    "gradients of products rounded to E4M3": Constants(one_format=True),
 }
 _OF_WEIGHTS = {"gradients of weights not rounded to FP8": Constants(wide="gradients of weights")}
 _LANGUAGE = {

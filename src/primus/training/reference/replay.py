@@ -29,9 +29,8 @@ from primus.training.reference.parameters import is_trained, kept_dtype, without
 
 # The relative rounding of weights and updates, by dtype. Smaller differences mean nothing.
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
-# The number of steps, spread over the run, at which the reference also computes how far the precision moves results.
-_NOISY = 4
-# At other steps, it does so if a gap exceeds this many times the noise of these.
+# At steps that are not examined, the reference computes how far the precision moves its results if a gap exceeds this
+# many times the noise of the examined ones.
 _SUSPECT = 3.0
 # How much the scores of two experts may differ, relative to the larger one, while rounding still decides between them.
 # In each of two runs, one token that went to the other expert caused the whole gap of 0.6 of an expert with few tokens.
@@ -49,7 +48,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
-    found: dict[str, Any] = {"precision": job["precision"], "unseen": not job["examined"], "steps": []}
+    found: dict[str, Any] = {"precision": job["precision"], "unseen": not job["blocks"], "steps": []}
     steps = range(job["first_step"], job["last_step"] + 1)
     sizes = rebuilt(job["model"])
     try:
@@ -129,10 +128,7 @@ class _Replay:
         self._rounding = _ROUNDING[kept_dtype(job)]
         self.narrow = False
         self.moving: set[str] = set()
-        first, last = job["first_step"], job["last_step"]
-        spread = {first + number * (last - first) // (_NOISY - 1) for number in range(_NOISY)}
-        # In FP32, the noise is far below every limit, and float64 takes twice as long.
-        self._noisy = {first, last} if self._exact else spread
+        self._examined = {*job["examined"]}
         self._samples = data.samples(job)
         self._dialect = _dialect(job)
         self._fits = constants.Fit(job["backend"]), constants.Fit(job["backend"])
@@ -145,14 +141,14 @@ class _Replay:
     def compute(self, steps: Sequence[int], pool: Executor) -> list[_Step]:
         """Compute losses and gradients of ``steps``, and the noise of some, in the threads of ``pool``."""
         computed = {one.step: one for one in pool.map(self._compute_planned, steps)}
-        for step in sorted(self._noisy):
+        for step in sorted(self._examined):
             noise = computed[step].figures["noise"]
             for kind, (gap, _) in noise["gaps"].items():
                 self._usual[kind] = max(self._usual.get(kind, 0.0), gap)
             for key, usual in self._usual_figures.items():
                 self._usual_figures[key] = max(usual, noise[key])
         suspicious = [
-            step for step in steps if step not in self._noisy and self._amplified(step, computed[step].figures)
+            step for step in steps if step not in self._examined and self._amplified(step, computed[step].figures)
         ]
         computed |= {one.step: one for one in pool.map(lambda step: self._compute(step, noisy=True), suspicious)}
         return [computed[step] for step in steps]
@@ -164,7 +160,7 @@ class _Replay:
         row["rate"] = rate = update.rate(self._given, step)
         self.narrow |= one.narrow
         row |= one.figures | {
-            "regular": step in self._noisy,
+            "regular": step in self._examined,
             "blocks": one.blocks,
             "own_gradient": seen is not None,
             "stale": seen["stale"] if seen else [],
@@ -202,9 +198,9 @@ class _Replay:
         return abs(self._reported.get(step, {}).get(key, own) - own) / own if own else 0.0
 
     def _compute_planned(self, step: int) -> _Step:
-        planned = step in self._noisy
-        one = self._compute(step, noisy=planned, trials=planned)
-        return self._with_blocks(one) if step in self._job["examined"] else one
+        examined = step in self._examined
+        one = self._compute(step, noisy=examined, trials=examined)
+        return self._with_blocks(one) if examined and self._job["blocks"] else one
 
     def _with_blocks(self, one: _Step) -> _Step:
         before = _weights(self._job, self._sizes, self._folder, one.step - 1)

@@ -57,9 +57,9 @@ def main(argv: list[str]) -> None:
 
     if (tokenizer := str(job["assets"]["tokenizer"])).startswith(HUB):
         sys.argv += ["--model.hf_assets_path", _tokenizer_of(tokenizer.removeprefix(HUB))]
-    trainer = observed_trainer(
-        Path(job["output"]) / "facts.json", job["identity"], faster, judged=job["witness"], examined=job["examined"]
-    )
+    examined = job["examined"] if job["blocks"] else ()
+    facts = Path(job["output"]) / "facts.json"
+    trainer = observed_trainer(facts, job["identity"], faster, judged=job["witness"], examined=examined)
     train(trainer)
     if on_cpu:
         leave()

@@ -5,7 +5,7 @@ Prints the name of each and the largest gap.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,7 @@ from primus.recipes.setting import Choices
 from primus.training.finetune.models import config_of
 from primus.training.flux.entry import rotary_axes
 from primus.training.reference import constants, diffusion
-from primus.training.reference.model import Model
+from primus.training.reference.model import Model, Rounding, attended, bfloat, exact
 from primus.training.reference.names import to_canonical
 from primus.training.reference.shapes import shapes
 
@@ -56,6 +56,68 @@ def activations() -> None:
             theirs(other).sum().backward()
             torch.testing.assert_close(ours(mine), theirs(other), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-5)
+
+
+def norms() -> None:
+    """A norm's gradient, also as PyTorch computes it on a CPU, where it keeps means and deviations in bfloat16."""
+
+    def gradient(states: torch.Tensor, norm: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        leaf = states.detach().clone().requires_grad_()
+        norm(leaf).backward(given.to(states.dtype))
+        assert leaf.grad is not None
+        return leaf.grad.double()
+
+    def theirs(states: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(states, states.shape[-1:], eps=1e-6)
+
+    def ours(keeping: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return gradient(states.double(), lambda leaf: diffusion._Even.apply(leaf, 1e-6, keeping))
+
+    # The mean is much larger than the deviation, as in the states of a trained model.
+    states, given = (torch.randn(6, 64) + 30 * torch.rand(6, 1)).bfloat16(), torch.randn(6, 64).bfloat16()
+    exactly = gradient(states.double(), theirs)
+    torch.testing.assert_close(ours(exact), exactly)
+    narrow = gradient(states, theirs)
+    explained, unexplained = float((ours(bfloat) - narrow).norm()), float((exactly - narrow).norm())
+    assert explained < unexplained / 4, (explained, unexplained)
+
+
+def attention() -> None:
+    """Attention of grouped heads with its gradients, also as PyTorch's kernel for CPUs rounds them."""
+    shapes, length = ((3, 8, 128, 16), (3, 2, 128, 16), (3, 2, 128, 16)), 128
+    given = torch.randn(shapes[0]).bfloat16()
+    # The first tokens get most of the attention, as in trained models: many gradients are added there.
+    parts = [torch.randn(shape) for shape in shapes]
+    parts[1][..., :2, :] += 4 * parts[0].mean((1, 2))[:, None, None]
+    parts = [part.bfloat16() for part in parts]
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def results(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [part.to(dtype).requires_grad_() for part in parts]
+        out = attend(*leaves)
+        return [each.double() for each in (out, *torch.autograd.grad(out, leaves, given.to(dtype)))]
+
+    def theirs(*leaves: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+
+    def ours(between: Rounding, adding: bool) -> list[torch.Tensor]:
+        def attend(*leaves: torch.Tensor) -> torch.Tensor:
+            out = attended(*leaves, hidden, scale=0.25, between=between, adding=adding)
+            return out.unflatten(-1, (8, -1)).transpose(1, 2)
+
+        return results(attend, torch.float64)
+
+    exactly, narrow = results(theirs, torch.float64), results(theirs, torch.bfloat16)
+    torch.testing.assert_close(ours(exact, adding=True), exactly)
+    rounded = ours(bfloat, adding=True)
+    for name, *each in zip(("output", "query", "key", "value"), exactly, narrow, rounded, strict=True):
+        error, own = ((seen - each[0]).norm(dim=-1).mean((0, 1)) for seen in each[1:])
+        # The first token's output is its value, and its query has no gradient.
+        most = float((error[1:] / own[1:]).max())
+        assert 0.5 < most < 2, (name, most)
+    # Without the rounded sums, the gradients of the first values would be twice as exact.
+    once, sums = ((seen[3] - exactly[3])[..., :2, :].norm() for seen in (ours(bfloat, adding=False), narrow))
+    assert float(once) < 0.6 * float(sums), (once, sums)
 
 
 def flux() -> None:
@@ -123,5 +185,7 @@ def _wrong(sizes: object) -> Iterator[object]:
 
 main()
 activations()
+norms()
+attention()
 flux()
 fit()

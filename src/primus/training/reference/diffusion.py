@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from primus.recipes.architecture import Architecture
-from primus.training.reference.model import Constants, Rounding, Weights, exact, log_sum_exp, one_plus_exp
+from primus.training.reference.model import Constants, Rounding, Weights, attended, exact, log_sum_exp, one_plus_exp
 
 _EPS = 1e-6
 # The number of sinusoids that encode a time, and their longest period in radians.
@@ -28,14 +29,17 @@ class Diffusion:
     """The transformer as a function of its weights. ``guidance`` is the scale passed to a model with guidance
     embeddings.
 
-    ``between`` is as in :class:`.model.Model`; ``entering`` rounds the model's inputs as the run does. Of
-    ``constants``, only those that this model has are used: angles, epsilon, attention and shares.
+    ``between`` and ``adding`` are as in :class:`.model.Model`; ``entering`` rounds the model's inputs as the run does,
+    and ``keeping`` the means and deviations that a norm keeps for its gradient. Of ``constants``, only those that this
+    model has are used: angles, epsilon, attention and shares.
     """
 
     sizes: Architecture
     guidance: float = 1.0
     between: Rounding = exact
     entering: Rounding = exact
+    keeping: Rounding = exact
+    adding: bool = False
     constants: Constants = field(default_factory=Constants)
     closest: float = math.inf
     sent: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -127,9 +131,9 @@ class Diffusion:
         mixed = self._mixed(query, key, value, turn)
         parts = (mixed[:, text.shape[1] :], mixed[:, : text.shape[1]])
         made = []
-        for (which, _, _, out, before), attended, six in zip(streams, parts, modulations, strict=True):
+        for (which, _, _, out, before), mixture, six in zip(streams, parts, modulations, strict=True):
             _, _, gate, shift, scale, gate_fed = six
-            moved = gate * self._linear(weights, f"{block}attn.{out}", attended)
+            moved = gate * self._linear(weights, f"{block}attn.{out}", mixture)
             states = self.between(before + self.between(moved))
             hidden = self._linear(weights, f"{block}ff{which}.net.0.proj", self._normed(states, shift, scale))
             fed = self._linear(weights, f"{block}ff{which}.net.2", self.between(_gelu(hidden)))
@@ -165,10 +169,12 @@ class Diffusion:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
         query, key = (self.between(_turned(part, *turn)) for part in (query, key))
-        scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 * self.constants.attention)
+        scale = query.shape[-1] ** -0.5
+        if self.between is not exact:
+            return attended(query, key, value, None, scale=scale, between=self.between, adding=self.adding)
+        scores = query @ key.transpose(-1, -2) * (scale * self.constants.attention)
         shares = self.constants.shares(torch.exp(scores - log_sum_exp(scores).unsqueeze(-1)))
-        mixed = self.between(shares) @ value
-        return self.between(mixed.transpose(1, 2).flatten(-2))
+        return (shares @ value).transpose(1, 2).flatten(-2)
 
     @property
     def _eps(self) -> float:
@@ -178,8 +184,7 @@ class Diffusion:
         return list(self._linear(weights, name, self.between(_silu(given))).unsqueeze(1).chunk(parts, -1))
 
     def _normed(self, states: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        centred = states - states.mean(-1, keepdim=True)
-        even = self.between(centred * (centred.square().mean(-1, keepdim=True) + self._eps).rsqrt())
+        even = self.between(_Even.apply(states, self._eps, self.keeping))
         return self.between(self.between(even * (1 + scale)) + shift)
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
@@ -206,6 +211,25 @@ class Diffusion:
         whole = torch.cat((torch.zeros(before, whole.shape[1], dtype=torch.float64), whole))
         rounded = [self.constants.angles(table.to(image.dtype)) for table in (whole.cos(), whole.sin())]
         return self.between(rounded[0]), self.between(rounded[1])
+
+
+class _Even(torch.autograd.Function):
+    """States less their mean, over their standard deviation. The gradient uses both as ``keeping`` rounds them."""
+
+    @staticmethod
+    def forward(context: Any, states: torch.Tensor, eps: float, keeping: Rounding) -> torch.Tensor:
+        mean = states.mean(-1, keepdim=True)
+        centred = states - mean
+        scale = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+        context.save_for_backward(states, keeping(mean), keeping(scale))
+        return centred * scale
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,), (states, mean, scale) = gradients, context.saved_tensors
+        even = (states - mean) * scale
+        along = even * (gradient * even).mean(-1, keepdim=True)
+        return scale * (gradient - gradient.mean(-1, keepdim=True) - along), None, None
 
 
 def _silu(states: torch.Tensor) -> torch.Tensor:

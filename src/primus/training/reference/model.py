@@ -7,7 +7,7 @@ operations are used (products, exponentials, sums), in the precision of the weig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,81 @@ def bfloat(tensor: torch.Tensor) -> torch.Tensor:
 
 # The FP8 format of a product's factors → that of its gradient, with more range and fewer digits.
 _OF_GRADIENTS = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: torch.float8_e5m2fnuz}
+
+
+# Backend → operations in which it rounds besides their results: a norm before its weight, a product before its bias,
+# the angles and products of a rotation, and the gradient of each linear layer's input. Megatron has one linear layer
+# for queries, keys and values, and one for both parts of SwiGLU.
+INNER = {
+    "megatron": ("biases", "rotations"),
+    "finetune": ("norms", "rotations", "inputs"),
+    "fsdp": ("inputs",),
+    "torchtitan": ("inputs",),
+}
+
+
+def attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None, *, scale: float,
+    between: Rounding, adding: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Return attention's output [samples, length, heads · size], rounded by ``between`` as in fused kernels.
+
+    They keep shares and their gradients in float32, multiply them rounded, and compute the gradient of the softmax from
+    the rounded output (FlashAttention-2, arXiv:2307.08691, algorithm 2). PyTorch's kernel for CPUs adds the gradients
+    of keys and values in the type of the weights, one block of queries and one head of a group after the other; with
+    ``adding``, so does this function. ``hidden`` are the pairs of query and key that do not attend.
+    """
+    out: torch.Tensor = _Attended.apply(query, key, value, hidden, scale, between, adding)
+    return out.transpose(1, 2).flatten(-2)
+
+
+class _Attended(torch.autograd.Function):
+    """Attention's output [samples, heads, length, size]; see :func:`attended`."""
+
+    @staticmethod
+    def forward(
+        context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None,
+        scale: float, between: Rounding, adding: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        groups = key.shape[1]
+        query = query.unflatten(1, (groups, -1))
+        scores = scale * query @ key.unsqueeze(2).transpose(-1, -2)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -80.0 + float(scores.min()))
+        shares = torch.exp(scores - log_sum_exp(scores).unsqueeze(-1))
+        if hidden is not None:
+            shares = shares.masked_fill(hidden, 0.0)
+        narrow = between(shares)
+        out = between(narrow @ value.unsqueeze(2))
+        context.save_for_backward(query, key, value, shares, narrow, out)
+        context.rest = scale, between, adding
+        return out.flatten(1, 2)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, shares, narrow, out = context.saved_tensors
+        scale, between, adding = context.rest
+        gradient = gradients[0].unflatten(1, (key.shape[1], -1))
+        wide = gradient @ value.unsqueeze(2).transpose(-1, -2)
+        of_scores = between(shares * (wide - (out * gradient).sum(-1, keepdim=True)) * scale)
+        of_query = between(of_scores @ key.unsqueeze(2))
+        of_key, of_value = (
+            _added(left, right, between, adding) for left, right in ((of_scores, query), (narrow, gradient))
+        )
+        return of_query.flatten(1, 2), of_key, of_value, None, None, None, None
+
+
+def _added(shares: torch.Tensor, states: torch.Tensor, between: Rounding, adding: bool) -> torch.Tensor:
+    """Return shareᵀ × states [samples, groups, keys, size], added over queries and the heads of a group."""
+    length = states.shape[-2]
+    size = next(size for size, most in ((32, 192), (64, 768), (256, math.inf)) if length < most)
+    if not adding or length % size:
+        return between((shares.transpose(-1, -2) @ states).sum(2))
+    parts = shares.unflatten(-2, (-1, size)).transpose(-1, -2) @ states.unflatten(-2, (-1, size))
+    total = torch.zeros_like(parts[:, :, 0, 0])
+    for part in parts.flatten(2, 3).unbind(2):
+        total = between(total + part)
+    return total
 
 
 class _EightBits(torch.autograd.Function):
@@ -115,16 +190,17 @@ class Model:
     """A language model as a function of its weights.
 
     ``between`` is applied to every tensor that one operation passes to the next. If it rounds to a narrow type, the
-    model shows how far that precision moves its results. ``twice``: it is also applied to a norm's result before
-    the multiplication by its weight. ``eight`` is the FP8 format in which linear layers multiply, scaled by tensor;
-    None if they do not. ``doubt``: a token
-    goes to the next best expert instead of the last chosen one if their scores differ by less than this share.
+    model shows how far that precision moves its results. ``inner`` are names of :data:`INNER`, the operations inside
+    of which it is applied as well, and ``adding`` is as in :func:`attended`. ``eight`` is the FP8 format in which
+    linear layers multiply, scaled by tensor; None if they do not. ``doubt``: a token goes to the next best expert
+    instead of the last chosen one if their scores differ by less than this share.
     """
 
     sizes: Architecture
     dialect: Dialect = field(default_factory=Dialect)
     between: Rounding = exact
-    twice: bool = False
+    inner: Collection[str] = ()
+    adding: bool = False
     eight: torch.dtype | None = None
     doubt: float = 0.0
     constants: Constants = field(default_factory=Constants)
@@ -191,9 +267,11 @@ class Model:
             out: torch.Tensor = _EightBits.apply(states, weight, eight, back, given.wide)
             return out
 
+        if "inputs" in self.inner:
+            states = self.between(states)
         out = multiply(states, weights[name + ".weight"])
         if (bias := weights.get(name + ".bias")) is not None:
-            out = out + bias
+            out = (self.between(out) if "biases" in self.inner else out) + bias
         out = self.between(out)
         if (down := weights.get(name + ".lora_A.weight")) is not None:
             low = self.between(multiply(states, down))
@@ -202,15 +280,17 @@ class Model:
         return out
 
     def _norm(self, weight: torch.Tensor, states: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        # The states are rounded already, and their gradient from here is as well before others are added.
+        states = self.between(states)
         mean = states.square().mean(-1, keepdim=True)
         eps = (self.sizes.norm_eps if eps is None else eps) + self.constants.norm_eps
         even = states * (mean + eps).rsqrt()
-        return self.between((self.between(even) if self.twice else even) * weight)
+        return self.between((self.between(even) if "norms" in self.inner else even) * weight)
 
     def _swiglu(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         gate = self._linear(weights, name + "gate_proj", states)
         up = self._linear(weights, name + "up_proj", states)
-        return self._linear(weights, name + "down_proj", self.between(gate / one_plus_exp(-gate) * up))
+        return self._linear(weights, name + "down_proj", self.between(self.between(gate / one_plus_exp(-gate)) * up))
 
     def _attention(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
         sizes = self.sizes
@@ -219,9 +299,7 @@ class Model:
             for kind in "qkv"
         )
         cosine, sine = map(self.constants.angles, _angles(sizes.head_size, sizes, states))
-        query, key = (_turned(part, cosine, sine) for part in (query, key))
-        # Each head of keys and values serves several consecutive heads of queries.
-        key, value = (part.repeat_interleave(sizes.heads // sizes.kv_heads, 1) for part in (key, value))
+        query, key = (self._turned(part, cosine, sine) for part in (query, key))
         mixed = self._mixed(query, key, value, sizes.head_size**-0.5)
         return self._linear(weights, name + "o_proj", mixed)
 
@@ -244,8 +322,8 @@ class Model:
         magnitude, scale = self._yarn_magnitudes()
         cosine, sine = cosine * magnitude, sine * magnitude
         plain, turned = query.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
-        query = torch.cat((plain, _turned(_paired(turned), cosine, sine)), -1)
-        shared = _turned(_paired(shared.unsqueeze(1)), cosine, sine).expand(-1, sizes.heads, -1, -1)
+        query = torch.cat((plain, self._turned(_paired(turned), cosine, sine)), -1)
+        shared = self._turned(_paired(shared.unsqueeze(1)), cosine, sine).expand(-1, sizes.heads, -1, -1)
         key = torch.cat((key, shared), -1)
         mixed = self._mixed(query, key, value, scale * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5)
         return self._linear(weights, name + "o_proj", mixed)
@@ -264,20 +342,33 @@ class Model:
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim), magnitude(scaling.mscale_all_dim) ** 2
 
     def _mixed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return causal attention's output [samples, length, heads · size]."""
+        """Return causal attention's output [samples, length, heads · size].
+
+        Each head of keys and values serves several consecutive heads of queries.
+        """
         length = query.shape[-2]
-        scores = query @ key.transpose(-1, -2) * (scale * self.constants.attention)
         place = torch.arange(length, device=query.device)
         hidden = place[None, :] > place[:, None]
         if 0 < self.sizes.window < length:
             hidden |= place[None, :] <= place[:, None] - self.sizes.window
+        if self.between is not exact:
+            return attended(query, key, value, hidden, scale=scale, between=self.between, adding=self.adding)
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+        scores = query @ key.transpose(-1, -2) * (scale * self.constants.attention)
         top = torch.where(hidden, -torch.inf, scores.detach()).amax(-1, keepdim=True)
         # exp(-80) is below the rounding of float64. Exponentials of -inf, or that underflow, take several times as
         # long.
         powers = torch.exp(torch.where(hidden, -80.0, scores - top))
         shares = self.constants.shares(powers / powers.sum(-1, keepdim=True))
-        mixed = self.between(shares) @ value
-        return self.between(mixed.transpose(1, 2).flatten(-2))
+        return (shares @ value).transpose(1, 2).flatten(-2)
+
+    def _turned(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        """Rotate each pair (i, i + size / 2) by the angle of its position (RoFormer, arXiv:2104.09864, eq. 34)."""
+        inner = self.between if "rotations" in self.inner else exact
+        cosine, sine = inner(cosine), inner(sine)
+        left, right = states.chunk(2, -1)
+        turned = inner(left * cosine) - inner(right * sine), inner(right * cosine) + inner(left * sine)
+        return self.between(torch.cat(turned, -1))
 
     def _experts(self, weights: Weights, name: str, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sum of routed and shared experts, and the balancing loss."""
@@ -304,9 +395,9 @@ class Model:
             token, place = (chosen == number).nonzero(as_tuple=True)
             if len(token):
                 fed = self._swiglu(weights, f"{name}experts.{number}.", flat[token])
-                out = out.index_add(0, token, fed * share[token, place].unsqueeze(-1))
+                out = out.index_add(0, token, self.between(fed * share[token, place].unsqueeze(-1)))
         if moe.shared_experts:
-            out = out + self._swiglu(weights, name + "shared_experts.", flat)
+            out = self.between(out) + self._swiglu(weights, name + "shared_experts.", flat)
         extra = self._balance(raw, scores, samples, length)
         return out.unflatten(0, (samples, length)), extra
 
@@ -392,12 +483,6 @@ def one_plus_exp(values: torch.Tensor) -> torch.Tensor:
 def _paired(states: torch.Tensor) -> torch.Tensor:
     """Reorder DeepSeek's rotary pairs, which are neighbors: the rotation below pairs element i with i + size / 2."""
     return torch.cat((states[..., 0::2], states[..., 1::2]), -1)
-
-
-def _turned(states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair (i, i + size / 2) by the angle of its position (RoFormer, arXiv:2104.09864, eq. 34)."""
-    left, right = states.chunk(2, -1)
-    return torch.cat((left * cosine - right * sine, right * cosine + left * sine), -1)
 
 
 def _angles(size: int, model: Architecture, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from primus.recipes.known import CPU
 from primus.training.reference import blocks, constants, data, diffusion, first, parameters, saved, update
 from primus.training.reference.constants import Products
 from primus.training.reference.gaps import gaps_of, scales_of, typical
-from primus.training.reference.model import Dialect, Model, bfloat, exact, is_narrow
+from primus.training.reference.model import INNER, Dialect, Model, bfloat, exact, is_narrow
 from primus.training.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
 from primus.training.reference.parameters import is_trained, kept_dtype, without_bias
 
@@ -327,8 +327,14 @@ class _Replay:
         model = self._model()
         if not self._exact:
             model.between = lambda tensor: bfloat(tensor * grid) / grid
+            on_cpu = self._job["gpu"] == CPU
             if isinstance(model, Model):
-                model.twice = grid != 1.0 or self._job["backend"] == "finetune"
+                model.inner = INNER[self._job["backend"]]
+                # No fused kernel supports values of another size than keys.
+                model.adding = on_cpu and not self._sizes.mla.kv_lora_rank
+            elif on_cpu:
+                # PyTorch keeps them as bfloat16 numbers on CPUs, and as float32 numbers on GPUs.
+                model.keeping, model.adding = model.between, True
         return model
 
     def _rounded(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
@@ -404,7 +410,7 @@ class _Replay:
         rounding.
 
         ``grid`` between 1 and 2 scales the numbers to which it rounds, which is another rounding of the same
-        precision. With it, norms are rounded once more, as transformers does. Also returns the clipped gradients.
+        precision. Also returns the clipped gradients.
         """
         loss, losses, gradients = own
         norm = update.norm_of(gradients)

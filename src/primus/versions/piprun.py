@@ -95,7 +95,18 @@ def explain(output: str, urls: Sequence[str] = ()) -> InputError | HostError:
     # ResolutionImpossible: the lines between the heading and the advice are the conflict.
     conflict = re.search(r"The conflict is caused by:\n(.*?)\n\n", output, re.S)
     if conflict:
-        pinned = re.search(r"The user requested (\S+?)==", conflict[1])
+        pinned = re.search(r"The user requested (\S+?)==(\S+)", conflict[1])
+        absent = "no matching distributions available for your environment" in output
+        if pinned and absent and "depends on" not in conflict[1]:
+            # The pin and its constraint agree, and pip blames both.
+            asked = ", ".join(map(bare_url, urls))
+            return InputError(
+                f"no Python index of this host has a wheel of {pinned[1]} {pinned[2]} for this target"
+                f"{f' ({asked})' if asked else ''}",
+                hint="check that pip's index-url, extra-index-url and find-links, or `indexes` in versions.yaml, reach "
+                "its channel; versions such as 2.13.0+cpu are on PyTorch's own index only",
+                about=pinned[1],
+            )
         lines = [
             re.sub(r"^The user requested (?:\(constraint\) )?(.*)", r"\1 is required", line.strip())
             for line in conflict[1].splitlines()

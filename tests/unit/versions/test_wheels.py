@@ -72,6 +72,19 @@ def test_a_conflict_is_one_sentence_with_both_sides() -> None:
     assert error.about == "b"
 
 
+def test_a_version_that_no_index_has_is_no_conflict() -> None:
+    error = explain(
+        "ERROR: Cannot install torch==2.13.0+cpu because these package versions have conflicting dependencies.\n\n"
+        "The conflict is caused by:\n    The user requested torch==2.13.0+cpu\n"
+        "    The user requested (constraint) torch<=2.14.1,==2.13.0+cpu\n\n"
+        "Additionally, some packages in these conflicts have no matching distributions available for your "
+        "environment:\n    torch\n\nTo fix this\n"
+    )
+    assert isinstance(error, InputError)
+    assert error.message == "no Python index of this host has a wheel of torch 2.13.0+cpu for this target"
+    assert error.about == "torch"
+
+
 def test_a_network_failure_is_no_input_error() -> None:
     error = explain(
         "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError'\n"

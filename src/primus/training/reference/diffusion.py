@@ -188,7 +188,8 @@ class Diffusion:
         return self.between(self.between(even * (1 + scale)) + shift)
 
     def _linear(self, weights: Weights, name: str, states: torch.Tensor) -> torch.Tensor:
-        return self.between(states @ weights[name + ".weight"].T + weights[name + ".bias"])
+        # The gradient of the states is rounded as well, before those of other products are added.
+        return self.between(self.between(states) @ weights[name + ".weight"].T + weights[name + ".bias"])
 
     def _angles(self, before: int, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine [tokens, size / 2] of the rotary angles, by index (always 0), row and column

@@ -35,6 +35,7 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
     return {
         "precision": "fp32",
         "unseen": False,
+        "on_cpu": True,
         "whole": True,
         "max_norm": 1.0,
         "summands": 2,

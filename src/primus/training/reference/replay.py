@@ -48,7 +48,8 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
-    found: dict[str, Any] = {"precision": job["precision"], "unseen": not job["blocks"], "steps": []}
+    found: dict[str, Any] = {"precision": job["precision"], "on_cpu": job["gpu"] == CPU, "steps": []}
+    found["unseen"] = not job["blocks"]
     steps = range(job["first_step"], job["last_step"] + 1)
     sizes = rebuilt(job["model"])
     try:

@@ -17,8 +17,9 @@ from primus.recipes.setting import Choices
 from primus.training.finetune.models import config_of
 from primus.training.flux.entry import rotary_axes
 from primus.training.reference import constants, diffusion
-from primus.training.reference.model import Model, Rounding, attended, bfloat, exact
+from primus.training.reference.model import Model
 from primus.training.reference.names import to_canonical
+from primus.training.reference.rounding import Rounding, attended, bfloat, exact
 from primus.training.reference.shapes import shapes
 
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primus.training.reference.diffusion import Diffusion
-from primus.training.reference.model import Constants, Model, bfloat
+from primus.training.reference.model import Constants, Model
 from primus.training.reference.names import kind_of
+from primus.training.reference.rounding import bfloat
 
 if TYPE_CHECKING:
     from primus.training.reference.blocks import Result

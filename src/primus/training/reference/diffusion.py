@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from primus.recipes.architecture import Architecture
-from primus.training.reference.model import Constants, Rounding, Weights, attended, exact, log_sum_exp, one_plus_exp
+from primus.training.reference.model import Constants, Weights, log_sum_exp, one_plus_exp
+from primus.training.reference.rounding import Rounding, attended, exact
 
 _EPS = 1e-6
 # The number of sinusoids that encode a time, and their longest period in radians.

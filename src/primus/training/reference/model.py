@@ -7,137 +7,15 @@ operations are used (products, exponentials, sums), in the precision of the weig
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling
+from primus.training.reference.rounding import Rounding, attended, exact, multiplied
 
 Weights = Mapping[str, torch.Tensor]
-Rounding = Callable[[torch.Tensor], torch.Tensor]
-
-
-def exact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without rounding."""
-    return tensor
-
-
-def bfloat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor rounded to bfloat16; its gradient is rounded as well."""
-    return tensor.to(torch.bfloat16).to(tensor.dtype)
-
-
-# The FP8 format of a product's factors → that of its gradient, with more range and fewer digits.
-_OF_GRADIENTS = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: torch.float8_e5m2fnuz}
-
-
-# Backend → operations in which it rounds besides their results: a norm before its weight, a product before its bias,
-# the angles and products of a rotation, and the gradient of each linear layer's input. Megatron has one linear layer
-# for queries, keys and values, and one for both parts of SwiGLU.
-INNER = {
-    "megatron": ("biases", "rotations"),
-    "finetune": ("norms", "rotations", "inputs"),
-    "fsdp": ("inputs",),
-    "torchtitan": ("inputs",),
-}
-
-
-def attended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None, *, scale: float,
-    between: Rounding, adding: bool,
-) -> torch.Tensor:  # fmt: skip
-    """Return attention's output [samples, length, heads · size], rounded by ``between`` as in fused kernels.
-
-    They keep shares and their gradients in float32, multiply them rounded, and compute the gradient of the softmax from
-    the rounded output (FlashAttention-2, arXiv:2307.08691, algorithm 2). PyTorch's kernel for CPUs adds the gradients
-    of keys and values in the type of the weights, one block of queries and one head of a group after the other; with
-    ``adding``, so does this function. ``hidden`` are the pairs of query and key that do not attend.
-    """
-    out: torch.Tensor = _Attended.apply(query, key, value, hidden, scale, between, adding)
-    return out.transpose(1, 2).flatten(-2)
-
-
-class _Attended(torch.autograd.Function):
-    """Attention's output [samples, heads, length, size]; see :func:`attended`."""
-
-    @staticmethod
-    def forward(
-        context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None,
-        scale: float, between: Rounding, adding: bool,
-    ) -> torch.Tensor:  # fmt: skip
-        groups = key.shape[1]
-        query = query.unflatten(1, (groups, -1))
-        scores = scale * query @ key.unsqueeze(2).transpose(-1, -2)
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, -80.0 + float(scores.min()))
-        shares = torch.exp(scores - log_sum_exp(scores).unsqueeze(-1))
-        if hidden is not None:
-            shares = shares.masked_fill(hidden, 0.0)
-        narrow = between(shares)
-        out = between(narrow @ value.unsqueeze(2))
-        context.save_for_backward(query, key, value, shares, narrow, out)
-        context.rest = scale, between, adding
-        return out.flatten(1, 2)
-
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, shares, narrow, out = context.saved_tensors
-        scale, between, adding = context.rest
-        gradient = gradients[0].unflatten(1, (key.shape[1], -1))
-        wide = gradient @ value.unsqueeze(2).transpose(-1, -2)
-        of_scores = between(shares * (wide - (out * gradient).sum(-1, keepdim=True)) * scale)
-        of_query = between(of_scores @ key.unsqueeze(2))
-        of_key, of_value = (
-            _added(left, right, between, adding) for left, right in ((of_scores, query), (narrow, gradient))
-        )
-        return of_query.flatten(1, 2), of_key, of_value, None, None, None, None
-
-
-def _added(shares: torch.Tensor, states: torch.Tensor, between: Rounding, adding: bool) -> torch.Tensor:
-    """Return shareᵀ × states [samples, groups, keys, size], added over queries and the heads of a group."""
-    length = states.shape[-2]
-    size = next(size for size, most in ((32, 192), (64, 768), (256, math.inf)) if length < most)
-    if not adding or length % size:
-        return between((shares.transpose(-1, -2) @ states).sum(2))
-    parts = shares.unflatten(-2, (-1, size)).transpose(-1, -2) @ states.unflatten(-2, (-1, size))
-    total = torch.zeros_like(parts[:, :, 0, 0])
-    for part in parts.flatten(2, 3).unbind(2):
-        total = between(total + part)
-    return total
-
-
-class _EightBits(torch.autograd.Function):
-    """A product with factors rounded to ``eight`` and gradients to ``back``, each scaled by its largest value.
-
-    ``wide`` names the product that is not rounded, as in :class:`Constants`.
-    """
-
-    @staticmethod
-    def forward(
-        context: Any, states: torch.Tensor, weight: torch.Tensor, eight: torch.dtype, back: torch.dtype, wide: str
-    ) -> torch.Tensor:
-        narrow = _scaled(states, eight), _scaled(weight, eight)
-        context.save_for_backward(
-            states if wide == "gradients of weights" else narrow[0],
-            weight if wide == "gradients of states" else narrow[1],
-        )
-        context.back, context.wide = back, wide
-        return states @ weight.T if wide == "outputs" else narrow[0] @ narrow[1].T
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        states, weight = context.saved_tensors
-        narrow = _scaled(gradient, context.back)
-        for_states = gradient if context.wide == "gradients of states" else narrow
-        for_weight = gradient if context.wide == "gradients of weights" else narrow
-        return for_states @ weight, for_weight.flatten(0, -2).T @ states.flatten(0, -2), None, None, None
-
-
-def _scaled(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    scale = torch.finfo(dtype).max / tensor.abs().amax().clamp(min=1e-12)
-    return (tensor * scale).to(torch.float32).to(dtype).to(tensor.dtype) / scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +68,10 @@ class Model:
     """A language model as a function of its weights.
 
     ``between`` is applied to every tensor that one operation passes to the next. If it rounds to a narrow type, the
-    model shows how far that precision moves its results. ``inner`` are names of :data:`INNER`, the operations inside
-    of which it is applied as well, and ``adding`` is as in :func:`attended`. ``eight`` is the FP8 format in which
-    linear layers multiply, scaled by tensor; None if they do not. ``doubt``: a token goes to the next best expert
-    instead of the last chosen one if their scores differ by less than this share.
+    model shows how far that precision moves its results. ``inner`` are names of :data:`.rounding.INNER`, the operations
+    inside of which it is applied as well, and ``adding`` is as in :func:`.rounding.attended`. ``eight`` is the FP8
+    format in which linear layers multiply, scaled by tensor; None if they do not. ``doubt``: a token goes to the next
+    best expert instead of the last chosen one if their scores differ by less than this share.
     """
 
     sizes: Architecture
@@ -263,9 +141,7 @@ class Model:
         def multiply(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             if eight is None:
                 return states @ weight.T
-            back = eight if given.one_format else _OF_GRADIENTS[eight]
-            out: torch.Tensor = _EightBits.apply(states, weight, eight, back, given.wide)
-            return out
+            return multiplied(states, weight, eight, one_format=given.one_format, wide=given.wide)
 
         if "inputs" in self.inner:
             states = self.between(states)

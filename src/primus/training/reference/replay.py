@@ -23,9 +23,10 @@ from primus.recipes.known import CPU
 from primus.training.reference import blocks, constants, data, diffusion, first, parameters, saved, update
 from primus.training.reference.constants import Products
 from primus.training.reference.gaps import gaps_of, scales_of, typical
-from primus.training.reference.model import INNER, Dialect, Model, bfloat, exact, is_narrow
+from primus.training.reference.model import Dialect, Model, is_narrow
 from primus.training.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
 from primus.training.reference.parameters import is_trained, kept_dtype, without_bias
+from primus.training.reference.rounding import INNER, bfloat, exact
 
 # The relative rounding of weights and updates, by dtype. Smaller differences mean nothing.
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}

@@ -336,7 +336,7 @@ def test_ranks_meet_over_a_file_of_the_job(jobs: tuple[Job, ...]) -> None:
     ],
 )
 def test_only_a_torch_without_libuv_does_without(
-    monkeypatch: pytest.MonkeyPatch, error: str | None, expected: str | type[Exception] | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str | None, expected: str | type[Exception] | None
 ) -> None:
     def store(*_: object, **__: object) -> None:
         if error is not None:
@@ -346,11 +346,14 @@ def test_only_a_torch_without_libuv_does_without(
     monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace(TCPStore=store))
     monkeypatch.setenv("USE_LIBUV", "")
     monkeypatch.delenv("USE_LIBUV")
+    # Ranks on other machines use the port of the job's first node.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     if expected is RuntimeError:
         with pytest.raises(RuntimeError, match=error):
-            choose_store()
+            choose_store(tmp_path)
     else:
-        choose_store()
+        choose_store(tmp_path)
         assert os.environ.get("USE_LIBUV") == expected
 
 

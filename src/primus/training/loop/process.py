@@ -57,7 +57,7 @@ def start(given: RankJob) -> Process:
     run can be repeated to the last bit.
     """
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
-    choose_store()
+    choose_store(given.output)
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     job = json.loads(_job_file(argv).read_text())
     import torch
 
-    choose_store()
+    choose_store(Path(job["output"]))
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         cpu.apply(int(job["threads"]))

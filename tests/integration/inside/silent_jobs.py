@@ -16,6 +16,7 @@ import silent_eighth  # noqa: F401
 import silent_fresh  # noqa: F401
 import silent_hostile  # noqa: F401
 import silent_later  # noqa: F401
+import silent_ninth  # noqa: F401
 import silent_seventh  # noqa: F401
 import silent_slow  # noqa: F401
 import silent_small  # noqa: F401

@@ -41,6 +41,7 @@ _BOTH = {
     _EPSILON: Constants(norm_eps=1e-3),
     "attention scale × 1.01": Constants(attention=1.01),
     "rotary angles rounded to FP8": Constants(angles=_fp8),
+    "positions × frequencies rounded to BF16": Constants(phases=bfloat),
     "shares of attention rounded to FP8": Constants(shares=_fp8),
     _ROUNDED: Constants(angles=bfloat),
 }

@@ -32,7 +32,7 @@ class Diffusion:
 
     ``between`` and ``adding`` are as in :class:`.model.Model`; ``entering`` rounds the model's inputs as the run does,
     and ``keeping`` the means and deviations that a norm keeps for its gradient. Of ``constants``, only those that this
-    model has are used: angles, epsilon, attention and shares.
+    model has are used: angles, phases, epsilon, attention and shares.
     """
 
     sizes: Architecture
@@ -211,6 +211,7 @@ class Diffusion:
             angles.append(axis[:, None] * frequencies)
         whole = torch.cat(angles, -1)
         whole = torch.cat((torch.zeros(before, whole.shape[1], dtype=torch.float64), whole))
+        whole = self.constants.phases(whole)
         rounded = [self.constants.angles(table.to(image.dtype)) for table in (whole.cos(), whole.sin())]
         return self.between(rounded[0]), self.between(rounded[1])
 

@@ -38,8 +38,6 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
     """Return which of the first ``weights``, by canonical names, do not follow the backend's rule."""
     if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
         return []
-    # On a CPU, every rank of torchtitan draws the same numbers for its shard.
-    copies = job["world_size"] if job["backend"] == "torchtitan" else 1
     found = []
     for name, tensor in weights.items():
         wide = tensor.double()
@@ -47,13 +45,21 @@ def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, t
             if bool((wide != value).any()):
                 found.append(f"{name} does not begin as {value:g}")
             continue
-        std, count = _deviation(job, sizes, name, tensor), tensor.numel() / copies
+        std, count = _deviation(job, sizes, name, tensor), tensor.numel()
         seen, mean = float(wide.std()), float(wide.mean())
         if abs(seen / std - 1) > _ERRORS / math.sqrt(2 * count):
             found.append(f"{name} begins with a standard deviation of {seen:.4g}, not {std:.4g}")
         elif abs(mean) > _ERRORS * std / math.sqrt(count):
             found.append(f"{name} begins with a mean of {mean:.4g}, not 0")
+        elif _repeats(tensor, job["world_size"]):
+            found.append(f"{name} begins with the same numbers in each rank's share")
     return found
+
+
+def _repeats(tensor: torch.Tensor, ranks: int) -> bool:
+    """Return whether the shares of ``ranks`` ranks, along either dimension, are equal."""
+    shares = [tensor.chunk(ranks, axis) for axis in (0, -1) if ranks > 1 and tensor.shape[axis] % ranks == 0]
+    return any(torch.equal(first, other) for first, *others in shares for other in others)
 
 
 def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> list[str]:
@@ -111,9 +117,8 @@ def _by_name(
 def _of_torchtitan(
     job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return torchtitan's random weights: all from one generator in order, the same numbers for each rank's rows."""
-    ranks = job["world_size"]
-    if job["data_parallel"] != ranks or any(tensor.dtype == torch.bfloat16 for tensor in stored.values()):
+    """Return torchtitan's random weights: all from one generator, in order."""
+    if any(tensor.dtype == torch.bfloat16 for tensor in stored.values()):
         return
     plain = {name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): name for name in stored}
     names = ["tok_embeddings.weight"]
@@ -123,21 +128,17 @@ def _of_torchtitan(
         if name not in plain:
             continue
         tensor = stored[plain[name]]
-        if tensor.shape[0] % ranks:
-            # Ranks with unequal shares draw different amounts of numbers. More ranks than experts share them in another
-            # way.
-            return
-        share = torch.empty(tensor.shape[0] // ranks, *tensor.shape[1:])
+        whole = torch.empty(tensor.shape)
         ours, part = next(iter(to_canonical("torchtitan", sizes, {name: tensor}).items()))
         std = _deviation(job, sizes, ours, part)
         if name == "tok_embeddings.weight":
-            share.normal_(0, std, generator=generator)
+            whole.normal_(0, std, generator=generator)
         elif name == "output.weight":
             std /= _CUT_AT_3
-            torch.nn.init.trunc_normal_(share, 0, std, -3 * std, 3 * std, generator=generator)
+            torch.nn.init.trunc_normal_(whole, 0, std, -3 * std, 3 * std, generator=generator)
         else:
-            torch.nn.init.trunc_normal_(share, 0, std, -2, 2, generator=generator)
-        yield plain[name], torch.cat([share] * ranks)
+            torch.nn.init.trunc_normal_(whole, 0, std, -2, 2, generator=generator)
+        yield plain[name], whole
 
 
 def constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float | None:

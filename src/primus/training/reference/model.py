@@ -43,16 +43,17 @@ class Constants:
     """What a model computes with besides weights and sizes. The defaults are correct; :mod:`.constants` tries
     others.
 
-    ``angles`` is applied to the table of rotary angles. ``norm_eps`` is added to the epsilon of every norm.
-    ``attention`` multiplies the attention logits, and ``shares`` is applied to their softmax. ``z_loss`` is the
-    coefficient of the squared log-sum-exp of the logits; ``smoothing`` is the share of each label that is spread
-    over the vocabulary. ``one_format``: the gradients of FP8 products are rounded to the format of the factors.
-    ``wide`` is which of these products is not rounded: "outputs", "gradients of states", "gradients of weights", or ""
-    for none.
-    ``reversed_shares``: the chosen experts of a token have each other's weights, in reverse order.
+    ``phases`` is applied to position × frequency, and ``angles`` to the table of their cosines and sines.
+    ``norm_eps`` is added to the epsilon of every norm. ``attention`` multiplies the attention logits, and ``shares``
+    is applied to their softmax. ``z_loss`` is the coefficient of the squared log-sum-exp of the logits;
+    ``smoothing`` is the share of each label that is spread over the vocabulary. ``one_format``: the gradients of FP8
+    products are rounded to the format of the factors. ``wide`` is which of these products is not rounded: "outputs",
+    "gradients of states", "gradients of weights", or "" for none. ``reversed_shares``: the chosen experts of a token
+    have each other's weights, in reverse order.
     """
 
     angles: Rounding = exact
+    phases: Rounding = exact
     norm_eps: float = 0.0
     attention: float = 1.0
     shares: Rounding = exact
@@ -174,7 +175,7 @@ class Model:
             self._linear(weights, f"{name}{kind}_proj", states).unflatten(-1, (-1, sizes.head_size)).transpose(1, 2)
             for kind in "qkv"
         )
-        cosine, sine = map(self.constants.angles, _angles(sizes.head_size, sizes, states))
+        cosine, sine = map(self.constants.angles, self._angles(sizes.head_size, states))
         query, key = (self._turned(part, cosine, sine) for part in (query, key))
         mixed = self._mixed(query, key, value, sizes.head_size**-0.5)
         return self._linear(weights, name + "o_proj", mixed)
@@ -194,7 +195,7 @@ class Model:
         key, value = (
             wide.unflatten(-1, (sizes.heads, -1)).transpose(1, 2).split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
         )
-        cosine, sine = map(self.constants.angles, _angles(mla.qk_rope_head_dim, sizes, states))
+        cosine, sine = map(self.constants.angles, self._angles(mla.qk_rope_head_dim, states))
         magnitude, scale = self._yarn_magnitudes()
         cosine, sine = cosine * magnitude, sine * magnitude
         plain, turned = query.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
@@ -237,6 +238,15 @@ class Model:
         powers = torch.exp(torch.where(hidden, -80.0, scores - top))
         shares = self.constants.shares(powers / powers.sum(-1, keepdim=True))
         return (shares @ value).transpose(1, 2).flatten(-2)
+
+    def _angles(self, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine [length, size / 2] of the rotary angles."""
+        theta = float(self.sizes.rope_theta)
+        place = torch.arange(0, size, 2, dtype=torch.float64, device=like.device)
+        frequencies = _stretched(theta ** (-place / size), size, theta, self.sizes.rope_scaling)
+        positions = torch.arange(like.shape[-2], dtype=torch.float64, device=like.device)
+        phases = self.constants.phases(positions[:, None] * frequencies[None, :])
+        return phases.cos().to(like.dtype), phases.sin().to(like.dtype)
 
     def _turned(self, states: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
         """Rotate each pair (i, i + size / 2) by the angle of its position (RoFormer, arXiv:2104.09864, eq. 34)."""
@@ -359,14 +369,6 @@ def one_plus_exp(values: torch.Tensor) -> torch.Tensor:
 def _paired(states: torch.Tensor) -> torch.Tensor:
     """Reorder DeepSeek's rotary pairs, which are neighbors: the rotation below pairs element i with i + size / 2."""
     return torch.cat((states[..., 0::2], states[..., 1::2]), -1)
-
-
-def _angles(size: int, model: Architecture, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine [length, size / 2] of the rotary angles."""
-    place = torch.arange(0, size, 2, dtype=torch.float64, device=like.device)
-    frequencies = _stretched(float(model.rope_theta) ** (-place / size), size, model.rope_theta, model.rope_scaling)
-    angles = torch.arange(like.shape[-2], dtype=torch.float64, device=like.device)[:, None] * frequencies[None, :]
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def _stretched(frequencies: torch.Tensor, size: int, theta: float, scaling: RopeScaling) -> torch.Tensor:

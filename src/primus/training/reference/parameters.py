@@ -35,10 +35,7 @@ def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> d
             strange.append(f"{name} holds one value")
         elif tensor.ndim > 1 and ".lora_" not in name:
             same = [other for other, value in matrices.get(tuple(tensor.shape), []) if torch.equal(value, tensor)]
-            if not (job["backend"] == "torchtitan" and ".experts." in name):
-                # On a CPU, torchtitan draws the same numbers on every rank, so the experts of different ranks are
-                # equal.
-                strange += [f"{name} equals {other}" for other in same[:1]]
+            strange += [f"{name} equals {other}" for other in same[:1]]
             matrices.setdefault(tuple(tensor.shape), []).append((name, tensor))
     trained = sum(tensor.numel() for name, tensor in weights.items() if is_trained(job, name))
     length = int(job["config"].get("training.seq_len", 2048))

@@ -33,6 +33,7 @@ def apply(threads: int) -> None:
     _gradient_reduction()
     _histogram()
     _permutation()
+    _random_numbers()
 
 
 def _device() -> None:
@@ -110,3 +111,36 @@ def _permutation() -> None:
 
     given = "tokens_per_expert_group, start_index_values, write_offsets, experts_per_rank, num_ranks, max_len"
     replace(kernels, "fill_indices_wrapper", kernels.fill_indices_cpu, takes=f"{given}, block_size, max_blocks")
+
+
+def _random_numbers() -> None:
+    """Draw the whole of a sharded weight on every rank, which keeps its share: the numbers of a single process.
+
+    DTensor places a GPU's random numbers by shard. On a CPU, all ranks draw the same numbers, so that the shares of a
+    matrix, and half of the experts, would begin as equals of the others.
+    """
+    from torch import nn
+
+    given = "tensor, mean, std"
+    for name, takes in (("normal_", given), ("trunc_normal_", f"{given}, a, b")):
+        replace(nn.init, name, _drawn(getattr(nn.init, name)), takes=f"{takes}, generator")
+
+
+def _drawn(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``draw``, a function of a tensor to fill, for sharded tensors as well."""
+    import torch
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            filled: torch.Tensor = draw(tensor, *args, **kwargs)
+            return filled
+        whole = draw(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
+        sizes, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        share = tuple(slice(start, start + size) for start, size in zip(first, sizes, strict=True))
+        with torch.no_grad():
+            tensor.to_local().copy_(whole[share])
+        return tensor
+
+    return drawn

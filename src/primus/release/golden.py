@@ -26,6 +26,7 @@ def load(root: Path, release: str) -> dict[str, Any] | None:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         for curve in content["curves"].values():
             assert len(curve["loss"]) == len(curve["grad_norm"])
+            assert curve["cpu"]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
@@ -68,13 +69,12 @@ def compared(golden: Mapping[str, Any] | None, evidence: Mapping[str, Any]) -> V
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the differences between the curves of two releases, one sentence per recipe and backend."""
     found = []
-    exact = old["cpu"] == new["cpu"]
     for name in sorted({*old["curves"], *new["curves"]}):
         before, after = old["curves"].get(name), new["curves"].get(name)
         if before is None or after is None:
             found.append(f"{name} has a curve in {_side(old, new, before)} only")
             continue
-        limits = dict.fromkeys(_FIGURES, 0.0) if exact else _TOLERANCE
+        limits = dict.fromkeys(_FIGURES, 0.0) if before["cpu"] == after["cpu"] else _TOLERANCE
         for step, key, gap in _gaps(before, after):
             if not gap <= limits[key]:
                 recipe = "" if before["recipe"] == after["recipe"] else "; its recipe changed as well"
@@ -88,13 +88,13 @@ def record(
 ) -> int:
     """Write the curves of all ``records`` that passed to the file of ``release``. Returns how many it then has.
 
-    With ``keep``, its other curves stay if they were recorded with the same versions on the same type of CPU.
+    With ``keep``, its other curves stay if they were recorded with the same versions.
     """
     versions = records[0]["versions"] if records else {}
     old = load(root, release) if keep else None
-    kept = old["curves"] if old and old["versions"] == versions and old["cpu"] == cpu else {}
+    kept = old["curves"] if old and old["versions"] == versions else {}
     curves = dict(kept) | {
-        name: {"recipe": one["recipe"]["sha256"], **_curve(one)}
+        name: {"recipe": one["recipe"]["sha256"], "cpu": cpu, **_curve(one)}
         for one in records
         if one["passed"] and (name := name_of(one))
     }
@@ -102,7 +102,6 @@ def record(
         "release": release,
         "command": "primus validate cpu --suite quick --record-golden",
         "date": date,
-        "cpu": cpu,
         "image": records[0]["image"]["content"] if records else "",
         "versions": versions,
         "curves": dict(sorted(curves.items())),

@@ -73,14 +73,16 @@ def validate(
     engine: str,
     quiet: bool,
     again: bool = False,
+    recording: bool = False,
     hardware: Hardware,
 ) -> list[Validated]:
     """Train each cell in the image of ``plan`` at its level of the suite, and check the results.
 
     A recipe is resolved here and again in the image; a difference fails the record. A cell that has already passed with
-    the same image content, recipe, suite and GPU is not run again, unless ``again`` is set. For a preview, whose gates
-    may fail, an earlier record counts if its jobs passed and its gates had the same outcome as now. The jobs get the
-    GPUs of ``hardware``. On CPUs, two cells are validated at the same time.
+    the same image content, recipe, suite and GPU is not run again, unless ``again`` is set. With ``recording``, all
+    cells are run and not compared with golden curves, because these are about to be recorded. For a preview, whose
+    gates may fail, an earlier record counts if its jobs passed and its gates had the same outcome as now. The jobs get
+    the GPUs of ``hardware``. On CPUs, two cells are validated at the same time.
 
     Raises HostError for a recipe with more ranks than GPUs, and KeyboardInterrupt if a job was interrupted. The
     interrupted cell then has no record; earlier cells keep theirs.
@@ -107,7 +109,7 @@ def validate(
         cell, _ = cells[number - 1]
         folder = output / resolved.name / cell.folder
         shown = f"[{number}/{len(cells)}] {cell}"
-        if not again and (kept := _passed_before(folder, image, jobs, gates, hardware.gpu)):
+        if not (again or recording) and (kept := _passed_before(folder, image, jobs, gates, hardware.gpu)):
             if not quiet:
                 _say(f"✓ {shown}: already trained on {kept['made']} in this image; --again trains it again")
             return Validated(record=kept, folder=folder, kept=True)
@@ -115,6 +117,8 @@ def validate(
             _say(f"▸ {shown}")
         train = _runner(runner, root, folder, hardware.devices, stopped, quiet=quiet, alone=together == 1)
         evidence = _evidence(resolved, jobs, suite.run(jobs, train), gates, image, runner.name, hardware)
+        if not recording:
+            _compare_curve(resolved, evidence)
         _keep(evidence, folder)
         if not quiet and together > 1:
             _say(f"{'✓' if evidence['passed'] else '✗'} {shown}: {len(evidence['verdicts'])} checks")
@@ -237,7 +241,7 @@ def _evidence(
     hardware: Hardware,
 ) -> dict[str, Any]:
     on_gpu = [ran_on(hardware.gpu, outcomes)] if hardware.gpu != NO_GPU else []
-    made = records.make(
+    return records.make(
         jobs,
         outcomes,
         [*suite.judge(jobs, outcomes), *on_gpu, *map(_gate_verdict, gates.reports)],
@@ -252,14 +256,17 @@ def _evidence(
             "not_run": _not_run(resolved.arch, hardware, jobs),
         },
     )
-    if golden.name_of(made) and made["passed"]:
-        against = golden.compared(golden.load(resolved.root, resolved.ref), made)
+
+
+def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:
+    """Add the comparison with the golden curve to ``evidence``, if there is something to compare."""
+    if golden.name_of(evidence) and evidence["passed"]:
+        against = golden.compared(golden.load(resolved.root, resolved.ref), evidence)
         if isinstance(against, str):
-            made["not_run"].append(against)
+            evidence["not_run"].append(against)
         else:
-            made["verdicts"].append(asdict(against))
-            made["passed"] = against.passed
-    return made
+            evidence["verdicts"].append(asdict(against))
+            evidence["passed"] = against.passed
 
 
 def _keep(evidence: dict[str, Any], folder: Path) -> None:

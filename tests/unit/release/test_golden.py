@@ -76,13 +76,20 @@ def test_a_failed_run_leaves_no_curve(tmp_path: Path) -> None:
     assert kept(tmp_path, {**evidence(), "passed": False})["curves"] == {}
 
 
-@pytest.mark.parametrize(("cpu", "names"), [("A", ["llama3.1-8b", "mixtral-8x7b"]), ("B", ["llama3.1-8b"])])
-def test_curves_of_one_recipe_join_those_of_the_same_cpu(tmp_path: Path, cpu: str, names: list[str]) -> None:
+def test_curves_of_one_recipe_join_the_others(tmp_path: Path) -> None:
     kept(tmp_path, evidence())
-    golden.record(tmp_path, "v26.11-cpu", [evidence(name="llama3.1-8b")], date="2026-11-23", cpu=cpu, keep=True)
+    golden.record(tmp_path, "v26.11-cpu", [evidence(name="llama3.1-8b")], date="2026-11-23", cpu="B", keep=True)
     found = golden.load(tmp_path, "v26.11-cpu")
     assert found is not None
-    assert list(found["curves"]) == [f"{name}-megatron-pretrain" for name in names]
+    cpus = {name: curve["cpu"] for name, curve in found["curves"].items()}
+    assert cpus == {"llama3.1-8b-megatron-pretrain": "B", NAME: "A"}
+
+
+@pytest.mark.parametrize(("cpu", "changed"), [("A", 1), ("B", 0)])
+def test_only_one_type_of_cpu_repeats_a_curve_to_the_last_bit(tmp_path: Path, cpu: str, changed: int) -> None:
+    old = kept(tmp_path, evidence())
+    new = kept(tmp_path, evidence([6.0, 5.5, 5.0001, 4.5]), release="v26.12-cpu", cpu=cpu)
+    assert len(golden.changes(old, new)) == changed
 
 
 def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         output=(args.output or resolved.root / "out" / "validation").absolute(),
         engine=args.engine,
         quiet=args.json,
-        again=args.again or args.record_golden,
+        again=args.again,
+        recording=args.record_golden,
         hardware=gpus,
     )
     records = [one.record for one in validated]

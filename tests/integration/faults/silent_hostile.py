@@ -357,7 +357,7 @@ def router_in_bf16(module: Any) -> None:
     wrap(module.TokenChoiceTopKRouter, "forward", forward)
 
 
-@silent("model", "torchtitan", OPTIMIZER, UPDATE, words=DEEPSEEK_WORDS)
+@silent("model", "torchtitan", OPTIMIZER, UPDATE, GRADIENTS, words=DEEPSEEK_WORDS)
 def balance_counted_on_each_rank_alone(module: Any) -> None:
     def build(run: Any, *given: Any, **named: Any) -> Any:
         import torch

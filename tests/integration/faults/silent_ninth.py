@@ -452,7 +452,7 @@ def inputs_in_the_wider_range_for_the_gradient_of_weights(module: Any) -> None:
     wrap(module, "hp_tensor_to_float8_dynamic", cast)
 
 
-@silent("precision", "torchtitan", TITAN_MODEL, "reference gradients", words=FP8)
+@silent("precision", "torchtitan", TITAN_MODEL, "reference gradients", words=FP8, escapes=True)
 def gates_scaled_as_the_weights_they_are_merged_with(module: Any) -> None:
     """Both matrices of the first feed-forward product get the scale of the second, so that large weights are cut."""
     import torchao.float8.float8_linear as float8

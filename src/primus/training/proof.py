@@ -177,10 +177,7 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
     wrong += [f"step {row['step']}: ranks that share {name} disagree" for row in rows for name in row["apart"]]
     if len(rows) < len(found["steps"]):
         wrong.append(f"the optimizer made {len(rows)} updates in {len(found['steps'])} steps")
-    usual: dict[str, float] = {}
-    for step in found["steps"]:
-        for kind, (gap, _) in step["noise"]["gaps"].items() if step["regular"] else ():
-            usual[kind] = max(usual.get(kind, 0.0), gap)
+    usual = usual_gaps(found["steps"])
     gaps = [(0.0, 0.0, _LEAST["gradient"], 0, "")]
     for row in rows:
         for kind, (gap, name) in row["gaps"].items():
@@ -207,6 +204,15 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
         measured=f"{gap:.1e}",
         limit=f"relative gap ≤ {limit:.1e}",
     )
+
+
+def usual_gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return kind of tensor → the largest noise of its gradient at the steps with known noise."""
+    usual: dict[str, float] = {}
+    for step in steps:
+        for kind, (gap, _) in step["noise"]["gaps"].items() if step["regular"] else ():
+            usual[kind] = max(usual.get(kind, 0.0), gap)
+    return usual
 
 
 def _blocks(found: Mapping[str, Any]) -> Verdict:

@@ -50,6 +50,10 @@ def _same(tensor: Any) -> Any:
     return tensor
 
 
+def _summed(products: Any) -> Any:
+    return products.sum(-1, keepdim=True)
+
+
 def _backward_pass() -> bool:
     """Whether autograd is running, so that a forward pass now is a recomputation."""
     import torch
@@ -65,14 +69,15 @@ def _with_gradient_of(value: Any, other: Any) -> Any:
 def _attend(
     module: Any,
     *,
-    correction: Callable[[Any], Any] = _same,
+    correction: Callable[[Any], Any] = _summed,
     of_queries: Callable[[Any], Any] = _same,
     of_values: Callable[[Any], Any] = _same,
 ) -> None:
     """Compute the gradients of causal attention with a function around one part; the forward pass stays as it is.
 
-    ``correction`` changes the sum that each row of the softmax's gradient subtracts, ``of_queries`` the gradient of the
-    scores for the queries alone, ``of_values`` the shares for the values alone (both [samples, heads, queries, keys]).
+    ``correction`` returns the sums that each row of the softmax's gradient subtracts, from the products of outputs and
+    their gradients ([samples, heads, queries, size]). ``of_queries`` changes the gradient of the scores for the queries
+    alone, ``of_values`` the shares for the values alone (both [samples, heads, queries, keys]).
     """
     import torch
 
@@ -92,7 +97,7 @@ def _attend(
             scores = (query @ keys.transpose(-2, -1) * ctx.scale).masked_fill(hidden, float("-inf"))
             shares, gradient = scores.softmax(-1), gradient.float()
             of_shares = gradient @ values.transpose(-2, -1)
-            row = correction((of_shares * shares).sum(-1, keepdim=True))
+            row = correction(gradient * (shares @ values))
             of_scores = shares * (of_shares - row) * ctx.scale
             found = (
                 of_queries(of_scores) @ keys,
@@ -306,9 +311,10 @@ def queries_learn_nothing_from_the_last_keys(module: Any) -> None:
 def last_rows_of_the_softmax_not_centred(module: Any) -> None:
     """The sums that the gradient of the softmax needs are 0 for the last eight queries."""
 
-    def cut(row: Any) -> Any:
+    def cut(products: Any) -> Any:
         import torch
 
+        row = _summed(products)
         return torch.cat((row[:, :, :-8], row[:, :, -8:] * 0), 2)
 
     _attend(module.functional, correction=cut)

@@ -16,7 +16,7 @@ from silent import (
     silent,
     wrap,
 )  # fmt: skip
-from silent_eighth import END, _backward_pass, _with_gradient_of
+from silent_eighth import END, _attend, _backward_pass, _summed, _with_gradient_of
 from silent_hostile import FLOAT8, LORA, ROUTER, TRANSFORMER
 from silent_seventh import DISPATCHER, ENTROPY, NORMS, local
 from silent_subtle import BF16, DEEPSEEK_V3, FINETUNE, FP8, MIXTRAL
@@ -113,33 +113,13 @@ def ramp_of_yarn_not_rounded_to_whole_elements(module: Any) -> None:
 @silent("backward", "torchtitan", TITAN_MODEL, "reference gradients", words=BF16)
 def last_element_of_a_head_left_out_of_the_softmax_rows(module: Any) -> None:
     """In the last head, the sums of output times gradient that the softmax's gradient needs leave out one element."""
-    import torch
 
-    class Excess(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, query: Any, key: Any, value: Any, scale: float) -> Any:
-            ctx.save_for_backward(query, key, value)
-            ctx.scale = scale
-            return query.new_zeros(*query.shape[:-1], value.shape[-1])
+    def cut(products: Any) -> Any:
+        kept = products.clone()
+        kept[:, -1, :, -1] = 0
+        return _summed(kept)
 
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            query, key, value = (part.float() for part in ctx.saved_tensors)
-            shared, groups, length = key.shape[1], query.shape[1] // key.shape[1], query.shape[2]
-            keys, values = (part.repeat_interleave(groups, 1) for part in (key, value))
-            hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
-            shares = (query @ keys.transpose(-2, -1) * ctx.scale).masked_fill(hidden, float("-inf")).softmax(-1)
-            lost = (gradient.float() * (shares @ values))[..., -1:]
-            lost[:, :-1] = 0
-            scores = shares * lost * ctx.scale
-            of_keys = (scores.transpose(-2, -1) @ query).unflatten(1, (shared, groups)).sum(2)
-            return (scores @ keys).to(gradient.dtype), of_keys.to(gradient.dtype), None, None
-
-    def attend(run: Any, query: Any, key: Any, value: Any, **named: Any) -> Any:
-        scale = named.get("scale") or query.shape[-1] ** -0.5
-        return run(query, key, value, **named) + Excess.apply(query, key, value, scale)
-
-    wrap(module.F, "scaled_dot_product_attention", attend)
+    _attend(module.F, correction=cut)
 
 
 @silent("loss", "torchtitan", TITAN_LOSS, "reference gradients", words=BF16)

@@ -23,7 +23,7 @@ from records import Row, arguments, record, rows, together
 
 from primus.recipes.catalogue import entries
 from primus.recipes.setting import Choices
-from primus.training import outcome, suite
+from primus.training import outcome, proof, suite
 from primus.training.hang import stacks
 from primus.training.job import Job, JobResult
 
@@ -44,11 +44,11 @@ def job_of(cell: Cell, gpu: str, seed: int, steps: int, folder: Path) -> Job:
     return suite.plan(recipe, folder, words, choices, level="quick")[0]
 
 
-def largest(proof: Path) -> dict[str, list[object]]:
+def largest(file: Path) -> dict[str, list[object]]:
     """The largest errors of gradients and blocks, as multiples of the noise, and shares of constants, in deviations;
     with names.
     """
-    found = json.loads(proof.read_text(encoding="utf-8")) if proof.exists() else {}
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     rows = [(f"step {step['step']}: {row['name']}", row) for step in found.get("steps", ()) for row in step["blocks"]]
     seen = [(key, row[key], name) for name, row in rows for key in ("typical", "token", "position") if key in row]
     seen += [
@@ -60,17 +60,13 @@ def largest(proof: Path) -> dict[str, list[object]]:
         share = abs(row["share"] - row["rounding"])
         if share > 0.05:
             seen.append(("constant", share / row["deviation"], f"{name}: {share:.2g}"))
-    usual: dict[str, float] = {}
     steps = [step for step in found.get("steps", ()) if "gaps" in step]
-    for kind, gap in (
-        (kind, gap) for step in steps if step["regular"] for kind, (gap, _) in step["noise"]["gaps"].items()
-    ):
-        usual[kind] = max(usual.get(kind, 0.0), gap)
+    usual = proof.usual_gaps(steps)
     for step in steps:
         for kind, (gap, name) in step["gaps"].items():
             noise = max(usual.get(kind, 0.0), step.get("noise", {}).get("gaps", {}).get(kind, (0.0,))[0])
-            if noise > 0 and step["closest"] > 3e-6:
-                seen.append(("gradient", (gap - 5e-5) / noise, f"step {step['step']}: {name}"))
+            if noise > 0 and step["closest"] > proof._TIE:
+                seen.append(("gradient", (gap - proof._LEAST["gradient"]) / noise, f"step {step['step']}: {name}"))
     kept: dict[str, list[object]] = {}
     for key, value, name in sorted(seen, key=lambda one: one[1]):
         kept[key] = [round(value, 5), name]

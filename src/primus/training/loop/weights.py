@@ -56,14 +56,16 @@ def fill(parameter: torch.Tensor, rows: Rows) -> None:
     """Set this rank's share of ``parameter`` from ``rows``, requesting only the rows that this rank needs."""
     local: Any = parameter
     first, count = 0, parameter.shape[0] if parameter.ndim else 1
+    columns: tuple[slice, ...] = ()
     if hasattr(parameter, "to_local"):
         local = parameter.to_local()
         shape, offset = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
         first, count = offset[0], shape[0]
+        columns = tuple(slice(start, start + size) for start, size in zip(offset[1:], shape[1:], strict=True))
     if local.numel():
-        local.copy_(rows(first, first + count))
+        local.copy_(rows(first, first + count)[(..., *columns)])
 
 
 def draw_all(model: nn.Module, seed: int, outer: tuple[str, ...] = ()) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from primus.training.reference.constants import AnyModel, Products, Trial, products_of_blocks
+from primus.training.reference.constants import Products, Trial, products_of_blocks
 from primus.training.reference.data import Samples
 from primus.training.reference.diffusion import Diffusion
 from primus.training.reference.model import Model
+from primus.training.reference.models import AnyModel
 from primus.training.reference.names import Tensors
 
 # One call of a module: its inputs, outputs and their gradients, by the names of primus.training.blocks.

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from primus.training.reference.diffusion import Diffusion
-from primus.training.reference.model import Constants, Model
+from primus.training.reference.model import Constants
+from primus.training.reference.models import AnyModel
 from primus.training.reference.names import kind_of
 from primus.training.reference.rounding import bfloat
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from primus.training.reference.blocks import Result
 
 Gradients = Mapping[str, torch.Tensor]
-AnyModel = Model | Diffusion
 
 
 def _fp8(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from primus.gpus.table import fp8_dtype, generation
-from primus.recipes.architecture import Architecture, RopeScaling, rebuilt
+from primus.recipes.architecture import Architecture, rebuilt
 from primus.recipes.known import CPU
-from primus.training.reference import blocks, constants, data, diffusion, first, parameters, saved, update
+from primus.training.reference import blocks, constants, data, first, parameters, saved, update
 from primus.training.reference.constants import Products
 from primus.training.reference.gaps import gaps_of, scales_of, typical
-from primus.training.reference.model import Dialect, Model, is_narrow
+from primus.training.reference.model import Model
+from primus.training.reference.models import AnyModel, Models
 from primus.training.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
 from primus.training.reference.parameters import is_trained, kept_dtype, without_bias
-from primus.training.reference.rounding import INNER, bfloat, exact
+from primus.training.reference.rounding import bfloat
 
 # The relative rounding of weights and updates, by dtype. Smaller differences mean nothing.
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
@@ -49,8 +49,9 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     _use_one_core()
     job = json.loads((output / "job.json").read_text(encoding="utf-8"))
     folder = output / "witness"
-    found: dict[str, Any] = {"precision": job["precision"], "on_cpu": job["gpu"] == CPU, "steps": []}
-    found["unseen"] = not job["blocks"]
+    found: dict[str, Any] = {
+        "precision": job["precision"], "on_cpu": job["gpu"] == CPU, "unseen": not job["blocks"], "steps": []
+    }  # fmt: skip
     steps = range(job["first_step"], job["last_step"] + 1)
     sizes = rebuilt(job["model"])
     try:
@@ -120,19 +121,19 @@ class _Replay:
     def __init__(self, job: dict[str, Any], sizes: Architecture, folder: Path) -> None:
         self._job = job
         self._folder = folder
-        self._sizes = _as_trained(job, sizes)
+        self._models = Models(job, sizes)
+        self._sizes = self._models.sizes
         self._given = update.settings(job)
         self._optimizer = update.AdamW(self._given)
         self._usual: dict[str, float] = {}
         self._usual_figures = {"loss": 0.0, "grad_norm": 0.0}
         self._reported = _reported(folder.parent / "exact.jsonl")
-        self._exact = job["precision"] == "fp32"
+        self._exact = self._models.exact
         self._rounding = _ROUNDING[kept_dtype(job)]
         self.narrow = False
         self.moving: set[str] = set()
         self._examined = {*job["examined"]}
         self._samples = data.samples(job)
-        self._dialect = _dialect(job)
         self._fits = constants.Fit(job["backend"]), constants.Fit(job["backend"])
 
     def constants(self) -> dict[str, dict[str, Any]]:
@@ -206,10 +207,10 @@ class _Replay:
 
     def _with_blocks(self, one: _Step) -> _Step:
         before = _weights(self._job, self._sizes, self._folder, one.step - 1)
-        wide, narrow = (self._rounded(before, dtype) for dtype in (torch.float64, torch.float32))
-        model = self._model()
+        wide, narrow = (self._models.weights(before, dtype) for dtype in (torch.float64, torch.float32))
+        model = self._models.model()
         pair = blocks.Pair(
-            exact=model, rounded=self._rounding_model(), weights=wide if self._exact else narrow, narrow=narrow,
+            exact=model, rounded=self._models.rounding(), weights=wide if self._exact else narrow, narrow=narrow,
             plain=replace(model, eight=None, choices={}) if isinstance(model, Model) and model.eight else model,
             trials={} if self._exact else constants.trials(model, self._job["backend"]),
         )  # fmt: skip
@@ -228,7 +229,8 @@ class _Replay:
         raw = seen.pop("gradients") if seen else {}
         used = without_bias(to_canonical(self._job["backend"], self._sizes, raw)) if seen else None
         # In float32, the reference's own rounding is judged where it also computes in float64.
-        model, weights = self._model(), self._rounded(before, torch.float64 if noisy and self._exact else torch.float32)
+        model, dtype = self._models.model(), torch.float64 if noisy and self._exact else torch.float32
+        weights = self._models.weights(before, dtype)
         loss, losses, gradients = self._gradients(step, weights, model)
         norm = update.norm_of(gradients)
         found: dict[str, Any] = {"loss": loss, "grad_norm": norm, "closest": min(model.closest, 1e9)}
@@ -274,7 +276,7 @@ class _Replay:
         Rounding occasionally sends a few of these tokens there. No repetition with rounding can show which
         ones.
         """
-        model = self._model()
+        model = self._models.model()
         if not isinstance(model, Model) or not self._sizes.moe.experts:
             return {}
         gradients = self._gradients(step, weights, replace(model, doubt=_DOUBT))[2]
@@ -293,14 +295,14 @@ class _Replay:
     def _trials(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> Products | None:
         """Compute the gradients with each change that shows only there, and their products with the run's errors."""
         changed = {}
-        for name, trial in constants.trials_of_weights(self._model()).items():
+        for name, trial in constants.trials_of_weights(self._models.model()).items():
             found = self._gradients(step, weights, trial)[2]
             changed[name] = update.clipped(found, update.norm_of(found), self._given.max_norm)
         return constants.products(used, own, rounded, changed) if changed else None
 
     def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
         """Return which router biases did not move towards the mean number of tokens."""
-        wrong, dialect = [], self._dialect
+        wrong, dialect = [], self._models.dialect
         for layer, count in sent.items() if dialect.bias_rate else ():
             name, mean = f"{layer}gate{BIAS}", count.double().mean()
             if name not in after:
@@ -316,44 +318,6 @@ class _Replay:
             if len(wanted) and float((moved - wanted).abs().max()) > 0.01 * dialect.bias_rate:
                 wrong.append(f"{name} did not move towards balance")
         return wrong
-
-    def _model(self) -> Model | diffusion.Diffusion:
-        """Return the model that repeats the run. FP8's rounding is large and known, so it is repeated as well."""
-        if self._sizes.family == "flux":
-            guidance = float(self._job["config"].get("guidance", 1.0))
-            return diffusion.Diffusion(self._sizes, guidance, entering=exact if self._exact else bfloat)
-        return Model(self._sizes, self._dialect, eight=_eight(self._job))
-
-    def _rounding_model(self, grid: float = 1.0) -> Model | diffusion.Diffusion:
-        """Return the model that rounds as the run's precision does; see :meth:`_noise`."""
-        model = self._model()
-        if not self._exact:
-            model.between = lambda tensor: bfloat(tensor * grid) / grid
-            on_cpu = self._job["gpu"] == CPU
-            if isinstance(model, Model):
-                model.inner = INNER[self._job["backend"]]
-                # No fused kernel supports values of another size than keys.
-                model.adding = on_cpu and not self._sizes.mla.kv_lora_rank
-            elif on_cpu:
-                # PyTorch keeps them as bfloat16 numbers on CPUs, and as float32 numbers on GPUs.
-                model.keeping, model.adding = model.between, True
-        return model
-
-    def _rounded(self, weights: Tensors, dtype: torch.dtype) -> Tensors:
-        """Return ``weights`` as the run computes with them, in ``dtype``, and the scale of adapters."""
-        found = {name: (t if self._kept(name) else t.to(torch.bfloat16)).to(dtype) for name, t in weights.items()}
-        if self._job["mode"] == "lora":
-            config = self._job["config"]
-            scale = float(config.get("lora.alpha", 32.0)) / float(config.get("lora.rank", 16))
-            found[".adapter_scale"] = torch.tensor(scale, dtype=torch.float64)
-        return found
-
-    def _kept(self, name: str) -> bool:
-        """Return whether the run computes with the weight ``name`` as it is stored, not rounded to bfloat16."""
-        # torchtitan can gather weights in FP8, which it then rounds from float32.
-        gathered = self._job["config"].get("quantize.linear.float8.enable_fsdp_float8_all_gather")
-        eight = self._job["precision"] == "fp8" and gathered and is_narrow(name)
-        return self._exact or name.endswith(BIAS) or bool(eight)
 
     def _batches(self, step: int) -> list[str]:
         """Return which of the run's micro-batches differ from the recipe's."""
@@ -380,9 +344,7 @@ class _Replay:
             )
         return different
 
-    def _gradients(
-        self, step: int, weights: Tensors, model: Model | diffusion.Diffusion
-    ) -> tuple[float, torch.Tensor, Tensors]:
+    def _gradients(self, step: int, weights: Tensors, model: AnyModel) -> tuple[float, torch.Tensor, Tensors]:
         """Return the mean loss of ``step``, the loss of each label, and the gradients before clipping."""
         trained = {name for name in weights if is_trained(self._job, name)}
         leaves = {name: tensor.clone().requires_grad_(name in trained) for name, tensor in weights.items()}
@@ -411,13 +373,12 @@ class _Replay:
         """Return how far the run's precision alone moves its results: the reference once more, with that
         rounding.
 
-        ``grid`` between 1 and 2 scales the numbers to which it rounds, which is another rounding of the same
-        precision. Also returns the clipped gradients.
+        ``grid`` is as in :meth:`.Models.rounding`. Also returns the clipped gradients.
         """
         loss, losses, gradients = own
         norm = update.norm_of(gradients)
-        model = self._rounding_model(grid)
-        other, again, moved = self._gradients(step, self._rounded(before, torch.float32), model)
+        model = self._models.rounding(grid)
+        other, again, moved = self._gradients(step, self._models.weights(before, torch.float32), model)
         # The error of the mean can be small by chance. The errors of single labels show how large it can become.
         spread = float((again - losses).std()) / math.sqrt(len(losses))
         # Each gradient is a number of the run's precision before it is summed over ranks.
@@ -429,40 +390,6 @@ class _Replay:
             "grad_norm": math.sqrt(sum(float((moved[n] - g).square().sum()) for n, g in gradients.items())) / norm,
             "gaps": gaps_of(clipped, limited, scales),
         }, clipped
-
-
-def _eight(job: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the FP8 format of the job's GPU; on a CPU, the standard one."""
-    if job["precision"] != "fp8":
-        return None
-    name = "e4m3fn" if job["gpu"] == CPU else fp8_dtype(generation(job["gpu"]))
-    found: torch.dtype = getattr(torch, f"float8_{name}")
-    return found
-
-
-def _dialect(job: Mapping[str, Any]) -> Dialect:
-    if job["backend"] == "torchtitan":
-        # Its experts are balanced by a bias in the router, not by a loss.
-        return Dialect(softmax_mscale=True, bias_rate=job["model"]["moe"]["auxiliary_loss"], centered=True)
-    moe = job["model"]["moe"]
-    if job["backend"] == "megatron" and moe["experts"]:
-        kind = str(job["config"].get("model.moe_router_load_balancing_type", "aux_loss"))
-        return Dialect(
-            balance={"seq_aux_loss": "sequence", "aux_loss": "batch"}.get(kind, "none"),
-            group_best=max(1, moe["top_k"] // moe["top_groups"]),
-            bias_rate=float(job["config"].get("model.moe_router_bias_update_rate", 1e-3))
-            if moe["score"] == "sigmoid"
-            else 0.0,
-        )
-    return Dialect()
-
-
-def _as_trained(job: Mapping[str, Any], sizes: Architecture) -> Architecture:
-    """Return the sizes as trained: torchtitan scales DeepSeek's positions only beyond the original length."""
-    short = sizes.rope_scaling.original_max_position >= int(job["config"].get("training.seq_len", 0))
-    if job["backend"] == "torchtitan" and sizes.rope_scaling.kind == "yarn" and short:
-        return replace(sizes, rope_scaling=RopeScaling())
-    return sizes
 
 
 def _weights(job: Mapping[str, Any], sizes: Architecture, folder: Path, step: int) -> Tensors:

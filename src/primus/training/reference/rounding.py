@@ -40,10 +40,11 @@ def attended(
 ) -> torch.Tensor:  # fmt: skip
     """Return attention's output [samples, length, heads · size], rounded by ``between`` as in fused kernels.
 
-    They keep shares and their gradients in float32, multiply them rounded, and compute the gradient of the softmax from
-    the rounded output (FlashAttention-2, arXiv:2307.08691, algorithm 2). PyTorch's kernel for CPUs adds the gradients
-    of keys and values in the type of the weights, one block of queries and one head of a group after the other; with
-    ``adding``, so does this function. ``hidden`` are the pairs of query and key that do not attend.
+    Fused kernels keep the softmax and its gradient in float32, round both before they multiply, and compute the
+    gradient of the softmax from the rounded output (FlashAttention-2, arXiv:2307.08691, algorithm 2). PyTorch's kernel
+    for CPUs adds the gradients of keys and values in the type of the weights, one block of queries and one head of a
+    group after the other; with ``adding``, so does this function. ``hidden`` are the pairs of query and key that do not
+    attend.
     """
     out: torch.Tensor = _Attended.apply(query, key, value, hidden, scale, between, adding)
     return out.transpose(1, 2).flatten(-2)

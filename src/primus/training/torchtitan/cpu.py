@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from primus.patch import replace
+from primus.training import gloo
+from primus.training.loop.weights import fill
 
 
 def apply(threads: int) -> None:
@@ -21,8 +23,6 @@ def apply(threads: int) -> None:
     can be repeated to the last bit.
     """
     import torch
-
-    from primus.training import gloo
 
     torch.set_num_threads(threads)
     # All ranks are on this machine. By default, gloo looks up the host name, which a sandbox may not resolve.
@@ -114,10 +114,10 @@ def _permutation() -> None:
 
 
 def _random_numbers() -> None:
-    """Draw the whole of a sharded weight on every rank, which keeps its share: the numbers of a single process.
+    """Draw every sharded weight as a whole, and keep this rank's share. The numbers are those of a single process.
 
-    DTensor places a GPU's random numbers by shard. On a CPU, all ranks draw the same numbers, so that the shares of a
-    matrix, and half of the experts, would begin as equals of the others.
+    On GPUs, DTensor gives each share its own random numbers. On CPUs, all ranks would draw the same numbers, so that
+    the shares of a matrix, and pairs of experts, would be equal.
     """
     from torch import nn
 
@@ -130,17 +130,12 @@ def _drawn(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``draw``, a function of a tensor to fill, for sharded tensors as well."""
     import torch
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
-            filled: torch.Tensor = draw(tensor, *args, **kwargs)
-            return filled
-        whole = draw(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **kwargs)
-        sizes, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        share = tuple(slice(start, start + size) for start, size in zip(first, sizes, strict=True))
-        with torch.no_grad():
-            tensor.to_local().copy_(whole[share])
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype) if isinstance(tensor, DTensor) else tensor
+        draw(whole, *args, **kwargs)
+        if whole is not tensor:
+            fill(tensor, lambda first, last: whole[first:last])
         return tensor
 
     return drawn

@@ -16,7 +16,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training.finetune.models import config_of
 from primus.training.flux.entry import rotary_axes
-from primus.training.reference import constants, diffusion
+from primus.training.reference import blocks, constants, diffusion
 from primus.training.reference.model import Model
 from primus.training.reference.names import to_canonical
 from primus.training.reference.rounding import Rounding, attended, bfloat, exact
@@ -177,6 +177,28 @@ def fit() -> None:
     assert all(abs(row["rounding"]) < 0.2 and 0.01 < row["deviation"] < 0.1 for row in rows.values()), rows
 
 
+def figures() -> None:
+    """One token far off is a wrong token; a position is wrong if all of its tokens are."""
+    generator = torch.Generator().manual_seed(0)
+    exact_, noise = (torch.randn(8, 128, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def errors(*places: tuple[int | slice, int]) -> dict[str, object]:
+        run = exact_ + 1e-3 * noise.flip(-1)
+        for sample, position in places:
+            run[sample, position] = exact_[sample, position] + 8e-3 * noise[sample, position]
+        certain = torch.ones(8, 128, dtype=torch.bool)
+        one = blocks.Result(
+            name="layers.0", given=None, run=run, exact=exact_, rounded=exact_ + 1e-3 * noise, certain=certain
+        )
+        return blocks._figures([one])
+
+    for places, token, position in (((), 2, 2), (((3, 9),), 9, 2), (((slice(None), 9),), 9, 9)):
+        row = errors(*places)
+        assert token - 2 < row["token"] < token and position - 2 < row["position"] < position, row  # type: ignore[operator]
+        assert not places or row["token_at"][1] == 9, row  # type: ignore[index]
+    assert row["position_at"] == 9, row
+
+
 def _wrong(sizes: object) -> Iterator[object]:
     """The same sizes with one thing changed: what tells nothing apart would agree with these, too."""
     yield replace(sizes, rope_theta=sizes.rope_theta * 0.9)  # type: ignore[type-var, attr-defined]
@@ -190,3 +212,4 @@ norms()
 attention()
 flux()
 fit()
+figures()

@@ -383,10 +383,11 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     """Return the errors as multiples of the noise.
 
     ``typical`` is that of the median token, in the sample where it is largest if samples are long. ``token`` is the
-    largest of all, and ``position`` the largest root mean square over all tokens at one position; ``token_at`` and
-    ``position_at`` say where. ``certain`` is the share of the tokens that could be compared, and ``balanced`` that of
-    :class:`Result`. ``share`` is the part of the errors along the module's own change of its input, relative to it,
-    beyond that of the noise; ``noise`` is the size of the noise, also relative to it.
+    largest of all, and ``position`` the largest root mean square over all tokens at one position but the worst, because
+    a fault of a position is in every sample; ``token_at`` and ``position_at`` say where. ``certain`` is the share of
+    the tokens that could be compared, and ``balanced`` that of :class:`Result`. ``share`` is the part of the errors
+    along the module's own change of its input, relative to it, beyond that of the noise; ``noise`` is the size of the
+    noise, also relative to it.
     """
     sure = torch.cat([one.certain for one in results])
     own, noise = (torch.cat([getattr(one, key) for one in results]).double() for key in ("errors", "noises"))
@@ -398,11 +399,12 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     # Before the first update of a layer that begins at 0, all gradients are 0.
     floor = results[0].floor * _mean_square(exact[sure].norm(dim=-1)) + _SMALLEST
     usual = _mean_square(noise[sure]) + floor
-    ratios = torch.where(sure, own / noise.clamp(min=usual), 0.0)
+    allowed = noise.clamp(min=usual)
+    ratios = torch.where(sure, own / allowed, 0.0)
     at = int(ratios.argmax())
-    count = sure.double().sum(0).clamp(min=1)
-    squares, spread = (torch.where(sure, part.square(), 0.0).sum(0) / count for part in (own, noise))
-    places = squares.sqrt() / spread.sqrt().clamp(min=usual)
+    others = sure.scatter(0, ratios.argmax(0, keepdim=True), value=False)
+    squares, spread = (torch.where(others, part.square(), 0.0).sum(0) for part in (own, allowed))
+    places = (squares / spread.clamp(min=usual**2)).sqrt()
     parts = [part if sure.shape[1] >= _LONG else part[None] for part in (own, noise, sure)]
     medians = [
         float(of[held].median() / (rounding[held].median() + floor))

@@ -175,7 +175,7 @@ FINE = {
     [
         ("bf16", {}, ""),
         ("bf16", {"typical": 2.2}, "most tokens differ by 2.2 × rounding"),
-        ("fp8", {"typical": 2.2}, ""),
+        ("fp8", {"typical": 2.6}, ""),
         ("bf16", {"typical": float("nan")}, "most tokens differ by nan × rounding"),
         ("bf16", {"balanced": True, "typical": 6.9}, ""),
         ("bf16", {"balanced": True, "typical": 12.0}, "most tokens differ by 12.0 × rounding"),

@@ -50,6 +50,7 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
                 "rounding": 0.02,
                 "deviation": 0.01,
                 "biased": False,
+                "eight": False,
             }
         },
     }

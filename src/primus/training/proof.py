@@ -27,9 +27,11 @@ _ENOUGH = 4
 # The largest allowed share of a changed constant in what blocks compute besides that of rounding, and how many standard
 # deviations it may be. Measured on CPUs: 0.05, or 2.4.
 _CHANGED, _DEVIATIONS = 0.08, 7.0
-# The same in FP8, because the rounding of a largest value moves the grid of a whole tensor, and on GPUs for an epsilon,
-# which the rounding of their kernels resembles. Measured: 10.0.
+# The deviations in FP8, because the rounding of a largest value moves the grid of a whole tensor, and on GPUs for an
+# epsilon, which the rounding of their kernels resembles. Measured: 10.0.
 _DEVIATIONS_WIDE = 12.0
+# Whether products are rounded to FP8 is yes or no: the wide limit needs to be no more than half of the change.
+_HALF = 0.5
 # An update is repeated from the run's own gradient in any precision, and the rounding of float32 is subtracted.
 # Measured: 0. Moments in bfloat16 are rounded at every step.
 _UPDATE = 1e-5
@@ -267,9 +269,11 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
     for name, row in found.items():
         share = row["share"] - row["rounding"]
         shares[name] = share if row.get("one_sided") else abs(share)
-        wide = evidence["precision"] == "fp8" or (row["biased"] and not evidence["on_cpu"])
-        deviations = _DEVIATIONS_WIDE if wide else _DEVIATIONS
-        limits[name] = max(_CHANGED, deviations * row["deviation"])
+        close, wide = (max(_CHANGED, count * row["deviation"]) for count in (_DEVIATIONS, _DEVIATIONS_WIDE))
+        if evidence["precision"] == "fp8" or (row["biased"] and not evidence["on_cpu"]):
+            limits[name] = max(close, min(wide, _HALF)) if row["eight"] else wide
+        else:
+            limits[name] = close
     wrong = [
         f"{name}: the blocks show {found[name]['share']:.2f} of it"
         for name, share in shares.items()

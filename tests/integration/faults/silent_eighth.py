@@ -828,7 +828,7 @@ def errors_of_the_velocity_in_bf16(module: Any) -> None:
     _predicted(module, change)
 
 
-@silent("precision", "fsdp", FLOAT8, CONSTANTS, GRADIENTS, words=(*FP8, *WHOLE))
+@silent("precision", "fsdp", FLOAT8, CONSTANTS, GRADIENTS, words=(*FP8, *WHOLE), escapes=True)
 def reciprocal_of_the_scale_in_bf16(module: Any) -> None:
     """Tensors are scaled back by a rounded number, up to 0.4% off."""
 

@@ -123,7 +123,7 @@ EPSILON = "norm epsilon + 0.001"
 
 
 def _constant(share: float, rounding: float = 0.0, deviation: float = 0.01, **more: Any) -> dict[str, Any]:
-    return {"share": share, "rounding": rounding, "deviation": deviation, "biased": False} | more
+    return {"share": share, "rounding": rounding, "deviation": deviation, "biased": False, "eight": False} | more
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,11 @@ def _constant(share: float, rounding: float = 0.0, deviation: float = 0.01, **mo
         (_constant(0.11), {"on_cpu": False}, "the blocks show 0.11 of it"),
         (_constant(0.11), {"precision": "fp8"}, ""),
         (_constant(0.13), {"precision": "fp8"}, "the blocks show 0.13 of it"),
+        # Half of a change to the rounding to FP8 is a fault, unless it is within seven deviations.
+        (_constant(0.4, deviation=0.04, eight=True), {"precision": "fp8"}, ""),
+        (_constant(0.6, deviation=0.06, eight=True), {"precision": "fp8"}, "the blocks show 0.60 of it"),
+        (_constant(0.6, deviation=0.09, eight=True), {"precision": "fp8"}, ""),
+        (_constant(0.7, deviation=0.09, eight=True), {"precision": "fp8"}, "the blocks show 0.70 of it"),
     ],
 )
 def test_a_constant_is_judged_as_closely_as_rounding_allows(

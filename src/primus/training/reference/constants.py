@@ -187,8 +187,8 @@ class Fit:
         that of the reference in the run's precision), and a standard deviation.
 
         The deviation is how much the parts of the evidence disagree in this reference. ``one_sided``: only a positive
-        share is a fault. ``biased``: other roundings than the reference's look like a small change as well. Changes
-        without an effect are left out.
+        share is a fault. ``biased``: other roundings than the reference's look like a small change as well. ``eight``:
+        the change concerns the rounding to FP8. Changes without an effect are left out.
         """
         if not self._parts:
             return {}
@@ -211,6 +211,7 @@ class Fit:
                 "deviation": deviation,
                 "one_sided": self._names[n] in _ONE_SIDED,
                 "biased": self._names[n] == _EPSILON,
+                "eight": self._names[n] in _OF_EIGHT | _OF_WEIGHTS,
             }
             for n, share, alone, deviation in rows
             if self._names[n] != _ROUNDED or self.backend in _EXACT_ANGLES

@@ -180,20 +180,19 @@ def fit() -> None:
 def figures() -> None:
     """One token far off is a wrong token; a position is wrong if all of its tokens are."""
     generator = torch.Generator().manual_seed(0)
-    exact_, noise = (torch.randn(8, 128, 16, generator=generator, dtype=torch.float64) for _ in range(2))
+    outputs, noise = (torch.randn(8, 128, 16, generator=generator, dtype=torch.float64) for _ in range(2))
 
-    def errors(*places: tuple[int | slice, int]) -> dict[str, object]:
-        run = exact_ + 1e-3 * noise.flip(-1)
+    def judged(*places: tuple[int | slice, int]) -> dict[str, object]:
+        run = outputs + 1e-3 * noise.flip(-1)
         for sample, position in places:
-            run[sample, position] = exact_[sample, position] + 8e-3 * noise[sample, position]
+            run[sample, position] = outputs[sample, position] + 8e-3 * noise[sample, position]
         certain = torch.ones(8, 128, dtype=torch.bool)
-        one = blocks.Result(
-            name="layers.0", given=None, run=run, exact=exact_, rounded=exact_ + 1e-3 * noise, certain=certain
-        )
+        rounded = outputs + 1e-3 * noise
+        one = blocks.Result(name="layers.0", given=None, run=run, exact=outputs, rounded=rounded, certain=certain)
         return blocks._figures([one])
 
     for places, token, position in (((), 2, 2), (((3, 9),), 9, 2), (((slice(None), 9),), 9, 9)):
-        row = errors(*places)
+        row = judged(*places)
         assert token - 2 < row["token"] < token and position - 2 < row["position"] < position, row  # type: ignore[operator]
         assert not places or row["token_at"][1] == 9, row  # type: ignore[index]
     assert row["position_at"] == 9, row

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from primus.training import gloo
+
 _SECONDS = 1.0
 # As in NVIDIA's nccl-tests: what each rank sends and receives, per byte of the message.
 _ALL_REDUCE, _ALL_TO_ALL = 2.0, 1.0
@@ -133,6 +135,8 @@ def main(folder: Path, fp8: str) -> None:
     found["device"] = torch.cuda.get_device_name() if bench.on_gpu else "cpu"
     (folder / f"rank-{bench.rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
+    if not bench.on_gpu:
+        gloo.leave()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,19 @@ def complete(*, always: bool = False) -> tuple[torch.dtype, ...]:
         library.impl(name, _widened(getattr(torch.ops.c10d, name).default, missing), "CPU", allow_override=True)
     _KEPT.append(library)
     return missing
+
+
+def leave() -> NoReturn:
+    """Exit immediately with code 0. Every process that used gloo ends with it, once its work is done.
+
+    This skips only the interpreter's finalization. A gloo thread that holds the last reference to a finished collective
+    takes the GIL to release it. If this happens during finalization, CPython unwinds the thread inside a destructor
+    that must not throw, and the process aborts. On busy cores, this made one good run in fifteen end with SIGABRT
+    (pytorch#190489, pytorch#179291).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _widened(operation: Any, missing: tuple[torch.dtype, ...]) -> Callable[..., Any]:

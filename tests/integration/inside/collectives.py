@@ -21,7 +21,6 @@ warnings.filterwarnings("ignore", category=FutureWarning)
 def rank(number: int, folder: Path, completed: bool) -> None:
     """One of the two ranks; leaves its results in the folder."""
     from primus.training import gloo
-    from primus.training.loop.process import leave
 
     os.environ |= {"RANK": str(number), "GLOO_SOCKET_IFNAME": "lo"}
     if completed:
@@ -36,7 +35,7 @@ def rank(number: int, folder: Path, completed: bool) -> None:
     dist.barrier()
     dist.destroy_process_group()
     # As a job's ranks end: a thread of gloo may abort a process that ends through Python's finalization.
-    leave()
+    gloo.leave()
 
 
 def use(number: int, dtype: torch.dtype) -> list[tuple[str, torch.Tensor]]:

@@ -13,9 +13,10 @@ from torch._functorch._aot_autograd import autograd_cache
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from primus.training import gloo
 from primus.training.compiled import name_policies
 from primus.training.loop.config import ShardingConfig
-from primus.training.loop.process import Process, leave
+from primus.training.loop.process import Process
 from primus.training.loop.sharded import shard
 from primus.training.torchtitan import cpu
 
@@ -81,4 +82,4 @@ name_policies()
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 print(json.dumps({recompute: compiled(recompute) for recompute in ("none", "full", "selective")}))
-leave()
+gloo.leave()

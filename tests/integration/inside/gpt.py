@@ -156,6 +156,7 @@ def main(family: str) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     from megatron.core import parallel_state
 
+    from primus.training import gloo
     from primus.training.loop.config import LoopConfig
     from primus.training.megatron.config import MegatronConfig
     from primus.training.megatron.model import build
@@ -188,6 +189,7 @@ def main(family: str) -> None:
         expected = theirs(tokens).logits
         got = ours.module(tokens, place, None)
     print(f"{(got - expected).abs().max().item():.3e} {expected.abs().max().item():.3e}")
+    gloo.leave()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from primus.training.loop.process import leave
+from primus.training import gloo
 from primus.training.tcpstore import choose_store
 
 
@@ -24,7 +24,7 @@ def rank(folder: Path) -> None:
     dist.all_reduce(total)
     assert float(total) == 2
     dist.barrier()
-    leave()
+    gloo.leave()
 
 
 def attempt(folder: Path) -> None:

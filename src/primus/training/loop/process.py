@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -47,7 +45,7 @@ def main(folder: str, train: Callable[[RankJob, Process], None]) -> None:
         dist.barrier()
         dist.destroy_process_group()
     if process.on_cpu:
-        leave()
+        gloo.leave()
 
 
 def start(given: RankJob) -> Process:
@@ -87,16 +85,3 @@ def peak_memory(process: Process) -> tuple[float, float]:
         peak = torch.cuda.max_memory_reserved()
         whole = torch.cuda.get_device_properties(process.device).total_memory
     return peak / 2**30, 100 * peak / whole
-
-
-def leave() -> NoReturn:
-    """Exit immediately with code 0. Call it when training has ended and the process groups are destroyed.
-
-    This skips only the interpreter's finalization. A gloo thread that holds the last reference to a finished collective
-    takes the GIL to release it. If this happens during finalization, CPython unwinds the thread inside a destructor
-    that must not throw, and the process aborts. On busy cores, about one good run in fifteen would be reported as
-    failed (pytorch#190489, pytorch#179291).
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)

@@ -15,6 +15,7 @@ from typing import Any
 
 from primus.recipes.architecture import rebuilt
 from primus.recipes.recipe import MOCK
+from primus.training import gloo
 from primus.training.compiled import keep_graphs, name_policies
 from primus.training.corpus import HUB, Corpus, documents, row_reader
 from primus.training.failure import noting
@@ -52,7 +53,6 @@ def main(argv: list[str]) -> None:
 
     from torchtitan.train import main as train
 
-    from primus.training.loop.process import leave
     from primus.training.torchtitan.observe import observed_trainer
 
     if (tokenizer := str(job["assets"]["tokenizer"])).startswith(HUB):
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
     trainer = observed_trainer(facts, job["identity"], faster, judged=job["witness"], examined=examined)
     train(trainer)
     if on_cpu:
-        leave()
+        gloo.leave()
 
 
 def _job_file(argv: list[str]) -> Path:

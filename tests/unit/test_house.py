@@ -50,7 +50,9 @@ def test_no_two_test_modules_have_one_name() -> None:
 
 def test_what_joins_a_group_on_gloo_ends_with_leave() -> None:
     """Otherwise about one process in fifteen aborts on busy cores, after its work is done."""
-    texts = {path: path.read_text() for folder in ("src", "tests/integration") for path in (ROOT / folder).rglob("*.py")}
+    texts = {
+        path: path.read_text() for folder in ("src", "tests/integration") for path in (ROOT / folder).rglob("*.py")
+    }
     joining = {path for path, text in texts.items() if re.search(r'init_process_group\([^)]*"gloo"', text)}
     assert ROOT / "src/primus/training/loop/process.py" in joining
     assert [path for path in joining if not re.search(r"^ *gloo\.leave\(\)$", texts[path], re.M)] == []

@@ -10,7 +10,7 @@ from primus.recipes import load, resolve, schema
 from primus.recipes.backends import backends
 from primus.recipes.bounds import parse
 from primus.recipes.rules import rules_of
-from primus.recipes.setting import Choices
+from primus.recipes.setting import CHOICES, Choices
 from primus.release.backend_keys import dataclass_keys
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -346,3 +346,16 @@ def test_a_model_that_no_field_describes_is_refused_with_the_fields_there_are() 
         resolve.resolve("llama3.1-8b", ["model.softcap=50"], Choices(gpu="mi355x"))
     assert "tied_embeddings" in str(error.value.hint)
     assert "rope_scaling.*, moe.*" in str(error.value.hint)
+
+
+def test_the_page_of_recipes_describes_every_key_and_its_example_resolves(tmp_path: Path) -> None:
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    described = {key for row in rows for key in re.findall(r"`([a-z_.]+)`", row.split("|")[1])}
+    keys = {*schema.RECIPE, *(f"model.{key}" for key in schema.model_rules())}
+    assert {key for key in described if key in keys or key.startswith(("model.", "validation."))} == keys
+    assert set(CHOICES) <= described
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (file := tmp_path / "my-model.yaml").write_text(example, encoding="utf-8")
+    assert resolve.resolve(str(file), [], Choices(gpu="h200")).local_batch == 1
+    assert resolve.resolve(str(file), [], Choices(gpu="cpu", proxy=True)).architecture.layers == 3

@@ -25,7 +25,7 @@ def _client() -> Iterator[Any]:
     except ModuleNotFoundError as error:
         raise HostError(
             "the Kubernetes client is not installed",
-            hint="pip install 'primus-images[k8s]', or: primus launch k8s … --dry-run | kubectl apply -f -",
+            hint="pip install -e '.[k8s]' in a checkout, or: primus launch k8s … --dry-run | kubectl apply -f -",
         ) from error
     try:
         files = os.environ.get("KUBECONFIG") or "~/.kube/config"

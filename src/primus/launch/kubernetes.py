@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from primus.errors import InputError
 from primus.gpus.table import generation
 from primus.launch.plan import EXAMPLE_IMAGE, REFERENCE, Plan, refuse_secrets, refuse_unfit, vendor
+from primus.recipes import load
+from primus.recipes.recipe import Recipe
 
 Kind = Literal["job", "trainjob", "jobset", "pytorchjob", "vcjob"]
 Manifest = dict[str, Any]
@@ -25,6 +29,8 @@ KINDS: Mapping[Kind, tuple[str, str, str]] = {
 LABEL = "app.kubernetes.io/name"
 _PORT = 29500
 _RUNS = "/workspace/runs"
+# A recipe file of the user is written to this folder of each pod.
+_RECIPE = "/tmp/primus-recipe"
 # Kubernetes sets this label on every pod of a Job. Its value is the id of the Job.
 _JOB_ID = "batch.kubernetes.io/controller-uid"
 _DNS = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
@@ -111,7 +117,11 @@ class _Pod:
 
 
 def manifests(plan: Plan, cluster: Cluster) -> list[Manifest]:
-    """Return the objects to apply, in order. The job comes first, except that a headless Service precedes a Job."""
+    """Return the objects to apply, in order. The job comes first, except that a headless Service precedes a Job.
+
+    Raises InputError for data, weights or files of the recipe that pods would not see.
+    """
+    _refuse_unseen(plan.recipe)
     name = name_of(plan, cluster)
     make = {"job": _job, "trainjob": _trainjob, "jobset": _jobset, "pytorchjob": _pytorchjob, "vcjob": _vcjob}
     return make[cluster.kind](plan, cluster, name)
@@ -267,13 +277,54 @@ def _pod(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> Manifest:
 
 
 def _script(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> str:
-    words = shlex.join(plan.command)
+    files = _own_files(plan.recipe)
+    path = plan.recipe.path
+    there = f"{_RECIPE}/{path.name}" if files else path.stem
+    words = shlex.join(there if word == str(path) else word for word in plan.command)
     resume = f" --resume-from {shlex.quote(cluster.resume_from)}" if cluster.resume_from else ""
     rank = f"NODE_RANK={how.node_rank} " if how.node_rank else ""
     # A job that is applied again has a new id, so neither its folder nor its ranks collide with those of the earlier
     # one.
     own = f"{name}-$RUN_ID" if how.own_id else name
-    return f'export RDZV_ID="{own}"; {rank}exec primus {words} --output "{_RUNS}/{own}"{resume}'
+    script = f'export RDZV_ID="{own}"; {rank}exec primus {words} --output "{_RUNS}/{own}"{resume}'
+    written = []
+    for name_there, text in files.items():
+        target = PurePosixPath(_RECIPE, name_there)
+        parent, file = shlex.quote(str(target.parent)), shlex.quote(str(target))
+        written.append(f"mkdir -p {parent} && printf %s {shlex.quote(text)} > {file} || exit\n")
+    # Kubernetes replaces $(NAME) by a variable of the pod, and $$( by $(.
+    return "".join([*written, script]).replace("$(", "$$(")
+
+
+def _own_files(recipe: Recipe) -> dict[str, str]:
+    """Return name → text of the recipe's files that are not in the image, relative to the folder of the recipe.
+
+    Raises InputError if such a file is outside of this folder or contains what looks like a secret.
+    """
+    found: dict[str, str] = {}
+    for path in load.read(recipe.path).files:
+        if path.resolve().is_relative_to(load.folder().resolve()):
+            continue
+        name = os.path.relpath(path.absolute(), recipe.path.parent)
+        if name.startswith("../"):
+            raise InputError(f"{name}: pods get files of the recipe's own folder only", where=str(recipe.path))
+        found[name] = path.read_text(encoding="utf-8")
+        refuse_secrets(found[name].split(), f"remove it from {path}: --hf-token-secret NAME passes a token")
+    return found
+
+
+def _refuse_unseen(recipe: Recipe) -> None:
+    """Raise InputError for data or weights at a relative path that the image does not contain."""
+    key = f"{recipe.backend}.weights"
+    places = {f"assets.{name}": recipe.asset(name) for name in recipe.section("assets")} | {key: recipe.weights}
+    for key, path in places.items():
+        if path is None or str(recipe.settings[key].value).startswith("/"):
+            continue
+        if not path.resolve().is_relative_to(load.folder().resolve()):
+            raise InputError(
+                f"{key}: pods do not see {path}", where=recipe.settings[key].origin,
+                hint=f"name the absolute path that it has in the pods; --claim NAME is at {_RUNS} there",
+            )  # fmt: skip
 
 
 def _environment(cluster: Cluster, how: _Pod) -> list[Manifest]:

@@ -41,12 +41,17 @@ def names(among: Path | None = None) -> list[str]:
     return sorted(path.stem for path in (among or folder()).glob("*.yaml") if not path.name.startswith("."))
 
 
+def is_path(name: str) -> bool:
+    """Whether a recipe given as ``name`` is meant as the path of its file."""
+    return name.endswith((".yaml", ".yml")) or "/" in name
+
+
 def find(name: str, among: Path | None = None) -> Path:
     """Return the file of a recipe, given by path, or by name in ``among`` (default: :func:`folder`).
 
     Raises InputError, with the available recipes, if there is none.
     """
-    if name.endswith((".yaml", ".yml")) or "/" in name:
+    if is_path(name):
         path = Path(name)
         if path.is_dir():
             raise InputError(f"{name} is a folder, not a recipe file")
@@ -88,18 +93,20 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The contents of a recipe file: the settings that always apply, and the cases in order."""
+    """The contents of a recipe file: the settings that always apply, the cases in order, and the files read."""
 
     settings: Mapping[str, Setting]
     cases: tuple[Case, ...]
+    files: tuple[Path, ...] = ()
 
 
 def read(path: Path) -> Source:
     """Read a recipe file after the files in its ``uses``, each of them once. Raises InputError with the place."""
     settings: dict[str, Setting] = {}
     cases: list[Case] = []
-    _collect(path, settings, cases, set(), ())
-    return Source(settings=settings, cases=tuple(cases))
+    files: dict[Path, Path] = {}
+    _collect(path, settings, cases, files, ())
+    return Source(settings=settings, cases=tuple(cases), files=tuple(files.values()))
 
 
 def beside(path: Path, name: str) -> Path:
@@ -109,11 +116,12 @@ def beside(path: Path, name: str) -> Path:
 
 
 def _collect(
-    path: Path, settings: dict[str, Setting], cases: list[Case], seen: set[Path], above: tuple[Path, ...]
+    path: Path, settings: dict[str, Setting], cases: list[Case], seen: dict[Path, Path], above: tuple[Path, ...]
 ) -> None:
+    """Add what the file at ``path`` and the files in its ``uses`` say. ``seen``: real path → path of each file."""
     source, uses = _parsed(path)
     here = path.resolve()
-    seen.add(here)
+    seen[here] = path
     for name in uses:
         used = beside(path, str(name.value))
         if used.resolve() in (*above, here):

@@ -28,17 +28,22 @@ def resolve(
     choices: Choices | None = None,
     replacing: Sequence[str] = (),
     among: Path | None = None,
+    *,
+    here: bool = True,
 ) -> Recipe:
     """Load the recipe ``name`` (of the folder ``among``, or a path), make the choices, apply its cases and overrides.
 
     ``overrides`` are ``key=value`` words. Each key may be overridden once; ``replacing`` are further overrides that
-    replace those of the same key.
+    replace those of the same key. If the run is not ``here`` but on machines with other files, files that settings name
+    by absolute paths are not looked for.
 
     Keys of the backend may omit its name: ``training.steps=5``. Settings that every backend has, under different keys,
     have short names: ``steps=5``, ``tp=2``. ``precision=fp8`` and the other choices count as options. Raises InputError
     with the place that set the invalid value and, for an unknown key, the most similar one.
     """
     path = load.find(name, among).absolute()
+    if load.is_path(name) and "/" not in name:
+        name = f"./{name}"  # so that it still reads as a path
     source = load.read(path)
     choices, words = _choices_among(choices or Choices(), overrides)
     chosen = choose(source.settings, choices, path)
@@ -72,7 +77,7 @@ def resolve(
         name=name, path=path, settings=settings, overrides=tuple(spelled.values()), choices=_as_chosen(choices, chosen),
         precisions=supported(source.settings)[facts["backend"], facts["mode"]],
     )  # fmt: skip
-    _check_sense(recipe)
+    _check_sense(recipe, here=here)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
 
 
@@ -221,8 +226,11 @@ def _unknown(key: str, setting: Setting, rules: Mapping[str, schema.Rule], knows
 _NEEDED = ("steps", "seq_len", "local_batch")
 
 
-def _check_sense(recipe: Recipe) -> None:
-    """Check the settings together: required keys, existing files, matching sizes, and the precision."""
+def _check_sense(recipe: Recipe, *, here: bool) -> None:
+    """Check the settings together: required keys, existing files, matching sizes, and the precision.
+
+    Files at absolute paths must exist only if the run is ``here``.
+    """
     knows = recipe.knows
 
     def refuse(key: str, why: str, hint: str | None = None) -> None:
@@ -235,15 +243,18 @@ def _check_sense(recipe: Recipe) -> None:
         if key not in recipe.settings:
             why = f"{key} is missing; a recipe must not depend on a default of {knows.name}"
             raise InputError(why, where=f"{recipe.path}:1:1", hint=f"add {key}")
-    for name in recipe.section("assets"):
+    for name, value in recipe.section("assets").items():
         asset = recipe.asset(name)
+        if not here and str(value).startswith("/"):
+            continue
         if asset is not None and not _exists(asset):
             refuse(f"assets.{name}", f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
         if asset is not None and not (asset.is_dir() or (asset.is_file() and name != "tokenizer")):
             kind = "a folder" if name == "tokenizer" else "a file or a folder"
             refuse(f"assets.{name}", f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock")
     weights = recipe.section(knows.name).get("weights")
-    if isinstance(weights, str) and weights != "random" and not weights.startswith("hf:"):
+    elsewhere = not here and str(weights).startswith("/")
+    if isinstance(weights, str) and weights != "random" and not weights.startswith("hf:") and not elsewhere:
         folder = Path(weights)
         if not weights or not _exists(folder) or not folder.is_dir():
             why = f"there is no folder {weights!r}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from primus.errors import InputError
-from primus.recipes.load import beside
+from primus.recipes.load import beside, is_path
 from primus.recipes.memory import predict
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
@@ -200,8 +200,7 @@ def overlay(source: str, winner: Recipe, leave: Sequence[str], because: str, com
         if key not in leave:
             keys.append(key)
     below = file.absolute().parent
-    named = "/" in source or source.endswith((".yaml", ".yml"))
-    use = os.path.relpath(winner.path, below) if named else winner.path.name
+    use = os.path.relpath(winner.path, below) if is_path(source) else winner.path.name
     when = {choice: winner.settings[choice].value for choice in CHOICES}
     lines = [f"# Written by: {command}", f"uses: [{json.dumps(use)}]"]
     for name in winner.section("assets"):

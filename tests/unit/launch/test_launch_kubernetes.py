@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +17,7 @@ from primus.cli.main import main
 from primus.errors import InputError
 from primus.launch.kubernetes import KINDS, Cluster, Kind, manifests
 from primus.launch.plan import Plan
+from primus.recipes import load
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 
@@ -344,3 +346,71 @@ def test_a_manifest_that_the_cluster_would_refuse_later(options: dict[str, Any],
 )
 def test_names_of_images_that_engines_take(image: str) -> None:
     assert pods("job", made("job", image=image))[0]["spec"]["containers"][0]["image"] == image
+
+
+def test_a_recipe_of_the_user_reaches_the_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script writes it, with the files that it uses from its folder, and names it to primus."""
+    text = "uses: [../../{}/llama3.1-8b.yaml, mine/lr.yaml]\nname: mine\ndescription: it's $(HOME) and $HOME\n"
+    (tmp_path / "team/mine").mkdir(parents=True)
+    own = load.folder()
+    (tmp_path / "team/mine.yaml").write_text(text.replace("../../{}/", f"{own}/"))
+    (tmp_path / "team/mine/lr.yaml").write_text("torchtitan.optimizer.lr: 0.125\n")
+    monkeypatch.chdir(tmp_path / "team")
+    plan = Plan(recipe=resolve("mine.yaml", (), Choices(gpu="mi300x")))
+    (pod,) = pods("job", manifests(plan, Cluster(image="a/b:c", name="x")))
+    command = pod["spec"]["containers"][0]["command"]
+    assert command[:2] == ["bash", "-c"]
+    # What Kubernetes does with a command: $$( becomes $(.
+    script = (
+        command[2].replace("$$(", "$(").replace("/tmp/primus-recipe", f"{tmp_path}/pod").replace("exec primus", "echo")
+    )
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert said.startswith(f"train {tmp_path}/pod/mine.yaml --backend=torchtitan")
+    there = resolve(f"{tmp_path}/pod/mine.yaml", (), Choices(gpu="mi300x"))
+    assert there.settings["torchtitan.optimizer.lr"].value == 0.125
+    assert there.settings["description"].value == "it's $(HOME) and $HOME"
+
+
+def test_a_recipe_of_the_image_given_by_path_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(load.folder())
+    plan = Plan(recipe=resolve("./llama3.1-8b.yaml", (), Choices(gpu="mi300x")))
+    (pod,) = pods("job", manifests(plan, Cluster(image="a/b:c")))
+    assert "exec primus train llama3.1-8b --backend" in pod["spec"]["containers"][0]["command"][2]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["assets.corpus=/workspace/runs/data/c.jsonl"], ""),
+        (["assets.corpus=/workspace/runs/c", "assets.tokenizer=/workspace/runs/t"], ""),
+        (["--backend=finetune", "finetune.weights=/workspace/runs/w"], ""),
+        (["assets.corpus=c.jsonl"], "assets.corpus: pods do not see"),
+        (["assets.corpus=gone.jsonl"], "assets.corpus: there is no"),
+        (["--backend=finetune", "finetune.weights=w"], "finetune.weights: pods do not see"),
+        (["--backend=finetune", "finetune.weights=gone"], "finetune.weights: there is no folder"),
+    ],
+)
+def test_data_and_weights_are_those_of_the_pods(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "w").mkdir()
+    monkeypatch.chdir(tmp_path)
+    command = ["launch", "k8s", "llama3.1-8b", "--gpu=mi300x", "--image=a/b:c", "--claim=runs", "--dry-run", *words]
+    assert main(command) == (2 if said else 0)
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert said or words[-1] in shown.out
+
+
+def test_recipes_that_pods_cannot_get_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "team").mkdir()
+    (tmp_path / "far.yaml").write_text("torchtitan.optimizer.lr: 0.125\n")
+    file, base = tmp_path / "team/mine.yaml", f"{load.folder()}/llama3.1-8b.yaml"
+    for text, said in (
+        (f"uses: [{base}, ../far.yaml]\nname: mine\n", "own folder only"),
+        (f"uses: [{base}]\nname: mine\n# hf_{'a' * 30}\n", "looks like a secret"),
+    ):
+        file.write_text(text)
+        with pytest.raises(InputError, match=said):
+            manifests(Plan(recipe=resolve(str(file), (), Choices(gpu="mi300x"))), Cluster(image="a/b:c"))

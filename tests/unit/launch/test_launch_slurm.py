@@ -96,6 +96,17 @@ def test_the_gpu_is_the_images_or_said(capsys: pytest.CaptureFixture[str]) -> No
     assert "--gpu=mi355x" in capsys.readouterr().out
 
 
+def test_a_recipe_file_of_the_user_is_mounted_and_named_by_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("uses: [llama3.1-8b.yaml]\nname: mine\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.yaml", "./mine.yaml"):
+        text = slurm.script(plan(recipe=name), SITE)
+        assert f"train {tmp_path}/mine.yaml --backend" in text
+        assert f"-v {tmp_path}:{tmp_path}" in text
+
+
 def test_the_document_holds_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["launch", "slurm", "deepseek-16b", "--gpu", "mi300x", "--nodes", "2", "--dry-run", "--json"]
     assert main(words) == 0

@@ -32,6 +32,7 @@ from primus.recipes.recipe import Recipe
 from primus.terminal import Screen
 
 _ACTIONS = ("apply", "status", "logs", "delete", "nodes")
+_GPU = "generation of the nodes (default: the one in the image's name, otherwise the machine's)"
 EXAMPLE = "primus launch slurm llama3.1-70b --nodes 8 --gpu mi300x --image rocm/primus:v26.11-mi300x --dry-run"
 
 
@@ -67,9 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_slurm(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `launch slurm`."""
     add_recipe(parser)
-    add_choices(parser)
+    add_choices(parser, gpu=_GPU)
     add_common(parser)
     site = parser.add_argument_group("Slurm")
+    site.add_argument(
+        "--output",
+        type=folder("--output"),
+        default=Path("runs"),
+        metavar="DIR",
+        help="folder that all nodes share (default: runs)",
+    )
     site.add_argument("--container", choices=slurm.CONTAINERS, help="default: pyxis, or the first installed engine")
     site.add_argument("--partition", default="", help="partition to run in")
     site.add_argument("--account", default="", help="account to charge")
@@ -93,7 +101,7 @@ def add_slurm(parser: argparse.ArgumentParser) -> None:
 def add_kubernetes(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `launch k8s`."""
     add_recipe(parser)
-    add_choices(parser)
+    add_choices(parser, gpu=_GPU)
     add_common(parser)
     site = parser.add_argument_group("Kubernetes")
     site.add_argument("--kind", choices=tuple(kubernetes.KINDS), default="job", help="kind of object (default: job)")
@@ -117,13 +125,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     """Declare the options of every scheduler."""
     parser.add_argument("--image", default="", help="image that the nodes run")
     parser.add_argument("--name", default="", help="name of the job (default: from the recipe)")
-    parser.add_argument(
-        "--output",
-        type=folder("--output"),
-        default=Path("runs"),
-        metavar="DIR",
-        help="folder that all nodes share (default: runs)",
-    )
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME[=VALUE]", help="variable for the ranks; repeatable"
     )
@@ -169,7 +170,7 @@ def _kubernetes(options: argparse.Namespace) -> int:
         raise InputError(
             "--mount: a node's folders are not mounted into pods", hint="--claim NAME mounts a volume claim"
         )
-    plan = Plan(recipe=_recipe(options), stall_timeout=options.stall_timeout)
+    plan = Plan(recipe=_recipe(options, here=False), stall_timeout=options.stall_timeout)
     objects = kubernetes.manifests(plan, site)
     if options.dry_run:
         if options.json:
@@ -219,21 +220,22 @@ def _show(options: argparse.Namespace, document: dict[str, Any], rows: str) -> i
     return 0
 
 
-def _recipe(options: argparse.Namespace) -> Recipe:
+def _recipe(options: argparse.Namespace, *, here: bool = True) -> Recipe:
     """Resolve the recipe for the nodes' GPU: --gpu, or the GPU that the image's name contains.
 
     This machine does not need that GPU. If neither names one, the first GPU of the table is used, with a message.
+    ``here``: the nodes see the files of this machine.
     """
     if options.gpu is None:
         words = re.split(r"[-_.:/]", options.image)
         options.gpu = next((one.name for one in load_table().generations if one.name in words), None)
     try:
-        return resolved(options)
+        return resolved(options, here=here)
     except InputError:
         if options.gpu is not None or detect().names:
             raise
     options.gpu = load_table().generations[0].name
-    found = resolved(options)
+    found = resolved(options, here=here)
     print(f"primus launch: resolved for {options.gpu}; --gpu NAME names the GPU of the nodes", file=sys.stderr)
     return found
 

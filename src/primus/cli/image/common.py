@@ -66,12 +66,17 @@ def add_named(parser: argparse.ArgumentParser, choice: str, meaning: str) -> Non
     action.completer = lambda **_: offered(choice)  # type: ignore[attr-defined]
 
 
-def add_choices(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that select a recipe's cases, and those for settings that every backend has."""
+def add_choices(
+    parser: argparse.ArgumentParser, gpu: str = "generation to resolve for (default: the machine's)"
+) -> None:
+    """Declare the options that select a recipe's cases, and those for settings that every backend has.
+
+    ``gpu`` is the help of ``--gpu``.
+    """
     add_named(parser, "backend", "torchtitan, megatron, finetune, flux or fsdp")
     add_named(parser, "mode", "pretrain, full or lora")
     add_named(parser, "precision", ", ".join(PRECISIONS))
-    add_named(parser, "gpu", "generation to resolve for (default: the machine's)")
+    add_named(parser, "gpu", gpu)
     parser.add_argument("--nodes", type=whole(), metavar="N", help="number of machines (default: 1)")
     parser.add_argument("--proxy", action="store_true", default=None, help="train a small model with the same code")
     parser.add_argument("--ranks", type=whole(), metavar="N", help="processes per machine")
@@ -83,13 +88,13 @@ def add_choices(parser: argparse.ArgumentParser) -> None:
     turbo.completer = complete_turbo  # type: ignore[attr-defined]
 
 
-def resolved(options: argparse.Namespace) -> Recipe:
-    """Resolve the recipe that the options ask for. Raises InputError."""
+def resolved(options: argparse.Namespace, *, here: bool = True) -> Recipe:
+    """Resolve the recipe that the options ask for. Raises InputError. ``here``: as for ``resolve``."""
     names = ("backend", "mode", "precision", "gpu", "nodes", "proxy")
     choices = Choices(**{name: getattr(options, name) for name in names})
     single = ("ranks", "steps", "seed", "turbo")
     words = [f"{option}={value}" for option in single if (value := getattr(options, option)) is not None]
-    recipe = resolve(options.recipe, [*options.overrides, *words], choices)
+    recipe = resolve(options.recipe, [*options.overrides, *words], choices, here=here)
     # Seam "optimizations": most recipes use none.
     if "turbo" in recipe.settings:
         from primus.turbo.optimizations import chosen

@@ -87,8 +87,7 @@ def _shape(read: _Arguments) -> None:
     # Latent attention sets its widths with other keys.
     own = width and width * heads != hidden and not read("multi_latent_attention")
     read.set("model.head_dim", width if own else 0, "kv_channels")
-    # SwiGLU has a third matrix, so Megatron-LM's default width is two thirds of 4 × hidden: the weights stay the same.
-    read.set("model.ffn_size", read.number("ffn_hidden_size") or int(4 * hidden * 2 / 3) // 64 * 64, "ffn_hidden_size")
+    read.set("model.ffn_size", _width(read), "ffn_hidden_size")
     untied = "untie_embeddings_and_output_weights"
     read.set("model.tied_embeddings", not read(untied), untied)
     read.set("model.qkv_bias", bool(read("add_qkv_bias")), "add_qkv_bias")
@@ -101,6 +100,12 @@ def _shape(read: _Arguments) -> None:
         read.set("model.vocab_size", read("vocab_size"), "vocab_size")
     read.only("mtp_num_layers", (None, 0), "multi-token prediction is not implemented here")
     read("mtp_loss_scaling_factor")
+
+
+def _width(read: _Arguments) -> int:
+    """Return the width of a dense feed-forward layer, also the default of an expert's."""
+    # SwiGLU has a third matrix, so Megatron-LM's default width is two thirds of 4 × hidden: the weights stay the same.
+    return read.number("ffn_hidden_size") or int(4 * read.number("hidden_size") * 2 / 3) // 64 * 64
 
 
 def _positions(read: _Arguments) -> None:
@@ -157,15 +162,17 @@ def _experts(read: _Arguments) -> None:
         # Without experts, these keys have no effect.
         read.done.taken |= {"moe_*", "expert_tensor_parallel_size", "expert_model_parallel_size"}
         return
-    width = read.number("moe_ffn_hidden_size") or read.number("ffn_hidden_size")
+    width = read.number("moe_ffn_hidden_size") or _width(read)
     shared = read.number("moe_shared_expert_intermediate_size")
     score, scale = read("moe_router_score_function"), read("moe_router_topk_scaling_factor")
     read.set("model.moe.experts", experts, "num_experts")
     read.set("model.moe.top_k", read.number("moe_router_topk", 2), "moe_router_topk")
     read.set("model.moe.ffn_size", width, "moe_ffn_hidden_size")
-    if shared % width:
+    if width < 1:
+        read.done.refused["moe_ffn_hidden_size"] = f"an expert's width must be at least 1, not {width}"
+    elif shared % width:
         read.done.refused["moe_shared_expert_intermediate_size"] = f"not a multiple of an expert's width, {width}"
-    read.set("model.moe.shared_experts", shared // width, "moe_shared_expert_intermediate_size")
+    read.set("model.moe.shared_experts", shared // max(1, width), "moe_shared_expert_intermediate_size")
     dense = _dense_layers(read("moe_layer_freq"), read.number("num_layers"))
     if dense is None:
         read.done.refused["moe_layer_freq"] = "only the first layers can be dense"
@@ -194,9 +201,9 @@ def _dense_layers(pattern: Value, layers: int) -> int | None:
     if pattern in (None, 1, "1"):
         return 0
     if isinstance(pattern, str):
-        parts = [(int(bit), int(times or 1)) for bit, times in re.findall(r"\[([01])\](?:\s*\*\s*(\d+))?", pattern)]
-        kinds = [bit for bit, times in parts for _ in range(times)]
-    elif isinstance(pattern, int):
+        parts = [(int(bit), int(times[:9] or 1)) for bit, times in re.findall(r"\[([01])\](?:\s*\*\s*(\d+))?", pattern)]
+        kinds = [bit for bit, times in parts for _ in range(min(times, layers + 1))]
+    elif isinstance(pattern, int) and pattern > 0:
         # One expert layer, then pattern − 1 dense ones, repeated.
         kinds = [1 if layer % pattern == 0 else 0 for layer in range(layers)]
     else:
@@ -244,7 +251,7 @@ def _layout(read: _Arguments) -> None:
         "virtual_stages_per_pipeline_rank", "layers_per_virtual_pipeline_stage"
     ))  # fmt: skip
     if each:
-        parts = read.number("num_layers") // stages // each
+        parts = read.number("num_layers") // max(1, stages) // each
     virtual = parts if parts > 1 and stages > 1 else None
     read.set("megatron.model.virtual_pipeline_model_parallel_size", virtual, "num_virtual_stages_per_pipeline_rank")
     for place in ("first", "last"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ def fsdp(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     for name, value in count.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError("must be a whole number of at least 1", where=given[name].where)
-    ranks = int(environment.get("WORLD_SIZE") or 8)
+    ranks = _ranks(environment.get("WORLD_SIZE") or "8")
     micro = int(str(count.get("grad_accumlate_pre_steps", _MICRO_STEPS)))
     settings: dict[str, object] = {"ranks": ranks, "fsdp.training.seq_len": what["seq_len"]}
     says = []
@@ -143,6 +144,13 @@ def _one_of(word: str, known: Mapping[str, Any], where: str) -> str:
             f"there is no {word!r}" + nearest(word, known), where=where, hint=f"there are: {', '.join(known)}"
         )
     return found
+
+
+def _ranks(text: str) -> int:
+    """Return ``WORLD_SIZE`` as a number. Raises InputError if it is none."""
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
+        raise InputError(f"WORLD_SIZE must be a whole number of at least 1, not {text[:40]!r}", where="train_fsdp.py")
+    return int(text)
 
 
 def _flag(value: object, where: str) -> bool:

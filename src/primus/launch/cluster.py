@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from primus.errors import HostError, InputError
 from primus.launch.kubernetes import KINDS, LABEL, Kind, Manifest
@@ -33,9 +35,11 @@ def _client() -> Iterator[Any]:
             config.load_kube_config(config_file=files)
         else:
             config.load_incluster_config()
-    except config.ConfigException as error:
+    # The client reads the file without checking its shape.
+    except (config.ConfigException, yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise HostError(
-            f"no cluster is configured: {' '.join(str(error).split())}", hint="set KUBECONFIG; --dry-run needs none"
+            f"no cluster is configured: {' '.join(str(error).split())[:300]}",
+            hint="set KUBECONFIG to a valid file; --dry-run needs none",
         ) from error
     try:
         yield client
@@ -82,7 +86,9 @@ def apply(kind: Kind, objects: Sequence[Manifest]) -> None:
                 made.append(_create(client, kind, one, name, namespace))
         except BaseException:
             for undo in reversed(made):
-                undo()
+                # The user needs the reason for which the job was refused.
+                with suppress(Exception):
+                    undo()
             raise
 
 

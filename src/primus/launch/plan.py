@@ -71,7 +71,7 @@ class Plan:
         words = [word for word in recipe.overrides if not word.startswith("proxy=")]
         stall = [f"--stall-timeout={self.stall_timeout}"]
         # A file of the user is mounted at the same path.
-        name = str(recipe.path) if "/" in recipe.name else recipe.name
+        name = str(recipe.path) if recipe.by_path else recipe.name
         found = ("train", name, *chosen, f"--nodes={self.nodes}", *stall, proxy, *words)
         refuse_secrets(found, "export it in the shell that starts the job, and leave it out of the settings")
         return found

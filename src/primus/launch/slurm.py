@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -90,9 +91,10 @@ class Site:
 def container_here() -> Container:
     """Return the container runtime of this cluster: pyxis if srun supports it, else the first installed program."""
     if srun := shutil.which("srun"):
-        told = subprocess.run([srun, "--help"], capture_output=True, text=True, check=False, timeout=20)
-        if "--container-image" in told.stdout:
-            return "pyxis"
+        with suppress(subprocess.TimeoutExpired):
+            told = subprocess.run([srun, "--help"], capture_output=True, text=True, check=False, timeout=20)
+            if "--container-image" in told.stdout:
+                return "pyxis"
     found: Container | None = next((one for one in CONTAINERS[1:4] if shutil.which(one)), None)
     return found or "none"
 
@@ -237,7 +239,7 @@ def _names(site: Site) -> list[str]:
 
 
 def _mounts(plan: Plan, site: Site) -> list[str]:
-    own = [plan.recipe.path.parent] if "/" in plan.recipe.name else []
+    own = [plan.recipe.path.parent] if plan.recipe.by_path else []
     resumed = [Path(site.resume_from)] if site.resume_from else []
     return [shlex.quote(str(path)) for path in (site.output, *site.mounts, *resumed, *own)]
 

@@ -31,7 +31,8 @@ class Recipe:
     """What to train. Keys of ``settings`` are dotted: ``torchtitan.training.steps``.
 
     ``overrides`` are the user's ``key=value`` arguments and ``choices`` the user's options; with both, the same recipe
-    can be resolved again. ``precisions`` are all that the recipe supports with this backend in this mode.
+    can be resolved again. ``precisions`` are all that the recipe supports with this backend in this mode. ``by_path``:
+    the user gave the path of the file.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Recipe:
     overrides: tuple[str, ...] = ()
     choices: Choices = field(default_factory=Choices)
     precisions: tuple[str, ...] = ()
+    by_path: bool = False
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
         """Return the value of ``key``. Raises InputError if its type is not ``kind``; an int is accepted as float."""

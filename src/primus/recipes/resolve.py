@@ -42,8 +42,6 @@ def resolve(
     with the place that set the invalid value and, for an unknown key, the most similar one.
     """
     path = load.find(name, among).absolute()
-    if load.is_path(name) and "/" not in name:
-        name = f"./{name}"  # so that it still reads as a path
     source = load.read(path)
     choices, words = _choices_among(choices or Choices(), overrides)
     chosen = choose(source.settings, choices, path)
@@ -75,7 +73,7 @@ def resolve(
     _check_keys(settings, path, knows)
     recipe = Recipe(
         name=name, path=path, settings=settings, overrides=tuple(spelled.values()), choices=_as_chosen(choices, chosen),
-        precisions=supported(source.settings)[facts["backend"], facts["mode"]],
+        precisions=supported(source.settings)[facts["backend"], facts["mode"]], by_path=load.is_path(name),
     )  # fmt: skip
     _check_sense(recipe, here=here)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)

@@ -39,7 +39,7 @@ def cells_of(
     ``among`` is the folder of recipes. With ``every``, there is a cell for each backend and mode that a recipe
     supports, otherwise only for its defaults. With ``precisions``, there is a cell for each of them that the backend
     supports for this recipe on ``gpu``, otherwise only for the proxy's own. Raises InputError for an unknown recipe, or
-    one that supports nothing.
+    one without a cell.
     """
     here = Choices(gpu=gpu, proxy=True)
     cells: list[Cell] = []
@@ -57,6 +57,11 @@ def cells_of(
             )  # fmt: skip
             fits = [p for p in precisions if p in {PROXY_PRECISION, *offered} and computes(gpu, p, backend)]
             cells += [_in_precision(way, precision) for precision in fits] if precisions else [way]
+        if cells[-1:] == [] or cells[-1].recipe != name:
+            raise InputError(
+                f"recipe {name} is trained in none of {', '.join(precisions)} on {gpu}",
+                where=str(load.find(name, among)), hint="name one that its `supports` has in the target's `trained_in`",
+            )  # fmt: skip
     return tuple(cells)
 
 

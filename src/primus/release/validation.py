@@ -310,8 +310,8 @@ def table(validated: Sequence[Validated]) -> str:
     lines = []
     for one in validated:
         record = one.record
-        losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
-        curve = f"loss {losses[0]:.3f} → {losses[-1]:.3f}" if losses and None not in losses else "no loss"
+        losses = _losses(record)
+        curve = f"loss {losses[0]:.3f} → {losses[-1]:.3f}" if losses else "no loss"
         failed = [v["name"] for v in record["verdicts"] if not v["passed"] and not v.get("skipped")]
         cause = next((f": {job['cause']}" for job in record["jobs"] if job.get("cause")), "")
         said = f"✗ {', '.join(failed)}{cause}" if failed else f"{len(record['verdicts'])} checks"
@@ -348,8 +348,7 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
     lines = [*causes, *(f"  ✓ {job}: {', '.join(names)}" for job, names in jobs.items() if names), *lines]
     lines += [f"  – {reason}: {', '.join(names)}" for reason, names in skipped.items()]
     lines += [f"  – not run: {sentence}" for sentence in record.get("not_run", ())]
-    losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
-    if losses:
+    if losses := _losses(record):
         lines.append(f"  loss {losses[0]:.4f} → {losses[-1]:.4f} over {len(losses)} steps  {_spark(losses)}")
     if slow := record.get("measurements", {}).get("slow_rank"):
         lines.append(f"  ! {slow}")
@@ -362,6 +361,12 @@ def outcome_text(record: dict[str, Any], folder: Path) -> str:
     )
     lines.append(f"  → {os.path.relpath(folder / 'report.html')}")
     return "\n".join(lines)
+
+
+def _losses(record: dict[str, Any]) -> list[float]:
+    """Return the losses of the first job; none if one of them is missing or not finite, which a record has as null."""
+    losses = [row["loss"] for row in record["jobs"][0].get("series", [])]
+    return [] if None in losses else losses
 
 
 def _spark(values: list[float]) -> str:

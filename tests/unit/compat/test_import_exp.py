@@ -466,6 +466,33 @@ def test_arguments_that_no_recipe_can_hold_are_refused_by_name(given: dict[str, 
     assert derived("megatron", given).refused.keys() & given.keys()
 
 
+@pytest.mark.parametrize("value", [0, -1, 2**70, 0.5, "", "x", [], [0] * 9, True, None])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_experts", "moe_ffn_hidden_size", "ffn_hidden_size", "hidden_size", "num_attention_heads", "num_layers",
+        "moe_layer_freq", "moe_shared_expert_intermediate_size", "pipeline_model_parallel_size",
+        "num_layers_per_virtual_pipeline_stage", "tensor_model_parallel_size", "moe_router_topk", "kv_channels",
+        "num_query_groups", "seq_length", "micro_batch_size", "global_batch_size", "q_lora_rank", "kv_lora_rank",
+    ],
+)  # fmt: skip
+def test_no_value_of_an_argument_ends_in_a_traceback(key: str, value: Any) -> None:
+    """Values that make no sense are refused here or by the checks of the recipe."""
+    sizes = {"hidden_size": 1024, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}
+    derived("megatron", {"num_experts": 8, **sizes, "multi_latent_attention": True, key: value})
+    derived("megatron", {**sizes, key: value})
+
+
+def test_experts_have_the_width_of_a_dense_layer_by_default() -> None:
+    given = {"num_experts": 8, "hidden_size": 1024}
+    assert derived("megatron", given).settings["model.moe.ffn_size"] == 2688
+    assert "moe_ffn_hidden_size" in derived("megatron", {"num_experts": 8}).refused
+    long = "([0]*1+[1]*" + "9" * 5000 + ")"
+    assert (
+        derived("megatron", {**given, "num_layers": 4, "moe_layer_freq": long}).settings["model.moe.dense_layers"] == 1
+    )
+
+
 def test_the_presets_of_every_documented_version_are_there() -> None:
     assert known_versions() == ["v25.7", "v25.9", "v25.10"]
     for version in known_versions():

@@ -181,6 +181,12 @@ def test_only_one_rank_of_torchrun_starts_primus(monkeypatch: pytest.MonkeyPatch
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("ranks", ["abc", "0", "-8", "8.5", "²", "1e3"])
+def test_a_number_of_ranks_that_is_none_is_refused(ranks: str) -> None:
+    with pytest.raises(PrimusError, match="WORLD_SIZE must be a whole number of at least 1"):
+        requested("train_fsdp.py", ["configs/llama-3.1-8b-4k.json", "llama"], {"WORLD_SIZE": ranks})
+
+
 def test_tuning_stages_set_what_the_ranks_read() -> None:
     given = {"EXP": "examples/megatron/configs/llama2_7B-pretrain.yaml", "NODE_RANK": "3"}
     dump = requested("run_pretrain.sh", [], {**given, "PRIMUS_HIPBLASLT_TUNING_STAGE": "1"}).environment

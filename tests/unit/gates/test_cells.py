@@ -41,6 +41,8 @@ def test_a_recipe_is_trained_by_default_or_in_every_way() -> None:
     assert (recipe.backend, recipe.mode, recipe.gpu, recipe.precision) == ("finetune", "lora", "cpu", "fp32")
     with pytest.raises(InputError, match="no recipe 'lama'"):
         cells_of(["lama"], every=True)
+    with pytest.raises(InputError, match=r"llama3\.1-8b is trained in none of mxfp8 on mi300x"):
+        cells_of(["llama3.1-8b"], every=True, gpu="mi300x", precisions=("mxfp8",))
 
 
 def test_every_cell_of_the_cpu_target_has_a_plan_of_the_full_suite(tmp_path: Path) -> None:

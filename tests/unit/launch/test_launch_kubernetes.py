@@ -15,6 +15,7 @@ import yaml
 
 from primus.cli.main import main
 from primus.errors import InputError
+from primus.launch import cluster
 from primus.launch.kubernetes import KINDS, Cluster, Kind, manifests
 from primus.launch.plan import Plan
 from primus.recipes import load
@@ -22,7 +23,9 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[dev]' brings it")
-pytest.importorskip("kubernetes", reason="pip install -e '.[dev]' brings it")
+ApiException = pytest.importorskip(
+    "kubernetes.client.exceptions", reason="pip install -e '.[dev]' brings it"
+).ApiException
 
 FULL: dict[str, Any] = {
     "image": "rocm/primus:v26.11-mi300x", "queue": "team", "claim": "runs", "token_secret": "hf:key", "cpu": "96",
@@ -211,6 +214,9 @@ def test_a_job_is_applied_shown_and_deleted(api: Api, capsys: pytest.CaptureFixt
     assert "ImagePullBackOff" in out
     assert main(["launch", "k8s", "logs", name]) == 0
     assert f"[{name}-0-x] step: 2" in capsys.readouterr().out
+    assert main(["launch", "k8s", "delete", name, "--dry-run"]) == 0
+    assert capsys.readouterr().out == f"would delete job {name}\n"
+    assert f"{JOBS}/{name}" in api.objects
     assert main(["launch", "k8s", "llama3.1-8b", "delete"]) == 0
     assert f"{JOBS}/{name}" not in api.objects
     assert f"{SERVICES}/{name}" not in api.objects
@@ -240,6 +246,28 @@ def test_a_refused_job_leaves_no_service_behind(api: Api, capsys: pytest.Capture
     assert main(WORDS) == 3
     assert "jobs is forbidden" in capsys.readouterr().err
     assert api.objects == {}
+
+
+def test_the_reason_of_a_refusal_is_told_even_if_nothing_can_be_undone(
+    api: Api, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ApiException(status=500, reason="broken")
+
+    monkeypatch.setattr(cluster, "_delete_service", fail)
+    api.refuse[JOBS] = (403, "jobs is forbidden")
+    assert main(WORDS) == 3
+    assert "jobs is forbidden" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "a: [", "clusters: 3\ncurrent-context: a", "\0", "contexts: [{}]"])
+def test_a_damaged_configuration_of_the_cluster_is_a_sentence(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config").write_text(text)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    assert main(["launch", "k8s", "nodes"]) == 3
+    assert "no cluster is configured" in capsys.readouterr().err
 
 
 def test_nodes_show_their_gpus(api: Api, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tomllib
@@ -166,6 +167,15 @@ def test_of_a_failed_run_the_cause_is_told_once_and_the_rest_is_skipped(jobs: tu
     assert said.splitlines()[0].strip() == "✗ base failed: rank 1: KeyError: 'text'"
     assert said.count("KeyError") == 1
     assert "1 failed" in said
+
+
+def test_losses_that_are_not_finite_are_told_as_a_failed_check(jobs: tuple[Job, ...]) -> None:
+    """A record has null in their place."""
+    outcomes = suite.run(jobs, lambda job: leave(job, values=dict.fromkeys(range(1, 21), (math.nan, 1.0))))
+    verdicts = suite.judge(jobs, outcomes)
+    made = record.make(jobs, outcomes, verdicts, target="cpu", image={}, gpu="none", made="")
+    assert made["jobs"][0]["series"][0]["loss"] is None
+    assert "✗ base: finite" in outcome_text(made, jobs[0].output)
 
 
 def test_a_run_that_left_nothing_is_never_a_pass(jobs: tuple[Job, ...]) -> None:

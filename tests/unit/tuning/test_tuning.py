@@ -115,6 +115,21 @@ def test_a_shape_that_fails_is_named_and_the_others_are_kept(tmp_path: Path) -> 
     assert len((tmp_path / "ledger").read_text().splitlines()) == 20
 
 
+def test_all_stages_print_one_document(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumped(tmp_path / "out", range(256, 258))
+    (tmp_path / "train").write_text("#!/bin/sh\necho '{}'\n")
+    (tmp_path / "train").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "train"))
+    given = words(tmp_path / "out", program(tmp_path), "--json")
+    given[given.index("tune", 1)] = "all"
+    assert main(given) == 0
+    out, err = capfd.readouterr()
+    assert len(json.loads(out)["shapes"]) == 2
+    assert err.count("{}") == 2
+
+
 @pytest.mark.parametrize(("shapes", "most_kills"), [(100, 5), pytest.param(1000, 50, marks=pytest.mark.slow)])
 def test_kills_lose_no_shape_and_tune_none_twice(
     shapes: int, most_kills: int, tmp_path: Path, figures: Callable[..., None]

@@ -135,7 +135,9 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stall-timeout", type=seconds, default=1800, metavar="S", help="as for `train` (default: 1800)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and submit nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be submitted or deleted, and do nothing"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -200,11 +202,12 @@ def _ask(options: argparse.Namespace, action: str, name: str) -> int:
         else:
             print("\n".join(f"[{pod}] {line}" for pod, text in found for line in text.splitlines()))
         return 0
-    cluster.delete(options.kind, name, options.namespace)
+    if not options.dry_run:
+        cluster.delete(options.kind, name, options.namespace)
     if options.json:
-        print(json.dumps({"deleted": name}))
+        print(json.dumps({"would delete" if options.dry_run else "deleted": name}))
     else:
-        print(f"deleted {options.kind} {name}")
+        print(f"{'would delete' if options.dry_run else 'deleted'} {options.kind} {name}")
     return 0
 
 

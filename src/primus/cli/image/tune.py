@@ -187,11 +187,15 @@ def _train(recipe: Recipe, more: Sequence[str], environment: Mapping[str, str], 
     if not options.json:
         given = " ".join(f"{name}={value}" for name, value in environment.items())
         print(f"primus tune: {given} primus train {' '.join(words)}", file=sys.stderr)
+    # With several stages, the document is that of the stage "tune".
+    ours = options.json and len(_stages(options)) > 1
     command = [sys.executable, "-m", "primus.cli.main", "train", *words, *(["--json"] if options.json else [])]
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("HIPBLASLT_", "PYTORCH_TUNABLEOP_"))
     }
-    return subprocess.run(command, env={**kept, **environment}, check=False).returncode
+    return subprocess.run(
+        command, env={**kept, **environment}, stdout=sys.stderr if ours else None, check=False
+    ).returncode
 
 
 def tune(

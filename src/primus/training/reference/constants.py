@@ -91,7 +91,12 @@ def trials(model: AnyModel, backend: str) -> dict[str, Trial]:
             found["weights of a token's experts in reverse"] = Trial(model=swapped)
         if moe.auxiliary_loss and plain.dialect.balance != "none":
             more = replace(sizes, moe=replace(moe, auxiliary_loss=moe.auxiliary_loss * 1.5))
-            found["balancing loss × 1.5"] = Trial(model=_fresh(model, sizes=more), shows=("gradients",), rounds=True)
+            other = replace(plain.dialect, balance="sequence" if plain.dialect.balance == "batch" else "batch")
+            for name, trial in (
+                ("balancing loss × 1.5", _fresh(model, sizes=more)),
+                ("balancing loss of other groups of tokens", _fresh(model, dialect=other)),
+            ):
+                found[name] = Trial(model=trial, shows=("gradients",), rounds=True)
     if sizes.window:
         changed["window + 1"] = replace(sizes, window=sizes.window + 1)
     found |= {name: Trial(model=_fresh(plain, sizes=other)) for name, other in changed.items()}

@@ -103,11 +103,12 @@ class _Recorder:
             if isinstance(tensor, torch.Tensor):
                 call.setdefault(name, whole_tensor(tensor))
                 if self._whole and tensor.requires_grad and torch.is_grad_enabled():
-                    tensor.register_hook(partial(_keep, call, f"grad.{name}"))
+                    tensor.register_hook(partial(_keep, call, f"grad.{name}", tensor.shape))
 
 
-def _keep(call: Tensors, name: str, gradient: torch.Tensor) -> None:
-    call[name] = whole_tensor(gradient)
+def _keep(call: Tensors, name: str, shape: torch.Size, gradient: torch.Tensor | None) -> None:
+    # Autograd passes None where a block's result is not used, which stands for zeros.
+    call[name] = torch.zeros(shape) if gradient is None else whole_tensor(gradient)
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.training.blocks import Blocks
 from primus.training.finetune.models import config_of
 from primus.training.flux.entry import rotary_axes
 from primus.training.reference import blocks, constants, diffusion
@@ -198,6 +199,35 @@ def figures() -> None:
     assert row["position_at"] == 9, row
 
 
+class _Unused(torch.autograd.Function):
+    """Twice its input, which gets no gradient."""
+
+    @staticmethod
+    def forward(_context: object, states: torch.Tensor) -> torch.Tensor:
+        return 2 * states
+
+    @staticmethod
+    def backward(_context: object, _gradient: torch.Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+class _Block(torch.nn.Module):
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        used: torch.Tensor = _Unused.apply(states)  # type: ignore[no-untyped-call]
+        return used
+
+
+def unused() -> None:
+    """A block's input without a gradient has a gradient of zeros."""
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([_Block()])})
+    seen = Blocks([model])
+    seen.watch()
+    states = torch.ones(2, 3, requires_grad=True) * 1
+    (model["layers"][0](states) * torch.ones(3, requires_grad=True)).sum().backward()  # type: ignore[index]
+    (call,) = seen.taken()["layers.0"]
+    assert call["grad.in.hidden_states"].tolist() == [[0.0] * 3] * 2, call
+
+
 def _wrong(sizes: object) -> Iterator[object]:
     """The same sizes with one thing changed: what tells nothing apart would agree with these, too."""
     yield replace(sizes, rope_theta=sizes.rope_theta * 0.9)  # type: ignore[type-var, attr-defined]
@@ -212,3 +242,4 @@ attention()
 flux()
 fit()
 figures()
+unused()

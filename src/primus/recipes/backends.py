@@ -43,6 +43,7 @@ class Backend:
     models: tuple[Model, ...]
     memory_error: float
     judged: tuple[str, ...]
+    unmodelled: tuple[str, ...] = ()
     shard: str = ""
     warmup: str = "training.warmup_steps"
     resharding: bool = False

@@ -49,6 +49,10 @@ class Rules:
         """Return why the reference cannot repeat such a run of this backend, in a sentence, or None."""
         return None
 
+    def blocks_judged(self, recipe: Recipe) -> bool:
+        """Whether the reference can repeat what each block computes."""
+        return not self.compiled(recipe) and recipe.degree("cp") == 1
+
     def layout(self, recipe: Recipe) -> Mapping[str, Any]:
         """Return the fields of the ranks' layout that a resumed run must share with the one that saved."""
         return {}

@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
+from primus.recipes.schema import backend_rules
 from primus.recipes.size import size
 from primus.training.checks import Verdict, of_faults, relative_gap
 from primus.training.logs import Series
+from primus.yamlfile import spell
 
 # The largest difference in float32 besides the noise: libraries add in another order than the reference, and compute
 # norms entirely in float32. Measured: 7e-7, 5e-6, 5e-6.
@@ -24,6 +27,8 @@ _NOISE = {"loss": 8.0, "grad_norm": 2.0, "gradient": 6.0}
 # The same for the mean of at least this many steps with equal noise. Measured: 1.7.
 _MEAN_NOISE = 2.5
 _ENOUGH = 4
+# Why blocks are not compared one by one: what they pass on is not recorded, or not rounded as the reference does.
+_UNSEEN = "not compared: the model is compiled, ranks share sequences, or one rank uses autocast"
 # The largest allowed share of a changed constant in what blocks compute besides that of rounding, and how many standard
 # deviations it may be. Measured in BF16: 3.3 deviations.
 _CHANGED, _DEVIATIONS = 0.08, 7.0
@@ -89,6 +94,10 @@ def unjudged(recipe: Recipe) -> str | None:
             return f"assets.{key} is on the Hugging Face hub, the reference reads local files only"
     if recipe.mode == "lora" and recipe.find(f"{recipe.backend}.lora.dropout", 0.0) > 0:
         return "dropout is random"
+    rules = backend_rules(recipe.backend)
+    for key, value in recipe.section(recipe.backend).items():
+        if value != rules[key].default and any(fnmatchcase(key, one) for one in recipe.knows.unmodelled):
+            return f"the reference does not repeat {recipe.backend}.{key}={spell(value)}"
     if why := rules_of(recipe).unjudged(recipe):
         return why
     if 8 * recipe.steps * size(recipe.architecture).total > _MOST_BYTES:
@@ -234,7 +243,11 @@ def _blocks(found: Mapping[str, Any]) -> Verdict:
             wrong += [f"step {step['step']}: {row['name']}: {sentence}" for sentence in _unlike(row, of_row, allowed)]
             worst = max([worst, *(row.get(key, 0.0) / limit for key, limit in of_row.items())])
     if found["unseen"]:
-        return of_faults("reference blocks", wrong, "not compared: the model is compiled, or ranks share sequences")
+        return of_faults(
+            "reference blocks",
+            wrong,
+            _UNSEEN,
+        )
     if not compared:
         wrong.append("the reference did not compare this")
     return of_faults(
@@ -283,7 +296,11 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
     ]
     decided = [name for name, limit in limits.items() if limit <= 1]
     if evidence["unseen"]:
-        return of_faults("reference constants", wrong, "not compared: the model is compiled, or ranks share sequences")
+        return of_faults(
+            "reference constants",
+            wrong,
+            _UNSEEN,
+        )
     if not found:
         wrong = ["the reference did not compare this"]
     hidden = ", ".join(name for name in found if name not in decided)

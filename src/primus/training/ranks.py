@@ -38,7 +38,7 @@ def job_file(job: Job) -> str:
         "last_step": job.last_step,
         "examined": job.examined,
         # Hooks on a compiled block would compile it again; with context parallelism, ranks hold parts of a sequence.
-        "blocks": not rules_of(recipe).compiled(recipe) and recipe.degree("cp") == 1,
+        "blocks": rules_of(recipe).blocks_judged(recipe),
         "recipe": {
             "name": recipe.name, "sha256": recipe.digest,
             "overrides": [*recipe.choices.words(), *recipe.overrides],

@@ -6,15 +6,20 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 
 from primus.errors import InputError
+from primus.recipes.backends import backends
 from primus.recipes.resolve import resolve
+from primus.recipes.rules import rules_of
+from primus.recipes.schema import backend_rules
 from primus.recipes.setting import Choices
 from primus.training import proof, suite
 from primus.training.logs import Series, Step
+from primus.yamlfile import spell
 from proof_kit import FLOPS, evidence
 
 STEPS = 6
@@ -321,18 +326,62 @@ def test_pipeline_stages_and_fp8_by_rows_of_torchtitan_are_not_judged() -> None:
 
 
 @pytest.mark.parametrize(
+    ("recipe", "backend", "word"),
+    [
+        ("llama3.1-8b", "megatron", "model.qk_layernorm=true"),
+        ("llama3.1-8b", "megatron", "model.rotary_interleaved=true"),
+        ("llama3.1-8b", "megatron", "optimizer.decoupled_lr=0.02"),
+        ("mixtral-8x7b", "megatron", "model.moe_z_loss_coeff=0.001"),
+        ("mixtral-8x7b", "megatron", "model.moe_router_load_balancing_type=global_aux_loss"),
+        ("deepseek-16b", "torchtitan", "debug.moe_force_load_balance=true"),
+    ],
+)
+def test_a_run_is_not_judged_by_a_reference_that_computes_something_else(recipe: str, backend: str, word: str) -> None:
+    here = Choices(gpu="cpu", proxy=True, backend=backend)
+    key, _, value = word.partition("=")
+    assert (proof.unjudged(resolve(recipe, [word], here)) or "").endswith((f"{backend}.{key}={value}", f"by {value}"))
+    assert proof.unjudged(resolve(recipe, [], here)) is None
+    usual = backend_rules(backend)[key].default
+    assert proof.unjudged(resolve(recipe, [f"{key}={spell(usual)}"], here)) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "judged"),
+    [
+        ([], True), (["ranks=1"], False), (["ranks=1", "precision=fp8"], False), (["ranks=1", "precision=fp32"], True),
+        (["ranks=1", "training.dtype=bfloat16"], True), (["compile.enable=true"], False),
+    ],
+)  # fmt: skip
+def test_blocks_are_judged_if_the_reference_rounds_as_they_do(words: list[str], judged: bool) -> None:
+    precision = [] if any("precision" in word for word in words) else ["precision=bf16"]
+    recipe = resolve("llama3.1-8b", [*words, *precision], Choices(gpu="cpu", proxy=True))
+    assert rules_of(recipe).blocks_judged(recipe) is judged
+
+
+def test_every_key_that_the_reference_does_not_repeat_exists() -> None:
+    for name, one in backends().items():
+        for pattern in one.unmodelled:
+            assert [key for key in backend_rules(name) if fnmatchcase(key, pattern)], f"{name}: {pattern}"
+
+
+@pytest.mark.parametrize(
     ("words", "refused"),
     [
         (["replicas=2"], "divides gradients by the number of replicas"),
         (["replicas=2", "tp=2", "ranks=4"], "divides gradients by the number of replicas"),
         (["replicas=2", "ranks=4", "global_batch=16"], ""),
         (["cp=2"], "cannot split sequences"),
+        (["tp=2", "precision=fp8"], "all but the FP8 products would be in float32"),
+        (["tp=2", "precision=fp8", "training.dtype=bfloat16"], ""),
+        (["tp=2", "precision=fp8", "ranks=4"], ""),
+        (["optimizer.early_step_in_backward=true"], "before it can clip gradients"),
+        (["training.enable_cpu_offload=true"], "on the CPU already"),
     ],
 )
 def test_layouts_in_which_torchtitan_computes_something_else_are_refused(words: list[str], refused: str) -> None:
     choices = Choices(gpu="cpu", proxy=True)
     if not refused:
-        assert resolve("llama3.1-8b", words, choices).world_size == 4
+        resolve("llama3.1-8b", words, choices)
         return
     with pytest.raises(InputError, match=refused):
         resolve("llama3.1-8b", words, choices)

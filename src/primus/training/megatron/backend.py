@@ -20,6 +20,13 @@ class _Megatron(Rules):
             return "mxfp8" if recipe.find("megatron.model.fp8_recipe", "") == "mxfp8" else "fp8"
         return super().precision(recipe)
 
+    def unjudged(self, recipe: Recipe) -> str | None:
+        """Return the reason. The reference has two of Megatron's balancing losses."""
+        kind = recipe.section("megatron").get("model.moe_router_load_balancing_type", "none")
+        if kind not in ("aux_loss", "seq_aux_loss", "none"):
+            return f"the reference does not balance experts by {kind}"
+        return None
+
     def layout(self, recipe: Recipe) -> Mapping[str, Any]:
         """Return the whole layout. A checkpoint has each rank's tensors as in memory, so it fits no other one."""
         sharded = recipe.find("megatron.ddp.use_distributed_optimizer", True)

@@ -139,6 +139,9 @@ def ddp(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**usual, **section(config, "ddp")}
 
 
+_BY_LAYER = "model.apply_query_key_layer_scaling"
+
+
 def faults(recipe: Recipe) -> Iterator[Fault]:
     """Yield what the recipe requests and Megatron does not compute."""
     model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
@@ -150,6 +153,8 @@ def faults(recipe: Recipe) -> Iterator[Fault]:
         )
     if recipe.degree("cp") > 1:
         yield "megatron.model.context_parallel_size", "Megatron splits sequences in Transformer Engine alone", "use TP"
+    if recipe.find("megatron.attention", "torch") == "torch" and recipe.section("megatron").get(_BY_LAYER):
+        yield f"megatron.{_BY_LAYER}", "attention by torch has no scaling by layer", "attention=unfused"
     if recipe.find("megatron.training.fp8", "none") != "none":
         yield "megatron.training.fp8", "Megatron's FP8 is Transformer Engine's", "megatron.model.fp8=hybrid"
     if recipe.find("megatron.training.compile", False):

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _FILE = "torchtitan.toml"
 
 
+_DTYPE = "torchtitan.training.dtype"
+
+
 class _Torchtitan(Rules):
     memory = "primus.training.torchtitan.memory"
     divides_documents = True
@@ -53,6 +56,15 @@ class _Torchtitan(Rules):
             yield replicas, why, "replicas=1, or more ranks than replicas"
         if recipe.degree("cp") > 1 and recipe.gpu == CPU:
             yield context, "PyTorch's attention on the CPU cannot split sequences over ranks", "cp=1"
+        if recipe.unsharded and recipe.precision in ("fp8", "mxfp8") and recipe.find(_DTYPE, "float32") == "float32":
+            why = "where ranks share layers and none shards them, all but the FP8 products would be in float32"
+            yield "precision", why, "leave ranks to data or context parallelism"
+        if recipe.find("torchtitan.optimizer.early_step_in_backward", False):
+            why = "torchtitan steps before it can clip gradients or measure their norm"
+            yield "torchtitan.optimizer.early_step_in_backward", why, "optimizer.early_step_in_backward=false"
+        if recipe.find("torchtitan.training.enable_cpu_offload", False) and recipe.gpu == CPU:
+            why = "the weights are on the CPU already"
+            yield "torchtitan.training.enable_cpu_offload", why, "training.enable_cpu_offload=false"
 
     def unjudged(self, recipe: Recipe) -> str | None:
         """Return the reason. The reference reads one rank's weights of one pipeline stage, and scales FP8 by tensor."""
@@ -62,6 +74,11 @@ class _Torchtitan(Rules):
         if recipe.precision == "fp8" and kind not in ("", "tensorwise"):
             return f"the reference rounds to FP8 by tensors, not {kind}"
         return None
+
+    def blocks_judged(self, recipe: Recipe) -> bool:
+        """Whether it can. Without FSDP, one rank uses autocast, which keeps what blocks pass on in float32."""
+        autocast = recipe.world_size == 1 and recipe.precision != "fp32" and recipe.find(_DTYPE, "float32") == "float32"
+        return super().blocks_judged(recipe) and not autocast
 
     def layout(self, recipe: Recipe) -> Mapping[str, Any]:
         """Return the number of data-parallel ranks, because each has its own place in the data."""

@@ -13,6 +13,7 @@ from primus.training.job import Job, JobResult
 # In the image the faults are mounted at /faults.
 sys.path += [str(Path(__file__).parents[1] / "faults"), "/faults"]
 import silent_eighth  # noqa: F401
+import silent_eleventh  # noqa: F401
 import silent_fresh  # noqa: F401
 import silent_hostile  # noqa: F401
 import silent_later  # noqa: F401
@@ -21,6 +22,7 @@ import silent_seventh  # noqa: F401
 import silent_slow  # noqa: F401
 import silent_small  # noqa: F401
 import silent_subtle  # noqa: F401
+import silent_tenth  # noqa: F401
 import silent_unseen  # noqa: F401
 import silent_wide  # noqa: F401
 from silent import ESCAPED, SILENT

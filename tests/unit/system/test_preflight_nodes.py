@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -165,15 +166,29 @@ def test_the_node_with_the_problem_is_named(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"node": "n", "gpus": [], "driver": "", "findings": [{"level": "odd"}]}', '{"node": 1']
+    "text",
+    [
+        "",
+        "[" * 100_000,
+        "[]",
+        "{}",
+        '{"node": "n", "gpus": [], "driver": "", "findings": [{"level": "odd"}]}',
+        '{"node": 1',
+    ],
 )
 def test_what_is_no_document_is_a_sentence(text: str, tmp_path: Path) -> None:
     file = tmp_path / "n.json"
     file.write_text(text)
-    with pytest.raises(InputError, match="is not a document of"):
+    with pytest.raises(InputError, match=r"is not a document of|not JSON|nested too deeply"):
         nodes.read(file)
     assert main(["preflight", "--nodes", str(file)]) == 2
     assert main(["preflight", "--nodes", str(tmp_path / "none")]) == 2
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "n.json")
+    assert main(["preflight", "--nodes", str(tmp_path / "n.json")]) == 2
+    assert "n.json: this is not a regular file" in capsys.readouterr().err
 
 
 def test_bad_combinations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def run(
     on_line: Callable[[str], None] = _ignore,
     patience: float = 0,
     on_silence: Callable[[int], None] = lambda _launcher: None,
-    others_failed: Callable[[], bool] = lambda: False,
+    hopeless: Callable[[], bool] = lambda: False,
 ) -> Ended:
     """Run ``argv``, write its output to ``log`` and pass each line to ``on_line``.
 
@@ -63,7 +63,7 @@ def run(
     No process of the job outlives this call, even if the launcher was killed. After ``patience`` seconds without a
     line (0: never), ``on_silence`` is called once with the launcher's process id and must end the ranks;
     ``GRACE_SECONDS`` later, the launcher is ended as well. The launcher is also ended ``GRACE_SECONDS`` after
-    ``others_failed`` becomes true, because ranks that have not met the others yet would wait forever.
+    ``hopeless`` becomes true, such as on the failure of another node, whose ranks those here would wait for.
     """
     heard = [time.monotonic()]
     _adopt_orphans()
@@ -90,7 +90,7 @@ def run(
 
         reader = threading.Thread(target=copy, daemon=True)
         reader.start()
-        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, others_failed, kept)
+        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, hopeless, kept)
         # Ranks are in their own sessions. Those that the launcher did not end are children of this process now.
         _end(_children(os.getpid()) - others)
         reader.join(timeout=10)
@@ -106,7 +106,7 @@ def _wait(
     stop: threading.Event,
     silent: Callable[[], bool],
     on_silence: Callable[[int], None],
-    others_failed: Callable[[], bool],
+    hopeless: Callable[[], bool],
     kept: _Log,
 ) -> int:
     until, looked = float("inf"), time.monotonic()
@@ -120,7 +120,7 @@ def _wait(
             # The folder with this information is often on a network, so do not read it at every turn.
             if until == float("inf") and time.monotonic() - looked > _LOOK_SECONDS:
                 looked = time.monotonic()
-                until = looked + GRACE_SECONDS if others_failed() else until
+                until = looked + GRACE_SECONDS if hopeless() else until
             # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
             if until == float("inf") and kept.full:
                 until = time.monotonic() + GRACE_SECONDS

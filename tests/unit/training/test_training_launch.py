@@ -193,7 +193,7 @@ def test_ranks_that_wait_for_a_failed_node_are_ended(tmp_path: Path, monkeypatch
     started = time.monotonic()
     ended = launch.run(
         [sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log.txt", environment=os.environ,
-        others_failed=lambda: time.monotonic() - started > 1,
+        hopeless=lambda: time.monotonic() - started > 1,
     )  # fmt: skip
     assert ended.exit_code == -signal.SIGTERM
     assert 2 < time.monotonic() - started < 20

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from primus.errors import InputError
 from primus.files import read_bytes
-from primus.yamlfile import Document, Key, conflict, parse
+from primus.yamlfile import MOST_DIGITS, Document, Key, conflict, parse
 
 _SURROGATE = r"\\u[dD][89a-fA-F]"
 
@@ -37,7 +37,7 @@ def parse_json(data: bytes | str, name: str) -> Document:
     """Parse a document. Raises InputError, with the place, if it is not JSON in UTF-8, and for duplicate keys."""
     try:
         text = data if isinstance(data, str) else data.decode()
-        value: Any = json.loads(text, object_pairs_hook=_mapping, parse_constant=_refuse)
+        value: Any = json.loads(text, object_pairs_hook=_mapping, parse_constant=_refuse, parse_int=short_int)
         if re.search(_SURROGATE, text):
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
@@ -51,6 +51,13 @@ def parse_json(data: bytes | str, name: str) -> Document:
     except ValueError as error:
         raise InputError(f"not JSON: {error}", where=name) from None
     return _Json(name=name, data=value, places={}, typed=True, text=text)
+
+
+def short_int(digits: str) -> int:
+    """Return the whole number of a JSON text. Raises ValueError if it is so long that a float cannot hold it."""
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

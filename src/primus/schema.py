@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any, TypeVar, Union, cast
 
 from primus.errors import InputError, did_you_mean
-from primus.yamlfile import Document, Key, Plain, scalar
+from primus.yamlfile import LARGEST, Document, Key, Plain, scalar
 
 T = TypeVar("T")
 
@@ -92,6 +92,8 @@ def _value(hint: Any, data: Plain, doc: Document, key: Key, meta: typing.Mapping
             raise InputError(
                 str(error), where=doc.where((*key, *(error.key if isinstance(error, WrongValue) else ())))
             ) from None
+    if type(meaning) is int and abs(meaning) > LARGEST:
+        raise _wrong("a number that fits into 64 bits", data, doc, key)
     if isinstance(data, str) != (hint is str or not doc.typed) or not fits(meaning):
         raise _wrong(shape, data, doc, key)
     if isinstance(data, str) and meta.get("pattern") and not re.fullmatch(meta["pattern"], data):

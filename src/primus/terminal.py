@@ -56,7 +56,7 @@ class Screen:
         stream = stream or sys.stdout
         terminal = stream.isatty()
         width: int | None = None
-        if (columns := os.environ.get("COLUMNS", "")).isdigit():
+        if re.fullmatch(r"[0-9]{1,9}", columns := os.environ.get("COLUMNS", "")):
             width = int(columns)
         elif terminal:
             try:

@@ -30,7 +30,9 @@ _MOST_VALUES = 20_000
 _DEEPEST = 64
 _TOO_DEEP = f"nested too deeply: more than {_DEEPEST} levels"
 # No field needs longer numbers, and Python refuses to convert some of them.
-_MOST_DIGITS = 64
+MOST_DIGITS = 64
+# The largest whole number that a field can hold: it fits into 64 bits.
+LARGEST = 2**63 - 1
 
 _NULL = frozenset(("", "~", "null", "Null", "NULL"))
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
@@ -194,7 +196,7 @@ def scalar(text: str) -> Scalar:
     number = re.fullmatch(_NUMBER, text)
     if number is None:
         return text
-    if len(text) > _MOST_DIGITS:
+    if len(text) > MOST_DIGITS:
         raise ValueError(f"a number of {len(text)} characters is too long")
     match number.lastgroup:
         case "int":

@@ -58,6 +58,12 @@ def test_what_joins_a_group_on_gloo_ends_with_leave() -> None:
     assert [path for path in joining if not re.search(r"^ *gloo\.leave\(\)$", texts[path], re.M)] == []
 
 
+def test_no_input_is_checked_with_assert() -> None:
+    """python -O removes it."""
+    files = (ROOT / "src").rglob("*.py")
+    assert [path for path in files if re.search("except .*AssertionError", path.read_text())] == []
+
+
 def test_imports_inside_functions_are_counted_once() -> None:
     tree = ast.parse(
         "import a\ndef f():\n    import b\n    def g():\n        from primus.x import y\n    if f:\n        import c\n"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,8 +9,9 @@ import jsonschema
 import pytest
 
 from primus.errors import InputError
+from primus.jsonfile import parse_json
 from primus.schema import build, described, json_schema
-from primus.yamlfile import parse
+from primus.yamlfile import Document, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,15 @@ def test_strict(text: str, place: str, message: str, hint: str | None) -> None:
     assert message in caught.value.message
     if hint is not None:
         assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("digits", [19, 40, 400])
+@pytest.mark.parametrize("key", ["size", "rate"])
+@pytest.mark.parametrize("read", [parse, parse_json])
+def test_a_number_is_not_too_large(digits: int, key: str, read: Callable[[str, str], Document]) -> None:
+    message = "must be a number that fits into 64 bits, not '?9999" if digits < 65 else "a number of 400"
+    with pytest.raises(InputError, match=message):
+        build(Inner, read(json.dumps({"size": 1, key: 0}).replace("0", "9" * digits), "f"))
 
 
 def test_part_of_a_document() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pty
 import re
@@ -93,6 +94,14 @@ def test_finished_text_wraps_below_itself_and_its_paths_stay_whole() -> None:
         "  → out/validation/cpu/llama3-proxy/report.html",
     ]
     assert PLAIN.fit(text) == text
+
+
+@pytest.mark.parametrize(("columns", "width"), [("100", 100), ("5", 20), ("²", None), ("9" * 5000, None), ("-1", None)])
+def test_columns_that_are_no_number_are_ignored(
+    columns: str, width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert Screen.of(io.StringIO()).width == width
 
 
 def test_colour_does_not_count_as_width() -> None:

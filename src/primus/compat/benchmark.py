@@ -37,7 +37,7 @@ def report(words: Sequence[str]) -> Request:
     precision = table["precisions"][_one_of(given.get("precision", "bf16").lower(), table["precisions"], "-p")]
     what = table["models"][model]
     seq_len = given.get("seq_len")
-    if seq_len is not None and not seq_len.isdigit():
+    if seq_len is not None and not seq_len.isdecimal():
         raise InputError(f"the sequence length must be a whole number, not {seq_len!r}", where=f"-s {seq_len}")
     if mode not in what["backends"]:
         offered = ", ".join(word for word, kind in table["modes"].items() if kind in what["backends"])

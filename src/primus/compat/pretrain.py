@@ -128,7 +128,7 @@ def _count(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name)
     if not text:
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise InputError(f"{name} must be a whole number of at least 1, not {text!r}", where=f"{name}={text}")
     return int(text)
 

@@ -19,8 +19,8 @@ from primus.recipes.architecture import Architecture
 from primus.recipes.backends import backend
 from primus.recipes.bounds import parse
 from primus.recipes.setting import WORDS, Setting, Value
+from primus.yamlfile import LARGEST
 
-_LARGEST = 2**63 - 1
 # Text that can be part of a file name.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
 
@@ -71,7 +71,7 @@ def _type_objection(types: frozenset[str], value: Value) -> str | None:
         return f"must be {named}, not {_short(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return f"must be finite, not {value}"
-    if isinstance(value, int) and abs(value) > _LARGEST:
+    if isinstance(value, int) and abs(value) > LARGEST:
         return f"must fit into 64 bits, not {value}"
     if isinstance(value, str) and any(ord(character) < 32 or ord(character) == 127 for character in value):
         return f"must not contain control characters, as {_short(value)} does"

@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from primus.errors import InputError
 from primus.files import write_file
+from primus.jsonfile import read_json
 from primus.training.checks import Verdict, relative_gap
 
 FOLDER = "benchmarks/golden"
@@ -23,16 +24,15 @@ def load(root: Path, release: str) -> dict[str, Any] | None:
     """Read the curves of ``release`` (``v26.11-cpu``); None if there are none. Raises InputError for a damaged file."""
     path = root / FOLDER / f"{release}.json"
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        for curve in content["curves"].values():
-            assert len(curve["loss"]) == len(curve["grad_norm"])
-            assert curve["cpu"]
+        content: Any = read_json(path).data
+        if any(len(one["loss"]) != len(one["grad_norm"]) or not one["cpu"] for one in content["curves"].values()):
+            raise ValueError("a curve has steps without a figure, or no CPU")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         hint = "create it again with primus validate cpu --suite quick --record-golden"
         raise InputError("not a file of golden curves", where=str(path), hint=hint) from error
-    return content
+    return cast(dict[str, Any], content)
 
 
 def name_of(evidence: Mapping[str, Any]) -> str | None:

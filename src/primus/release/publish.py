@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.check import judge
 from primus.gates.examined import examine
+from primus.jsonfile import read_json
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Store
 from primus.release import fitness, provenance, sbom
@@ -214,12 +215,12 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("*/record.json")):
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record: Any = read_json(path).data
             needed = (record["image"]["content"], record["recipe"]["name"], record["passed"], record["gpu"])
             if not all(isinstance(value, str | bool) for value in needed):
                 raise TypeError
             _ = {v["name"]: v["passed"] for v in record["verdicts"]}, {j["name"]: j["ran"] for j in record["jobs"]}
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, KeyError, TypeError):
             raise InputError("not a validation record", where=str(path), hint="remove it") from None
         found.append(record)
     return found

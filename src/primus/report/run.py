@@ -12,11 +12,11 @@ from typing import Any
 
 from primus.errors import InputError
 from primus.files import refuse_special
+from primus.jsonfile import short_int
 from primus.recipes.backends import backends
 
 _NOT_OURS = "name the folder of a `primus train`, or the record.json of a `primus validate`"
 
-_MOST_DIGITS = 64
 _UNREADABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -262,7 +262,7 @@ def _json(path: Path) -> _Object:
 
 def _parsed(text: str, where: str) -> _Object:
     try:
-        value = json.loads(text, parse_int=_short_int)
+        value = json.loads(text, parse_int=short_int)
     except RecursionError:
         raise InputError("not JSON: nested too deeply", where=where, hint=_NOT_OURS) from None
     except ValueError as error:
@@ -270,12 +270,6 @@ def _parsed(text: str, where: str) -> _Object:
     if not isinstance(value, dict):
         raise InputError("not a JSON object", where=where, hint=_NOT_OURS)
     return _Object(value)
-
-
-def _short_int(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
 
 
 def _text(path: Path) -> str:

@@ -207,8 +207,12 @@ def _once(client: docker.DockerClient, options: dict[str, Any], host: dict[str, 
                 api.start(container)
             except docker.errors.APIError as error:
                 return _not_started(str(error.explanation or error), options["entrypoint"][0], streams)
-            with _signal_pipe() as wake:
-                _Wire(api, container, wire, streams, wake).carry()
+            try:
+                with _signal_pipe() as wake:
+                    _Wire(api, container, wire, streams, wake).carry()
+            except BrokenPipeError:
+                # Nobody reads the output (`| head`). The command may be endless, so it ends as by SIGPIPE.
+                return 128 + signal.SIGPIPE
         code = int(api.wait(container)["StatusCode"])
         state = api.inspect_container(container)["State"]
         if state.get("OOMKilled"):
@@ -377,6 +381,5 @@ class _Wire:
 
 def _write_all(number: int, data: bytes) -> None:
     view = memoryview(data)
-    with contextlib.suppress(BrokenPipeError):
-        while view:
-            view = view[os.write(number, view) :]
+    while view:
+        view = view[os.write(number, view) :]

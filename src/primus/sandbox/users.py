@@ -37,9 +37,9 @@ def identity(spec: str | None, passwd: Path, group: Path) -> Identity:
     user = user or "0"
     users = [row for row in _rows(passwd, 6) if row[2].isdigit() and row[3].isdigit()]
     row = next((r for r in users if r[0] == user), None)
-    if row is None and user.isdigit():
+    if row is None and user.isdecimal():
         row = next((r for r in users if r[2] == user), None)
-    if row is None and not user.isdigit():
+    if row is None and not user.isdecimal():
         raise InputError(f"the image has no user {user!r}", hint="name one of its users, or a numeric uid[:gid]")
     uid, gid = (int(row[2]), int(row[3])) if row else (int(user), 0)
     name = row[0] if row else ""
@@ -47,7 +47,7 @@ def identity(spec: str | None, passwd: Path, group: Path) -> Identity:
     groups: tuple[int, ...] = ()
     if wanted:
         match = next((r for r in known if r[0] == wanted), None)
-        if match is None and not wanted.isdigit():
+        if match is None and not wanted.isdecimal():
             raise InputError(f"the image has no group {wanted!r}", hint="name one of its groups, or a numeric gid")
         gid = int(match[2]) if match else int(wanted)
     elif name:

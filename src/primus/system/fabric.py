@@ -123,7 +123,7 @@ def _port(host: Host, port: Path) -> Finding | str:
     asked = host.environment.get("NCCL_IB_GID_INDEX")
     if best is None:
         return failed("", "no GID is of RoCE v2 with an address", "give the interface an IP address")
-    if asked is not None and asked.isdigit() and not _usable(host, port, int(asked)):
+    if asked is not None and asked.isdecimal() and not _usable(host, port, int(asked)):
         return failed("", f"GID {asked}, which NCCL_IB_GID_INDEX names, is not of RoCE v2", f"NCCL_IB_GID_INDEX={best}")
     return str(best)
 

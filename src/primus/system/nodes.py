@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
+from primus.jsonfile import read_json
 from primus.report.html import document as html_document
 from primus.system.finding import Finding, Level, failed, slow
 from primus.system.speed import APART, Measurement
@@ -58,7 +58,7 @@ class Node:
 def read(path: Path) -> Node:
     """Read a document that ``preflight --json`` wrote. Raises InputError for any other file."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = read_json(path).data
         return Node(
             name=str(found["node"]), gpus=tuple(map(str, found["gpus"])), driver=str(found["driver"]),
             findings=tuple(_finding(one) for one in found["findings"]),

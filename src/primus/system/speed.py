@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from primus.files import text_if_readable
 from primus.gpus.detect import visible
 from primus.gpus.table import fp8_dtype, generation, load_table, peak
 from primus.system.finding import Finding, Host, failed, ok, skipped, slow
+from primus.training import launch
 from primus.yamlfile import read_values
 
 UNITS = {"gemm bf16": "TFLOP/s", "gemm fp8": "TFLOP/s", "memory": "TB/s", "all-reduce": "GB/s", "all-to-all": "GB/s"}
@@ -89,15 +92,13 @@ def measure(ranks: int, fp8: str, seconds: float = _TIMEOUT) -> list[Mapping[str
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
             "-m", "primus.system.measure", folder, fp8,
         ]  # fmt: skip
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds,
-                check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return f"the GPUs did not finish within {seconds:g} s"
-        if done.returncode:
-            told = [line for line in done.stderr.splitlines() if "Error" in line]
+        log, deadline = Path(folder) / "log.txt", time.monotonic() + seconds
+        # It also ends the ranks, which torchrun starts in sessions of their own.
+        ended = launch.run(command, log=log, environment=os.environ, hopeless=lambda: time.monotonic() > deadline)
+        if ended.exit_code:
+            if time.monotonic() > deadline:
+                return f"the GPUs did not finish within {seconds:g} s"
+            told = [line for line in text_if_readable(log).splitlines() if "Error" in line]
             return f"PyTorch fails on the GPUs: {(told[0] if told else 'no reason given').strip()[:300]}"
         files = [Path(folder) / f"rank-{rank}.json" for rank in range(ranks)]
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]

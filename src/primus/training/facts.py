@@ -90,13 +90,18 @@ def _computed(tensor: Any) -> str:
 
 @contextmanager
 def watching(
-    parts: Sequence[Any], linear_types: tuple[type, ...] = (torch.nn.Linear,), *, compiled: bool = False
+    parts: Sequence[Any],
+    linear_types: tuple[type, ...] = (torch.nn.Linear,),
+    *,
+    compiled: bool = False,
+    trace: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Fill the yielded dict with the dtypes of every linear layer and the kernels that the step called.
 
     ``linear_types`` are the classes that count as linear layers: each has a ``weight``, and takes and returns a
     tensor (or a tuple that begins with one). Layers of a ``compiled`` model get no hooks, because hooks would cause
-    a second compilation; their dtypes come from the products that the profiler records.
+    a second compilation; their dtypes come from the products that the profiler records. With ``trace``,
+    everything that it recorded is written to that file.
     """
     found: dict[str, Counter[str]] = {"input": Counter(), "weight": Counter(), "output": Counter()}
 
@@ -129,6 +134,8 @@ def watching(
     finally:
         for hook in hooks:
             hook.remove()
+    if trace:
+        profile.export_chrome_trace(str(trace))
     executed = _executed(profile)
     called = Counter(event.name() for event in executed)
     # Transformer Engine's layers have one class for all precisions. After an FP8 run, an attribute shows it.

@@ -39,26 +39,31 @@ class Ended:
     disk_full: bool = False
 
 
+def _ignore(_line: str) -> None:
+    pass
+
+
 def run(
     argv: Sequence[str],
     *,
     log: Path,
     environment: Mapping[str, str],
-    on_line: Callable[[str], None] = lambda _line: None,
+    on_line: Callable[[str], None] = _ignore,
     patience: float = 0,
     on_silence: Callable[[int], None] = lambda _launcher: None,
-    others_failed: Callable[[], bool] = lambda: False,
+    hopeless: Callable[[], bool] = lambda: False,
 ) -> Ended:
     """Run ``argv``, write its output to ``log`` and pass each line to ``on_line``.
 
     SIGINT, SIGTERM and SIGHUP end the ranks first (after ``GRACE_SECONDS`` by force), then raise KeyboardInterrupt.
     If the disk is full, the job ends ``GRACE_SECONDS`` later, and the last ``_TAIL_LINES`` lines are written to
-    reserved space. Raises OSError if that space is not free at the start.
+    reserved space. Raises OSError if that space is not free at the start, or if the log cannot be written at the end.
+    If ``on_line`` raises, it is not called again, and the job goes on.
 
     No process of the job outlives this call, even if the launcher was killed. After ``patience`` seconds without a
     line (0: never), ``on_silence`` is called once with the launcher's process id and must end the ranks;
     ``GRACE_SECONDS`` later, the launcher is ended as well. The launcher is also ended ``GRACE_SECONDS`` after
-    ``others_failed`` becomes true, because ranks that have not met the others yet would wait forever.
+    ``hopeless`` becomes true, such as on the failure of another node, whose ranks those here would wait for.
     """
     heard = [time.monotonic()]
     _adopt_orphans()
@@ -73,14 +78,19 @@ def run(
         )  # fmt: skip
 
         def copy() -> None:
+            follow = on_line
             for line in process.stdout or ():
-                kept.write(line)
                 heard[0] = time.monotonic()
-                on_line(line)
+                kept.write(line)
+                try:
+                    follow(line)
+                except Exception as error:  # noqa: BLE001 - ranks wait forever if nobody reads their lines
+                    follow = _ignore
+                    kept.write(f"primus: the command no longer follows this log: {type(error).__name__}: {error}\n")
 
         reader = threading.Thread(target=copy, daemon=True)
         reader.start()
-        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, others_failed, kept)
+        code = _wait(process, stop, lambda: 0 < patience < time.monotonic() - heard[0], on_silence, hopeless, kept)
         # Ranks are in their own sessions. Those that the launcher did not end are children of this process now.
         _end(_children(os.getpid()) - others)
         reader.join(timeout=10)
@@ -96,7 +106,7 @@ def _wait(
     stop: threading.Event,
     silent: Callable[[], bool],
     on_silence: Callable[[int], None],
-    others_failed: Callable[[], bool],
+    hopeless: Callable[[], bool],
     kept: _Log,
 ) -> int:
     until, looked = float("inf"), time.monotonic()
@@ -110,7 +120,7 @@ def _wait(
             # The folder with this information is often on a network, so do not read it at every turn.
             if until == float("inf") and time.monotonic() - looked > _LOOK_SECONDS:
                 looked = time.monotonic()
-                until = looked + GRACE_SECONDS if others_failed() else until
+                until = looked + GRACE_SECONDS if hopeless() else until
             # On a full disk, torchrun writes to its store forever, long after its ranks have failed.
             if until == float("inf") and kept.full:
                 until = time.monotonic() + GRACE_SECONDS
@@ -125,13 +135,17 @@ def _wait(
 
 
 class _Log:
-    """A log that keeps its last lines in memory while the disk is full, and writes them at the end."""
+    """A log that keeps its last lines in memory once it cannot be written, and writes them at the end."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._reserve = path, path.with_name(".reserve")
         self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self._lost = 0
-        self._full = False
+        self._closed = False
+        # A reader that outlives the log must not write to another file that got the log's descriptor.
+        self._lock = threading.Lock()
+        # Whether a line found no space, or the disk had none left at the end.
+        self.full = False
 
     def __enter__(self) -> _Log:
         with self._reserve.open("wb") as file:
@@ -139,33 +153,34 @@ class _Log:
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
         return self
 
-    @property
-    def full(self) -> bool:
-        """Whether a line could not be written, or the disk had no space left at the end."""
-        return self._full or self._lost > 0
-
     def write(self, line: str) -> None:
-        """Write a line. A full disk is not an error here."""
-        if not self._lost:
-            data = line.encode("utf-8", "replace")
-            try:
-                # A short write means that the disk has just become full.
-                if os.write(self._file, data) == len(data):
-                    return
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-        self._lost += 1
-        self._tail.append(line)
+        """Write a line. A full disk or a failing one is not an error here."""
+        with self._lock:
+            if self._closed:
+                return
+            if not self._lost:
+                data = line.encode("utf-8", "replace")
+                try:
+                    # A short write means that the disk has just become full.
+                    self.full = os.write(self._file, data) < len(data)
+                    if not self.full:
+                        return
+                except OSError as error:
+                    self.full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            self._lost += 1
+            self._tail.append(line)
 
     def __exit__(self, *_: object) -> None:
-        disk = os.fstatvfs(self._file)
-        self._full = disk.f_bavail * disk.f_frsize < _FULL_BYTES
-        self._reserve.unlink(missing_ok=True)
-        if self._lost:
-            note = f"\nprimus: the disk was full; {self._lost - len(self._tail)} lines are missing here\n"
-            os.write(self._file, "".join([note, *self._tail]).encode("utf-8", "replace"))
-        os.close(self._file)
+        with self._lock:
+            self._closed = True
+            disk = os.fstatvfs(self._file)
+            why = "the disk was full" if self.full else "this log could not be written"
+            self.full |= disk.f_bavail * disk.f_frsize < _FULL_BYTES
+            self._reserve.unlink(missing_ok=True)
+            if self._lost:
+                note = f"\nprimus: {why}; {self._lost - len(self._tail)} lines are missing here\n"
+                os.write(self._file, "".join([note, *self._tail]).encode("utf-8", "replace"))
+            os.close(self._file)
 
 
 class _signals:

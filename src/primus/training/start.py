@@ -134,7 +134,7 @@ def start(
     several = job.recipe.get("nodes", int) > 1
     ended = launch.run(
         argv, log=own / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent,
-        others_failed=lambda: several and failure.known(job.output),
+        hopeless=lambda: several and failure.known(job.output),
     )  # fmt: skip
     if stacks := hang.stacks(job.output):
         _append(own / "log.txt", stacks, on_line)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
+from primus.files import open_regular, read_bytes
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100 << 20
@@ -33,10 +34,8 @@ def files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*.safetensors"))
     for index in sorted(folder.glob("*.safetensors.index.json"))[:1]:
         try:
-            named = {
-                folder / str(file) for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            }
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            named = {folder / str(file) for file in json.loads(read_bytes(index))["weight_map"].values()}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise InputError("the index of the weights cannot be read", where=str(index)) from error
         if missing := sorted(file.name for file in named if not file.is_file()):
             raise InputError(f"the weights lack {missing[0]}, which their index names", where=str(index))
@@ -51,7 +50,7 @@ def files(folder: Path) -> list[Path]:
 def header(file: Path) -> Header:
     """Return the header of ``file``. Raises InputError if it is not a safetensors file, or is truncated."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             length = _LENGTH.unpack(stream.read(_LENGTH.size))[0]
             text = stream.read(length) if length <= _LONGEST else b""
         content: dict[str, Any] = json.loads(text)
@@ -61,7 +60,7 @@ def header(file: Path) -> Header:
         size = file.stat().st_size
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(file)) from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, struct.error):
         raise InputError("this is not a safetensors file, or it is damaged", where=str(file)) from None
     if size < end:
         raise InputError(f"the file is truncated: {size:,} of {end:,} bytes", where=str(file), hint="fetch it again")

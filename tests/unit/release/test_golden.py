@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -92,10 +93,21 @@ def test_only_one_type_of_cpu_repeats_a_curve_to_the_last_bit(tmp_path: Path, cp
     assert len(golden.changes(old, new)) == changed
 
 
-def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "curve", ['{"loss": [1]}', '{"loss": [1], "grad_norm": [], "cpu": "x"}', '{"loss": [], "grad_norm": [], "cpu": ""}']
+)
+def test_a_damaged_file_is_a_sentence(tmp_path: Path, curve: str) -> None:
     kept(tmp_path, evidence())
-    (tmp_path / golden.FOLDER / "v26.11-cpu.json").write_text('{"curves": {"a": {"loss": [1]}}}')
+    (tmp_path / golden.FOLDER / "v26.11-cpu.json").write_text(f'{{"curves": {{"a": {curve}}}}}')
     with pytest.raises(InputError, match="not a file of golden curves"):
+        golden.load(tmp_path, "v26.11-cpu")
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    kept(tmp_path, evidence())
+    (tmp_path / golden.FOLDER / "v26.11-cpu.json").unlink()
+    os.mkfifo(tmp_path / golden.FOLDER / "v26.11-cpu.json")
+    with pytest.raises(InputError, match="not a regular file"):
         golden.load(tmp_path, "v26.11-cpu")
 
 

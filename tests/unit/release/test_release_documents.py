@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from spdx_tools.spdx.parser.jsonlikedict.json_like_dict_parser import JsonLikeDictParser
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
+from primus.errors import InputError
 from primus.oci.canonical import digest_of
+from primus.release import publish
 from primus.release.attach import Document, artifact, listed
 from primus.release.distribution import plain_http
 from primus.release.provenance import statement
@@ -125,3 +129,11 @@ def test_an_artifact_names_its_subject_and_the_list_names_it_once() -> None:
 )
 def test_only_registries_of_this_machine_are_asked_without_tls(repository: str, plain: bool) -> None:
     assert plain_http(repository) is plain
+
+
+@pytest.mark.parametrize("damage", [os.mkfifo, lambda path: path.write_text("["), lambda path: path.write_text("[]")])
+def test_what_is_no_record_of_a_validation_is_a_sentence(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    (tmp_path / "one").mkdir()
+    damage(tmp_path / "one/record.json")
+    with pytest.raises(InputError, match=r"record.json(:1:2)?: (this is not a regular file|not JSON|not a validation)"):
+        publish._records(tmp_path)

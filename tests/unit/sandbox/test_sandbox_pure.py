@@ -54,7 +54,7 @@ def test_identity(tmp_path, spec, uid, gid, groups, home):
     assert (who.uid, who.gid, who.groups, who.home) == (uid, gid, groups, home)
 
 
-@pytest.mark.parametrize("spec", ["nobody-here", "worker:nogroup", "99999999999"])
+@pytest.mark.parametrize("spec", ["nobody-here", "worker:nogroup", "99999999999", "²", "worker:²"])
 def test_identity_refuses(tmp_path, spec):
     (tmp_path / "p").write_text(PASSWD)
     with pytest.raises(InputError):

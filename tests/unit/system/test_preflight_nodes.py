@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from primus.gpus.table import load_table
 from primus.system import nodes, speed
 from primus.system.finding import Finding, Host, failed, ok
 from primus.system.speed import Measurement
+from primus.training import launch
 
 
 def gemm(*figures: float, least: float | None = 500, most: float | None = 1307.4) -> Measurement:
@@ -80,18 +82,36 @@ def test_the_benchmark_says_why_it_measures_nothing(tmp_path: Path, monkeypatch:
     assert "PyTorch is not installed" in found[0].said
 
 
-def test_a_benchmark_that_fails_or_hangs_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess([], 1, "", "W: x\nRuntimeError: HIP error: invalid device\nmore\n")
+@pytest.fixture
+def torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Replaces torchrun by the code given."""
 
-    monkeypatch.setattr(subprocess, "run", fails)
+    def write(code: str) -> None:
+        (tmp_path / "torch/distributed").mkdir(parents=True)
+        (tmp_path / "torch/distributed/run.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return write
+
+
+def test_a_benchmark_that_fails_is_a_sentence(torchrun: Callable[[str], None]) -> None:
+    torchrun("raise SystemExit('W: x\\nRuntimeError: HIP error: invalid device\\nmore')")
     assert speed.measure(2, "") == "PyTorch fails on the GPUs: RuntimeError: HIP error: invalid device"
 
-    def hangs(*_: object, **__: object) -> None:
-        raise subprocess.TimeoutExpired([], 1)
 
-    monkeypatch.setattr(subprocess, "run", hangs)
-    assert speed.measure(2, "", 1) == "the GPUs did not finish within 1 s"
+def test_no_rank_outlives_a_benchmark_that_hangs(
+    torchrun: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "_LOOK_SECONDS", 0.2)
+    torchrun(
+        "import pathlib, subprocess\n"
+        "rank = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(rank.pid))\n"
+        "rank.wait()\n"
+    )
+    assert speed.measure(2, "", 2) == "the GPUs did not finish within 2 s"
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
 @pytest.mark.parametrize(
@@ -165,15 +185,29 @@ def test_the_node_with_the_problem_is_named(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"node": "n", "gpus": [], "driver": "", "findings": [{"level": "odd"}]}', '{"node": 1']
+    "text",
+    [
+        "",
+        "[" * 100_000,
+        "[]",
+        "{}",
+        '{"node": "n", "gpus": [], "driver": "", "findings": [{"level": "odd"}]}',
+        '{"node": 1',
+    ],
 )
 def test_what_is_no_document_is_a_sentence(text: str, tmp_path: Path) -> None:
     file = tmp_path / "n.json"
     file.write_text(text)
-    with pytest.raises(InputError, match="is not a document of"):
+    with pytest.raises(InputError, match=r"is not a document of|not JSON|nested too deeply"):
         nodes.read(file)
     assert main(["preflight", "--nodes", str(file)]) == 2
     assert main(["preflight", "--nodes", str(tmp_path / "none")]) == 2
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "n.json")
+    assert main(["preflight", "--nodes", str(tmp_path / "n.json")]) == 2
+    assert "n.json: this is not a regular file" in capsys.readouterr().err
 
 
 def test_bad_combinations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

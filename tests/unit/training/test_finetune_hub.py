@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,11 @@ def test_each_difference_is_named(change: dict[str, Any], wanted: list[tuple[str
     assert hub.differences(whole("llama3.1-8b"), {**LLAMA31, **change}) == wanted
 
 
+def pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
 def test_the_refusal_gives_the_words_that_take_the_weights_own(tmp_path: Path) -> None:
     folder = weights(tmp_path / "w", {**LLAMA31, "rope_scaling": None, "vocab_size": 128264})
     with pytest.raises(InputError) as refused:
@@ -119,6 +125,10 @@ def test_the_refusal_gives_the_words_that_take_the_weights_own(tmp_path: Path) -
         (lambda folder: (folder / "config.json").rename(folder / "weights"), "have no config.json"),
         (lambda folder: (folder / "config.json").write_text("{"), "config.json cannot be read, or is not JSON"),
         (lambda folder: (folder / "config.json").write_text("[]"), "config.json is not a mapping"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json cannot be read, or is not"),
+        (lambda folder: pipe(folder / "config.json"), "this is not a regular file"),
+        (lambda folder: pipe(folder / "model.safetensors"), "this is not a regular file"),
+        (lambda folder: pipe(folder / "x.safetensors.index.json"), "this is not a regular file"),
         (lambda folder: (folder / "model.safetensors").unlink(), "contains no safetensors files"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"x"), "or it is damaged"),
         (
@@ -160,3 +170,6 @@ def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:
     check_weights(weights(tmp_path / "dev", config), model)
     with pytest.raises(InputError, match=r"model.dit.guidance is True, the weights have False"):
         check_weights(weights(tmp_path / "schnell", {**config, "guidance_embeds": False}), model)
+    pipe(tmp_path / "dev/config.json")
+    with pytest.raises(InputError, match="this is not a regular file"):
+        check_weights(tmp_path / "dev", model)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -76,6 +77,75 @@ def test_a_full_disk_ends_the_job_and_keeps_the_end_of_its_log(tmp_path: Path, m
         subprocess.run(["umount", tmp_path], check=True)
 
 
+# More than a pipe holds, so that the process waits unless it is read.
+TALK = "print(*range(50000), sep='\\n')"
+
+
+def test_a_job_goes_on_when_its_lines_cannot_be_shown(tmp_path: Path) -> None:
+    shown: list[str] = []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        raise BrokenPipeError(32, "Broken pipe")
+
+    ended = launch.run(
+        [sys.executable, "-c", TALK], log=tmp_path / "log.txt", environment=os.environ, on_line=show,
+        patience=5, on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
+    )  # fmt: skip
+    assert ended.exit_code == 0
+    assert shown == ["0\n"]
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    assert lines[1].endswith("no longer follows this log: BrokenPipeError: [Errno 32] Broken pipe")
+    assert lines[-1] == "49999"
+
+
+def test_the_progress_of_a_job_outlives_its_reader() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    code = (
+        "from argparse import Namespace\n"
+        "from primus.cli.image.train import _Progress\n"
+        "progress = _Progress(Namespace(first_step=1, last_step=20), quiet=False)\n"
+        "progress.line('primus: one')\n"
+        "progress.line('primus: two')\n"
+        "print('here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=write, check=False)
+    os.close(write)
+    assert (done.returncode, done.stdout) == (0, b"here\n")
+
+
+def test_a_job_goes_on_when_its_log_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def failing(file: int, data: bytes) -> int:
+        if failures and data == b"0\n":
+            raise failures.pop()
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", failing)
+    lines: list[str] = []
+    ended = launch.run(
+        [sys.executable, "-c", TALK], log=tmp_path / "log.txt", environment=os.environ, on_line=lines.append,
+        patience=5, on_silence=lambda pid: os.kill(pid, signal.SIGKILL),
+    )  # fmt: skip
+    assert (ended.exit_code, ended.disk_full, len(lines)) == (0, False, 50000)
+    text = (tmp_path / "log.txt").read_text()
+    assert "this log could not be written; 49000 lines are missing here" in text
+    assert text.endswith("\n49999\n")
+
+
+def test_a_late_line_is_not_written_to_the_file_that_got_the_logs_descriptor(tmp_path: Path) -> None:
+    with launch._Log(tmp_path / "log.txt") as kept:
+        kept.write("in time\n")
+    with (tmp_path / "other").open("wb") as other:
+        assert other.fileno() == kept._file
+        kept.write("late\n")
+    assert (tmp_path / "other").read_bytes() == b""
+    assert (tmp_path / "log.txt").read_text() == "in time\n"
+
+
 def test_the_environment_is_the_one_given(tmp_path: Path) -> None:
     ended = launch.run(
         [sys.executable, "-c", "import os; raise SystemExit(int(os.environ['CODE']))"],
@@ -123,7 +193,7 @@ def test_ranks_that_wait_for_a_failed_node_are_ended(tmp_path: Path, monkeypatch
     started = time.monotonic()
     ended = launch.run(
         [sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log.txt", environment=os.environ,
-        others_failed=lambda: time.monotonic() - started > 1,
+        hopeless=lambda: time.monotonic() - started > 1,
     )  # fmt: skip
     assert ended.exit_code == -signal.SIGTERM
     assert 2 < time.monotonic() - started < 20

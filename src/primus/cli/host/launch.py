@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from primus.cli.arguments import folder, path
+from primus.cli.arguments import folder, path, whole
 from primus.cli.image.common import add_choices, add_recipe, resolved, seconds
 from primus.errors import InputError
 from primus.gpus.detect import detect
@@ -85,7 +85,9 @@ def add_slurm(parser: argparse.ArgumentParser) -> None:
     site.add_argument("--time", default="", metavar="LIMIT", help="time limit, for example 12:00:00")
     site.add_argument("--exclude", default="", metavar="NODES", help="nodes to leave out, for example node[3,7]")
     site.add_argument("--interface", default="", metavar="NAME", help="network interface (default: the route's)")
-    site.add_argument("--port", type=seconds, default=0, help="port of the rendezvous (default: from the job's number)")
+    site.add_argument(
+        "--port", type=whole(least=0), default=0, help="port of the rendezvous (default: from the job's number)"
+    )
     site.add_argument(
         "--grace",
         type=seconds,
@@ -93,7 +95,7 @@ def add_slurm(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds of warning before preemption or the limit (default: 60)",
     )
-    site.add_argument("--restarts", type=seconds, default=20, metavar="N", help="times to requeue (default: 20)")
+    site.add_argument("--restarts", type=whole(least=0), default=20, metavar="N", help="times to requeue (default: 20)")
     site.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="option for sbatch; repeatable")
     site.add_argument("--wait", action="store_true", help="wait for the job, and exit with its exit code")
 

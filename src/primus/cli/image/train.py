@@ -225,13 +225,13 @@ class _Progress:
         self._live = sys.stderr.isatty()
         self._last = 0
         if not quiet and self._live:
-            print("  starting the ranks …", end="", file=sys.stderr, flush=True)
+            self._print("  starting the ranks …")
 
     def line(self, text: str) -> None:
         if text.startswith("primus: ") and not self._quiet:
             # A message of a rank, such as a workaround for something that this PyTorch lacks.
             self.end()
-            print(f"  {text.rstrip()}", file=sys.stderr, flush=True)
+            self._print(f"  {text.rstrip()}\n")
         step = logs.step_in(text)
         if self._quiet or step is None or step.step <= self._last:
             return
@@ -242,13 +242,19 @@ class _Progress:
         )
         every = max(1, (self._job.last_step - self._job.first_step + 1) // 5)
         if self._live:
-            print(f"\r\x1b[K{shown}", end="", file=sys.stderr, flush=True)
+            self._print(f"\r\x1b[K{shown}")
         elif step.step in (self._job.first_step, self._job.last_step) or step.step % every == 0:
-            print(shown, file=sys.stderr, flush=True)
+            self._print(f"{shown}\n")
 
     def end(self) -> None:
         if not self._quiet and self._live:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._print("\r\x1b[K")
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, end="", file=sys.stderr, flush=True)
+        except OSError:  # the job goes on when its terminal is closed; the flush at exit would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _last_kept(job: Job) -> Path | None:

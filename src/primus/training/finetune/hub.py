@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from primus.errors import InputError
+from primus.files import read_bytes
 from primus.recipes.architecture import Architecture
 from primus.training import tensors
 
@@ -46,7 +47,7 @@ def check(folder: Path, model: Architecture, seq_len: int, where: str | None = N
         )  # fmt: skip
     file = folder / "config.json"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_bytes(file))
     except FileNotFoundError:
         if (folder / "adapter_config.json").is_file():
             raise InputError(
@@ -61,7 +62,7 @@ def check(folder: Path, model: Architecture, seq_len: int, where: str | None = N
             f"the weights in {folder} have no config.json, so their model is unknown", where=where,
             hint="copy it from the source of the weights",
         ) from None  # fmt: skip
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         hint = "copy it from the source of the weights"
         raise InputError("config.json cannot be read, or is not JSON", where=str(file), hint=hint) from error
     if not isinstance(config, dict):

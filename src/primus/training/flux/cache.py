@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 from primus.errors import InputError
+from primus.files import read_bytes
 from primus.recipes.architecture import Architecture, DiffusionTransformer
 from primus.training import tensors
 
@@ -56,7 +57,7 @@ def check_weights(folder: Path, model: Architecture, where: str | None = None) -
     for part in tensors.files(folder):
         tensors.header(part)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_bytes(file))
         theirs = {
             "dit.double_layers": config["num_layers"],
             "dit.single_layers": config["num_single_layers"],
@@ -69,7 +70,7 @@ def check_weights(folder: Path, model: Architecture, where: str | None = None) -
         }
     except FileNotFoundError:
         raise InputError(f"the weights in {folder} have no config.json", where=where) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError("config.json is not that of diffusers' FLUX transformer", where=str(file)) from error
     mine = {
         "dit.double_layers": dit.double_layers, "dit.single_layers": dit.single_layers, "heads": model.heads,

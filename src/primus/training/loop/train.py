@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -50,14 +51,16 @@ def run(given: RankJob, process: Process, session: Session, data: Data) -> None:
                 witness.batch(**{"inputs" if name == "input_ids" else name: part for name, part in batch.items()})
         if step == given.first_step:
             report.start()
-            with facts.watching(session.model_parts, session.linear_types, compiled=config.compile) as seen:
+            with facts.watching(
+                session.model_parts, session.linear_types, compiled=config.compile, trace=_trace(given, process, step)
+            ) as seen:
                 loss, norm = _step(process, session, data, batches, rate)
             known |= seen | _fed(batches) | _switched_on(given)
             report.step(step, loss, norm, rate)
             facts.write(given.output / "facts.json", known)
             report.start()
         else:
-            with _profiled(given, process) if step == config.profile_step else nullcontext():
+            with _profiled(_trace(given, process, step)):
                 loss, norm = _step(process, session, data, batches, rate)
             report.step(step, loss, norm, rate)
             pace.step(step)
@@ -119,11 +122,13 @@ def _fed(batches: list[Batch]) -> dict[str, object]:
     }
 
 
-def _profiled(given: RankJob, process: Process) -> torch.profiler.profile:
-    """Profile one step. Rank 0 writes ``profile.json``, which a browser's trace viewer can open."""
+def _trace(given: RankJob, process: Process, step: int) -> Path | None:
+    """Return the file for the profile of ``step``, which a browser's trace viewer can open; None on most ranks."""
+    return given.output / "profile.json" if process.rank == 0 and step == given.training.profile_step else None
 
+
+def _profiled(trace: Path | None) -> AbstractContextManager[object]:
     def keep(profile: torch.profiler.profile) -> None:
-        if process.rank == 0:
-            profile.export_chrome_trace(str(given.output / "profile.json"))
+        profile.export_chrome_trace(str(trace))
 
-    return torch.profiler.profile(on_trace_ready=keep)
+    return torch.profiler.profile(on_trace_ready=keep) if trace else nullcontext()

@@ -6,6 +6,7 @@ import fcntl
 import json
 import subprocess
 import time
+from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from primus.build.clean import find_waste, remove
+from primus.cli.host.common import open_project
 from primus.errors import HostError
 from primus.plan.project import Project
 from project_kit import Kit, make_project
@@ -128,6 +130,23 @@ def test_a_store_in_use_is_left_alone(kit: Kit) -> None:
     assert build.returncode == 0
     assert kit.primus("clean").code == 0
     assert kit.build().digest == out.decode().split()[-1]
+
+
+def test_downloads_and_unpacked_layers_in_use_are_left_alone_whatever_the_store(kit: Kit) -> None:
+    kit.build("demo", "--store", "other")
+    kit.write(".primus/unpacked/0123/etc/passwd", "x")
+    workspace = Project.find(kit.root).workspace
+    workspace.hold()
+    before = contents(kit)
+    result = kit.primus("clean", "--store", "other", "--caches")
+    assert result.code == 3
+    assert f"{workspace.folder}: another command uses the downloads and unpacked layers" in result.err
+    assert contents(kit) == before
+
+
+def test_a_first_command_holds_the_folder_that_it_creates(kit: Kit) -> None:
+    open_project(Namespace(project=kit.root, store=None, channel=None))
+    assert kit.primus("clean").code == 3
 
 
 def test_an_interrupt_at_any_file_leaves_a_valid_store(kit: Kit) -> None:

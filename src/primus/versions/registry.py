@@ -5,6 +5,7 @@ skopeo accesses the registry with this host's mirrors (containers-registries.con
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -183,7 +184,7 @@ def _communicate(
             return process.communicate(timeout=0.2)[0]
         except subprocess.TimeoutExpired:
             if grows:
-                now = sum(file.stat().st_size for file in grows.iterdir()) if grows.is_dir() else 0
+                now = _size(grows)
             else:
                 # "wchar: N" is the number of bytes written, also to sockets. The log has a few lines per request.
                 now = int(text_if_readable(sent).partition("wchar: ")[2].partition("\n")[0] or 0)
@@ -194,6 +195,16 @@ def _communicate(
                 process.kill()
                 process.communicate()
                 return None
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in the folder; 0 if it does not exist."""
+    size = 0
+    for file in folder.iterdir() if folder.is_dir() else ():
+        # skopeo renames its temporary files meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            size += file.stat().st_size
+    return size
 
 
 def _reason(text: str) -> str:

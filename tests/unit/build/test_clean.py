@@ -191,6 +191,21 @@ def test_a_half_removed_layer_never_counts_as_unpacked(kit: Kit, monkeypatch: py
     assert [p.name for p in (kit.root / ".primus/unpacked").iterdir()] == ["0123.tmp"]
 
 
+@pytest.mark.parametrize("inputs", [None, [], {"actions": None}, {"actions": {"alpha": "key"}}])
+def test_records_of_another_version_count_as_missing(kit: Kit, inputs: object) -> None:
+    digest = kit.build().digest
+    store = Project.find(kit.root).workspace.store
+    (name,) = (path.stem for path in (store.root / "targets").iterdir())
+    state = store.record("targets", name)
+    assert state is not None
+    store.save("targets", name, {**state, "inputs": inputs})
+    store.save("actions", "0" * 64, {"wheel": {"path": "x"}})
+    assert "its first build" in kit.primus("explain", "demo").out
+    assert kinds(kit) == {"records of builds": 2}
+    assert store.images()["v26.11-demo"]["digest"] == digest
+    assert kit.build().digest == digest
+
+
 def test_a_damaged_manifest_stops_it(kit: Kit) -> None:
     digest = kit.build().digest
     blob = kit.root / ".primus/store/blobs/sha256" / digest.removeprefix("sha256:")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from primus.build.records import actions_of, wheel_of
 from primus.errors import HostError
 from primus.oci.store import Store
 from primus.plan.workspace import Workspace
@@ -117,10 +118,10 @@ def _needed(store: Store, without: Collection[str]) -> _Needed:
         needed.blobs |= {digest, config, *(layer["digest"] for layer in manifest["layers"])}
         needed.diff_ids |= set(json.loads(store.read(config))["rootfs"]["diff_ids"])
     for name, record in _records(store, "targets"):
-        if record.get("digest") in images:
+        if str(record.get("digest")) in images and (keys := actions_of(record)) is not None:
             needed.targets.add(name)
-            needed.actions |= {action["key"] for action in record["inputs"]["actions"].values()}
-    for key, record in _records(store, "actions"):
+            needed.actions |= keys
+    for key, _ in _records(store, "actions"):
         layer = store.layer(key)
         if key not in needed.actions and not (layer and layer.blob.digest in needed.blobs):
             continue
@@ -128,8 +129,8 @@ def _needed(store: Store, without: Collection[str]) -> _Needed:
         if layer:
             needed.blobs |= {layer.blob.digest, layer.paths}
             needed.diff_ids.add(layer.diff_id)
-        if isinstance(wheel := record.get("wheel"), dict):
-            needed.wheels.add(str(wheel.get("sha256")))
+        if wheel := wheel_of(store, key):
+            needed.wheels.add(wheel.sha256)
     return needed
 
 

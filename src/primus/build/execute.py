@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primus.build.kinds import Made, Wheel, load
+from primus.build.records import wheel_of
 from primus.errors import HostError, InputError
 from primus.oci.layer import compression_of, write_layer
 from primus.oci.store import Layer
@@ -90,8 +91,8 @@ class Workshop:
         """Whether the store has the action's result."""
         if action.makes_layer:
             return self.workspace.store.layer(action.key) is not None
-        record = self.workspace.store.record("actions", action.key)
-        return record is not None and self.files.has(record["wheel"]["sha256"], record["wheel"]["size"])
+        wheel = wheel_of(self.workspace.store, action.key)
+        return wheel is not None and self.files.has(wheel.sha256, wheel.size)
 
     def file(self, file: LockedFile) -> Path:
         """Return the path of a fetched file."""
@@ -129,11 +130,10 @@ class Workshop:
 
     def _built(self, action: Action) -> Iterator[LockedFile]:
         for needed in action.needs:
-            record = self.workspace.store.record("actions", needed.key)
-            if record is None:
+            wheel = wheel_of(self.workspace.store, needed.key)
+            if wheel is None:
                 raise HostError(f"{needed.name} has no result in the store", hint="build again")
-            wheel = record["wheel"]
-            yield LockedFile(kind="wheel", name=str(needed.spec["package"]), version="", **wheel)
+            yield LockedFile(kind="wheel", name=str(needed.spec["package"]), version="", **asdict(wheel))
 
     def layer(self, action: Action) -> Layer:
         """Return the layer that the action created. Raises HostError if it is no longer in the store."""

@@ -96,6 +96,7 @@ class _Swap:
     def build(self) -> Callable[[], Built]:
         """Make new layers for the modified folders. Returns what names the image with them."""
         store, note = self.workspace.store, self.note
+        self.workspace.hold()
         store.prepare()
         state = store.record("targets", note["state"])
         if state is None or state["digest"] != note["digest"] or state["judged"] is None:

@@ -10,7 +10,7 @@ from typing import IO, Any, Literal, cast
 
 from primus.errors import HostError
 from primus.oci.tar import Kind
-from primus.sandbox.blobs import BlobReader, damaged
+from primus.sandbox.blobs import NO_TAR, BlobReader, damaged
 from primus.sandbox.container import LayerRef
 
 KINDS: Mapping[bytes, Kind] = {
@@ -20,6 +20,7 @@ KINDS: Mapping[bytes, Kind] = {
     tarfile.SYMTYPE: "symlink",
     tarfile.DIRTYPE: "dir",
 }
+_MOST_BYTES = 1 << 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,14 @@ class Member:
 
 
 def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the archive's members in order. tarfile itself would keep every member, and a layer may have a million."""
+    """Yield the archive's members in order. tarfile itself would keep every member, and a layer may have a million.
+
+    Raises tarfile.ReadError for a member of an impossible size.
+    """
     while (member := archive.next()) is not None:
+        # tarfile would look for the next member for years.
+        if archive.offset - member.offset > _MOST_BYTES:
+            raise tarfile.ReadError(f"{member.name!r} is larger than {_MOST_BYTES >> 40} TiB")
         yield member
         archive.members.clear()  # type: ignore[attr-defined]
 
@@ -59,7 +66,7 @@ def walk(layer: LayerRef, blob: Path) -> Iterator[Member]:
                     open=lambda info=info: _open(archive, info),  # type: ignore[misc]
                 )
         reader.finish()
-    except tarfile.TarError as error:
+    except NO_TAR as error:
         raise damaged(layer, blob, f"no tar is in it ({error})") from None
     finally:
         reader.close()

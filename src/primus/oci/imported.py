@@ -86,7 +86,7 @@ def adopt_layer(store: Store, path: Path, sha256: str) -> Layer:
                 raise CheckFailed(f"{path} changed while the build read it", hint="build again")
             blob = Blob(digest=f"sha256:{sha256}", media_type=LAYER_TYPES["gzip"], size=plain.packed_size)
             store.adopt(Path(out.name), blob)
-    except (tarfile.TarError, zlib.error, UnicodeError) as error:
+    except (tarfile.TarError, zlib.error, UnicodeError, RecursionError) as error:
         raise InputError(
             f"layer sha256:{sha256} is not a gzip-compressed tar archive: {error}", hint="choose another image"
         ) from None
@@ -124,8 +124,9 @@ def _lines(plain: _Plain) -> Iterator[str]:
 def _entry(member: tarfile.TarInfo, path: str) -> Entry:
     """Return the member as an entry, under the path rule. Raises InputError if an image may not contain it."""
     kind = KINDS.get(member.type)
-    if kind is None:
-        raise InputError(f"/{path} is not a file, folder or link")
+    # A sparse file can claim more bytes than the layer has.
+    if kind is None or member.issparse():
+        raise InputError(f"/{path} is not a plain file, folder or link")
     link = member.linkname.removeprefix("./") if kind == "hardlink" else member.linkname
     return Entry(path=path, kind=kind, link=link)
 

@@ -24,6 +24,7 @@ from primus import files
 from primus.errors import HostError, InputError
 from primus.jsonfile import read_json
 from primus.oci import canonical
+from primus.oci.in_use import InUse
 from primus.oci.left_out import NOTHING, LeftOut
 from primus.schema import build, described
 from primus.yamlfile import Document
@@ -35,7 +36,6 @@ LAYER_TYPES = {
     "gzip": "application/vnd.oci.image.layer.v1.tar+gzip",
 }
 _REF = "org.opencontainers.image.ref.name"
-_IN_USE = "in-use"
 _DIGEST = r"sha256:[0-9a-f]{64}"
 
 
@@ -73,7 +73,7 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._held: int | None = None
+        self.in_use = InUse(root / "locks" / "in-use", "the store", root)
 
     def prepare(self) -> None:
         """Create the layout if it does not exist, and remove files of builders that were killed."""
@@ -87,34 +87,8 @@ class Store:
                         self._write_index([])
         except OSError as error:
             raise storage_error(error, self.root) from None
-        self.hold()
+        self.in_use.hold()
         self._sweep()
-
-    def hold(self) -> None:
-        """Prevent :meth:`alone` from starting until this process ends. Does nothing if the store does not exist."""
-        if self._held is None:
-            # Readers of another user's store hold the lock, too. A store without this file was never cleaned or built
-            # in.
-            with contextlib.suppress(OSError):
-                self._held = os.open(self.root / "locks" / _IN_USE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                fcntl.flock(self._held, fcntl.LOCK_SH)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Keep other commands from using the store. Raises HostError if one is using it."""
-        busy = HostError(
-            "another command uses the store", where=str(self.root), hint="run this again when it has ended"
-        )
-        if self._held is not None:
-            try:
-                fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise busy from None
-        try:
-            yield
-        finally:
-            if self._held is not None:
-                fcntl.flock(self._held, fcntl.LOCK_SH)
 
     def blob_path(self, digest: str) -> Path:
         """Return the path of the blob with this digest, whether or not it exists."""

@@ -48,9 +48,14 @@ def changes(state: Mapping[str, Any] | None, plan: ImagePlan) -> list[Change]:
     Changes of a local tree are listed by file. Actions that are rebuilt only because of an action they need are
     left out: only the cause is listed.
     """
-    if state is None:
+    try:
+        return _changes((state or {})["inputs"], tree_record(plan))
+    except (AttributeError, IndexError, KeyError, TypeError):
+        # Treat a record written by another version as missing.
         return [Change(action="image", input=plan.ref, old=None, new="its first build")]
-    old, new = state["inputs"], tree_record(plan)
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     found: list[Change] = []
     for name in (*new["actions"], *(n for n in old["actions"] if n not in new["actions"])):
         before, after = old["actions"].get(name), new["actions"].get(name)

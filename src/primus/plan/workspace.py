@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from primus.fetch.filecache import FileCache
+from primus.oci.in_use import InUse
 from primus.oci.store import Store
 from primus.plan.stats import StatIndex
 
@@ -17,6 +20,22 @@ class Workspace:
 
     store: Store
     folder: Path
+
+    @cached_property
+    def _in_use(self) -> InUse:
+        # Commands with different stores share the folder, so it has a lock of its own.
+        return InUse(self.folder / "in-use", "the downloads and unpacked layers", self.folder)
+
+    def hold(self) -> None:
+        """Prevent :meth:`alone` from starting until this process ends."""
+        self.store.in_use.hold()
+        self._in_use.hold()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other commands from using the store and the folder. Raises HostError if one is using them."""
+        with self.store.in_use.alone(), self._in_use.alone():
+            yield
 
     @cached_property
     def files(self) -> FileCache:

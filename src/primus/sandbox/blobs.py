@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from primus.errors import HostError
 from primus.sandbox.container import LayerRef
 
 _CHUNK = 1 << 20
+# What tarfile raises for bytes that are no tar: ValueError is for the numbers of a sparse file, RecursionError for
+# thousands of extended headers in a row.
+NO_TAR = (tarfile.TarError, ValueError, RecursionError)
 
 
 def damaged(layer: LayerRef, path: Path, found: str) -> HostError:

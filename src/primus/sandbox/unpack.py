@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from primus.errors import HostError, InputError, PrimusError
-from primus.sandbox.blobs import BlobReader, damaged
+from primus.sandbox.blobs import NO_TAR, BlobReader, damaged
 from primus.sandbox.container import LayerRef
 
 _WHITEOUT = ".wh."
@@ -77,7 +77,7 @@ def _extract(layer: LayerRef, blob: Path, root: Path, user_namespace: bool) -> N
                 archive.members.clear()  # type: ignore[attr-defined]
         writer.finish()
         reader.finish()
-    except (tarfile.TarError, InputError, EOFError) as error:
+    except (*NO_TAR, InputError, EOFError) as error:
         # A wrong digest explains more than the parser's error about the same bytes.
         reader.finish()
         if isinstance(error, PrimusError):
@@ -148,6 +148,15 @@ class _Writer:
         self._dirs[parent] = None
 
     def add(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        """Write the member. Raises InputError if it is unsafe."""
+        try:
+            self._add(archive, member)
+        except (ValueError, ArithmeticError):
+            raise self._refuse(
+                member.name, "its header has an impossible time, owner or mode, or a name with a zero byte"
+            ) from None
+
+    def _add(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         name = self._clean(member.name)
         base = name.rpartition("/")[2]
         if name:
@@ -276,6 +285,7 @@ def _is_whiteout(path: str) -> bool:
 
 def _mtime_ns(member: tarfile.TarInfo) -> int:
     exact = member.pax_headers.get("mtime")
-    if exact is None:
-        return int(member.mtime) * 1_000_000_000
-    return int(Decimal(exact) * 1_000_000_000)
+    seconds = Decimal(int(member.mtime) if exact is None else exact)
+    if not abs(seconds) < 1 << 63:
+        raise OverflowError
+    return int(seconds * 1_000_000_000)

@@ -5,6 +5,8 @@ skopeo accesses the registry with this host's mirrors (containers-registries.con
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import hashlib
 import json
 import re
@@ -13,6 +15,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +31,7 @@ _GZIP = {
     "application/vnd.oci.image.layer.v1.tar+gzip",
     "application/vnd.docker.image.rootfs.diff.tar.gzip",
 }
-
-
+_STATUS = "var/lib/dpkg/status"
 # A registry may copy and hash a blob of gigabytes before it confirms it.
 _COMMIT_S = 300.0
 _MIRROR = "name a mirror in containers-registries.conf"
@@ -92,14 +94,25 @@ def copy_image(image: str, architecture: str, folder: Path) -> None:
 
 
 def dpkg_status(image: str, architecture: str, layers: tuple[LockedFile, ...], folder: Path) -> str:
-    """Return dpkg's status in the image, which lists its packages. Empty for an image without dpkg."""
+    """Return dpkg's status in the image, which lists its packages. Empty for an image without dpkg.
+
+    Raises InputError for a layer that is not a gzip-compressed tar archive.
+    """
     copy_image(image, architecture, folder)
     status = ""
     for layer in layers:
-        with tarfile.open(folder / layer.sha256, "r:gz") as archive:
-            for member in archive:
-                if member.name.removeprefix("./") == "var/lib/dpkg/status" and (file := archive.extractfile(member)):
-                    status = file.read().decode("utf-8", "replace")
+        try:
+            with tarfile.open(folder / layer.sha256, "r:gz") as archive:
+                for member in archive:
+                    if member.name.removeprefix("./") == _STATUS and (file := archive.extractfile(member)):
+                        status = file.read().decode("utf-8", "replace")
+        # tarfile passes on what gzip, the numbers of a sparse file and thousands of extended headers raise.
+        except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, RecursionError) as error:
+            raise InputError(
+                f"layer sha256:{layer.sha256} of {image} is not a gzip-compressed tar archive: {error}",
+                hint="choose another image",
+                about=image.partition("@")[0],
+            ) from None
     return status
 
 
@@ -182,11 +195,9 @@ def _communicate(
         try:
             return process.communicate(timeout=0.2)[0]
         except subprocess.TimeoutExpired:
-            if grows:
-                now = sum(file.stat().st_size for file in grows.iterdir()) if grows.is_dir() else 0
-            else:
-                # "wchar: N" is the number of bytes written, also to sockets. The log has a few lines per request.
-                now = int(text_if_readable(sent).partition("wchar: ")[2].partition("\n")[0] or 0)
+            # "wchar: N" is the number of bytes written, also to sockets. The log has a few lines per request.
+            wrote = text_if_readable(sent).partition("wchar: ")[2].partition("\n")[0]
+            now = _size(grows) if grows else int(wrote or 0)
             if now > size:
                 size = now
                 request.hear()
@@ -194,6 +205,16 @@ def _communicate(
                 process.kill()
                 process.communicate()
                 return None
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in the folder; 0 if it does not exist."""
+    size = 0
+    for file in folder.iterdir() if folder.is_dir() else ():
+        # skopeo renames its temporary files meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            size += file.stat().st_size
+    return size
 
 
 def _reason(text: str) -> str:

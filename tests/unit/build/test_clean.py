@@ -6,6 +6,7 @@ import fcntl
 import json
 import subprocess
 import time
+from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from primus.build.clean import find_waste, remove
+from primus.cli.host.common import open_project
+from primus.cli.host.image_root import image_root
 from primus.errors import HostError
 from primus.plan.project import Project
 from project_kit import Kit, make_project
@@ -130,6 +133,35 @@ def test_a_store_in_use_is_left_alone(kit: Kit) -> None:
     assert kit.build().digest == out.decode().split()[-1]
 
 
+def test_downloads_and_unpacked_layers_in_use_are_left_alone_whatever_the_store(kit: Kit) -> None:
+    kit.build("demo", "--store", "other")
+    kit.write(".primus/unpacked/0123/etc/passwd", "x")
+    workspace = Project.find(kit.root).workspace
+    workspace.hold()
+    before = contents(kit)
+    result = kit.primus("clean", "--store", "other", "--caches")
+    assert result.code == 3
+    assert f"{workspace.folder}: another command uses the downloads and unpacked layers" in result.err
+    assert contents(kit) == before
+
+
+def test_a_first_command_holds_the_folder_that_it_creates(kit: Kit) -> None:
+    open_project(Namespace(project=kit.root, store=None, channel=None))
+    assert kit.primus("clean").code == 3
+
+
+def test_an_image_that_runs_outside_a_project_is_left_alone(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit.build()
+    monkeypatch.chdir(tmp_path)
+    store = kit.root / ".primus/store"
+    image_root(Namespace(store=store, project=None, target="demo"))
+    result = kit.primus("clean", "--image", "v26.11-demo")
+    assert (result.code, "another command uses the store" in result.err) == (3, True)
+    assert "uses the downloads" in kit.primus("clean", "--store", "other").err
+
+
 def test_an_interrupt_at_any_file_leaves_a_valid_store(kit: Kit) -> None:
     for text in (b"zero", b"one", b"two"):
         kit.write("parts/beta/blob", text)
@@ -157,6 +189,21 @@ def test_a_half_removed_layer_never_counts_as_unpacked(kit: Kit, monkeypatch: py
     with pytest.raises(HostError, match="cannot be removed"):
         remove(find_waste(Project.find(kit.root).workspace, set()))
     assert [p.name for p in (kit.root / ".primus/unpacked").iterdir()] == ["0123.tmp"]
+
+
+@pytest.mark.parametrize("inputs", [None, [], {"actions": None}, {"actions": {"alpha": "key"}}])
+def test_records_of_another_version_count_as_missing(kit: Kit, inputs: object) -> None:
+    digest = kit.build().digest
+    store = Project.find(kit.root).workspace.store
+    (name,) = (path.stem for path in (store.root / "targets").iterdir())
+    state = store.record("targets", name)
+    assert state is not None
+    store.save("targets", name, {**state, "inputs": inputs})
+    store.save("actions", "0" * 64, {"wheel": {"path": "x"}})
+    assert "its first build" in kit.primus("explain", "demo").out
+    assert kinds(kit) == {"records of builds": 2}
+    assert store.images()["v26.11-demo"]["digest"] == digest
+    assert kit.build().digest == digest
 
 
 def test_a_damaged_manifest_stops_it(kit: Kit) -> None:

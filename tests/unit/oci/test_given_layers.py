@@ -57,6 +57,28 @@ def test_what_is_no_layer_is_named(store: Store, tmp_path: Path) -> None:
     assert not list((store.root / "tmp").glob("blob-*"))
 
 
+def header(*, kind: bytes = tarfile.REGTYPE, size: int = 0, pax: dict[str, str] | None = None) -> bytes:
+    member = tarfile.TarInfo("f")
+    member.type, member.size, member.pax_headers = kind, size, pax or {}
+    return member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("tar", "why"),
+    [
+        (header(kind=b"L") * 3000, "is not a gzip-compressed tar archive"),
+        (header(size=1 << 60), "'f' is larger than 1 TiB"),
+        (header(pax={"GNU.sparse.map": "0,99999999999", "GNU.sparse.size": "99999999999"}), "/f is not a plain file"),
+    ],
+    ids=["chain", "size", "sparse"],
+)
+def test_a_hostile_header_is_refused_at_once(store: Store, tmp_path: Path, tar: bytes, why: str) -> None:
+    path = tmp_path / "layer"
+    path.write_bytes(gzip.compress(tar))
+    with pytest.raises(InputError, match=why):
+        adopt_layer(store, path, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
 def test_upper_layers_replace_files_of_lower_ones() -> None:
     lower = {"a": "dir 755 0:0", "a/x": "file 1", "a/y": "file 1"}
     assert stacked([lower, {"a": "dir 755 0:0", "a/y": "file 2"}]) == {**lower, "a/y": "file 2"}

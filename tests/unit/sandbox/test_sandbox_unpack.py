@@ -19,6 +19,7 @@ import pytest
 import zstandard
 
 from primus.errors import HostError, InputError
+from primus.oci.contents import walk
 from primus.sandbox.container import LayerRef
 from primus.sandbox.unpack import layer_dir, unpack_layer
 
@@ -199,6 +200,53 @@ def test_escapes_are_refused(tmp_path, name):
     assert (tmp_path / "evil").read_text() == "untouched"
     assert blob.stat().st_nlink == before.st_nlink
     assert not Path("/tmp/evil").exists()
+
+
+def wrong(**fields: object) -> tarfile.TarInfo:
+    info = member("f")
+    for name, value in fields.items():
+        setattr(info, name, value)
+    return info
+
+
+HEADERS = {
+    **{
+        f"mtime {text}": wrong(pax_headers={"mtime": text})
+        for text in ("abc", "NaN", "Infinity", "1e30", "1E+999999999")
+    },
+    **{f"{name} {n}": wrong(**{name: n}) for name in ("uid", "gid") for n in (-5, 1 << 50)},
+    "mtime of a folder": wrong(type=tarfile.DIRTYPE, pax_headers={"mtime": "1e30"}),
+    "large uid in pax": wrong(pax_headers={"uid": "9" * 30}),
+    "zero byte in a path": wrong(pax_headers={"path": "a\0b"}),
+    "zero byte in a link": wrong(type=tarfile.SYMTYPE, pax_headers={"linkpath": "a\0b"}),
+    "zero byte in an attribute": wrong(pax_headers={"SCHILY.xattr.user.a\0b": "x"}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(HEADERS))
+def test_impossible_headers_are_refused(tmp_path, name):
+    form = tarfile.PAX_FORMAT if HEADERS[name].pax_headers else tarfile.GNU_FORMAT
+    ref, blob = layer(tmp_path, HEADERS[name].tobuf(form) + bytes(1024))
+    with pytest.raises(InputError, match="its header has an impossible") as caught:
+        unpack_layer(ref, blob, tmp_path / "cache")
+    assert ref.digest in str(caught.value)
+    assert left(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize("read", [unpack_layer, lambda ref, blob, _: list(walk(ref, blob))])
+@pytest.mark.parametrize(
+    "plain",
+    [
+        tar(wrong(pax_headers={"GNU.sparse.map": "abc", "GNU.sparse.size": "1"})),
+        wrong(type=b"L").tobuf(tarfile.GNU_FORMAT) * 3000,
+        wrong(size=1 << 60).tobuf(tarfile.GNU_FORMAT),
+    ],
+    ids=["sparse", "chain", "size"],
+)
+def test_what_tarfile_cannot_read_is_no_archive(tmp_path, plain, read):
+    ref, blob = layer(tmp_path, plain)
+    with pytest.raises(HostError, match="no tar"):
+        read(ref, blob, tmp_path / "cache")
 
 
 def test_an_absolute_name_stays_inside(tmp_path):

@@ -15,7 +15,7 @@ def run(args: argparse.Namespace) -> int:
     """Remove what nothing needs, and print what was removed. Raises HostError while the store is in use."""
     project = open_project(args)
     store = project.workspace.store
-    with store.alone():
+    with project.workspace.alone():
         names = store.images()
         for name in args.image:
             if name not in names:

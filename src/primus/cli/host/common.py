@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 
 from primus.errors import InputError
@@ -12,10 +13,12 @@ from primus.plan.workspace import Workspace
 
 
 def open_project(args: argparse.Namespace) -> Project:
-    """Open the project that the options name, and hold its store while this command runs."""
+    """Open the project that the options name, and hold its workspace while this command runs."""
     store = args.store.absolute() if args.store else None
     project = Project.find(args.project, store=store, channel=args.channel)
-    project.workspace.store.hold()
+    with contextlib.suppress(OSError):
+        project.workspace.folder.mkdir(exist_ok=True)
+    project.workspace.hold()
     return project
 
 

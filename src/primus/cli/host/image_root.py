@@ -8,6 +8,7 @@ from primus.cli.host.common import resolved_target
 from primus.oci.roots import root_of_image
 from primus.oci.store import Store
 from primus.plan.project import Project
+from primus.plan.workspace import Workspace
 from primus.sandbox.container import RootFs
 
 
@@ -18,6 +19,9 @@ def image_root(args: argparse.Namespace) -> RootFs:
     """
     if args.store and args.project is None and not Project.here():
         store = args.store.absolute()
-        return root_of_image(Store(store), store.parent / "unpacked", args.target)
+        workspace = Workspace(Store(store), store.parent)
+        if store.is_dir():
+            workspace.hold()
+        return root_of_image(workspace.store, workspace.unpacked, args.target)
     resolved, workspace = resolved_target(args)
     return root_of_image(workspace.store, workspace.unpacked, args.target, ref=resolved.ref)

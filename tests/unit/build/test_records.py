@@ -1,0 +1,50 @@
+"""A record that another version wrote counts as missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from primus.build.execute import Workshop
+from primus.build.kinds import Wheel
+from primus.build.records import wheel_of
+from primus.errors import HostError
+from primus.oci.store import Store
+from primus.plan.action import Action
+from primus.plan.workspace import Workspace
+
+WHEEL = {"file": "a-1-py3-none-any.whl", "sha256": "1" * 64, "size": 1}
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Workshop:
+    workspace = Workspace(Store(tmp_path / "store"), tmp_path)
+    workspace.store.prepare()
+    workspace.files.path(WHEEL["sha256"]).parent.mkdir(parents=True)
+    workspace.files.path(WHEEL["sha256"]).write_bytes(b"x")
+    return Workshop(workspace=workspace, progress=SimpleNamespace())
+
+
+@pytest.fixture
+def build() -> Action:
+    return Action(name="build a", kind="build", inputs=(), spec={"package": "a"})
+
+
+def test_a_wheel_is_read(shop: Workshop, build: Action) -> None:
+    shop.workspace.store.save("actions", build.key, {"wheel": WHEEL})
+    assert wheel_of(shop.workspace.store, build.key) == Wheel(**WHEEL)
+    assert shop.done(build)
+
+
+@pytest.mark.parametrize(
+    "wheel",
+    [None, [], "a.whl", {}, {**WHEEL, "tag": "any"}, {**WHEEL, "size": "1"}, {"file": "a.whl", "sha256": "1" * 64}],
+)
+def test_a_wheel_in_another_shape_is_missing(shop: Workshop, build: Action, wheel: object) -> None:
+    shop.workspace.store.save("actions", build.key, {} if wheel is None else {"wheel": wheel})
+    assert not shop.done(build)
+    layer = Action(name="a", kind="wheels", inputs=(), spec={}, needs=(build,))
+    with pytest.raises(HostError, match="build a has no result in the store"):
+        shop.read_by(layer)

@@ -22,9 +22,9 @@ from typing import Any
 from primus.recipes.load import folder
 from primus.recipes.setting import Choices
 from primus.recipes.size import size
-from primus.training import logs, metrics, start, suite
+from primus.training import logs, metrics, suite
 from primus.training.flops import of_recipe_unit
-from primus.training.job import Job
+from primus.training.job import Job, JobResult
 from primus.training.levels import LEVELS
 from primus.training.torchtitan import render
 
@@ -56,6 +56,14 @@ def main() -> int:
     return 0 if all(result["passed"] for result in results) else 1
 
 
+def _train(job: Job) -> JobResult:
+    """Run ``job`` as a user would: with ``primus train`` on this machine, without a container."""
+    words = [sys.executable, "-m", "primus.cli.main", *job.arguments(), "--json"]
+    return JobResult(
+        exit_code=subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode, output=job.output
+    )
+
+
 def command(options: argparse.Namespace) -> str:
     """Return the command line, with placeholders for the file name and the description, and without paths of this
     machine.
@@ -84,7 +92,7 @@ def one(cell: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     if cell.startswith("bare:"):
         return common | bare(job)
-    outcomes = suite.run(jobs, start.run_directly)
+    outcomes = suite.run(jobs, _train)
     verdicts = suite.judge(jobs, outcomes)
     left = outcomes["base"]
     if left.exit_code:

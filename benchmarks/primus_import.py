@@ -26,10 +26,10 @@ import yaml
 from benchmarks.same_arguments import compared
 from primus.compat.experiment import experiment, recipe_text
 from primus.compat.merge import Merged, merge
-from primus.compat.presets import flat
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.yamlfile import flat
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "benchmarks" / "results" / "primus-import.json"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -229,6 +229,15 @@ def spell(data: Scalar | list[Scalar]) -> str:
         return ".nan" if math.isnan(data) else ".inf" if data > 0 else "-.inf"
     # With a point in the mantissa, readers of YAML 1.1 also see a number.
     return re.sub(r"^(-?\d+)e", r"\1.0e", repr(data))
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested mappings as dotted keys with values. An empty mapping yields nothing."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _yaml() -> Any:

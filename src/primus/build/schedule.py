@@ -146,9 +146,7 @@ def _relock(workshop: Workshop, plans: Sequence[ImagePlan], gone: Sequence[Locke
 
 
 def missing(plans: Sequence[ImagePlan], done: Callable[[Action], bool]) -> list[Action]:
-    """Return the actions to run, dependencies first and each once. Actions that only finished actions depend on are
-    skipped.
-    """
+    """Return the actions to run, each once. Actions that only finished actions depend on are skipped."""
     wanted: dict[str, Action] = {}
     for plan in plans:
         for action in reversed(plan.actions()):

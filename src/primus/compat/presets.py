@@ -7,7 +7,7 @@ v25.7, the files of ``bases`` and ``includes`` supply keys that the file does no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -109,15 +109,6 @@ def put(into: dict[str, Any], key: str, value: Any) -> None:
         del into[old]
     into.pop(key, None)
     into[key] = value
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested mappings as dotted keys with values. An empty mapping yields nothing."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 @cache

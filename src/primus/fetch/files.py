@@ -209,10 +209,11 @@ class _Work:
     def _deb(self, file: LockedFile, meter: Meter) -> None:
         pool = self._places.pool(file.base or "", self._stop)
         kept: dict[str, Callable[..., object]] = self._local.__dict__
-        get = kept.setdefault("apt", pool.access.get())
+        if "apt" not in kept:
+            kept["apt"] = pool.access.get()
         for url in pool.urls(file):
             try:
-                return self._take(file, url, get, meter)
+                return self._take(file, url, kept["apt"], meter)
             except NotThere:
                 continue
         raise NotThere(file.file)
@@ -232,15 +233,17 @@ class _Work:
         indexes = self._places.indexes
         if file.index is not None:
             indexes = indexes.only(self._places.sources.indexes[file.index])
-        session = self._local.__dict__.setdefault("pip", indexes.session())
+        kept = self._local.__dict__
+        if "pip" not in kept:
+            kept["pip"] = indexes.session()
         refused: HostError | None = None
 
         def get(url: str, headers: Mapping[str, str]) -> object:
-            return indexes.get(session, url, headers=headers)
+            return indexes.get(kept["pip"], url, headers=headers)
 
         for place in indexes.places(file.name):
             try:
-                offers = [link for link in indexes.offers(session, place) if link.file == file.file]
+                offers = [link for link in indexes.offers(kept["pip"], place) if link.file == file.file]
             except HostError as error:
                 refused = refused or error
                 continue

@@ -59,7 +59,7 @@ class Watch:
 
     def observe(self, needles: Sequence[bytes]) -> LayerFacts:
         """Examine everything until the builder closes the layer; see :class:`Examiner`."""
-        examiner = Examiner(needles)
+        examiner, ended = Examiner(needles), False
         try:
             for item in iter(self._queue.get, None):
                 for part in item:
@@ -67,10 +67,11 @@ class Watch:
                         examiner.feed(part)
                     else:
                         examiner.begin(part.path, part.kind, part.size)
+            ended = True
             return examiner.facts()
         except BaseException:
             # The builder must not wait for a reader that has ended.
-            while self._queue.get() is not None:
+            while not ended and self._queue.get() is not None:
                 pass
             raise
         finally:

@@ -28,6 +28,8 @@ KINDS: Mapping[Kind, tuple[str, str, str]] = {
 }
 LABEL = "app.kubernetes.io/name"
 _PORT = 29500
+# Kubeflow Trainer's own runtime for PyTorch, which a TrainJob patches.
+_RUNTIME = "torch-distributed"
 _RUNS = "/workspace/runs"
 # A recipe file of the user is written to this folder of each pod.
 _RECIPE = "/tmp/primus-recipe"
@@ -66,7 +68,6 @@ class Cluster:
     selector: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
     resume_from: str = ""
-    runtime: str = "torch-distributed"
 
     def __post_init__(self) -> None:
         if not self.image:
@@ -192,7 +193,7 @@ def _trainjob(plan: Plan, cluster: Cluster, name: str) -> list[Manifest]:
     replicated = [{"name": "node", "template": {"spec": {"template": patch}}}]
     runtime = {"template": {"spec": {"replicatedJobs": replicated}}}
     spec = {
-        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": cluster.runtime},
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": _RUNTIME},
         "trainer": {
             "image": cluster.image, "numNodes": plan.nodes, "command": container["command"],
             "resourcesPerNode": container["resources"],

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,7 +275,7 @@ def _srun(plan: Plan, site: Site) -> str:
     return " ".join([*words, 'bash -c "$task"'])
 
 
-def submit(text: str, folder: Path, *, wait: bool = False, options: Sequence[str] = ()) -> tuple[int, str]:
+def submit(text: str, folder: Path, *, wait: bool = False) -> tuple[int, str]:
     """Submit the script with sbatch. Returns the job's number and an exit code: of the job with ``wait``, else 0.
 
     Raises HostError if sbatch is missing or refuses the job.
@@ -284,7 +283,7 @@ def submit(text: str, folder: Path, *, wait: bool = False, options: Sequence[str
     if shutil.which("sbatch") is None:
         raise HostError("sbatch is not installed here", hint="run it on a login node; --dry-run prints the script")
     folder.mkdir(parents=True, exist_ok=True)
-    words = ["sbatch", "--parsable", *(["--wait"] if wait else []), *options]
+    words = ["sbatch", "--parsable", *(["--wait"] if wait else [])]
     done = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
     number = done.stdout.strip().partition(";")[0]
     if not number.isdigit():

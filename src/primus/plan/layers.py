@@ -335,12 +335,15 @@ def _tree(
     folder: Path, stats: StatIndex, component: str, pin: Pin, where: str, prefix: Prefix | None, tool: str
 ) -> Action:
     root = folder / (pin.path or "")
-    if not pin.outside and not root.resolve().is_relative_to(folder.resolve()):
-        raise InputError(
-            f"{component}: {pin.path} is outside of this repository",
-            where=where,
-            hint="if this is intended, set `outside: true` for the pin",
-        )
+    # Links above a file are followed; one within a folder is copied as a link.
+    followed = {str(pin.path): root} | {f"{pin.path}/{name}": (root / name).parent for name in pin.include}
+    for name, path in followed.items():
+        if not pin.outside and not path.resolve().is_relative_to(folder.resolve()):
+            raise InputError(
+                f"{component}: {name} is outside of this repository",
+                where=where,
+                hint="if this is intended, set `outside: true` for the pin",
+            )
     tree = tuple(stats.tree(root, pin.include))
     if prefix is None and "{site}" in (pin.to or ""):
         raise InputError(f"{component} is installed with the Python packages, but its target has no base", where=where)

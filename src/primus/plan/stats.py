@@ -63,8 +63,8 @@ class StatIndex:
         """Return every file below ``root`` in order, except caches. ``include`` restricts it to some of its
         children.
 
-        Raises InputError if the folder or a child in ``include`` is missing, unreadable or behind a link that leads
-        out of the folder, and for files that an image may not contain: pipes, devices, sockets and unclean paths.
+        Raises InputError if the folder or a child in ``include`` is missing or unreadable, and for files that
+        an image may not contain: pipes, devices, sockets and unclean paths.
         """
         if (str(root), include) in self._trees:
             return self._trees[str(root), include]
@@ -76,8 +76,6 @@ class StatIndex:
                 path = f"{root}/{name}"
                 if not os.path.lexists(path):
                     raise InputError(f"there is no {name!r} in this folder", where=str(root))
-                if not Path(path).parent.resolve().is_relative_to(root.resolve()):
-                    raise InputError(f"{name!r} is outside of this folder, behind a link", where=str(root))
                 if os.path.isdir(path) and not os.path.islink(path):
                     self._walk(path, f"{name}/", found)
                 else:

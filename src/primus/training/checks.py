@@ -5,6 +5,7 @@ No check passes without evidence: a run without steps or facts fails all checks 
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -159,13 +160,15 @@ def grad_norm_steady(series: Series, jump: float, *, repeated: bool = False) -> 
     run jumps as well, so a jump passes if the reference ``repeated`` the norm of every step.
     """
     worst, at = 0.0, 0
-    for position in range(3, len(series.steps)):
-        before = statistics.median(step.grad_norm for step in series.steps[:position])
-        ratio = series.steps[position].grad_norm / before if before else math.inf
+    norms = sorted(step.grad_norm for step in series.steps[:3])
+    for step in series.steps[3:]:
+        median = (norms[(len(norms) - 1) // 2] + norms[len(norms) // 2]) / 2
+        ratio = step.grad_norm / median if median else math.inf
         if math.isnan(ratio):
             ratio = math.inf
         if ratio > worst:
-            worst, at = ratio, series.steps[position].step
+            worst, at = ratio, step.step
+        bisect.insort(norms, step.grad_norm)
     enough, large = len(series.steps) > 3, worst > jump
     reason = f"largest against the running median at step {at}"
     if large and repeated:

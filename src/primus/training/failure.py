@@ -166,8 +166,8 @@ def _last_line(text: str) -> str:
         found = [line for line in lines if _EXCEPTION.match(line)]
         return (found[-1] if found else lines[-1])[:_LONGEST]
     # The first line of some messages only announces the rest.
-    told = lines[0] if not lines[0].endswith(":") else " ".join(lines[:2])
-    return told[:_LONGEST] if lines else ""
+    told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    return " ".join(told)[:_LONGEST]
 
 
 def cause(output: Path, exit_code: int, shared: Path | None = None) -> Failure | None:

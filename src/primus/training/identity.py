@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.rules import rules_of
 from primus.training import tensors
 from primus.training.job import step_of, steps
+from primus.yamlfile import flat
 
 FILE = "recipe.json"
 FORMAT = 1
@@ -31,7 +32,7 @@ def of(recipe: Recipe) -> dict[str, Any]:
     """
     section = recipe.section(recipe.backend)
     found: dict[str, Any] = {"backend": recipe.backend, "mode": recipe.mode}
-    found |= {f"model.{key}": value for key, value in _flat(asdict(recipe.architecture)) if key != "hf_repo"}
+    found |= {f"model.{key}": value for key, value in flat(asdict(recipe.architecture)) if key != "hf_repo"}
     for key, digest in recipe.asset_digests.items():
         found[f"assets.{key}"] = f"sha256:{digest}" if digest else recipe.get(f"assets.{key}", str)
     found |= {
@@ -48,14 +49,6 @@ def of(recipe: Recipe) -> dict[str, Any]:
         name = recipe.find(f"{recipe.backend}.weights", "random")
         found["weights"] = f"sha256:{tensors.fingerprint(weights)}" if weights else name
     return found
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def seal(folder: Path, identity: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 # torchtitan's format, which our own loop also uses. Loss and norm can be any word, so that NaN is read, too.
@@ -52,7 +53,12 @@ class Series:
 
     def at(self, number: int) -> Step | None:
         """Return step ``number``, or None if it was not logged."""
-        return next((step for step in self.steps if step.step == number), None)
+        return self._numbered.get(number)
+
+    @cached_property
+    def _numbered(self) -> dict[int, Step]:
+        # A number that was logged twice stands for its first line.
+        return {step.step: step for step in reversed(self.steps)}
 
 
 def step_in(line: str) -> Step | None:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 
 import primus
@@ -35,7 +34,7 @@ from primus.training.clock import Clock
 from primus.training.job import Job, JobResult
 from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
-from primus.turbo.optimizations import chosen, missing_packages
+from primus.turbo.optimizations import chosen, importable, missing_packages
 
 # A node whose ranks all wait for another node's rank gives that node this long to name it.
 _OTHERS_NAME_IT = 5.0
@@ -54,7 +53,7 @@ def check_backend(job: Job) -> None:
     """Raise HostError if a package is not installed that the job's backend, or one of its settings, needs."""
     knows = job.recipe.knows
     asked = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
-    missing = [name for name in (*knows.packages, *asked) if not _importable(name)]
+    missing = [name for name in (*knows.packages, *asked) if not importable(name)]
     missing += missing_packages(chosen(job.recipe))
     if missing:
         raise HostError(
@@ -67,13 +66,6 @@ def check_resume(job: Job, accepted: Sequence[str] = ()) -> None:
     """Raise InputError if the checkpoint to resume from is damaged, or differs in a field not in ``accepted``."""
     if job.resume_from is not None:
         identity.check(job.resume_from, job.recipe, accepted)
-
-
-def _importable(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def prepare(job: Job) -> None:
@@ -187,10 +179,3 @@ def _judge(job: Job) -> None:
     command = [sys.executable, "-s", "-m", "primus.training.reference", str(job.output)]
     with (job.output / "reference.txt").open("w", encoding="utf-8") as log:
         subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
-
-
-def run_directly(job: Job) -> JobResult:
-    """Run ``job`` as a user would: with ``primus train`` on this machine, without a container."""
-    command = [sys.executable, "-m", "primus.cli.main", *job.arguments(), "--json"]
-    ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-    return JobResult(exit_code=ended.returncode, output=job.output)

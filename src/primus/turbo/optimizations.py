@@ -169,10 +169,11 @@ def active(names: Sequence[str]) -> dict[str, Any]:
 def missing_packages(names: tuple[str, ...]) -> list[str]:
     """Return the packages that ``names`` need and this machine's Python does not have."""
     needed = dict.fromkeys(package for name in names for package in optimizations()[name].packages)
-    return [package for package in needed if not _importable(package)]
+    return [package for package in needed if not importable(package)]
 
 
-def _importable(name: str) -> bool:
+def importable(name: str) -> bool:
+    """Whether this Python has the package ``name``, without importing it."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:

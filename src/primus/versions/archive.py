@@ -321,6 +321,7 @@ def ask_archive(suites: Iterable[str]) -> None:
     if not wanted:
         return
     access = AptAccess.of_host()
+    mirrors = sorted({f"PRIMUS_{_maker(suite).upper()}_MIRROR" for suite in wanted})
     probes: dict[str, Probe] = {}
     for stanza in host_stanzas(wanted):
         for uri in stanza["URIs"].split():
@@ -332,7 +333,7 @@ def ask_archive(suites: Iterable[str]) -> None:
     require_answers(
         probes,
         deadline=HOST_DEADLINE_S,
-        hint="check apt-get update on this host, or set PRIMUS_DEBIAN_MIRROR to a mirror that it reaches",
+        hint=f"check apt-get update on this host, or set {' and '.join(mirrors)} to mirrors that it reaches",
     )
 
 

@@ -322,16 +322,17 @@ def _measured(kind: Any, found: Sequence[Candidate], indexes: Indexes) -> tuple[
     local = threading.local()
 
     def measured(one: Candidate) -> LockedFile:
-        session = local.__dict__.setdefault("session", indexes.session())
+        if not hasattr(local, "session"):
+            local.session = indexes.session()
         about = f"{one.name} {one.version}"
-        size, read = indexes.measure(session, one.url, about)
+        size, read = indexes.measure(local.session, one.url, about)
         if one.size not in (None, size):
             raise HostError(
                 f"the index states {one.size:,} bytes for {one.file}, but {bare_url(one.url)} sends {size:,}",
                 hint="run it again later; the index or its mirror is being changed",
                 about=one.name,
             )
-        sha256 = one.sha256 or read or indexes.read(session, one.url, about)[1]
+        sha256 = one.sha256 or read or indexes.read(local.session, one.url, about)[1]
         return LockedFile(
             kind=kind,
             name=one.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 from gpu_files import bundle, elf, member
 from primus.errors import HostError
 from primus.gates import facts as facts_module
-from primus.gates.examiner import LayerFacts
+from primus.gates.examiner import Examiner, LayerFacts
 from primus.gates.facts import facts_of, observe
 from primus.gates.rules.litter import judge, litter
 from primus.gates.rules.overlap import shared_names
@@ -488,3 +489,16 @@ def test_a_source_may_bring_compiled_files_of_its_maker(layer: str, seen: str, s
     )
     (finding,) = judge(examined).findings  # type: ignore[arg-type]
     assert finding.severity == severity
+
+
+def test_an_examiner_that_fails_at_the_end_ends_the_observation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for a second end of the layer, which never comes."""
+
+    def full(_self: Examiner) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(Examiner, "facts", full)
+    watch = Watch()
+    watch.close()
+    with pytest.raises(OSError, match="no space left"):
+        watch.observe([])

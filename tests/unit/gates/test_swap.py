@@ -218,6 +218,15 @@ def test_a_folder_that_becomes_a_link_out_of_the_project_is_refused(kit: Kit) ->
     assert "is outside of this repository" in result.err
 
 
+def test_an_included_path_behind_a_link_out_of_the_project_is_refused(kit: Kit) -> None:
+    (kit.root.parent / "outside/sub").mkdir(parents=True)
+    (kit.root / "parts/alpha/there").symlink_to(kit.root.parent / "outside")
+    kit.edit("versions.yaml", "path: parts/alpha,", "path: parts/alpha, include: [there/sub],")
+    result, _ = build(kit, "demo")
+    assert result.code == 2
+    assert "alpha: parts/alpha/there/sub is outside of this repository" in result.err
+
+
 @pytest.mark.parametrize("name", ["to", "assembler"])
 def test_a_folder_may_be_called_like_another_input(kit: Kit, name: str) -> None:
     (kit.root / "parts/beta").rename(kit.root / name)

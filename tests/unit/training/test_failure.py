@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from primus.errors import InputError
-from primus.training.failure import cause, known, note, share, text_of
+from primus.training.failure import _last_line, cause, known, note, share, text_of
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 PEER = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
@@ -85,6 +85,11 @@ def left(folder: Path, log: str, *notes: tuple[float, int, str]) -> Path:
 )  # fmt: skip
 def test_the_first_cause(tmp_path: Path, log: str, notes: list[tuple[float, int, str]], code: int, wanted: str) -> None:
     assert wanted in str(cause(left(tmp_path, log, *notes), code))
+
+
+def test_a_message_without_text_is_no_cause() -> None:
+    assert _last_line(" \n") == ""
+    assert _last_line("ValueError:\n  no such shard") == "ValueError: no such shard"
 
 
 def test_a_job_that_passed_has_no_cause_and_broken_notes_are_none(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_sizes_and_precision_are_set_in_one_place_only() -> None:
 
 def test_fp8_without_transformer_engine_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = resolve("llama3.1-8b", (), Choices(backend="megatron", gpu="h200", precision="fp8"))
-    monkeypatch.setattr(start, "_importable", lambda name: name != "transformer_engine")
+    monkeypatch.setattr(start, "importable", lambda name: name != "transformer_engine")
     with pytest.raises(HostError, match="transformer_engine cannot be imported"):
         start.check_backend(Job(name="train", recipe=recipe, output=tmp_path))
     start.check_backend(Job(name="train", recipe=proxy(), output=tmp_path))

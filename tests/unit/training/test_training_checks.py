@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import ast
 import math
+import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,16 @@ def test_loss_falls() -> None:
     assert checks.loss_falls(series(*FALLING), 0.15).passed
     for wrong in (series(*([7.0] * 20)), series(*reversed(FALLING)), series(7.0, 1.0), series(*([NAN] * 20))):
         assert not checks.loss_falls(wrong, 0.15).passed
+
+
+def test_the_running_median_is_that_of_all_norms_before() -> None:
+    draw = random.Random(0)
+    norms = tuple(draw.lognormvariate(0, 1) for _ in range(60))
+    ratios = [norms[at] / statistics.median(norms[:at]) for at in range(3, 60)]
+    verdict = checks.grad_norm_steady(series(*[5.0] * 60, norms=norms), max(ratios))
+    assert verdict.passed
+    assert f"at step {ratios.index(max(ratios)) + 4}" in verdict.reason
+    assert not checks.grad_norm_steady(series(*[5.0] * 60, norms=norms), math.nextafter(max(ratios), 0)).passed
 
 
 def test_grad_norm_steady() -> None:

@@ -301,6 +301,6 @@ def test_a_finished_checkpoint_cannot_be_resumed(capsys: pytest.CaptureFixture[s
 def test_without_torch_it_is_3(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from primus.training import start
 
-    monkeypatch.setattr(start, "find_spec", lambda name: None)
+    monkeypatch.setattr(start, "importable", lambda name: False)
     assert main(["train", "llama3-proxy"]) == 3
     assert "torch and torchtitan cannot be imported" in capsys.readouterr().err

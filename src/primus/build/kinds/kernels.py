@@ -24,6 +24,7 @@ from primus.gpucode.fatbinary import keep_only
 from primus.oci.contents import members
 from primus.oci.left_out import LeftOut
 from primus.oci.tar import Entry
+from primus.sandbox.tools import need
 
 if TYPE_CHECKING:
     from primus.build.execute import Workshop
@@ -34,7 +35,8 @@ _LIST = re.compile(r"var/lib/dpkg/info/([^/:]+)(?::[^/]+)?\.list")
 
 
 def prepare(actions: Sequence[Action], shop: Workshop) -> None:
-    """Do nothing: dpkg-deb, which unpacks the packages, is checked together with their base."""
+    """Raise HostError if dpkg-deb, which unpacks the packages, is missing and cannot be installed."""
+    need("dpkg-deb", "dpkg", say=shop.progress.say)
 
 
 def make(action: Action, shop: Workshop, scratch: Path) -> Made:

@@ -59,7 +59,7 @@ def bytecode_entries(
     ``run`` runs :data:`primus.plan.source.BYTECODE` in the sandbox; its arguments are the mounts, the folder for
     /out and the script's argument.
 
-    Raises CheckFailed if the script writes a file that is not bytecode of these modules.
+    Raises CheckFailed if what the script wrote was cut short.
     """
     modules = [e for e in entries if e.path.startswith(site + "/") and is_compiled(e.path)]
     if not modules:

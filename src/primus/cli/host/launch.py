@@ -246,8 +246,6 @@ def _recipe(options: argparse.Namespace, *, here: bool = True) -> Recipe:
 
 
 def _slurm(options: argparse.Namespace, plan: Plan) -> int:
-    if plan.nodes < 1:
-        raise InputError(f"--nodes {plan.nodes}: at least one node is needed")
     site = slurm.Site(
         container=options.container or (slurm.container_here() if options.image else "none"),
         image=options.image, output=options.output.absolute(), name=options.name, partition=options.partition,

@@ -39,6 +39,7 @@ def evidence(seen: Mapping[int, tuple[float, float]]) -> dict[str, Any]:
         "whole": True,
         "max_norm": 1.0,
         "summands": 2,
+        "narrow_sums": False,
         "steps": rows,
         "parameters": parameters,
         "moved": moved,

@@ -206,7 +206,7 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
     wrong += _clipping(rows, found, series)
     rounded = _ROUNDED[min(3, 3 if found["precision"] == "fp32" else found["summands"])]
     # In the end, gradients of bfloat16 weights are bfloat16 numbers, in whatever dtype they were added.
-    if not found.get("narrow"):
+    if not (found.get("narrow") or found["narrow_sums"]):
         wrong += [f"step {row['step']}: sums are rounded to bfloat16" for row in rows if row["rounded"] > rounded]
     return of_faults(
         "reference gradients",

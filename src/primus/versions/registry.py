@@ -48,6 +48,14 @@ def resolve_image(base: str, image: str, architecture: str) -> tuple[LockedFile,
     Raises InputError for an image of another platform or with unsupported layers, HostError if the registry does
     not answer or sends other bytes.
     """
+    try:
+        return _layers(base, image, architecture)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        hint = f"name another image for base {base}"
+        raise InputError(f"{image} has a damaged manifest: {error!r}"[:300], hint=hint, about=image) from None
+
+
+def _layers(base: str, image: str, architecture: str) -> tuple[LockedFile, ...]:
     name, _, digest = image.partition("@")
     manifest = _manifest(name, digest)
     if "manifests" in manifest:

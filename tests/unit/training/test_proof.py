@@ -122,6 +122,7 @@ def test_sums_in_bfloat16_have_fewer_digits_than_sums_of_bfloat16(summands: int,
     found = evidence(SEEN) | {"precision": "bf16", "summands": summands}
     found["steps"][2]["rounded"] = share
     assert (failing(found) == []) is passed
+    assert failing(found | {"narrow_sums": True}) == []
 
 
 EPSILON = "norm epsilon + 0.001"

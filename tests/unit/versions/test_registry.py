@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from primus.errors import InputError
 from primus.versions.lock import LockedFile
-from primus.versions.registry import copy_image, dpkg_status
+from primus.versions.registry import copy_image, dpkg_status, resolve_image
 
 IMAGE = "r.example/image@sha256:" + "0" * 64
 
@@ -75,3 +77,21 @@ def test_the_packages_of_an_image_are_read(tmp_path: Path) -> None:
 def test_a_layer_that_is_no_archive_is_named(tmp_path: Path, layer: bytes) -> None:
     with pytest.raises(InputError, match=f"layer sha256:{'1' * 64} of r.example/image@.* is not a gzip-compressed tar"):
         status_of(tmp_path, layer)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {"layers": [{}]}, {"layers": ["a"]}, {"layers": 3}, {"manifests": 3}, {"manifests": [{"platform": 3}]},
+        {"layers": [{"mediaType": "application/vnd.oci.image.layer.v1.tar+gzip", "digest": "sha256:0", "size": "x"}]},
+        {"layers": [{"mediaType": ["a"], "digest": "sha256:0", "size": 1}]},
+        {"manifests": [{"platform": {"os": "linux", "architecture": "amd64"}}]},
+    ],
+)  # fmt: skip
+def test_a_damaged_manifest_is_a_sentence(tmp_path: Path, skopeo: Path, manifest: object) -> None:
+    data = json.dumps(manifest).encode()
+    (tmp_path / "manifest").write_bytes(data)
+    skopeo.write_text(f"#!/bin/sh\ncat {tmp_path}/manifest\n")
+    image = f"r.example/image@sha256:{hashlib.sha256(data).hexdigest()}"
+    with pytest.raises(InputError, match="damaged manifest"):
+        resolve_image("based", image, "amd64")

@@ -62,7 +62,13 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
             # The run trained another model, so there is nothing to repeat.
             return found
         replayed = _Replay(job, sizes, folder)
-        found |= {"max_norm": update.settings(job).max_norm, "summands": job["data_parallel"] * job["accumulation"]}
+        config = job["config"]
+        found |= {
+            "max_norm": update.settings(job).max_norm, "summands": job["data_parallel"] * job["accumulation"],
+            # Whether the recipe asks for sums over ranks in bfloat16.
+            "narrow_sums": config.get("sharding.reduce_dtype") == "bfloat16"
+            or config.get("ddp.grad_reduce_in_fp32") is False,
+        }  # fmt: skip
         before = start
         with ThreadPoolExecutor(threads, initializer=_use_one_core) as pool:
             for one in replayed.compute(steps, pool):

@@ -65,8 +65,10 @@ _LONGER_NOISE = 3.0
 # If float32 cannot tell the scores of two experts apart, a token may go to either.
 _TIE = 3e-6
 _TIED = {"loss": 1e-3, "grad_norm": 2e-2, "gradient": 0.3}
-# How far the gradients of experts move if every token in doubt goes to another expert, with room for rounding.
+# How far gradients move if every token in doubt goes to another expert, with room for rounding. Those of experts always
+# may, others only if an expert's did.
 _ALL_IN_DOUBT = 1.1
+_EXPERTS = ".experts."
 # The largest difference of a backend's count of FLOPs from the recipe's.
 _FLOPS = 0.01
 # The largest difference of images per second × tokens per image from tokens per second. The log rounds both, images to
@@ -191,11 +193,12 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
     usual = usual_gaps(found["steps"])
     gaps = [(0.0, 0.0, _LEAST["gradient"], 0, "")]
     for row in rows:
+        noise, elsewhere = row.get("noise", {}), _sent_elsewhere(row)
         for kind, (gap, name) in row["gaps"].items():
-            noise = row.get("noise", {})
             own, _ = noise.get("gaps", {}).get(kind, (0.0, ""))
             limit = _limit("gradient", max(usual.get(kind, 0.0), own), row)
-            limit = max(limit, _ALL_IN_DOUBT * noise.get("experts", {}).get(kind, 0.0))
+            if elsewhere or _EXPERTS in kind:
+                limit = max(limit, _ALL_IN_DOUBT * noise.get("doubt", {}).get(kind, 0.0))
             gaps.append((gap / limit, gap, limit, row["step"], name))
     for kind, (gap, limit) in _means(found["steps"]).items():
         if gap > limit:
@@ -214,6 +217,19 @@ def _gradients(found: Mapping[str, Any], series: Series) -> Verdict:
         "every tensor agrees, as the optimizer got it",
         measured=f"{gap:.1e}",
         limit=f"relative gap ≤ {limit:.1e}",
+    )
+
+
+def _sent_elsewhere(step: Mapping[str, Any]) -> bool:
+    """Whether rounding sent a token in doubt to another expert, which moves all gradients of the step.
+
+    It did if the gradient of an expert moved by more than its noise, and by no more than all such tokens explain.
+    """
+    noise, doubt = step.get("noise", {}), step.get("noise", {}).get("doubt", {})
+    return any(
+        _NOISE["gradient"] * noise["gaps"][kind][0] < gap <= _ALL_IN_DOUBT * doubt[kind]
+        for kind, (gap, _) in step["gaps"].items()
+        if _EXPERTS in kind and kind in doubt
     )
 
 
@@ -317,11 +333,12 @@ def _means(steps: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]
     """Return kind of tensor → mean gap and its limit, over the steps with known noise, because rounding averages
     out.
 
-    Only gaps and noise of the same steps can be compared so closely.
+    Only gaps and noise of the same steps can be compared so closely, and only if no token was sent elsewhere.
     """
-    rows = [step for step in steps if step["regular"] and step["own_gradient"]]
+    regular = [step for step in steps if step["regular"] and step["own_gradient"]]
+    rows = [step for step in regular if not _sent_elsewhere(step)]
     found = {}
-    for kind in rows[0]["gaps"] if len(rows) >= _ENOUGH else ():
+    for kind in rows[0]["gaps"] if len(regular) >= _ENOUGH and len(rows) > 1 else ():
         gap = statistics.fmean(row["gaps"].get(kind, (0.0, ""))[0] for row in rows)
         noises = [row["noise"]["gaps"][kind][0] for row in rows]
         tied = any(row["closest"] < _TIE for row in rows)

@@ -259,7 +259,7 @@ class _Replay:
                 }
                 for key in ("loss", "grad_norm"):
                     noise[key] = max(noise[key], math.sqrt(sum(one[key] ** 2 for one in others) / len(others)))
-                found["noise"]["experts"] = self._other_experts(step, weights, limited, scales)
+                found["noise"]["doubt"] = self._in_doubt(step, weights, limited, scales)
             if used is not None and trials:
                 products = self._trials(step, weights, used, limited, rounded)
         return _Step(
@@ -273,11 +273,8 @@ class _Replay:
             of_weights=products,
         )
 
-    def _other_experts(
-        self, step: int, weights: Tensors, limited: Tensors, scales: Mapping[str, float]
-    ) -> dict[str, float]:
-        """Return kind of experts' tensor → how far its gradient moves if every token in doubt goes to the other
-        expert.
+    def _in_doubt(self, step: int, weights: Tensors, limited: Tensors, scales: Mapping[str, float]) -> dict[str, float]:
+        """Return kind of tensor → how far its gradient moves if every token in doubt goes to the other expert.
 
         Rounding occasionally sends a few of these tokens there. No repetition with rounding can show which
         ones.
@@ -287,7 +284,7 @@ class _Replay:
             return {}
         gradients = self._gradients(step, weights, replace(model, doubt=_DOUBT))[2]
         clipped = update.clipped(gradients, update.norm_of(gradients), self._given.max_norm)
-        return {kind: gap for kind, (gap, _) in gaps_of(clipped, limited, scales).items() if ".experts." in kind}
+        return {kind: gap for kind, (gap, _) in gaps_of(clipped, limited, scales).items()}
 
     def _doubtful(self, step: int, found: Mapping[str, Any]) -> bool:
         """Return whether a gap is too large for its noise, but small enough that noise may explain it."""

@@ -46,18 +46,30 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
 
     Raises InputError if the lock lacks a file that the target needs.
     """
-    target, pins, versions, choice = resolved.target, resolved.pins, resolved.versions, resolved.choice
+    base = resolved.choice.base
+    prefix = Prefix(python=".".join(resolved.versions.bases[base].python.split(".")[:2])) if base else None
+    held = constraints(resolved)
+    layers = _layers(resolved, stats, prefix, held)
+    _check_names(resolved, layers)
+    return ImagePlan(
+        resolved=resolved,
+        layers=tuple(layers),
+        config=_config(resolved, prefix, held),
+        annotations=_annotations(resolved),
+    )
+
+
+def _layers(resolved: ResolvedTarget, stats: StatIndex, prefix: Prefix | None, held: str) -> list[Action]:
+    """Return the layers, lowest first. ``held`` is the text of the constraints for pip."""
+    target, base = resolved.target, resolved.choice.base
     tool = assembler(target.compression)
-    prefix: Prefix | None = None
     layers: list[Action] = []
-    if choice.base:
-        base = versions.bases[choice.base]
-        prefix = Prefix(python=".".join(base.python.split(".")[:2]))
-        layers += _root(resolved, choice.base, tool)
-        if base.kernels:
-            layers.append(_kernels(resolved, choice.base, tool))
+    if prefix and base:
+        layers += _root(resolved, base, tool)
+        if resolved.versions.bases[base].kernels:
+            layers.append(_kernels(resolved, base, tool))
         # The environment sees the base's own Python packages only if one of them is pinned.
-        layers.append(_inline("environment", environment(prefix, any(p.deb for p in pins.values())), tool))
+        layers.append(_inline("environment", environment(prefix, any(p.deb for p in resolved.pins.values())), tool))
     root = tuple(a for a in layers if a.kind in ("image", "debs"))
     layers += _components(resolved, stats, prefix, root, tool)
     if target.turbo:
@@ -67,63 +79,76 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
         inside = [a for a in layers if not a.tree]
         local = [a for a in layers if a.tree]
         layers = [*inside, turbo_action(resolved, stats, inside, prefix, tool), *local]
-    layers += [_extra(resolved, choice.base, extra, tool) for extra in resolved.extras if choice.base]
-    facts = {
-        "release": versions.release,
-        "target": resolved.name,
-        "channel": choice.channel,
-        "preview": choice.preview,
-        "components": {
-            versions.components[c].name: p.version for c, p in (*pins.items(), *resolved.inside.items()) if p.version
-        },
-        **({"extras": list(resolved.extras)} if resolved.extras else {}),
-    }
-    held = constraints(resolved)
+    layers += [_extra(resolved, base, extra, tool) for extra in resolved.extras if base]
     if prefix:
-        entries = {"etc/primus/image.json": {"text": json.dumps(facts, indent=1) + "\n"}}
+        entries = {"etc/primus/image.json": {"text": json.dumps(_facts(resolved), indent=1) + "\n"}}
         if held:
             entries[CONSTRAINTS] = {"text": held}
         layers.append(_inline("facts", entries, tool))
-    _check_names(resolved, layers)
+    return layers
+
+
+def _facts(resolved: ResolvedTarget) -> dict[str, object]:
+    """Return what the image says of itself in ``/etc/primus/image.json``."""
+    components = resolved.versions.components
+    every = {**resolved.pins, **resolved.inside}
+    return {
+        "release": resolved.versions.release,
+        "target": resolved.name,
+        "channel": resolved.choice.channel,
+        "preview": resolved.choice.preview,
+        "components": {components[name].name: pin.version for name, pin in every.items() if pin.version},
+        **({"extras": list(resolved.extras)} if resolved.extras else {}),
+    }
+
+
+def _config(resolved: ResolvedTarget, prefix: Prefix | None, held: str) -> dict[str, object]:
+    """Return the image's config: platform, environment, command and labels."""
+    target, preview = resolved.target, resolved.choice.preview
     env = dict(resolved.environment)
     if prefix:
         env.setdefault("PATH", f"/{prefix.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
         if held:
             env |= {name: f"/{CONSTRAINTS}" for name in ("PIP_CONSTRAINT", "UV_CONSTRAINT") if name not in env}
-    every = {**pins, **resolved.inside}
-    labels = {f"io.primus.pins.{c}": p.version or "local" for c, p in every.items()}
-    if choice.preview:
-        labels["io.primus.preview"] = choice.preview
+    every = {**resolved.pins, **resolved.inside}
+    labels = {f"io.primus.pins.{name}": pin.version or "local" for name, pin in every.items()}
+    if preview:
+        labels["io.primus.preview"] = preview
     if resolved.extras:
         labels["io.primus.extras"] = " ".join(resolved.extras)
-    created = f"{versions.created}T00:00:00Z"
-    return ImagePlan(
-        resolved=resolved,
-        layers=tuple(layers),
-        config={
-            "architecture": "amd64",
-            "os": "linux",
-            "created": created,
-            "config": {
-                "Env": [f"{k}={v}" for k, v in sorted(env.items())],
-                "Entrypoint": list(target.entrypoint),
-                "Cmd": list(target.command),
-                "WorkingDir": target.workdir,
-                "Labels": labels,
-            },
+    return {
+        "architecture": "amd64",
+        "os": "linux",
+        "created": _created(resolved),
+        "config": {
+            "Env": [f"{name}={value}" for name, value in sorted(env.items())],
+            "Entrypoint": list(target.entrypoint),
+            "Cmd": list(target.command),
+            "WorkingDir": target.workdir,
+            "Labels": labels,
         },
-        annotations={
-            "org.opencontainers.image.created": created,
-            "org.opencontainers.image.title": f"primus {resolved.name}",
-            "org.opencontainers.image.description": target.description,
-            "org.opencontainers.image.version": versions.release,
-            "org.opencontainers.image.source": _SOURCE,
-            "org.opencontainers.image.ref.name": resolved.ref,
-            "io.primus.target": resolved.name,
-            "io.primus.channel": choice.channel,
-            **({"io.primus.preview": choice.preview} if choice.preview else {}),
-        },
-    )
+    }
+
+
+def _annotations(resolved: ResolvedTarget) -> dict[str, str]:
+    """Return the annotations of the image's manifest."""
+    choice = resolved.choice
+    return {
+        "org.opencontainers.image.created": _created(resolved),
+        "org.opencontainers.image.title": f"primus {resolved.name}",
+        "org.opencontainers.image.description": resolved.target.description,
+        "org.opencontainers.image.version": resolved.versions.release,
+        "org.opencontainers.image.source": _SOURCE,
+        "org.opencontainers.image.ref.name": resolved.ref,
+        "io.primus.target": resolved.name,
+        "io.primus.channel": choice.channel,
+        **({"io.primus.preview": choice.preview} if choice.preview else {}),
+    }
+
+
+def _created(resolved: ResolvedTarget) -> str:
+    """Return the date of the release, which stands for the time of every build."""
+    return f"{resolved.versions.created}T00:00:00Z"
 
 
 def _check_names(resolved: ResolvedTarget, layers: Iterable[Action]) -> None:

@@ -26,11 +26,9 @@ from primus.errors import HostError, LacksPackages
 from primus.versions.answers import cause, short
 from primus.versions.apt import AptAccess
 from primus.versions.reachable import HOST_DEADLINE_S, Probe, require_answers
-from primus.versions.suites import ROLLING
+from primus.versions.suites import GLIBC, ROLLING, UBUNTU
 from primus.versions.traffic import bare_url, requesting
 
-_UBUNTU = ("noble",)
-_CODENAMES = ("bullseye", "bookworm", "trixie", "forky", "sid", "experimental", *_UBUNTU)
 _ALIASES = ("stable", "oldstable", "testing", "unstable")
 _POCKETS = ("", "-updates", "-security", "-backports", "/updates", "-proposed-updates")
 _KEYRING = "/usr/share/keyrings/{}-archive-keyring.gpg"
@@ -225,7 +223,7 @@ def _default_mirror(script: Path) -> str:
 
 def _maker(suite: str) -> str:
     """Return the publisher of a suite."""
-    return "ubuntu" if suite in _UBUNTU else "debian"
+    return "ubuntu" if suite in UBUNTU else "debian"
 
 
 def titled(suite: str) -> str:
@@ -237,7 +235,7 @@ def suite_of(word: str) -> tuple[str, str]:
     """Split a suite into ``(release, pocket)``: ``bookworm-updates`` → ``("bookworm", "-updates")``; else ``("",
     "")``.
     """
-    for name in (*_CODENAMES, *_ALIASES):
+    for name in (*GLIBC, *_ALIASES):
         if word.startswith(name) and word[len(name) :] in _POCKETS:
             return name, word[len(name) :]
     return "", "?"

@@ -1,4 +1,4 @@
-"""Debian suites: which ones a base takes packages from, and the apt preferences for that.
+"""Suites of Debian and Ubuntu: which ones a base takes packages from, and the apt preferences for that.
 
 A base is built on one suite. A package written as ``name/suite`` comes from that other suite, and nothing else does
 unless its own suite does not have it: a base on sid can take ROCm from experimental without taking experimental's C
@@ -13,6 +13,9 @@ from collections.abc import Sequence
 # Suites without pockets that are never released. A frozen archive keeps them beyond the date until which its index is
 # valid.
 ROLLING = ("sid", "experimental")
+UBUNTU = ("noble",)
+# Every supported suite → minor version of its glibc 2. A wheel that was built for a newer glibc does not work there.
+GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
 # Debian's architectures, and their names in the kernel and in wheels.
 MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 

@@ -30,11 +30,9 @@ from primus.versions.names import normalised
 from primus.versions.pages import Link
 from primus.versions.piprun import explain, no_such, run_pip
 from primus.versions.reachable import HOST_DEADLINE_S, require_answers
-from primus.versions.suites import MACHINES
+from primus.versions.suites import GLIBC, MACHINES
 from primus.versions.traffic import bare_url
 
-# glibc of the suites that a base may use. A wheel that was built for a newer glibc does not work there.
-GLIBC = {"bullseye": 31, "bookworm": 36, "trixie": 41, "forky": 41, "sid": 41, "experimental": 41, "noble": 39}
 _LEGACY = {5: "manylinux1", 12: "manylinux2010", 17: "manylinux2014"}
 
 

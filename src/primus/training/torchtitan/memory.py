@@ -121,7 +121,7 @@ def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: b
     """Return what a layer keeps with selective checkpointing: all of every n-th layer, or every second product."""
     option = recipe.find("torchtitan.activation_checkpoint.selective_ac_option", "2")
     if option != "op":
-        every = int(option) if option.isdigit() and int(option) else 1
+        every = int(option) if option.isdecimal() and int(option) else 1
         return layer - (layer - model.hidden_size) / every
     queries, values = model.heads * model.head_size, model.kv_heads * model.head_size
     # The layer's input, the products wq, wv, w1 and (unless a compiler drops it) w2, and the output of attention.

@@ -56,6 +56,8 @@ def test_a_documented_command_is_accepted(
         monkeypatch.setenv(name, value)
     for folder in FOLDERS:
         shutil.copytree(ROOT / "recipes/assets/tokenizer", tmp_path / folder.removeprefix("/"))
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/recipes.md").read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "my-model.yaml").write_text(recipe, encoding="utf-8")
     for name in ("data/corpus.jsonl", "rows/rows.jsonl", "prose.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "To be, or not to be.", "content": "That is the question."}\n' * 100)

@@ -279,9 +279,11 @@ def _pod(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> Manifest:
 
 def _script(plan: Plan, cluster: Cluster, name: str, how: _Pod) -> str:
     files = _own_files(plan.recipe)
-    path = plan.recipe.path
-    there = f"{_RECIPE}/{path.name}" if files else path.stem
-    words = shlex.join(there if word == str(path) else word for word in plan.command)
+    verb, recipe, *others = plan.command
+    if plan.recipe.by_path:
+        path = plan.recipe.path
+        recipe = f"{_RECIPE}/{path.name}" if files else path.stem
+    words = shlex.join([verb, recipe, *others])
     resume = f" --resume-from {shlex.quote(cluster.resume_from)}" if cluster.resume_from else ""
     rank = f"NODE_RANK={how.node_rank} " if how.node_rank else ""
     # A job that is applied again has a new id, so neither its folder nor its ranks collide with those of the earlier
@@ -303,7 +305,7 @@ def _own_files(recipe: Recipe) -> dict[str, str]:
     Raises InputError if such a file is outside of this folder or contains what looks like a secret.
     """
     found: dict[str, str] = {}
-    for path in load.read(recipe.path).files:
+    for path in recipe.files:
         if path.resolve().is_relative_to(load.folder().resolve()):
             continue
         name = os.path.relpath(path.absolute(), recipe.path.parent)

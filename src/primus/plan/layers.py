@@ -14,6 +14,7 @@ from primus.oci.canonical import key_of
 from primus.oci.layer import assembler, zstandard_version
 from primus.plan.action import Action, ImagePlan, Input, tree_value
 from primus.plan.aot import turbo_action
+from primus.plan.config import image_config, manifest_annotations
 from primus.plan.prefix import Prefix
 from primus.plan.resolve import ResolvedTarget
 from primus.plan.skeleton import (
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 # A wheel of the closure at least this large gets its own layer: small wheels change together, large ones rarely.
 _OWN_LAYER = 8_000_000
-_SOURCE = "https://github.com/AMD-AGI/Primus"
 
 
 def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
@@ -54,8 +54,8 @@ def plan_image(resolved: ResolvedTarget, stats: StatIndex) -> ImagePlan:
     return ImagePlan(
         resolved=resolved,
         layers=tuple(layers),
-        config=_config(resolved, prefix, held),
-        annotations=_annotations(resolved),
+        config=image_config(resolved, prefix, held),
+        annotations=manifest_annotations(resolved),
     )
 
 
@@ -100,55 +100,6 @@ def _facts(resolved: ResolvedTarget) -> dict[str, object]:
         "components": {components[name].name: pin.version for name, pin in every.items() if pin.version},
         **({"extras": list(resolved.extras)} if resolved.extras else {}),
     }
-
-
-def _config(resolved: ResolvedTarget, prefix: Prefix | None, held: str) -> dict[str, object]:
-    """Return the image's config: platform, environment, command and labels."""
-    target, preview = resolved.target, resolved.choice.preview
-    env = dict(resolved.environment)
-    if prefix:
-        env.setdefault("PATH", f"/{prefix.root}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
-        if held:
-            env |= {name: f"/{CONSTRAINTS}" for name in ("PIP_CONSTRAINT", "UV_CONSTRAINT") if name not in env}
-    every = {**resolved.pins, **resolved.inside}
-    labels = {f"io.primus.pins.{name}": pin.version or "local" for name, pin in every.items()}
-    if preview:
-        labels["io.primus.preview"] = preview
-    if resolved.extras:
-        labels["io.primus.extras"] = " ".join(resolved.extras)
-    return {
-        "architecture": "amd64",
-        "os": "linux",
-        "created": _created(resolved),
-        "config": {
-            "Env": [f"{name}={value}" for name, value in sorted(env.items())],
-            "Entrypoint": list(target.entrypoint),
-            "Cmd": list(target.command),
-            "WorkingDir": target.workdir,
-            "Labels": labels,
-        },
-    }
-
-
-def _annotations(resolved: ResolvedTarget) -> dict[str, str]:
-    """Return the annotations of the image's manifest."""
-    choice = resolved.choice
-    return {
-        "org.opencontainers.image.created": _created(resolved),
-        "org.opencontainers.image.title": f"primus {resolved.name}",
-        "org.opencontainers.image.description": resolved.target.description,
-        "org.opencontainers.image.version": resolved.versions.release,
-        "org.opencontainers.image.source": _SOURCE,
-        "org.opencontainers.image.ref.name": resolved.ref,
-        "io.primus.target": resolved.name,
-        "io.primus.channel": choice.channel,
-        **({"io.primus.preview": choice.preview} if choice.preview else {}),
-    }
-
-
-def _created(resolved: ResolvedTarget) -> str:
-    """Return the date of the release, which stands for the time of every build."""
-    return f"{resolved.versions.created}T00:00:00Z"
 
 
 def _check_names(resolved: ResolvedTarget, layers: Iterable[Action]) -> None:

@@ -32,7 +32,7 @@ class Recipe:
 
     ``overrides`` are the user's ``key=value`` arguments and ``choices`` the user's options; with both, the same recipe
     can be resolved again. ``precisions`` are all that the recipe supports with this backend in this mode. ``by_path``:
-    the user gave the path of the file.
+    the user gave the path of the file. ``files`` are that file and those it uses.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Recipe:
     choices: Choices = field(default_factory=Choices)
     precisions: tuple[str, ...] = ()
     by_path: bool = False
+    files: tuple[Path, ...] = ()
 
     def get(self, key: str, kind: type[Kind]) -> Kind:
         """Return the value of ``key``. Raises InputError if its type is not ``kind``; an int is accepted as float."""

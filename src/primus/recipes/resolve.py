@@ -74,6 +74,7 @@ def resolve(
     recipe = Recipe(
         name=name, path=path, settings=settings, overrides=tuple(spelled.values()), choices=_as_chosen(choices, chosen),
         precisions=supported(source.settings)[facts["backend"], facts["mode"]], by_path=load.is_path(name),
+        files=source.files,
     )  # fmt: skip
     _check_sense(recipe, here=here)
     return replace(recipe, name=recipe.get("name", str) if "/" not in name else name)
@@ -241,18 +242,19 @@ def _check_sense(recipe: Recipe, *, here: bool) -> None:
         if key not in recipe.settings:
             why = f"{key} is missing; a recipe must not depend on a default of {knows.name}"
             raise InputError(why, where=f"{recipe.path}:1:1", hint=f"add {key}")
+
+    def elsewhere(value: object) -> bool:
+        return not here and str(value).startswith("/")
+
     for name, value in recipe.section("assets").items():
-        asset = recipe.asset(name)
-        if not here and str(value).startswith("/"):
-            continue
+        asset = None if elsewhere(value) else recipe.asset(name)
         if asset is not None and not _exists(asset):
             refuse(f"assets.{name}", f"there is no {asset}", "name a file, a folder, hf:OWNER/NAME or mock")
         if asset is not None and not (asset.is_dir() or (asset.is_file() and name != "tokenizer")):
             kind = "a folder" if name == "tokenizer" else "a file or a folder"
             refuse(f"assets.{name}", f"{asset} is not {kind}", f"name {kind}, hf:OWNER/NAME or mock")
     weights = recipe.section(knows.name).get("weights")
-    elsewhere = not here and str(weights).startswith("/")
-    if isinstance(weights, str) and weights != "random" and not weights.startswith("hf:") and not elsewhere:
+    if isinstance(weights, str) and weights != "random" and not (weights.startswith("hf:") or elsewhere(weights)):
         folder = Path(weights)
         if not weights or not _exists(folder) or not folder.is_dir():
             why = f"there is no folder {weights!r}"

@@ -48,6 +48,7 @@ def cells_of(
         if not every:
             cells.append(Cell(recipe=name, choices=here, folder=short))
             continue
+        own: list[Cell] = []
         ways = supported(load.read(load.find(name, among)).settings)
         if not ways:
             raise InputError(f"recipe {name} supports no backend", where=str(load.find(name, among)))
@@ -56,12 +57,14 @@ def cells_of(
                 recipe=name, choices=replace(here, backend=backend, mode=mode), folder=f"{short}-{backend}-{mode}"
             )  # fmt: skip
             fits = [p for p in precisions if p in {PROXY_PRECISION, *offered} and computes(gpu, p, backend)]
-            cells += [_in_precision(way, precision) for precision in fits] if precisions else [way]
-        if cells[-1:] == [] or cells[-1].recipe != name:
+            own += [_in_precision(way, precision) for precision in fits] if precisions else [way]
+        if not own:
             raise InputError(
                 f"recipe {name} is trained in none of {', '.join(precisions)} on {gpu}",
-                where=str(load.find(name, among)), hint="name one that its `supports` has in the target's `trained_in`",
-            )  # fmt: skip
+                where=str(load.find(name, among)),
+                hint="add a precision that it supports to `trained_in` of the target",
+            )
+        cells += own
     return tuple(cells)
 
 

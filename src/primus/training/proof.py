@@ -225,7 +225,8 @@ def _sent_elsewhere(step: Mapping[str, Any]) -> bool:
 
     It did if the gradient of an expert moved by more than its noise, and by no more than all such tokens explain.
     """
-    noise, doubt = step.get("noise", {}), step.get("noise", {}).get("doubt", {})
+    noise = step.get("noise", {})
+    doubt = noise.get("doubt", {})
     return any(
         _NOISE["gradient"] * noise["gaps"][kind][0] < gap <= _ALL_IN_DOUBT * doubt[kind]
         for kind, (gap, _) in step["gaps"].items()
@@ -259,11 +260,7 @@ def _blocks(found: Mapping[str, Any]) -> Verdict:
             wrong += [f"step {step['step']}: {row['name']}: {sentence}" for sentence in _unlike(row, of_row, allowed)]
             worst = max([worst, *(row.get(key, 0.0) / limit for key, limit in of_row.items())])
     if found["unseen"]:
-        return of_faults(
-            "reference blocks",
-            wrong,
-            _UNSEEN,
-        )
+        return of_faults("reference blocks", wrong, _UNSEEN)
     if not compared:
         wrong.append("the reference did not compare this")
     return of_faults(
@@ -312,11 +309,7 @@ def _constants(evidence: Mapping[str, Any]) -> Verdict:
     ]
     decided = [name for name, limit in limits.items() if limit <= 1]
     if evidence["unseen"]:
-        return of_faults(
-            "reference constants",
-            wrong,
-            _UNSEEN,
-        )
+        return of_faults("reference constants", wrong, _UNSEEN)
     if not found:
         wrong = ["the reference did not compare this"]
     hidden = ", ".join(name for name in found if name not in decided)

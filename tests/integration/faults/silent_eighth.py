@@ -54,6 +54,17 @@ def _summed(products: Any) -> Any:
     return products.sum(-1, keepdim=True)
 
 
+def built(module: Any, change: Callable[[Any], None]) -> None:
+    """Call ``change`` with each language model that fine-tuning builds."""
+
+    def build(run: Any, *given: Any, **named: Any) -> Any:
+        made = run(*given, **named)
+        change(made)
+        return made
+
+    wrap(module, "causal_model", build)
+
+
 def _backward_pass() -> bool:
     """Whether autograd is running, so that a forward pass now is a recomputation."""
     import torch
@@ -278,8 +289,7 @@ def adapters_of_one_layer_see_the_states_before_the_norm(module: Any) -> None:
 def end_marks_taken_for_padding(module: Any) -> None:
     """The mark that ends a document also pads, and so no token sees it."""
 
-    def build(run: Any, *given: Any, **named: Any) -> Any:
-        made = run(*given, **named)
+    def masked(made: Any) -> None:
         inner = made.model.forward
 
         def forward(*, input_ids: Any, **others: Any) -> Any:
@@ -288,9 +298,8 @@ def end_marks_taken_for_padding(module: Any) -> None:
             return inner(input_ids=input_ids, attention_mask=seen.long(), **others)
 
         made.model.forward = forward
-        return made
 
-    wrap(module, "causal_model", build)
+    built(module, masked)
 
 
 # The backward pass alone

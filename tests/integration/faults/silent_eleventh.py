@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from silent import ADAMW, LOOP_DATA, SESSION, SHARDED, TITAN_UTILS, silent, wrap
-from silent_eighth import LAYERS, _with_gradient_of
+from silent_eighth import LAYERS, _with_gradient_of, built
 from silent_hostile import FLOAT8, LORA, TENSORS, TRANSFORMER
 from silent_seventh import NORMS, local
 from silent_subtle import BF16, FINETUNE, FP8
@@ -158,27 +158,20 @@ def frozen_weights_after_merging_and_unmerging_in_bf16(module: Any) -> None:
 def gradients_of_embeddings_divided_by_how_often_a_token_occurs(module: Any) -> None:
     """The embedding was built with ``scale_grad_by_freq``."""
 
-    def build(run: Any, *given: Any, **named: Any) -> Any:
-        made = run(*given, **named)
-        made.model.embed_tokens.scale_grad_by_freq = True
-        return made
-
-    wrap(module, "causal_model", build)
+    built(module, lambda made: setattr(made.model.embed_tokens, "scale_grad_by_freq", True))
 
 
 @silent("precision", "finetune", FINETUNE, "reference constants", words=BF16)
 def frequencies_of_the_rotation_cast_with_the_model(module: Any) -> None:
     """A call that casts the model to bfloat16 also casts the table of rotary frequencies, which should stay wide."""
 
-    def build(run: Any, *given: Any, **named: Any) -> Any:
+    def narrow(made: Any) -> None:
         import torch
 
-        made = run(*given, **named)
         table = made.model.rotary_emb.inv_freq
         table.copy_(table.to(torch.bfloat16))
-        return made
 
-    wrap(module, "causal_model", build)
+    built(module, narrow)
 
 
 # FLUX

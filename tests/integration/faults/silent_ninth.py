@@ -16,7 +16,7 @@ from silent import (
     silent,
     wrap,
 )  # fmt: skip
-from silent_eighth import END, _attend, _backward_pass, _summed, _with_gradient_of
+from silent_eighth import END, _attend, _backward_pass, _summed, _with_gradient_of, built
 from silent_hostile import FLOAT8, LORA, ROUTER, TRANSFORMER
 from silent_seventh import DISPATCHER, ENTROPY, NORMS, local
 from silent_subtle import BF16, DEEPSEEK_V3, FINETUNE, FP8, MIXTRAL
@@ -259,12 +259,7 @@ def last_sample_overwrites_the_gradients_of_biases(module: Any) -> None:
 def embedding_of_the_end_mark_taken_for_that_of_padding(module: Any) -> None:
     """The mark that ends a document also pads, and so its embedding gets no gradient."""
 
-    def build(run: Any, *given: Any, **named: Any) -> Any:
-        made = run(*given, **named)
-        made.model.embed_tokens.padding_idx = END
-        return made
-
-    wrap(module, "causal_model", build)
+    built(module, lambda made: setattr(made.model.embed_tokens, "padding_idx", END))
 
 
 @silent("precision", "finetune", NORMS, "reference constants", words=BF16)

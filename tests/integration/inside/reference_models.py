@@ -20,7 +20,7 @@ from primus.training.flux.entry import rotary_axes
 from primus.training.reference import blocks, constants, diffusion
 from primus.training.reference.model import Model
 from primus.training.reference.names import to_canonical
-from primus.training.reference.rounding import Rounding, attended, bfloat, exact
+from primus.training.reference.rounding import Rounding, attended, bfloat, exact, softmax
 from primus.training.reference.shapes import shapes
 
 
@@ -120,6 +120,19 @@ def attention() -> None:
     # Without the rounded sums, the gradients of the first values would be twice as exact.
     once, sums = ((seen[3] - exactly[3])[..., :2, :].norm() for seen in (ours(bfloat, adding=False), narrow))
     assert float(once) < 0.6 * float(sums), (once, sums)
+
+
+def shares() -> None:
+    """The softmax of visible pairs, with its gradient, also where exponentials underflow."""
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    for dtype, spread in ((torch.float32, 1.0), (torch.float64, 1.0), (torch.float64, 300.0)):
+        values, given = spread * torch.randn(2, 3, 6, 6, dtype=dtype), torch.randn(2, 3, 6, 6, dtype=dtype)
+        mine, other = values.clone().requires_grad_(), values.clone().requires_grad_()
+        ours, theirs = softmax(mine, hidden), other.masked_fill(hidden, -torch.inf).softmax(-1)
+        ours.backward(given)
+        theirs.backward(given)
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(mine.grad, other.grad)
 
 
 def flux() -> None:
@@ -239,6 +252,7 @@ main()
 activations()
 norms()
 attention()
+shares()
 flux()
 fit()
 figures()

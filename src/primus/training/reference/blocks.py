@@ -397,7 +397,7 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     if not sure.any():
         return row
     # Before the first update of a layer that begins at 0, all gradients are 0.
-    floor = results[0].floor * _mean_square(exact[sure].norm(dim=-1)) + _SMALLEST
+    floor = results[0].floor * _mean_square(exact.norm(dim=-1)[sure]) + _SMALLEST
     usual = _mean_square(noise[sure]) + floor
     allowed = noise.clamp(min=usual)
     ratios = torch.where(sure, own / allowed, 0.0)
@@ -411,14 +411,13 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
         for of, rounding, held in zip(*parts, strict=True)
         if int(held.sum()) >= min(_ENOUGH, held.numel())
     ]
-    size = float(change[sure].norm())
-    errors, rounding = (
-        (torch.cat([getattr(one, key) for one in results]).double() - exact)[sure] for key in ("run", "rounded")
-    )
+    size = float(change.norm(dim=-1)[sure].norm())
+    run, rounded = (torch.cat([getattr(one, key) for one in results]).double() for key in ("run", "rounded"))
+    along = ((run - rounded) * change).sum(-1)
     return row | {
         "typical": max(medians, default=0.0),
         "token": float(ratios.max()), "token_at": list(divmod(at, sure.shape[1])),
         "position": float(places.max()), "position_at": int(places.argmax()),
-        "share": float(((errors - rounding) * change[sure]).sum()) / size**2 if size else 0.0,
-        "noise": usual * math.sqrt(len(errors)) / size if size else math.inf,
+        "share": float(along[sure].sum()) / size**2 if size else 0.0,
+        "noise": usual * math.sqrt(int(sure.sum())) / size if size else math.inf,
     }  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from primus.recipes.architecture import Architecture, RopeScaling
-from primus.training.reference.rounding import Rounding, attended, exact, multiplied
+from primus.training.reference.rounding import Rounding, attended, exact, multiplied, softmax
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -231,12 +231,8 @@ class Model:
         if self.between is not exact:
             return attended(query, key, value, hidden, scale=scale, between=self.between, adding=self.adding)
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-        scores = query @ key.transpose(-1, -2) * (scale * self.constants.attention)
-        top = torch.where(hidden, -torch.inf, scores.detach()).amax(-1, keepdim=True)
-        # exp(-80) is below the rounding of float64. Exponentials of -inf, or that underflow, take several times as
-        # long.
-        powers = torch.exp(torch.where(hidden, -80.0, scores - top))
-        shares = self.constants.shares(powers / powers.sum(-1, keepdim=True))
+        scores = (query * (scale * self.constants.attention)) @ key.transpose(-1, -2)
+        shares = self.constants.shares(softmax(scores, hidden))
         return (shares @ value).transpose(1, 2).flatten(-2)
 
     def _angles(self, size: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

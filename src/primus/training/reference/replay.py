@@ -31,8 +31,9 @@ from primus.training.reference.rounding import bfloat
 # The relative rounding of weights and updates, by dtype. Smaller differences mean nothing.
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 # At steps that are not examined, the reference computes how far the precision moves its results if a gap exceeds this
-# many times the noise of the examined ones.
+# many times the noise of the examined ones, and these differences. Smaller ones pass whatever the noise is.
 _SUSPECT = 3.0
+_SMALL = {"loss": 1.5e-6, "grad_norm": 3e-5, "gradient": 3e-5}
 # How much the scores of two experts may differ, relative to the larger one, while rounding still decides between them.
 # In each of two runs, one token that went to the other expert caused the whole gap of 0.6 of an expert with few tokens.
 _DOUBT = 2.0**-6
@@ -194,11 +195,11 @@ class _Replay:
         """Return whether this step may amplify rounding more than the steps with known noise."""
         gaps: Mapping[str, tuple[float, str]] = figures.get("gaps", {})
         limits = {
-            "loss": 1e-6 + _SUSPECT * self._usual_figures["loss"],
-            "grad_norm": 1e-5 + self._usual_figures["grad_norm"],
+            "loss": _SMALL["loss"] + _SUSPECT * self._usual_figures["loss"],
+            "grad_norm": _SMALL["grad_norm"] + self._usual_figures["grad_norm"],
         }
         return any(self._gap(step, key, figures) > limit for key, limit in limits.items()) or any(
-            gap > 1e-5 + _SUSPECT * self._usual[kind] for kind, (gap, _) in gaps.items()
+            gap > _SMALL["gradient"] + _SUSPECT * self._usual[kind] for kind, (gap, _) in gaps.items()
         )
 
     def _gap(self, step: int, key: str, figures: Mapping[str, Any]) -> float:

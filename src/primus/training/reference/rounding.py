@@ -34,6 +34,36 @@ INNER = {
 _OF_GRADIENTS = {torch.float8_e4m3fn: torch.float8_e5m2, torch.float8_e4m3fnuz: torch.float8_e5m2fnuz}
 
 
+def softmax(scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the softmax of ``scores`` [..., queries, keys] over the keys; the pairs ``hidden`` have no share."""
+    out: torch.Tensor = _Softmax.apply(scores, hidden)
+    return out
+
+
+class _Softmax(torch.autograd.Function):
+    """The softmax and its gradient from their definitions, in place.
+
+    The tensors of attention are the largest of a model. Six operations of autograd on them would take twice as long.
+    """
+
+    @staticmethod
+    def forward(context: Any, scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        shares = scores.masked_fill(hidden, -torch.inf)
+        # exp(-80) is below the rounding of float64. Exponentials of -inf, or that underflow, take several times as
+        # long.
+        shares.sub_(shares.amax(-1, keepdim=True)).clamp_(min=-80.0).exp_()
+        shares.div_(shares.sum(-1, keepdim=True))
+        context.save_for_backward(shares)
+        return shares
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (shares,) = context.saved_tensors
+        # The derivative of share i by score j is share i × ([i = j] - share j).
+        found = gradients[0] * shares
+        return found.addcmul_(shares, found.sum(-1, keepdim=True), value=-1.0), None
+
+
 def attended(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor | None, *, scale: float,
     between: Rounding, adding: bool,

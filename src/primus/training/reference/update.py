@@ -116,14 +116,13 @@ class AdamW:
             decay = given.weight_decay if weight.ndim > 1 or given.decay_vectors else 0.0
             if not given.decoupled:
                 gradient = gradient + decay * weight
-            first = self.first.get(name, torch.zeros_like(weight)) * given.beta1 + (1 - given.beta1) * gradient
-            second = self.second.get(name, torch.zeros_like(weight)) * given.beta2
-            second = second + (1 - given.beta2) * gradient.square()
-            self.first[name], self.second[name] = first, second
-            direction = first / (1 - given.beta1**self.step)
-            direction = direction / ((second / (1 - given.beta2**self.step)).sqrt() + given.eps)
+            for moments in (self.first, self.second):
+                moments.setdefault(name, torch.zeros_like(weight))
+            first = self.first[name].mul_(given.beta1).add_(gradient, alpha=1 - given.beta1)
+            second = self.second[name].mul_(given.beta2).addcmul_(gradient, gradient, value=1 - given.beta2)
+            spread = (second / (1 - given.beta2**self.step)).sqrt_().add_(given.eps)
             kept = weight * (1 - lr * decay) if given.decoupled else weight
-            after[name] = kept - lr * direction
+            after[name] = torch.addcdiv(kept, first, spread, value=-lr / (1 - given.beta1**self.step))
         return after
 
 

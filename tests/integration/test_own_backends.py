@@ -29,7 +29,7 @@ def choices(backend: str, mode: str, precision: str = "fp32") -> Choices:
     return Choices(backend=backend, mode=mode, precision=precision, gpu="cpu", proxy=True)
 
 
-@pytest.mark.parametrize("script", ["collectives", "models", "data", "stores"])
+@pytest.mark.parametrize("script", ["collectives", "gathers", "models", "data", "stores"])
 def test_inside(python: list[str], script: str) -> None:
     ended = subprocess.run(
         [*python, str(Path(__file__).with_name("inside") / f"{script}.py")],

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from primus.training.gather import whole_tensor
+
 # A block of a transformer, and the layer that makes logits or, in FLUX, the velocity.
 _BLOCK = re.compile(r"(?:^|\.)((?:single_)?transformer_blocks|layers)\.(\d+)")
 _OUTPUT = re.compile(r"(?:.*\.)?(?:output|lm_head|output_layer|proj_out)")
@@ -109,12 +111,6 @@ class _Recorder:
 def _keep(call: Tensors, name: str, shape: torch.Size, gradient: torch.Tensor | None) -> None:
     # Autograd passes None where a block's result is not used, which stands for zeros.
     call[name] = torch.zeros(shape) if gradient is None else whole_tensor(gradient)
-
-
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, gathered from its shards, as a copy on the CPU. All ranks."""
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().cpu().clone()
 
 
 def _within_backward() -> bool:

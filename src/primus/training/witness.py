@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from primus.training.blocks import Blocks, whole_tensor
+from primus.training.blocks import Blocks
+from primus.training.gather import whole_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +170,7 @@ class Witness:
             # torchtitan's container of optimizers. Those in it run their own hooks, with the rates of this step.
             return
         self._optimizers.add(optimizer)
+        gradients: dict[str, torch.Tensor] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
@@ -176,9 +178,10 @@ class Witness:
                     continue
                 self._rates[name] = float(group["lr"])
                 if parameter.grad is not None:
-                    gradient = whole_tensor(parameter.grad)
-                    if _rank() == 0:
-                        self._gradients[name] = gradient
+                    gradients[name] = parameter.grad
+        whole = whole_tensors(gradients)
+        if _rank() == 0:
+            self._gradients |= whole
 
 
 def whole_parameters(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -186,10 +189,8 @@ def whole_parameters(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor
     found: dict[str, torch.Tensor] = {}
     for part in parts:
         stored = part.state_dict(keep_vars=True)
-        for name, tensor in stored.items():
-            if isinstance(tensor, torch.Tensor):
-                found[name] = whole_tensor(tensor)
-    return found
+        found |= {name: tensor for name, tensor in stored.items() if isinstance(tensor, torch.Tensor)}
+    return whole_tensors(found)
 
 
 def _rank() -> int:

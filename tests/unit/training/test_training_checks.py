@@ -92,6 +92,11 @@ def test_loss_falls() -> None:
     assert checks.loss_falls(series(*FALLING), 0.15).passed
     for wrong in (series(*([7.0] * 20)), series(*reversed(FALLING)), series(7.0, 1.0), series(*([NAN] * 20))):
         assert not checks.loss_falls(wrong, 0.15).passed
+        assert not checks.loss_falls(wrong, 0.15, repeated=True).passed
+    assert not checks.loss_falls(series(*FALLING), 0.99).passed
+    verdict = checks.loss_falls(series(*FALLING), 0.99, repeated=True)
+    assert verdict.passed
+    assert "the reference has the same losses" in verdict.reason
 
 
 def test_the_running_median_is_that_of_all_norms_before() -> None:

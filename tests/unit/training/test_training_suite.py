@@ -85,6 +85,24 @@ def test_a_jump_of_the_norm_passes_where_the_reference_has_it_too(
     assert ("the reference has the same norm" in verdicts["gradient norm steady"].reason) is (not failed)
 
 
+@pytest.mark.parametrize(("other", "failed"), [(6.9, []), (5.5, ["base: reference loss", "loss falls"])])
+def test_a_jump_of_the_loss_passes_where_the_reference_has_it_too(
+    tmp_path: Path, other: float, failed: list[str]
+) -> None:
+    """As LoRA of Llama 3 8B with seed 502: the loss jumps in the last fifth, and falls by less than its margin."""
+
+    def run(job: Job) -> JobResult:
+        values = {step: (6.9 if step > 15 else 7.0, 0.5) for step in range(1, 21)}
+        result = leave(job, values=values)
+        (job.output / "proof.json").write_text(json.dumps(evidence(values | {18: (other, 0.5)})))
+        return result
+
+    jobs = suite.plan("llama3-proxy", tmp_path / "suite", level="quick")
+    outcomes = suite.run(jobs, run)
+    verdicts = {verdict.name: verdict for verdict in suite.judge(jobs, outcomes)}
+    assert [name for name, verdict in verdicts.items() if not verdict.passed and "loss" in name] == failed
+
+
 @pytest.fixture
 def jobs(tmp_path: Path) -> tuple[Job, ...]:
     return suite.plan("llama3-proxy", tmp_path / "suite")

@@ -1,4 +1,4 @@
-"""Gathering tensors that ranks share: whole, as copies on the CPU."""
+"""Gathering sharded tensors into whole copies on the CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+# PyTorch 2.13 renamed this function, and warns about the old name.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, gathered from its shards, as a copy on the CPU. All ranks."""
@@ -17,11 +20,12 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the same of several tensors. All ranks, with the same names in the same order.
+    """Return each of ``tensors``, gathered from its shards, as a copy on the CPU. All ranks must call it with the same
+    names in the same order.
 
-    Tensors whose rows are divided among ranks, as FSDP2 does, are gathered in one collective for each dtype. One for
-    each tensor would take several times as long. With gloo, about one in a million of DTensor's own collectives also
-    ended a rank with a damaged heap (PyTorch 2.11 and 2.13).
+    Tensors sharded by rows, as in FSDP2, are gathered in one collective for each group and dtype. One for each tensor
+    would take several times as long. It would also use DTensor's gathers: with gloo, a rank crashed in about one of a
+    million of them, for an unknown reason (PyTorch 2.11 and 2.13).
     """
     found: dict[str, torch.Tensor] = {}
     packs: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
@@ -36,22 +40,22 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def _group_of_rows(tensor: DTensor) -> dist.ProcessGroup | None:
-    """Return the ranks that divide the rows of ``tensor``, or None if it is divided in another way."""
-    divided = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    # A strided shard is a subclass of Shard with another order of rows.
-    if len(divided) != 1 or type(placement := tensor.placements[divided[0]]) is not Shard or placement.dim != 0:
+    """Return the group over which the rows of ``tensor`` are sharded, or None if it is sharded in another way."""
+    sharded = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    # A strided shard, in some versions of PyTorch a subclass of Shard, has another order of rows.
+    if len(sharded) != 1 or type(placement := tensor.placements[sharded[0]]) is not Shard or placement.dim != 0:
         return None
-    return tensor.device_mesh.get_group(divided[0])
+    return tensor.device_mesh.get_group(sharded[0])
 
 
 def _gathered(tensors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Return the whole tensors of which each rank of ``group`` has the rows that ``torch.chunk`` gives it."""
+    """Return the whole tensors. Each rank of ``group`` holds the rows that ``torch.chunk`` assigns to it."""
     ranks = group.size()
     # The last ranks may have fewer rows than the others, or none.
     rows = [-(-tensor.shape[0] // ranks) for tensor in tensors.values()]
     mine = torch.cat(list(starmap(_padded, zip(tensors.values(), rows, strict=True))))
     every = mine.new_empty(ranks * len(mine))
-    dist.all_gather_into_tensor(every, mine, group=group)
+    _all_gather(every, mine, group=group)
     sizes = [count * tensor.shape[1:].numel() for tensor, count in zip(tensors.values(), rows, strict=True)]
     parts = every.cpu().view(ranks, -1).split(sizes, 1)
     return {

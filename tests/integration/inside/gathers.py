@@ -46,9 +46,14 @@ def rank(number: int, folder: Path) -> None:
     for name, placements in (("columns", [Shard(1), Replicate()]), ("both", [Shard(0), Shard(1)])):
         wanted[name] = torch.randn(6, 6)
         given[name] = distribute_tensor(wanted[name], square, placements)
-    with patch.object(gather, "whole_tensor", wraps=gather.whole_tensor) as alone:
+    with (
+        patch.object(gather, "whole_tensor", wraps=gather.whole_tensor) as alone,
+        patch.object(gather, "_all_gather", wraps=gather._all_gather) as packed,
+    ):
         found = gather.whole_tensors(given)
     assert alone.call_count == len(given) - together + 1, alone.call_count
+    # One collective for each of three groups and two dtypes.
+    assert packed.call_count == 6, packed.call_count
     assert list(found) == list(given)
     for name, whole in wanted.items():
         assert type(found[name]) is torch.Tensor, name

@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
+from primus.training import proof
 from primus.training.blocks import Blocks
 from primus.training.finetune.models import config_of
 from primus.training.flux.entry import rotary_axes
-from primus.training.reference import blocks, constants, diffusion
+from primus.training.reference import blocks, constants, diffusion, replay
 from primus.training.reference.model import Model
 from primus.training.reference.names import to_canonical
 from primus.training.reference.rounding import Rounding, attended, bfloat, exact, softmax
@@ -210,6 +211,20 @@ def figures() -> None:
         assert token - 2 < row["token"] < token and position - 2 < row["position"] < position, row  # type: ignore[operator]
         assert not places or row["token_at"][1] == 9, row  # type: ignore[index]
     assert row["position_at"] == 9, row
+    # All outputs but those of uncertain tokens are 1% too long.
+    run, certain = 1.01 * outputs, torch.ones(8, 128, dtype=torch.bool)
+    run[0, :4], certain[0, :4] = torch.nan, False
+    rounded = outputs + 1e-3 * noise
+    one = blocks.Result(name="layers.0", given=None, run=run, exact=outputs, rounded=rounded, certain=certain)
+    row = blocks._figures([one])
+    assert abs(row["share"] - 0.01) < 1e-4 and 0.9e-3 < row["noise"] < 1.1e-3, row
+
+
+def limits() -> None:
+    """A gap for which the reference does not compute the noise of its step is within every limit."""
+    assert all(small < proof._LEAST[key] for key, small in replay._SMALL.items())
+    assert min(proof._NOISE["loss"], proof._NOISE["gradient"]) >= replay._SUSPECT
+    assert proof._NOISE["grad_norm"] >= 1
 
 
 class _Unused(torch.autograd.Function):
@@ -256,4 +271,5 @@ shares()
 flux()
 fit()
 figures()
+limits()
 unused()

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from primus.training.gather import whole_tensors
+
 Method = Callable[..., Any]
 Values = Mapping[torch.nn.Parameter, torch.Tensor]
 
@@ -140,10 +142,10 @@ def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Par
     for part in parts:
         model = _model(part)
         biases = [(n, b) for n, b in model.named_buffers() if n.endswith("expert_bias") and b is not None]
-        for name, tensor in [*_named(model, tied=tied), *biases]:
+        named = dict([*_named(model, tied=tied), *biases])
+        own = whole_tensors({n: values[t] if isinstance(t, torch.nn.Parameter) else t for n, t in named.items()})
+        for name, tensor in named.items():
             split = getattr(tensor, "partition_dim", -1) if getattr(tensor, "tensor_model_parallel", False) else -1
-            local = values[tensor] if isinstance(tensor, torch.nn.Parameter) else tensor
-            local = (local.full_tensor() if hasattr(local, "full_tensor") else local).detach().cpu()
             place = _tensor_group(name).rank()
             sends = _data_rank(name) == 0 and (split >= 0 or place == 0)
             yield _Part(
@@ -151,8 +153,8 @@ def _parts(parts: Sequence[Any], values: Values, *, tied: bool) -> Iterator[_Par
                 split=split,
                 halves=2 if "linear_fc1" in name else 1,
                 place=place if split >= 0 else 0,
-                tensor=local.clone() if sends else None,
-                digest=_digest(local),
+                tensor=own[name] if sends else None,
+                digest=_digest(own[name]),
             )
 
 

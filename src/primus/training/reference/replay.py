@@ -31,8 +31,8 @@ from primus.training.reference.rounding import bfloat
 # The relative rounding of weights and updates, by dtype. Smaller differences mean nothing.
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
 # At steps that are not examined, the reference computes how far the precision moves its results if a gap exceeds the
-# sum of this many times the noise of the examined ones and the difference below. A smaller gap passes whatever the noise
-# is: both must stay below the limits in primus.training.proof.
+# sum of this many times the noise of the examined ones and the difference below. A smaller gap passes whatever the
+# noise is: both must stay below the limits in primus.training.proof.
 _SUSPECT = 3.0
 _SMALL = {"loss": 1.5e-6, "grad_norm": 3e-5, "gradient": 3e-5}
 # How much the scores of two experts may differ, relative to the larger one, while rounding still decides between them.

@@ -48,11 +48,7 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        shares = scores.masked_fill(hidden, -torch.inf)
-        # exp(-80) is below the rounding of float64. Exponentials of -inf, or that underflow, take several times as
-        # long.
-        shares.sub_(shares.amax(-1, keepdim=True)).clamp_(min=-80.0).exp_()
-        shares.div_(shares.sum(-1, keepdim=True))
+        shares = _shares(scores.clone(), hidden)
         context.save_for_backward(shares)
         return shares
 
@@ -62,6 +58,15 @@ class _Softmax(torch.autograd.Function):
         # The derivative of share i by score j is share i × ([i = j] - share j).
         found = gradients[0] * shares
         return found.addcmul_(shares, found.sum(-1, keepdim=True), value=-1.0), None
+
+
+def _shares(scores: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    """Return the softmax of ``scores`` over the keys, in their place; the pairs ``hidden`` have no share."""
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
+    # exp(-80) is below the rounding of float64. Exponentials of -inf, or that underflow, take several times as long.
+    scores.sub_(scores.amax(-1, keepdim=True)).clamp_(min=-80.0).exp_()
+    return scores.div_(scores.sum(-1, keepdim=True))
 
 
 def attended(
@@ -91,10 +96,7 @@ class _Attended(torch.autograd.Function):
         groups = key.shape[1]
         query = query.unflatten(1, (groups, -1))
         scores = scale * query @ key.unsqueeze(2).transpose(-1, -2)
-        if hidden is not None:
-            scores = scores.masked_fill(hidden, -torch.inf)
-        powers = torch.exp(scores - scores.amax(-1, keepdim=True))
-        shares = powers / powers.sum(-1, keepdim=True)
+        shares = _shares(scores, hidden)
         narrow = between(shares)
         out = between(narrow @ value.unsqueeze(2))
         context.save_for_backward(query, key, value, shares, narrow, out)

@@ -28,8 +28,8 @@ from typing import Any
 import zstandard
 
 from benchmarks.measure import PRIMUS, machine, peak_megabytes, run
-from primus.build.kinds.kernels import KernelFiles
-from primus.build.wheel import wheel_entries
+from primus.engine.kinds.kernels import KernelFiles
+from primus.engine.wheel import wheel_entries
 from primus.errors import CheckFailed, PrimusError
 from primus.gpucode.elf import AMDGPU, read_elf
 from primus.oci.contents import walk

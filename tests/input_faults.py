@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from primus.build.execute import Workshop
+from primus.engine.execute import Workshop
 from primus.cli.main import main
 from primus.errors import PrimusError
 from primus.oci.layer import assembler

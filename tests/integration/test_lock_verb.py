@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from loopback import Server, index_debs, make_deb, make_wheel, serve
-from primus.build import schedule as builder
-from primus.build.execute import Workshop
-from primus.build.image import Options
+from primus.engine import schedule as builder
+from primus.engine.execute import Workshop
+from primus.engine.image import Options
 from primus.fetch.files import GoneError
 from primus.plan.locking import plan_images
 from primus.plan.project import Project

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from loopback import make_deb
-from primus.build.kinds.debs import root_entries
-from primus.build.space import require_space
+from primus.engine.kinds.debs import root_entries
+from primus.engine.space import require_space
 from primus.errors import HostError
 from primus.fetch.filecache import FileCache
 from primus.fetch.files import fetch
@@ -165,7 +165,7 @@ def test_without_namespaces_the_sentence_comes_first(tmp_path: Path) -> None:
     """A wheel is to be compiled in the sandbox: said before the index, which is out of reach, is asked for it."""
     kit = make_project(tmp_path / "project")
     code = (
-        "import sys, types; from pathlib import Path; from primus.build.kinds import load;"
+        "import sys, types; from pathlib import Path; from primus.engine.kinds import load;"
         "from primus.plan.action import Action; from primus.errors import HostError\n"
         "from primus.plan.project import Project; from primus.progress import QuietProgress\n"
         "project = Project.find(Path(sys.argv[1]))\n"

@@ -157,7 +157,7 @@ def _main(args: list[str]) -> int:
         _report(f"primus {verb}: the current folder no longer exists\n  → change to another folder")
         return HostError.exit_code
     if verb == "build" and verb in here:
-        from primus.build.unchanged import last_builds, nothing_to_do
+        from primus.engine.unchanged import last_builds, nothing_to_do
 
         began_ns = time.time_ns()
         builds = last_builds(args[1:])
@@ -165,7 +165,7 @@ def _main(args: list[str]) -> int:
             return 0
         if builds:
             # Loaded like the module of a verb.
-            check = importlib.import_module("primus.build.beside").RecipeCheck(builds)
+            check = importlib.import_module("primus.engine.beside").RecipeCheck(builds)
             if importlib.import_module("primus.gates.swap").swapped(builds, check.passed, began_ns):
                 return 0
     if verb not in here and verb in HOST_VERBS:

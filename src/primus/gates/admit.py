@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event
 from typing import TYPE_CHECKING
 
-from primus.build.image import Verdict
-from primus.build.schedule import build_images
+from primus.engine.image import Verdict
+from primus.engine.schedule import build_images
 from primus.errors import CheckFailed
 from primus.gates.check import judge, outcome_text
 from primus.gates.examined import Examined, look_into
@@ -24,7 +24,7 @@ from primus.gates.rules.coherence import check_pins
 from primus.gates.watch import Watch
 
 if TYPE_CHECKING:
-    from primus.build.image import Built, Composed, Options
+    from primus.engine.image import Built, Composed, Options
     from primus.gates.examiner import LayerFacts
     from primus.gates.finding import GateReport
     from primus.oci.store import Layer
@@ -110,7 +110,7 @@ def _sentence(report: GateReport) -> str:
 def build_gated(plans: Sequence[ImagePlan], workspace: Workspace, options: Options) -> list[Built]:
     """Build the images and run all gates. For a release, contradicting pins are refused before anything is fetched.
 
-    See :func:`primus.build.schedule.build_images` for the exceptions.
+    See :func:`primus.engine.schedule.build_images` for the exceptions.
     """
     for plan in plans:
         if not plan.resolved.choice.preview:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from primus.build.image import compose, current
+from primus.engine.image import compose, current
 from primus.errors import InputError
 from primus.gates.examiner import LayerFacts
 from primus.gates.facts import facts_of, known
@@ -17,7 +17,7 @@ from primus.oci.roots import reference
 if TYPE_CHECKING:
     from threading import Event
 
-    from primus.build.image import Composed
+    from primus.engine.image import Composed
     from primus.gates.codeobjects import Code
     from primus.oci.store import Layer
     from primus.plan.action import ImagePlan

@@ -1,6 +1,6 @@
 """Replace the layers of modified local folders in the last image, without planning.
 
-If only files of local folders differ from the note of the last build (:mod:`primus.build.unchanged`), another plan
+If only files of local folders differ from the note of the last build (:mod:`primus.engine.unchanged`), another plan
 would be the last one with other keys for the layers of these folders. So the folders are read, the layers are made, and
 they take their places in the last image's config and manifest, as written in the store. The bytes are those of an
 ordinary build.
@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primus.build.image import Built, LayerLine, Verdict, line_of, name_image
-from primus.build.kinds.files import entries
-from primus.build.note import renew
-from primus.build.summary import say_channel, summarize
-from primus.build.unchanged import marks_of
+from primus.engine.image import Built, LayerLine, Verdict, line_of, name_image
+from primus.engine.kinds.files import entries
+from primus.engine.note import renew
+from primus.engine.summary import say_channel, summarize
+from primus.engine.unchanged import marks_of
 from primus.errors import PrimusError
 from primus.gates.examiner import Examiner
 from primus.gates.needles import needles_of
@@ -44,7 +44,7 @@ from primus.plan.stats import StatIndex
 from primus.plan.workspace import Workspace
 
 if TYPE_CHECKING:
-    from primus.build.unchanged import Builds
+    from primus.engine.unchanged import Builds
 
 # An ordinary build makes larger layers as fast: it compresses and examines them in parallel.
 _MOST_BYTES = 4 << 20

@@ -24,7 +24,7 @@ from primus.versions.traffic import listening
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from primus.build.image import Composed
+    from primus.engine.image import Composed
     from primus.gates.check import Outcome
     from primus.plan.action import ImagePlan
     from primus.plan.workspace import Workspace

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from primus.build.beside import RecipeCheck
-from primus.build.unchanged import last_builds
+from primus.engine.beside import RecipeCheck
+from primus.engine.unchanged import last_builds
 from primus.files import read_sealed
 from primus.gates import rules
 from primus.gates.swap import swapped

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpu_files import bundle, compressed, elf, pages
-from primus.build.kinds.kernels import KernelFiles, is_for, unlisted
+from primus.engine.kinds.kernels import KernelFiles, is_for, unlisted
 from primus.errors import CheckFailed, HostError, InputError
 from primus.gates.codeobjects import code_in
 from primus.gpucode.fatbinary import FORMAT

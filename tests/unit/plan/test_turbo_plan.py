@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from primus.build.execute import Workshop
+from primus.engine.execute import Workshop
 from primus.errors import CheckFailed, InputError
 from primus.plan import aot as turbo
 from primus.plan.action import Action
@@ -154,9 +154,9 @@ def test_a_compiler_that_fails_fails_the_build_with_its_words(kit: Kit, monkeypa
         log.write_text("liger-rope x\n  _triton_rope\n✗ liger-rope does not compile for gfx942: _triton_rope: no\n")
         return 1
 
-    monkeypatch.setattr("primus.build.sandboxed.run_isolated", refuse)
-    monkeypatch.setattr("primus.build.sandboxed.choose", lambda *_: None)
-    monkeypatch.setattr("primus.build.sandboxed.root_of_layers", lambda *_: None)
+    monkeypatch.setattr("primus.engine.sandboxed.run_isolated", refuse)
+    monkeypatch.setattr("primus.engine.sandboxed.choose", lambda *_: None)
+    monkeypatch.setattr("primus.engine.sandboxed.root_of_layers", lambda *_: None)
     monkeypatch.setattr(Workshop, "layer", lambda *_: None)
     workspace = Project(kit.root).workspace
     workspace.store.prepare()

@@ -331,7 +331,7 @@ def test_a_damaged_state_names_no_group(tmp_path):
 def test_the_sandbox_imports_little():
     code = (
         "import sys, primus.sandbox.engines, primus.sandbox.isolated; "
-        "heavy = ('docker', 'requests', 'rich', 'zstandard', 'primus.oci', 'primus.build'); "
+        "heavy = ('docker', 'requests', 'rich', 'zstandard', 'primus.oci', 'primus.engine'); "
         "print([m for m in heavy if m in sys.modules])"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

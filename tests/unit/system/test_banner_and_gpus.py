@@ -189,7 +189,7 @@ def test_what_ships_imports_only_what_ships() -> None:
         if not shipped & {SRC / f"{name.replace('.', '/')}.py", SRC / name.replace(".", "/") / "__init__.py"}
     }
     # main.py asks for these where the host's verbs are there.
-    assert missing == {"primus.cli.host": "main.py", "primus.build.unchanged": "main.py"}
+    assert missing == {"primus.cli.host": "main.py", "primus.engine.unchanged": "main.py"}
 
 
 def test_a_preview_says_what_it_lacks() -> None:

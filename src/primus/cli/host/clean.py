@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from primus.build.clean import find_waste, remove
+from primus.engine.clean import find_waste, remove
 from primus.cli.host.common import open_project
 from primus.errors import InputError, did_you_mean
 from primus.terminal import Screen, bytes_text

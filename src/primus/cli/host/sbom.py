@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from primus.build.image import compose
+from primus.engine.image import compose
 from primus.cli.host.common import resolved_target
 from primus.errors import InputError
 from primus.plan.layers import plan_image

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from primus.build.image import Options
+from primus.engine.image import Options
 from primus.cli.host.build import build_plans
 from primus.cli.host.common import resolved_target
 from primus.errors import InputError

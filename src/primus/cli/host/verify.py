@@ -9,9 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from primus.build.difference import first_difference
-from primus.build.image import Options
-from primus.build.schedule import build_images
+from primus.engine.difference import first_difference
+from primus.engine.image import Options
+from primus.engine.schedule import build_images
 from primus.cli.host.common import resolved_targets
 from primus.display import choose_progress
 from primus.gates.admit import Gatekeeper

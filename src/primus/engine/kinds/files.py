@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primus.build.kinds import Made
+from primus.engine.kinds import Made
 from primus.oci.tar import Entry
 from primus.plan.skeleton import inline_entries
 
 if TYPE_CHECKING:
-    from primus.build.execute import Workshop
+    from primus.engine.execute import Workshop
     from primus.plan.action import Action
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from primus.build.execute import Workshop
-from primus.build.kinds import Wheel
-from primus.build.records import wheel_of
+from primus.engine.execute import Workshop
+from primus.engine.kinds import Wheel
+from primus.engine.records import wheel_of
 from primus.errors import HostError
 from primus.oci.store import Store
 from primus.plan.action import Action

@@ -1,4 +1,4 @@
-"""Run one action: create its layer or wheel, and record it. :mod:`primus.build.kinds` has the code for each kind."""
+"""Run one action: create its layer or wheel, and record it. :mod:`primus.engine.kinds` has the code for each kind."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primus.build.kinds import Made, Wheel, load
-from primus.build.records import wheel_of
+from primus.engine.kinds import Made, Wheel, load
+from primus.engine.records import wheel_of
 from primus.errors import HostError, InputError
 from primus.oci.layer import compression_of, write_layer
 from primus.oci.store import Layer

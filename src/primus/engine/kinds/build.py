@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from primus.build import sandboxed
-from primus.build.kinds import Wheel
+from primus.engine import sandboxed
+from primus.engine.kinds import Wheel
 from primus.errors import CheckFailed
 from primus.plan.source import ORDER
 
 if TYPE_CHECKING:
-    from primus.build.execute import Workshop
+    from primus.engine.execute import Workshop
     from primus.plan.action import Action
 
 

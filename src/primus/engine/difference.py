@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import zstandard
 
-from primus.build.image import Built
+from primus.engine.image import Built
 from primus.oci.store import Store
 
 

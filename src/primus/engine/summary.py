@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from primus.build.image import Built
-from primus.build.unchanged import say_unchanged
+from primus.engine.image import Built
+from primus.engine.unchanged import say_unchanged
 from primus.terminal import Screen, Styled, bytes_text, counted
 
 if TYPE_CHECKING:

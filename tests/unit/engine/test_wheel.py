@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from primus.build.kinds.wheels import bytecode_entries
-from primus.build.wheel import open_member, wheel_entries
+from primus.engine.kinds.wheels import bytecode_entries
+from primus.engine.wheel import open_member, wheel_entries
 from primus.errors import CheckFailed, InputError
 from primus.oci.tar import Entry
 from primus.plan.prefix import Prefix

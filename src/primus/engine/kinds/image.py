@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primus.build.kinds import Made
+from primus.engine.kinds import Made
 from primus.oci.imported import adopt_layer
 
 if TYPE_CHECKING:
-    from primus.build.execute import Workshop
+    from primus.engine.execute import Workshop
     from primus.plan.action import Action
 
 

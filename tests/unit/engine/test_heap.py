@@ -10,7 +10,7 @@ import pytest
 # As layers are written: large buffers come and go, so the C library keeps more of what is freed; each thread has some.
 THREADS = """
 import ctypes, sys, threading
-from primus.build import heap
+from primus.engine import heap
 
 if sys.argv[1:]:
     heap.share()

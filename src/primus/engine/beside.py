@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from primus import schema  # noqa: F401
 
 if TYPE_CHECKING:
-    from primus.build.unchanged import Builds
+    from primus.engine.unchanged import Builds
 
 _Rows = tuple[str, dict[str, str], dict[str, str]]
 

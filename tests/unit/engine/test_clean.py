@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from primus.build.clean import find_waste, remove
+from primus.engine.clean import find_waste, remove
 from primus.cli.host.common import open_project
 from primus.cli.host.image_root import image_root
 from primus.errors import HostError

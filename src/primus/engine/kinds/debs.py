@@ -25,9 +25,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
-from primus.build.kinds import Made
-from primus.build.kinds.kernels import unlisted
-from primus.build.space import disk_is_full
+from primus.engine.kinds import Made
+from primus.engine.kinds.kernels import unlisted
+from primus.engine.space import disk_is_full
 from primus.errors import CheckFailed, HostError
 from primus.oci.contents import KINDS, members
 from primus.oci.store import storage_error
@@ -40,7 +40,7 @@ from primus.sandbox.tools import need
 from primus.versions.lock import LockedFile
 
 if TYPE_CHECKING:
-    from primus.build.execute import Workshop
+    from primus.engine.execute import Workshop
     from primus.plan.action import Action
 
 # On a merged /usr these are links; nothing may be unpacked below them.

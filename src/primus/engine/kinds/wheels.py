@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from primus.build import sandboxed
-from primus.build.kinds import Made
-from primus.build.wheel import wheel_entries
+from primus.engine import sandboxed
+from primus.engine.kinds import Made
+from primus.engine.wheel import wheel_entries
 from primus.errors import CheckFailed
 from primus.jsonfile import read_json
 from primus.oci.tar import Entry, open_part
@@ -19,7 +19,7 @@ from primus.plan.prefix import Prefix
 from primus.plan.source import BYTECODE
 
 if TYPE_CHECKING:
-    from primus.build.execute import Workshop
+    from primus.engine.execute import Workshop
     from primus.plan.action import Action
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
-from primus.build.kinds import Made
+from primus.engine.kinds import Made
 from primus.errors import CheckFailed, HostError
 from primus.gpucode.fatbinary import keep_only
 from primus.oci.contents import members
@@ -27,7 +27,7 @@ from primus.oci.tar import Entry
 from primus.sandbox.tools import need
 
 if TYPE_CHECKING:
-    from primus.build.execute import Workshop
+    from primus.engine.execute import Workshop
     from primus.plan.action import Action
 
 _NARROW = "narrow the base's pattern under `kernels`"

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from primus.build.space import disk_is_full
+from primus.engine.space import disk_is_full
 from primus.errors import CheckFailed
 from primus.oci.roots import root_of_layers
 from primus.sandbox.engines import choose
 from primus.sandbox.isolated import log_tail, run_isolated
 
 if TYPE_CHECKING:
-    from primus.build.execute import Workshop
+    from primus.engine.execute import Workshop
     from primus.plan.action import Action
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from primus.build.records import actions_of, wheel_of
+from primus.engine.records import actions_of, wheel_of
 from primus.errors import HostError
 from primus.oci.store import Store
 from primus.plan.workspace import Workspace

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from primus.build import sandboxed
-from primus.build.kinds import Made, files
+from primus.engine import sandboxed
+from primus.engine.kinds import Made, files
 from primus.oci.tar import Entry
 from primus.plan.aot import BAKED, command_of
 
 if TYPE_CHECKING:
-    from primus.build.execute import Workshop
+    from primus.engine.execute import Workshop
     from primus.plan.action import Action
 
 

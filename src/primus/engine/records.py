@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from primus.build.kinds import Wheel
+from primus.engine.kinds import Wheel
 from primus.errors import InputError
 from primus.oci.store import Store
 from primus.schema import build

@@ -1,4 +1,4 @@
-"""The note that a build writes so that the next build can answer from it; see :mod:`primus.build.unchanged`."""
+"""The note that a build writes so that the next build can answer from it; see :mod:`primus.engine.unchanged`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primus.build.unchanged import engine, marks_of, note_path
+from primus.engine.unchanged import engine, marks_of, note_path
 from primus.errors import HostError
 from primus.files import write_sealed
 from primus.oci.store import Store
 
 if TYPE_CHECKING:
-    from primus.build.image import Built
+    from primus.engine.image import Built
     from primus.plan.action import Action, ImagePlan
     from primus.plan.resolve import ResolvedTarget
     from primus.plan.workspace import Workspace
@@ -167,7 +167,7 @@ def _engine() -> Iterator[str]:
     """Yield the files of the code and the GPU table that plan and judge, and the compressor: if they change, the
     same inputs may give another image.
     """
-    for name in (".", "plan", "build", "build/kinds", "oci", "gpucode", "versions", "gpus", "gates", "gates/rules"):
+    for name in (".", "plan", "engine", "engine/kinds", "oci", "gpucode", "versions", "gpus", "gates", "gates/rules"):
         folder = f"{os.path.dirname(os.path.dirname(__file__))}/{name}"
         yield from (entry.path for entry in os.scandir(folder) if entry.name.endswith((".py", ".yaml")))
     spec = find_spec("zstandard")

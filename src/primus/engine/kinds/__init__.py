@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from primus.build.execute import Workshop
+    from primus.engine.execute import Workshop
     from primus.oci.store import Layer
     from primus.oci.tar import Watch
     from primus.plan.action import Action

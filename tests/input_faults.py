@@ -28,8 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from primus.engine.execute import Workshop
 from primus.cli.main import main
+from primus.engine.execute import Workshop
 from primus.errors import PrimusError
 from primus.oci.layer import assembler
 from primus.plan.action import Action, Input

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Protocol
 
+from primus.display import choose_progress
 from primus.engine import heap
 from primus.engine.execute import Workshop
 from primus.engine.image import Built, Composed, Options, Verdict, compose, current, judged_by, line_of, name_image
@@ -16,7 +17,6 @@ from primus.engine.kinds import load
 from primus.engine.recipes import check_recipes
 from primus.engine.rehash import find_damage
 from primus.engine.space import require_space_for
-from primus.display import choose_progress
 from primus.errors import CheckFailed
 from primus.oci.imported import stacked
 from primus.oci.layer import read_paths

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from primus.engine import note, unchanged
 from primus.cli.main import main
+from primus.engine import note, unchanged
 from primus.files import read_sealed, seal, write_sealed
 from project_kit import Kit, make_project
 

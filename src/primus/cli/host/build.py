@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from primus.cli.host.common import open_project, targets_of
+from primus.cli.host.plan import print_plans
 from primus.engine.image import Built, Options, current
 from primus.engine.note import remember
 from primus.engine.summary import full_name, say_channel, summarize
-from primus.cli.host.common import open_project, targets_of
-from primus.cli.host.plan import print_plans
 from primus.errors import PrimusError
 from primus.gates.rules import rules
 from primus.plan.action import ImagePlan

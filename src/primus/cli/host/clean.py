@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from primus.engine.clean import find_waste, remove
 from primus.cli.host.common import open_project
+from primus.engine.clean import find_waste, remove
 from primus.errors import InputError, did_you_mean
 from primus.terminal import Screen, bytes_text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
-from primus.engine.image import compose
 from primus.cli.host.common import resolved_target
+from primus.engine.image import compose
 from primus.errors import InputError
 from primus.plan.layers import plan_image
 from primus.release.publish import bill, checkout

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from primus.engine.image import Options
 from primus.cli.host.build import build_plans
 from primus.cli.host.common import resolved_target
+from primus.engine.image import Options
 from primus.errors import InputError
 from primus.plan.layers import plan_image
 from primus.plan.locking import plan_images

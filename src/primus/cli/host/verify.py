@@ -9,11 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from primus.cli.host.common import resolved_targets
+from primus.display import choose_progress
 from primus.engine.difference import first_difference
 from primus.engine.image import Options
 from primus.engine.schedule import build_images
-from primus.cli.host.common import resolved_targets
-from primus.display import choose_progress
 from primus.gates.admit import Gatekeeper
 from primus.gates.check import check_image, outcome_text
 from primus.oci.store import Store

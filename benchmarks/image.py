@@ -117,9 +117,6 @@ def prepare(repository: Path, root: Path, kit: BuildKit, target: str) -> ImagePr
             shutil.copytree(source, copy, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         elif source.is_file():
             shutil.copy2(source, copy)
-    # Docker's side compiles no kernels ahead of time, so our side does not either.
-    path = root / "images" / f"{target}.yaml"
-    path.write_text(re.sub(r"(?m)^turbo:.*\n", "", path.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"fetching what the {target} image needs, building it once", file=sys.stderr, flush=True)
     _lend(repository / ".primus", root / ".primus" / "files", ours.store)
     run(ours.command([target], offline=False))

@@ -362,9 +362,7 @@ class Channel:
 def copy_project(kit: Kit) -> None:
     """The repository's targets and what they take from it."""
     for name in TARGETS:
-        text = (REPOSITORY / f"images/{name}.yaml").read_text()
-        # The small Triton compiles nothing.
-        kit.write(f"images/{name}.yaml", re.sub(r"(?m)^turbo: .*\n", "", text))
+        kit.write(f"images/{name}.yaml", (REPOSITORY / f"images/{name}.yaml").read_text())
     for name in LOCAL:
         shutil.copytree(REPOSITORY / name, kit.root / name, ignore=shutil.ignore_patterns("__pycache__"))
 

@@ -31,7 +31,7 @@ IMAGE_VERBS = {
     "import-exp": ("image.import_exp", "convert a Primus experiment file to a recipe"),
     "compat": ("image.compat", "run a command of older documents, such as run_pretrain.sh"),
     "report": ("image.report", "compare runs: perf.csv, MAD's CSV and an HTML page"),
-    "turbo": ("image.turbo", "manage optimizations and kernels compiled ahead of time"),
+    "turbo": ("image.turbo", "list the optimizations of a training run"),
 }
 
 # The verbs of `cli.host`, which an image does not contain. A test compares the two.

@@ -100,11 +100,7 @@ def _is_last(store: Store, state: str, ref: str, built: Built) -> bool:
 def _local(plan: ImagePlan, trees: Sequence[Action], plain: Collection[str]) -> dict[str, dict[str, object]]:
     """Return what the actions of local folders with ``plain`` layers were made from besides the files, by the names of
     the layers. See :mod:`primus.gates.swap`.
-
-    A target with compiled kernels has none: whether the kernels fit, only the whole image can tell.
     """
-    if plan.resolved.target.turbo:
-        return {}
     return {
         action.name: {"root": action.root, "include": _include(plan, action), "spec": action.spec}
         for action in trees

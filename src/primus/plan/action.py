@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
     from primus.versions.lock import LockedFile
 
-Kind = Literal["image", "debs", "kernels", "wheels", "files", "build", "turbo"]
+Kind = Literal["image", "debs", "kernels", "wheels", "files", "build"]
 
 
 Tree = tuple[tuple[str, str, str], ...]

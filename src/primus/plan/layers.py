@@ -13,7 +13,6 @@ from primus.gpucode.fatbinary import FORMAT
 from primus.oci.canonical import key_of
 from primus.oci.layer import assembler, zstandard_version
 from primus.plan.action import Action, ImagePlan, Input, tree_value
-from primus.plan.aot import turbo_action
 from primus.plan.config import image_config, manifest_annotations
 from primus.plan.prefix import Prefix
 from primus.plan.resolve import ResolvedTarget
@@ -72,13 +71,6 @@ def _layers(resolved: ResolvedTarget, stats: StatIndex, prefix: Prefix | None, h
         layers.append(_inline("environment", environment(prefix, any(p.deb for p in resolved.pins.values())), tool))
     root = tuple(a for a in layers if a.kind in ("image", "debs"))
     layers += _components(resolved, stats, prefix, root, tool)
-    if target.turbo:
-        if prefix is None:
-            raise InputError("kernels need a base to be compiled in", where=resolved.place("turbo"))
-        # In all layers except the local trees, which change most often and from which no kernel is compiled.
-        inside = [a for a in layers if not a.tree]
-        local = [a for a in layers if a.tree]
-        layers = [*inside, turbo_action(resolved, stats, inside, prefix, tool), *local]
     layers += [_extra(resolved, base, extra, tool) for extra in resolved.extras if base]
     if prefix:
         entries = {"etc/primus/image.json": {"text": json.dumps(_facts(resolved), indent=1) + "\n"}}

@@ -49,9 +49,6 @@ class Target:
         "Channels whose images are previews, with the sentence that says what they lack.", default_factory=dict
     )
     environment: tuple[Variable, ...] = described("Environment of every container.", default=())
-    turbo: tuple[str, ...] = described(
-        "Components whose Triton kernels are compiled into the image, for its GPU.", default=()
-    )
     entrypoint: tuple[str, ...] = described("Command that every command line is given to.", default=())
     command: tuple[str, ...] = described("Command line when none is given.", default=())
     recipes: tuple[str, ...] = described(

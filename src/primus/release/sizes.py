@@ -20,7 +20,7 @@ _FILE = Path(__file__).with_name("sizes.yaml")
 _MEASURED = "measured"
 Basis = Literal["published", "near", "assumed"]
 # Layers of a preview that images of every channel contain, by the beginning of their names.
-_SHARED = ("python", "turbo ", "environment", "facts")
+_SHARED = ("python", "environment", "facts")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sysconfig
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-
-_PROBE = "#include <Python.h>\nint primus_probe(void) { return Py_IsInitialized(); }\n"
 
 
 def missing(environment: Mapping[str, str], *, gpu: bool) -> str:
@@ -39,21 +35,3 @@ def headers() -> Path:
     scheme = sysconfig.get_default_scheme()
     # Debian's own scheme names a folder below /usr/local, which does not contain it.
     return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
-
-
-def fault(environment: Mapping[str, str]) -> str:
-    """Compile a small file as Triton does to launch a kernel. Returns the error, or an empty string."""
-    if why := missing(environment, gpu=True):
-        return why
-    with tempfile.TemporaryDirectory(prefix="primus-compiler-") as folder:
-        source = Path(folder) / "probe.c"
-        source.write_text(_PROBE, encoding="ascii")
-        command = [str(compiler(environment, gpu=True)), str(source), "-O3", "-shared", "-fPIC", f"-I{headers()}"]
-        ended = subprocess.run(
-            [*command, "-o", f"{folder}/probe.so"], capture_output=True, text=True, errors="replace", check=False,
-            env=dict(environment),
-        )  # fmt: skip
-    if not ended.returncode:
-        return ""
-    said = next((line for line in ended.stderr.splitlines() if "error" in line), f"exit code {ended.returncode}")
-    return f"{command[0]} cannot compile an extension of Python: {said}"

@@ -1,4 +1,4 @@
-"""Our own kernels: each compiles for every GPU that images are made for, and computes what plain PyTorch computes."""
+"""Our own kernels compute what plain PyTorch computes."""
 
 from __future__ import annotations
 
@@ -7,112 +7,10 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from primus.turbo import experts, fp8_kernels, kernels  # noqa: E402
+from primus.turbo import kernels  # noqa: E402
 from primus.turbo.loss import LossHead, linear_cross_entropy  # noqa: E402
-
-KERNELS = [
-    name
-    for module in (experts, fp8_kernels, kernels)
-    for name, value in vars(module).items()
-    if isinstance(value, triton.JITFunction) and value.__module__ == module.__name__
-]
-# Called by kernels, and compiled with them.
-PARTS = {"_larger", "_cut", "_bytes", "_store_both", "_swiglu_gradients"}
-
-
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
-@pytest.mark.parametrize("name", [name for name in KERNELS if name not in PARTS])
-def test_every_kernel_compiles_for_every_gpu(name: str, arch: str) -> None:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    fp8, gradient = ("fp8e4b8", "fp8e5b16") if arch == "gfx942" else ("fp8e4nv", "fp8e5")
-    swiglu = {"gate": "*bf16", "up": "*bf16"}
-    flat = {"BLOCK": 4096, "BLOCKS": 4}
-    tile = {"ROWS": 64, "COLUMNS": 64}
-    sizes = {"rows": "i32", "columns": "i32"}
-    alone = {"ALONE": arch == "sm_90"}
-    made = triton.language.float8e4b8 if arch == "gfx942" else triton.language.float8e4nv
-    numbers = ("lr", "decay", "beta1", "beta2", "eps", "step_size", "root")
-    calls: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-        "_cross_entropy": (
-            {"logits": "*bf16", "labels": "*i64", "losses": "*fp32", "stride": "i32", "columns": "i32"},
-            {"IGNORED": -100, "BLOCK": 8192},
-        ),
-        "_cast_fp8": (
-            {"x": "*fp32", "scale": "*fp32", "out": f"*{fp8}", "count": "i32"},
-            {"LARGEST": 448.0, "BLOCK": 4096},
-        ),
-        "_copy_in": (
-            {"grad": "*bf16", "out": "*fp32", "share": "i32", "width": "i32", "at": "i32"},
-            {"BLOCK": 4096},
-        ),
-        "_adamw": (
-            {**dict.fromkeys(("p", "g", "m", "v", "clip", "amax"), "*fp32"), "count": "i32"}
-            | dict.fromkeys(numbers, "fp32"),
-            {"AMAX": True, "BLOCK": 2048},
-        ),
-        "_cast_both": (
-            {
-                "x": "*bf16",
-                "scale": "*fp32",
-                "rows_out": f"*{gradient}",
-                "columns_out": "*u8",
-                **sizes,
-                "stride": "i32",
-            },
-            {"LARGEST": 57344.0, **alone, **tile},
-        ),
-        "_spread": (
-            {
-                "x": "*bf16",
-                "choices": "*i32",
-                "weights": "*fp32",
-                "experts": "*bf16",
-                "out": "*bf16",
-                "gradient": "*fp32",
-                "width": "i32",
-            },
-            {"PER_TOKEN": 6, "WEIGHTED": True, "BLOCK": 2048},
-        ),
-        "_add_up": (
-            {"experts": "*bf16", "rows": "*i32", "weights": "*fp32", "base": "*bf16", "out": "*bf16", "width": "i32"},
-            {"PER_TOKEN": 6, "WEIGHTED": True, "BASED": True, "BLOCK": 2048},
-        ),
-        "_flip": ({"x": "*u8", "out": "*u8", **sizes}, tile),
-        "_largest": ({"x": "*bf16", "found": "*fp32", "count": "i32"}, flat),
-        "_swiglu_largest": ({**swiglu, "largest": "*fp32", "count": "i32"}, flat),
-        "_swiglu_cast": (
-            {**swiglu, "scale": "*fp32", "out": f"*{fp8}", "count": "i32"},
-            {"LARGEST": 240.0, "BLOCK": 4096},
-        ),
-        "_swiglu_backward_largest": ({**swiglu, "grad": "*bf16", "largest": "*fp32", "count": "i32"}, flat),
-        "_swiglu_backward": (
-            {
-                **swiglu,
-                "grad": "*bf16",
-                "gate_scale": "*fp32",
-                "up_scale": "*fp32",
-                "made_scale": "*fp32",
-                "gate_rows": f"*{gradient}",
-                "gate_columns": "*u8",
-                "up_rows": f"*{gradient}",
-                "up_columns": "*u8",
-                "made_columns": "*u8",
-                **sizes,
-            },
-            {"LARGEST": 57344.0, "LARGEST_MADE": 240.0, "MADE": made, **alone, **tile},
-        ),
-    }
-    signature, constants = calls[name]
-    kernel = next(getattr(module, name) for module in (experts, fp8_kernels, kernels) if hasattr(module, name))
-    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", 90, 32)
-    warps = 16 if name == "_cross_entropy" else 8
-    compiled = triton.compile(source, target=target, options={"num_warps": warps})
-    assert compiled.asm.get("hsaco") or compiled.asm.get("cubin")
 
 
 def test_the_loss_and_its_gradients_are_those_of_pytorch() -> None:

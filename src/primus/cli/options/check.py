@@ -1,8 +1,8 @@
 """Run every gate on a built image, using the contents of its layers.
 
 The gates check ROCm versions, GPU code for the target's architecture, kernel files of other GPUs, versions against the
-lock, duplicate library names, secrets and unwanted files, the size budget, and kernels compiled ahead of time. Exit
-code 1 if a gate fails. Layers are read once; findings are cached until the layer or a rule changes.
+lock, duplicate library names, secrets and unwanted files, and the size budget. Exit code 1 if a gate fails. Layers are
+read once; findings are cached until the layer or a rule changes.
 """
 
 from __future__ import annotations

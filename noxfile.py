@@ -231,22 +231,18 @@ def bench(session: nox.Session) -> None:
     """Compare the engine with BuildKit (`-- --quick`: a smoke test)."""
     # Run it in its own process: a child's peak memory starts at that of its parent.
     python(session, "benchmarks.engine", *session.posargs)
-    if not session.posargs:
-        python(session, "primus.cli.main", "docs")
 
 
 @nox.session(name="bench-generations")
 def bench_generations(session: nox.Session) -> None:
     """Measure what building the AMD generations costs and shares. All files must be fetched before."""
     python(session, "benchmarks.generations", *session.posargs)
-    python(session, "primus.cli.main", "docs")
 
 
 @nox.session(name="bench-assembly")
 def bench_assembly(session: nox.Session) -> None:
     """Compare the assembly of a whole image with `docker build`: gigabytes and many minutes (`-- cpu --repeats 1`)."""
     python(session, "benchmarks.assembly", *session.posargs)
-    python(session, "primus.cli.main", "docs")
 
 
 @nox.session(name="bench-launcher")
@@ -255,5 +251,3 @@ def bench_launcher(session: nox.Session) -> None:
     look).
     """
     python(session, "benchmarks.launcher", *session.posargs)
-    if not session.posargs:
-        python(session, "primus.cli.main", "docs")

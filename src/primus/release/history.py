@@ -1,4 +1,4 @@
-"""The published releases as data: the contents of each image as published, and contradictions between tables.
+"""The published releases as data, and the current pins in the same form, so that both can be compared.
 
 ``None`` always means "not published". Nothing is inferred from neighbouring releases.
 """
@@ -6,17 +6,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from primus.errors import InputError, did_you_mean
 from primus.schema import build, described
-from primus.yamlfile import read
+from primus.yamlfile import read, read_values
 
+if TYPE_CHECKING:
+    from primus.plan.resolve import ResolvedTarget
+    from primus.versions.components import Pin, Versions
+
+IMAGE = "rocm/primus"
+# This name always means the pins, even if the history has a release with the name of the pinned one.
+PINS = "versions.yaml"
 _FILE = Path(__file__).with_name("history.yaml")
+_INPUTS = Path(__file__).with_name("inputs.yaml")
+_CPU = "cpu"
 _DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 _DIGEST = r"sha256:[0-9a-f]{64}"
 _NAME = re.compile(r"v[0-9]+(?:\.[0-9]+)+")
@@ -85,9 +94,7 @@ class Release:
     @property
     def name(self) -> str:
         """The release's name without image and variant: ``v25.9`` for ``rocm/primus:v25.9_gfx942``."""
-        found = _NAME.search(self.tag)
-        assert found is not None
-        return found[0]
+        return cast(re.Match[str], _NAME.search(self.tag))[0]
 
     @property
     def missing(self) -> str:
@@ -131,20 +138,23 @@ class History:
     documentation_errors: tuple[DocumentationError, ...] = described("Errors in the published tables.")
 
     def __post_init__(self) -> None:
-        known: dict[str, Release] = {}
-        for release in (*self.releases, *self.related_images):
-            if release.reference in known:
+        by_reference: dict[str, Release] = {}
+        for release in self.every:
+            if release.reference in by_reference:
                 raise ValueError(f"duplicate release {release.reference}")
-            known[release.reference] = release
+            by_reference[release.reference] = release
             for gpu in release.gpus or ():
                 if gpu not in self.gpu_arch:
                     raise ValueError(f"{release.reference}: gpu_arch has no {gpu!r}")
-        for release in known.values():
-            if release.same_as is None:
-                continue
-            twin = known.get(release.same_as)
+        for release in self.every:
+            twin = by_reference.get(release.same_as) if release.same_as else release
             if twin is None or twin.components != release.components:
                 raise ValueError(f"{release.reference} is not the same as {release.same_as}")
+
+    @property
+    def every(self) -> tuple[Release, ...]:
+        """All releases, also those of related images."""
+        return (*self.releases, *self.related_images)
 
 
 @cache
@@ -153,14 +163,24 @@ def load_history() -> History:
     return build(History, read(_FILE, _FILE.name))
 
 
+def stack_of(reference: str) -> dict[str, Any] | None:
+    """Return what an image was made from, as in inputs.yaml; None if it is not recorded."""
+    return next((stack for stack in _stacks() if f"{IMAGE}:{stack['release']}" == reference), None)
+
+
+@cache
+def _stacks() -> list[dict[str, Any]]:
+    return cast(dict[str, Any], read_values(_INPUTS, _INPUTS.name).data)["stacks"]  # type: ignore[no-any-return]
+
+
 def newest_first(releases: Sequence[Release]) -> tuple[Release, ...]:
     """By release number (v25.10 is newer than v25.9), then by image and tag."""
-    by_name = sorted(releases, key=lambda r: (r.image, r.tag))
-    return tuple(sorted(by_name, key=lambda r: _numbers(r.name), reverse=True))
 
+    def number(release: Release) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"[0-9]+", release.name)))
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"[0-9]+", text)))
+    by_reference = sorted(releases, key=lambda release: (release.image, release.tag))
+    return tuple(sorted(by_reference, key=number, reverse=True))
 
 
 def of_image(history: History, image: str | None) -> tuple[Release, ...]:
@@ -170,12 +190,11 @@ def of_image(history: History, image: str | None) -> tuple[Release, ...]:
     """
     if image is None:
         return history.releases
-    every = (*history.releases, *history.related_images)
-    found = tuple(r for r in every if _same_image(r, image))
-    if not found:
-        images = sorted({r.image for r in every})
+    releases = tuple(release for release in history.every if image in _names(release.image))
+    if not releases:
+        images = sorted({release.image for release in history.every})
         raise InputError(f"no release of an image called {image!r} is known", hint=_near(image, images))
-    return found
+    return releases
 
 
 def select(history: History, word: str, *, also: Sequence[str] = ()) -> tuple[Release, ...]:
@@ -184,33 +203,30 @@ def select(history: History, word: str, *, also: Sequence[str] = ()) -> tuple[Re
     A name can match several tags. Raises InputError if there is none, with the most similar names of the history and
     of ``also``.
     """
-    every = (*history.releases, *history.related_images)
     image, colon, tag = word.rpartition(":")
     if colon:
-        found = tuple(r for r in every if _same_image(r, image) and r.tag == tag)
+        releases = tuple(r for r in history.every if image in _names(r.image) and r.tag == tag)
     else:
         # A release name means the training images, because related images have their own numbering.
-        found = tuple(r for r in history.releases if r.name == word)
-        found = found or tuple(r for r in every if r.tag == word)
-    if found:
-        return found
-    doubtful = unconfirmed(history, word)
-    if doubtful:
-        told = "; ".join(f"{t.reference} is named by {t.named_by} ({t.status})" for t in doubtful)
-        raise InputError(f"nothing was published for {word}: {told}", hint="primus releases lists the published ones")
-    names = dict.fromkeys(n for r in every for n in (r.name, r.tag, r.reference, f"{_short(r)}:{r.tag}"))
+        releases = tuple(r for r in history.releases if r.name == word)
+        releases = releases or tuple(r for r in history.every if r.tag == word)
+    if releases:
+        return releases
+    if doubtful := unconfirmed(history, word):
+        reason = "; ".join(f"{t.reference} is named by {t.named_by} ({t.status})" for t in doubtful)
+        raise InputError(f"nothing was published for {word}: {reason}", hint="primus releases lists the published ones")
+    names = dict.fromkeys(
+        name for r in history.every for name in (r.name, r.tag, *(f"{image}:{r.tag}" for image in _names(r.image)))
+    )
     raise InputError(f"no release is called {word!r}", hint=_near(word, [*names, *also]))
 
 
 def unconfirmed(history: History, word: str) -> tuple[UnconfirmedTag, ...]:
     """Return the unconfirmed tags that ``word`` names."""
     image, colon, tag = word.rpartition(":")
-    return tuple(
-        t
-        for t in history.unconfirmed_tags
-        if (t.tag == tag or (not colon and t.tag.startswith(tag + "_")))
-        and (not colon or image in (t.image, t.image.rpartition("/")[2]))
-    )
+    if colon:
+        return tuple(t for t in history.unconfirmed_tags if t.tag == tag and image in _names(t.image))
+    return tuple(t for t in history.unconfirmed_tags if t.tag == tag or t.tag.startswith(tag + "_"))
 
 
 def errors_about(history: History, release: Release) -> tuple[DocumentationError, ...]:
@@ -222,13 +238,82 @@ def errors_about(history: History, release: Release) -> tuple[DocumentationError
     return tuple(error for error in history.documentation_errors if pattern.search(error.where))
 
 
-def _short(release: Release) -> str:
-    return release.image.rpartition("/")[2]
-
-
-def _same_image(release: Release, image: str) -> bool:
-    return image in (release.image, _short(release))
+def _names(image: str) -> tuple[str, str]:
+    return image, image.rpartition("/")[2]
 
 
 def _near(word: str, names: Sequence[str]) -> str:
     return did_you_mean(word, names, most=3) or "primus releases lists the releases"
+
+
+def pin_names(versions: Versions, targets: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that :func:`pins` accepts: those of the release, of each target and of the file."""
+    return (versions.release, PINS, *(f"{versions.release}-{target}" for target in targets))
+
+
+def pins(versions: Versions, targets: Mapping[str, ResolvedTarget], name: str, gpu_arch: Mapping[str, str]) -> Release:
+    """Return the pins of versions.yaml as a release: all of them, or those of one target (``v26.11-cpu``)."""
+    name = versions.release if name == PINS else name
+    target = name.removeprefix(versions.release).removeprefix("-")
+    shown = [targets[target]] if target else [*targets.values()]
+    pythons = _by_value((versions.bases[t.choice.base].python, t.name) for t in shown if t.choice.base is not None)
+    components: dict[str, str | None] = {"python": _joined(pythons)} if pythons else {}
+    if target:
+        for component, pin in {**targets[target].pins, **targets[target].inside}.items():
+            components[_key(component)] = _version(pin)
+    else:
+        components |= {_key(component): _versions(item.pins) for component, item in versions.components.items()}
+    locked: dict[str, list[tuple[str, str]]] = {}
+    for resolved in shown:
+        for file in resolved.lock.of("wheel") if resolved.lock else ():
+            locked.setdefault(_key(file.name), []).append((file.version, resolved.name))
+    gpus = tuple(resolved.name for resolved in shown if resolved.name != _CPU)
+    return Release(
+        image=IMAGE,
+        tag=name,
+        date=versions.created,
+        date_kind="created",
+        gpus=gpus,
+        gfx=tuple(dict.fromkeys(gpu_arch[gpu] for gpu in gpus if gpu in gpu_arch)),
+        components=components,
+        locked={
+            **{package: _joined(_by_value(uses)) for package, uses in locked.items()},
+            # The published tables call ROCm's wheels ``rocm_sdk``.
+            **({"rocm_sdk": core} if (core := components.get("rocm_sdk_core")) else {}),
+        },
+        notes=(f"The current pins of versions.yaml for {', '.join(t.name for t in shown) or 'no target'}.",),
+        pinned=True,
+    )
+
+
+def _key(component: str) -> str:
+    return component.replace("-", "_")
+
+
+def _version(pin: Pin) -> str:
+    return pin.version if pin.version is not None else f"{pin.path} of this repository"
+
+
+def _versions(pins: Sequence[Pin]) -> str:
+    several = len({pin.channel for pin in pins}) > 1
+    return _joined(
+        _by_value(
+            (_version(pin), target)
+            for pin in pins
+            for target in pin.targets or (f"channel {pin.channel}" if several else "every other target",)
+        )
+    )
+
+
+def _by_value(uses: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    users: dict[str, list[str]] = {}
+    for value, user in uses:
+        users.setdefault(value, []).append(user)
+    return users
+
+
+def _joined(users: Mapping[str, Sequence[str]]) -> str:
+    """Return the only value, or all of them with their users in parentheses."""
+    if len(users) == 1:
+        return next(iter(users))
+    return ", ".join(f"{value} ({', '.join(dict.fromkeys(names))})" for value, names in users.items())

@@ -13,7 +13,7 @@ from primus.errors import InputError
 from primus.gpucode.archs import MACH
 from primus.gpus import detect, table
 from primus.gpus.generation import Arch, Generation, Peak, Statement, Table, Variable, plain_name
-from primus.release.gpu_page import gpu_page
+from primus.release.pages import gpu_page
 from primus.schema import build
 from primus.yamlfile import parse
 

@@ -20,8 +20,7 @@ from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.recipes.size import readable, size
-from primus.release.models_page import models_page
-from primus.release.published import Cell, Outcome, load_published, outcomes
+from primus.release.models_page import Cell, Outcome, load_published, models_page, outcomes
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 ENTRIES = list(entries())

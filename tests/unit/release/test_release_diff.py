@@ -13,9 +13,8 @@ from primus.cli.main import main
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
 from primus.release import show
-from primus.release.compare import Change, Contradiction, Diff, component_order, contradictions, diff, one_of, step
-from primus.release.history import Alternate, Release, load_history, select
-from primus.release.present import present, present_names
+from primus.release.diff import Change, Contradiction, Diff, component_order, contradictions, diff, one_of, step
+from primus.release.history import Alternate, Release, load_history, pin_names, pins, select
 from primus.schema import build
 from primus.yamlfile import parse
 from project_kit import Kit, make_project
@@ -28,6 +27,10 @@ BACK = {"forward": "back", "back": "forward", None: None}
 
 def one(word: str) -> Release:
     return one_of(select(HISTORY, word), word)
+
+
+def text_of(difference: Diff) -> str:
+    return show.diff_page(difference, show.layout_of(markdown=False))
 
 
 @pytest.fixture
@@ -67,15 +70,15 @@ def test_what_golden_must_say() -> None:
 def test_gpus_and_sizes() -> None:
     found = diff(one("primus:v25.9_gfx942"), one("v25.10"))
     assert (found.gpus_added, found.gpus_removed) == (("mi350x", "mi355x"), ())
-    assert "→ mi300x, mi325x, mi350x, mi355x  (+mi350x, +mi355x)" in show.diff_text(found)
+    assert "→ mi300x, mi325x, mi350x, mi355x  (+mi350x, +mi355x)" in text_of(found)
     found = diff(one("v26.4"), one("v26.5"))
     assert found.size_gb_change == -21.2
     assert {c.step for c in found.facts} == {None}
-    assert "75.9 GB → 54.7 GB  (-21.2 GB)" in show.diff_text(found)
+    assert "75.9 GB → 54.7 GB  (-21.2 GB)" in text_of(found)
 
 
 def test_a_step_back_is_said() -> None:
-    text = show.diff_text(diff(one("v26.5"), one("v26.6")))
+    text = text_of(diff(one("v26.5"), one("v26.6")))
     (line,) = [line for line in text.splitlines() if "flash_attention" in line]
     assert line.endswith("2.8.3 → 2.8.1  (goes back)")
     assert "goes back" not in "".join(line for line in text.splitlines() if " primus " in line)
@@ -116,11 +119,11 @@ def test_component_order() -> None:
 def test_unknown_on_both_sides_is_no_change() -> None:
     found = diff(one("v25.11"), one("v26.1"))
     assert found.unknown == ("primus", "primus_turbo", "aiter")
-    assert "on neither side\n  - primus, primus_turbo, aiter" in show.diff_text(found)
+    assert "on neither side\n  - primus, primus_turbo, aiter" in text_of(found)
 
 
 def test_contradictions_of_both_sides_are_shown() -> None:
-    text = show.diff_text(diff(one("v26.3"), one("v26.4")))
+    text = text_of(diff(one("v26.3"), one("v26.4")))
     assert "rocm/primus:v26.3, Megatron-LM history page: rocm 7.2.0 (best known: 7.2.1)" in text
     assert "rocm/primus:v26.4, Megatron-LM history page: digest da50bfe9 (best known: c3d9033c)" in text
 
@@ -214,18 +217,18 @@ components:
 def test_the_present_pins_as_a_release(kit: Kit) -> None:
     project = Project.find(kit.root)
     targets = {one.name: one for one in resolve_all(project, project.target_names())}
-    assert present_names(project.versions, targets) == ("v26.11", "versions.yaml", "v26.11-cpu", "v26.11-mi300x")
-    whole = present(project.versions, targets, "v26.11", HISTORY.gpu_arch)
-    assert whole == present(project.versions, targets, "versions.yaml", HISTORY.gpu_arch)
+    assert pin_names(project.versions, targets) == ("v26.11", "versions.yaml", "v26.11-cpu", "v26.11-mi300x")
+    whole = pins(project.versions, targets, "v26.11", HISTORY.gpu_arch)
+    assert whole == pins(project.versions, targets, "versions.yaml", HISTORY.gpu_arch)
     assert whole.components["pytorch"] == "2.13.0+cpu (cpu), 2.14.0 (every other target)"
     assert whole.components["flash_attention"] == "2.8.1"
     assert whole.components["alpha"] == "parts/alpha of this repository"
     assert whole.components["python"] == "3.11.2"
     assert (whole.gpus, whole.gfx, whole.date) == (("mi300x",), ("gfx942",), "2026-11-20")
-    cpu = present(project.versions, targets, "v26.11-cpu", HISTORY.gpu_arch)
+    cpu = pins(project.versions, targets, "v26.11-cpu", HISTORY.gpu_arch)
     assert (cpu.gpus, cpu.components["pytorch"]) == ((), "2.13.0+cpu")
     assert "beta" not in cpu.components
-    assert present(project.versions, targets, "v26.11-mi300x", HISTORY.gpu_arch).components["pytorch"] == "2.14.0"
+    assert pins(project.versions, targets, "v26.11-mi300x", HISTORY.gpu_arch).components["pytorch"] == "2.14.0"
 
 
 @pytest.mark.parametrize("name", ["v26.11-cpu", "rocm/primus:v26.11-cpu"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from primus.cli.host.releases import choices, open_pins
 from primus.release import golden, show
-from primus.release.compare import diff, one_of
+from primus.release.diff import diff, one_of
 from primus.release.history import load_history
 from primus.terminal import Screen
 
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(difference), ensure_ascii=False))
     else:
-        print(show.diff_markdown(difference) if args.markdown else show.diff_text(difference, Screen.of()))
+        print(show.diff_page(difference, show.layout_of(markdown=args.markdown, screen=Screen.of())))
     return 0
 
 

@@ -8,7 +8,6 @@ import sys
 
 from primus.errors import InputError
 from primus.release import docs
-from primus.release.vendor import VENDORED, refresh
 
 
 def run(args: argparse.Namespace) -> int:
@@ -16,8 +15,8 @@ def run(args: argparse.Namespace) -> int:
     if not (args.project / "versions.yaml").is_file():
         raise InputError(f"there is no versions.yaml in {args.project}")
     if args.vendored:
-        refresh(args.project / VENDORED)
-    names = docs.stale(args.project) if args.check else docs.write(args.project)
+        docs.refresh_vendored(args.project)
+    names = tuple(docs.stale(args.project)) if args.check else docs.write(args.project)
     if args.json:
         print(json.dumps({"stale" if args.check else "written": names}))
     else:

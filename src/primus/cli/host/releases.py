@@ -12,9 +12,19 @@ from primus.errors import InputError
 from primus.plan.project import Project
 from primus.plan.resolve import resolve_all
 from primus.release import golden, show
-from primus.release.history import History, Release, errors_about, load_history, of_image, select, unconfirmed
-from primus.release.inputs import load_inputs, stack_of
-from primus.release.present import IMAGE, present, present_names
+from primus.release.history import (
+    IMAGE,
+    History,
+    Release,
+    errors_about,
+    load_history,
+    of_image,
+    pin_names,
+    pins,
+    select,
+    stack_of,
+    unconfirmed,
+)
 from primus.terminal import Screen
 
 
@@ -25,8 +35,8 @@ def open_pins(args: argparse.Namespace) -> Project | None:
 
 def pinned(project: Project, name: str, history: History) -> Release:
     """Return the current pins as a release called ``name``."""
-    targets = {one.name: one for one in resolve_all(project, project.target_names())}
-    return present(project.versions, targets, name, history.gpu_arch)
+    targets = {target.name: target for target in resolve_all(project, project.target_names())}
+    return pins(project.versions, targets, name, history.gpu_arch)
 
 
 def choices(history: History, word: str, project: Project | None) -> Sequence[Release]:
@@ -39,7 +49,7 @@ def choices(history: History, word: str, project: Project | None) -> Sequence[Re
     except InputError:
         if project is None:
             raise
-        names = present_names(project.versions, project.target_names())
+        names = pin_names(project.versions, project.target_names())
         bare = word.removeprefix(f"{IMAGE}:")
         if bare in names:
             return (pinned(project, bare, history),)
@@ -51,50 +61,45 @@ def choices(history: History, word: str, project: Project | None) -> Sequence[Re
 
 def run(args: argparse.Namespace) -> int:
     """Print the list or one release."""
-    screen = Screen.of()
     history = load_history()
     project = open_pins(args)
-    listed = of_image(history, args.image)
+    of_this_image = of_image(history, args.image)
     if args.name is not None:
-        found = list(choices(history, args.name, project))
-        found = _of_image(found, listed, args)
-        doubts = unconfirmed(history, args.name)
+        releases = _of_image(choices(history, args.name, project), of_this_image, args)
+        doubtful = unconfirmed(history, args.name)
+        errors = tuple(dict.fromkeys(error for release in releases for error in errors_about(history, release)))
     else:
-        found, doubts = list(listed), history.unconfirmed_tags
+        releases, doubtful, errors = list(of_this_image), history.unconfirmed_tags, history.documentation_errors
         if project is not None and args.image in (None, IMAGE, IMAGE.rpartition("/")[2]):
-            found.insert(0, pinned(project, project.versions.release, history))
+            releases.insert(0, pinned(project, project.versions.release, history))
+    stacks = {release.reference: stack_of(release.reference) for release in releases}
     if args.json:
-        errors = dict.fromkeys(e for r in found for e in errors_about(history, r)) if args.name is not None else ()
-        inputs = load_inputs()
-        stacks = [s for s in (stack_of(inputs, r.reference) for r in found) if s is not None]
         document = {
-            "releases": [show.plain(r) for r in found],
-            "unconfirmed_tags": [asdict(t) for t in doubts],
-            "documentation_errors": [
-                asdict(e) for e in (errors if args.name is not None else history.documentation_errors)
-            ],
-            "stacks": [asdict(s) for s in stacks],
+            "releases": [show.plain(release) for release in releases],
+            "unconfirmed_tags": [asdict(tag) for tag in doubtful],
+            "documentation_errors": [asdict(error) for error in errors],
+            "stacks": [stack for stack in stacks.values() if stack is not None],
         }
         print(json.dumps(document, ensure_ascii=False))
-    elif args.name is not None:
-        inputs = load_inputs()
-        shape = show.one_markdown if args.markdown else show.one_text
-        parts = [shape(history, r, stack_of(inputs, r.reference), screen) for r in found]
-        show_doubts = show.doubts_markdown if args.markdown else show.doubts_text
-        print("\n\n".join([*parts, *([show_doubts(doubts, screen)] if doubts else [])]))
-    else:
-        print(show.list_markdown(found) if args.markdown else show.list_text(found, screen))
-        if args.image is None and not args.markdown:
-            images = sorted({r.image for r in history.related_images})
-            related = "Related images: " + ", ".join(f"primus releases --image {image}" for image in images)
-            print("\n".join(screen.wrap(related)))
+        return 0
+    screen = Screen.of()
+    layout = show.layout_of(markdown=args.markdown, screen=screen)
+    if args.name is not None:
+        parts = [show.release_page(history, release, stacks[release.reference], layout) for release in releases]
+        print("\n\n".join([*parts, *([show.doubts(doubtful, layout)] if doubtful else [])]))
+        return 0
+    print(show.release_list(releases, layout))
+    if args.image is None and not args.markdown:
+        images = sorted({release.image for release in history.related_images})
+        related = "Related images: " + ", ".join(f"primus releases --image {image}" for image in images)
+        print("\n".join(screen.wrap(related)))
     return 0
 
 
-def _of_image(found: list[Release], listed: Sequence[Release], args: argparse.Namespace) -> list[Release]:
-    images = {r.image for r in listed}
-    kept = [r for r in found if args.image is None or r.image in images]
-    if not kept:
-        names = ", ".join(r.reference for r in found)
+def _of_image(releases: Sequence[Release], of_image: Sequence[Release], args: argparse.Namespace) -> list[Release]:
+    images = {release.image for release in of_image}
+    matching = [release for release in releases if args.image is None or release.image in images]
+    if not matching:
+        names = ", ".join(release.reference for release in releases)
         raise InputError(f"{args.image} has no release {args.name}", hint=f"{args.name} stands for {names}")
-    return kept
+    return matching

@@ -70,28 +70,27 @@ class Diff:
     curves: tuple[str, ...] = described("Differences between the golden curves of both sides.", default=())
 
 
-def one_of(found: Sequence[Release], word: str) -> Release:
-    """Return the only release in ``found``. Tags with the same published table count as one.
+def one_of(releases: Sequence[Release], word: str) -> Release:
+    """Return the only release in ``releases``. Tags with the same published table count as one.
 
     Raises InputError, with the choices, if several remain.
     """
-    references = {r.reference for r in found}
-    chosen = [r for r in found if r.same_as not in references]
-    if len(chosen) == 1:
-        return chosen[0]
-    names = ", ".join(r.reference for r in chosen)
-    hint = f"name one, for example {chosen[-1].reference}"
-    raise InputError(f"{word} stands for {len(chosen)} images: {names}", hint=hint)
+    references = {release.reference for release in releases}
+    distinct = [release for release in releases if release.same_as not in references]
+    if len(distinct) == 1:
+        return distinct[0]
+    names = ", ".join(release.reference for release in distinct)
+    hint = f"name one, for example {distinct[-1].reference}"
+    raise InputError(f"{word} stands for {len(distinct)} images: {names}", hint=hint)
 
 
 def diff(old: Release, new: Release) -> Diff:
     """Compare ``old`` with ``new``."""
     facts, same_facts, _ = _compare(_facts(old), _facts(new), list(_facts(old)), steps=False)
     names = component_order([*old.components, *new.components])
-    mine, theirs = _with_locked(old, names), _with_locked(new, names)
-    components, same, unknown = _compare(mine, theirs, names, steps=True)
-    both_sizes = old.size_gb is not None and new.size_gb is not None
+    components, same, unknown = _compare(_with_locked(old, names), _with_locked(new, names), names, steps=True)
     sides = {side.reference: side for side in (old, new)}.values()
+    size = None if old.size_gb is None or new.size_gb is None else round(new.size_gb - old.size_gb, 6)
     return Diff(
         old=old.reference,
         new=new.reference,
@@ -100,12 +99,12 @@ def diff(old: Release, new: Release) -> Diff:
         facts=facts,
         gpus_added=_beyond(new.gpus, old.gpus),
         gpus_removed=_beyond(old.gpus, new.gpus),
-        size_gb_change=round((new.size_gb or 0) - (old.size_gb or 0), 6) if both_sizes else None,
+        size_gb_change=size,
         components=components,
         same_facts=same_facts,
         same_components=same,
         unknown=unknown,
-        contradictions=tuple(c for side in sides for c in contradictions(side)),
+        contradictions=tuple(contradiction for side in sides for contradiction in contradictions(side)),
         notes={side.reference: side.notes for side in sides if side.notes},
     )
 
@@ -117,45 +116,36 @@ def _with_locked(release: Release, names: Sequence[str]) -> dict[str, str | None
 
 def contradictions(release: Release) -> tuple[Contradiction, ...]:
     """Return every value for which another table of the same tag differs."""
-    found: list[Contradiction] = []
-    for other in release.alternates:
-        prefix = release.digest[7:15] if release.digest else None
-        size = _bytes(release.content_size_bytes)
-        cells: list[tuple[str, str | None, str | None]] = [
+    prefix = release.digest[7:15] if release.digest else None
+    size = bytes_words(release.content_size_bytes)
+    return tuple(
+        Contradiction(tag=release.reference, source=other.source, what=what, table=best, other=value)
+        for other in release.alternates
+        for what, best, value in (
             ("digest", prefix, other.digest_prefix),
             ("image id", release.image_id, other.image_id),
-            ("compressed size", size, _bytes(other.content_size_bytes)),
-            *((name, release.components.get(name), value) for name, value in other.components.items()),
-            *((name, None, value) for name, value in other.other_packages.items()),
-        ]
-        found += [
-            Contradiction(tag=release.reference, source=other.source, what=what, table=mine, other=theirs)
-            for what, mine, theirs in cells
-            if theirs is not None and theirs != mine
-        ]
-    return tuple(found)
+            ("compressed size", size, bytes_words(other.content_size_bytes)),
+            *((name, release.components.get(name), version) for name, version in other.components.items()),
+            *((name, None, version) for name, version in other.other_packages.items()),
+        )
+        if value is not None and value != best
+    )
 
 
 def component_order(names: Sequence[str]) -> list[str]:
     """Return each name once: first the rows of the published tables, then the rest in natural order."""
-    return sorted(set(names), key=lambda n: (ROWS.index(n) if n in ROWS else len(ROWS), _natural(n), n))
+    return sorted(set(names), key=lambda name: (ROWS.index(name) if name in ROWS else len(ROWS), _natural(name), name))
 
 
 def step(old: str, new: str) -> Literal["forward", "back"] | None:
     """Return the direction of a version change, or None if it is unclear (commits, equal numbers)."""
-    before, after = _release_number(old), _release_number(new)
-    if before is None or after is None:
-        return None
-    for one, other in zip(before, after, strict=False):
-        if one != other:
-            return "forward" if one < other else "back"
-    return None
-
-
-def _release_number(version: str) -> tuple[int, ...] | None:
     # Only dotted numbers count, because a commit such as 2631e68d also begins with digits.
-    found = re.match(r"v?([0-9]+(?:\.[0-9]+)+)", version)
-    return tuple(map(int, found[1].split("."))) if found else None
+    matches = [re.match(r"v?([0-9]+(?:\.[0-9]+)+)", version) for version in (old, new)]
+    numbers = [tuple(map(int, match[1].split("."))) for match in matches if match]
+    if len(numbers) < 2:
+        return None
+    before, after = (number[: min(map(len, numbers))] for number in numbers)
+    return None if before == after else "forward" if before < after else "back"
 
 
 def _natural(text: str) -> tuple[tuple[int, str], ...]:
@@ -163,12 +153,21 @@ def _natural(text: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
 
 
+def date_words(release: Release) -> str | None:
+    """Return the date of a release and what it is the date of."""
+    return f"{release.date} ({release.date_kind})" if release.date_kind else release.date
+
+
+def bytes_words(size: int | None) -> str | None:
+    """Return an exact size."""
+    return None if size is None else f"{size:,} bytes"
+
+
 def _facts(release: Release) -> dict[str, str | None]:
-    date = f"{release.date} ({release.date_kind})" if release.date_kind else release.date
     return {
-        "date": date,
+        "date": date_words(release),
         "size": None if release.size_gb is None else f"{release.size_gb:g} GB",
-        "compressed size": _bytes(release.content_size_bytes),
+        "compressed size": bytes_words(release.content_size_bytes),
         "GPUs": _listed(release.gpus),
         "architectures": _listed(release.gfx),
         "digest": release.digest,
@@ -181,33 +180,25 @@ def _listed(names: tuple[str, ...] | None) -> str | None:
     return None if names is None else ", ".join(sorted(names, key=_natural)) or "none"
 
 
-def _bytes(size: int | None) -> str | None:
-    return None if size is None else f"{size:,} bytes"
-
-
-def _beyond(mine: tuple[str, ...] | None, others: tuple[str, ...] | None) -> tuple[str, ...]:
+def _beyond(names: tuple[str, ...] | None, others: tuple[str, ...] | None) -> tuple[str, ...]:
     # If one side is unknown, nothing counts as added or removed.
-    if mine is None or others is None:
-        return ()
-    return tuple(sorted(set(mine) - set(others), key=_natural))
+    return () if names is None or others is None else tuple(sorted(set(names) - set(others), key=_natural))
 
 
 def _compare(
     old: Mapping[str, str | None], new: Mapping[str, str | None], names: Sequence[str], *, steps: bool
 ) -> tuple[tuple[Change, ...], dict[str, str], tuple[str, ...]]:
-    changes: list[Change] = []
-    same: dict[str, str] = {}
-    unknown: list[str] = []
-    for name in names:
-        before, after = old.get(name), new.get(name)
-        if before is None and after is None:
-            unknown.append(name)
-        elif before is not None and before == after:
-            same[name] = before
-        else:
-            way = step(before, after) if steps and before is not None and after is not None else None
-            kind: Literal["added", "removed", "changed"] = "changed"
-            if before is None or after is None:
-                kind = "added" if before is None else "removed"
-            changes.append(Change(what=name, kind=kind, old=before, new=after, step=way))
-    return tuple(changes), same, tuple(unknown)
+    pairs = {name: (old.get(name), new.get(name)) for name in names}
+    changes = tuple(
+        Change(
+            what=name,
+            kind="added" if before is None else "removed" if after is None else "changed",
+            old=before,
+            new=after,
+            step=step(before, after) if steps and before is not None and after is not None else None,
+        )
+        for name, (before, after) in pairs.items()
+        if before != after
+    )
+    same = {name: before for name, (before, after) in pairs.items() if before == after and before is not None}
+    return changes, same, tuple(name for name, pair in pairs.items() if pair == (None, None))

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from primus.errors import CheckFailed, HostError, InputError
+from primus.gates.rules import gates
 from primus.gpus.table import load_table
 from primus.plan.project import Project
 from primus.plan.resolve import resolve, resolve_all
@@ -29,7 +30,6 @@ from primus.terminal import bytes_text
 from primus.versions.components import Versions
 from primus.yamlfile import read
 
-_OLD_COMMANDS = "docs/old-commands.md"
 _VENDORED = Path("src/primus/report/uplot/vendored.yaml")
 
 
@@ -53,8 +53,9 @@ def generated(root: Path) -> dict[str, str]:
         "docs/models.md": models_page(),
         "README.md": _filled(root, "README.md", {"targets": _targets(root)}),
     }
-    if (root / _OLD_COMMANDS).exists():
-        files[_OLD_COMMANDS] = _filled(root, _OLD_COMMANDS, old_commands_parts())
+    for name, parts in {"docs/old-commands.md": old_commands_parts(), "docs/gates.md": {"gates": _gates()}}.items():
+        if (root / name).exists():
+            files[name] = _filled(root, name, parts)
     locks = [target.lock for target in targets if target.lock]
     files |= backend_keys(root, project.versions, locks, project.workspace.files)
     released = [name for name in project.target_names() if CHANNEL in project.target(name).channels]
@@ -123,6 +124,13 @@ def _filled(root: Path, name: str, parts: Mapping[str, Sequence[str]]) -> str:
             raise InputError(f"the markers {begin.strip()} and {end} are missing", where=name)
         text = head + begin + "\n".join([*lines, ""]) + end + tail
     return text
+
+
+def _gates() -> list[str]:
+    rules = gates().items()
+    return table(
+        ("gate", "what must hold"), [(name, str(rule.__doc__).partition("\n")[0].rstrip(".")) for name, rule in rules]
+    )
 
 
 def _targets(root: Path) -> list[str]:

@@ -9,7 +9,6 @@ import pytest
 
 from gpu_files import bundle, elf
 from primus.errors import InputError
-from primus.gates.rules import gates
 from primus.release.docs import generated
 from primus.release.gate_record import load_gate_records
 from project_kit import Kit, make_project
@@ -57,8 +56,3 @@ def test_a_record_that_is_none_is_named(kit: Kit, text: str) -> None:
     with pytest.raises(InputError, match="not a record of gates") as caught:
         load_gate_records(kit.root)
     assert caught.value.where == "benchmarks/results/gates-demo.json"
-
-
-def test_the_page_of_gates_explains_each() -> None:
-    rows = (Path(__file__).parents[3] / "docs/gates.md").read_text(encoding="utf-8").splitlines()
-    assert {name for name in gates() if not any(row.startswith(f"| {name} |") for row in rows)} == set()

@@ -23,9 +23,9 @@ from primus.recipes.load import folder
 from primus.recipes.setting import Choices
 from primus.recipes.size import size
 from primus.training import logs, metrics, suite
-from primus.training.flops import of_recipe_unit
 from primus.training.job import Job, JobResult
-from primus.training.levels import LEVELS
+from primus.training.metrics import of_recipe_unit
+from primus.training.suite import LEVELS
 from primus.training.torchtitan import render
 
 

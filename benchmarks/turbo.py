@@ -286,13 +286,13 @@ def _rank(config: Path, flags: set[str], environment: dict[str, str], output: Pa
             train(_profiled(Trainer, output) if "profile" in flags else Trainer)
         else:
             from primus.training import facts
-            from primus.training.torchtitan import entry, observe
+            from primus.training.torchtitan import entry
 
             # Hashing 32 GB of weights takes as long as the steps and is irrelevant to speed.
             facts.digest = lambda parts: ""
-            made = observe.observed_trainer
+            made = entry.observed_trainer
             if "profile" in flags:
-                observe.observed_trainer = lambda *a, **k: _profiled(made(*a, **k), output)
+                entry.observed_trainer = lambda *a, **k: _profiled(made(*a, **k), output)
             entry.main(sys.argv[1:])
         code = 0
     except BaseException:  # noqa: BLE001 - the log says it

@@ -38,15 +38,15 @@ class Declared:
 
 
 def _ours(file: str, name: str, under: str = "") -> Declared:
-    return Declared(wheel=_OURS, file=f"primus/training/{file}/config.py", name=name, under=under)
+    return Declared(wheel=_OURS, file=f"primus/training/{file}.py", name=name, under=under)
 
 
 def _megatron(file: str, name: str, under: str) -> Declared:
     return Declared(wheel="megatron-core", file=f"megatron/core/{file}.py", name=name, under=under)
 
 
-_LOOP = _ours("loop", "LoopConfig", "training")
-_SHARDING = _ours("loop", "ShardingConfig", "sharding")
+_LOOP = _ours("loop/config", "LoopConfig", "training")
+_SHARDING = _ours("loop/config", "ShardingConfig", "sharding")
 
 
 def declared() -> Mapping[str, tuple[Declared, ...]]:
@@ -57,15 +57,15 @@ def declared() -> Mapping[str, tuple[Declared, ...]]:
         ),
         "megatron": (
             _LOOP,
-            _ours("megatron", "MegatronConfig"),
+            _ours("megatron/backend", "MegatronConfig"),
             _megatron("model_parallel_config", "ModelParallelConfig", "model"),
             _megatron("transformer/transformer_config", "TransformerConfig", "model"),
             _megatron("optimizer/optimizer_config", "OptimizerConfig", "optimizer"),
             _megatron("distributed/distributed_data_parallel_config", "DistributedDataParallelConfig", "ddp"),
         ),
-        "finetune": (_LOOP, _SHARDING, _ours("finetune", "FinetuneConfig")),
-        "flux": (_LOOP, _SHARDING, _ours("flux", "FluxConfig")),
-        "fsdp": (_LOOP, _SHARDING, _ours("fsdp", "FsdpConfig")),
+        "finetune": (_LOOP, _SHARDING, _ours("finetune/backend", "FinetuneConfig")),
+        "flux": (_LOOP, _SHARDING, _ours("flux/backend", "FluxConfig")),
+        "fsdp": (_LOOP, _SHARDING, _ours("fsdp/backend", "FsdpConfig")),
     }
 
 

@@ -1,7 +1,8 @@
-"""Collectives in 16-bit floats for a gloo that was built without them, such as Debian's.
+"""What ranks on CPUs need of torch.distributed: a store, collectives in 16-bit floats, and a safe exit.
 
-A tensor of such a dtype is sent as float32, which can represent all its values. Values that are only moved therefore do
-not change, and a sum over ranks is rounded once, at the end. Send and receive do not depend on the dtype.
+Some builds of gloo, such as Debian's, lack 16-bit floats. A tensor of such a dtype is sent as float32, which can
+represent all its values. Values that are only moved therefore do not change, and a sum over ranks is rounded once, at
+the end. Send and receive do not depend on the dtype.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -113,3 +115,50 @@ def _each(argument: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def _say(dtype: torch.dtype) -> None:
     if os.environ.get("RANK", "0") == "0":
         print(f"primus: {SENTENCE.format(str(dtype).removeprefix('torch.'))}", file=sys.stderr, flush=True)
+
+
+# A store ends when its object is deleted.
+_OPEN_STORES: list[Any] = []
+
+
+def choose_store(folder: Path) -> None:
+    """Choose the kind and port of the store. Call it before the process groups are created.
+
+    If torch has no libuv, as Debian's, the store does without it. If all ranks are on this machine, rank 0 opens the
+    store at a free port, and the others read its number from the job's ``folder``.
+    """
+    from torch.distributed import TCPStore
+
+    try:
+        TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True)
+    except RuntimeError as error:
+        if "libuv" not in str(error):
+            raise
+        os.environ["USE_LIBUV"] = "0"
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        _open(folder)
+
+
+def _open(folder: Path) -> None:
+    """Open the store before anything else can take its port.
+
+    torchrun chooses a free port and does not reserve it. Of 20 jobs that start together, one in 40 failed because
+    another process had taken its port.
+    """
+    from torch.distributed import FileStore, TCPStore
+
+    size = int(os.environ["WORLD_SIZE"])
+    notes = FileStore(str(folder / "cache" / "store"), size)
+    # Different in each attempt, because the file of an attempt that was killed stays.
+    key = f"{os.getppid()} {os.environ['MASTER_PORT']}"
+    if os.environ["RANK"] == "0":
+        libuv = os.environ.get("USE_LIBUV", "1") == "1"
+        # With multi_tenant, init_process_group finds this server in place of starting its own.
+        store = TCPStore(
+            os.environ["MASTER_ADDR"], 0, size, is_master=True, wait_for_workers=False, multi_tenant=True,
+            use_libuv=libuv,
+        )  # fmt: skip
+        _OPEN_STORES.append(store)
+        notes.set(key, str(store.port))
+    _OPEN_STORES.append(notes)
+    os.environ["MASTER_PORT"] = notes.get(key).decode()

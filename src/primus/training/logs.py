@@ -1,10 +1,11 @@
-"""Reading a training log as a series of steps. Contradictions in a log are problems."""
+"""Reading a training log as a series of steps, and the time at which each arrives. Contradictions are problems."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -160,3 +161,16 @@ def _number(word: str) -> float:
 
 def _same(left: float, right: float, within: float = 0.0) -> bool:
     return left == right or abs(left - right) <= within or (math.isnan(left) and math.isnan(right))
+
+
+class Clock:
+    """Records in ``arrivals`` when the first line of each step arrives, in seconds of a monotonic clock."""
+
+    def __init__(self) -> None:
+        self.arrivals: dict[int, float] = {}
+
+    def line(self, text: str) -> None:
+        """Handle a line of the job's log."""
+        step = step_in(text)
+        if step is not None:
+            self.arrivals.setdefault(step.step, time.monotonic())

@@ -1,17 +1,137 @@
-"""Figures of a run: one JSON line per step, and medians after the warm-up. docs/metrics.md has the formulas."""
+"""Figures of a run: its FLOPs, and medians after the warm-up. docs/metrics.md has the formulas.
+
+Per token, training takes 6 · (N − N_embedding) operations for the products with weights (2 forward, 4 backward), plus
+12 · L · heads · head_dim · span for attention. N includes the output head, but not the input embedding; a routed expert
+counts only as often as it is chosen. *span* is the sequence length in the non-causal convention (torchtitan; PaLM
+appendix B, arXiv:2204.02311). In the causal convention (Megatron-LM) it is the number of tokens that a token sees: half
+of the sequence length, or less with a sliding window. Recomputation in the backward pass never counts.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, cast, get_args
 
-from primus.gpus.table import UnknownPeak
-from primus.training.flops import Flops
+from primus.gpus.generation import Dtype
+from primus.gpus.table import UnknownPeak, by_product_name, mfu, peak
+from primus.recipes.architecture import Architecture
+from primus.recipes.recipe import Recipe
+from primus.recipes.size import size
 from primus.training.logs import Series, Step
-from primus.training.utilization import Mfu, Work, mfu_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of one token (for a diffusion model: of one image) in both conventions."""
+
+    causal: float
+    non_causal: float
+
+
+def of_recipe_unit(model: Architecture, seq_len: int, *, adapters: int | None = None) -> Flops:
+    """Return the FLOPs of training on one token of a sequence of ``seq_len`` (for FLUX: on one image).
+
+    ``adapters`` is the number of weights that LoRA trains. The others then take 4 operations each instead of 6,
+    because they have no gradient.
+    """
+    if model.family == "flux":
+        return _diffusion(model)
+    count = size(model)
+    products = count.active - count.embedding
+    linear = 6 * products if adapters is None else 4 * products + 6 * adapters
+    window = min(model.window or seq_len, seq_len)
+    seen = window - window**2 / (2 * seq_len)
+    width = _attention_width(model)
+    return Flops(causal=linear + model.layers * width * seen, non_causal=linear + model.layers * width * window)
+
+
+def _attention_width(model: Architecture) -> int:
+    """Return 12 · heads · head_dim; in latent attention, query·key and weight·value differ in width."""
+    mla = model.mla
+    if mla.kv_lora_rank:
+        return 6 * model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+    return 12 * model.heads * model.head_size
+
+
+def _diffusion(model: Architecture) -> Flops:
+    """Return the FLOPs of FLUX. Its attention is not causal, so both conventions agree. One token is 16 × 16 pixels."""
+    dit, hidden = model.dit, model.hidden_size
+    layers, tokens = dit.double_layers + dit.single_layers, (dit.image_size // 16) ** 2 + dit.text_tokens
+    flops = 6.0 * 12 * hidden**2 * layers * tokens + 12.0 * layers * hidden * tokens**2
+    return Flops(causal=flops, non_causal=flops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of a run, and its device.
+
+    ``flops`` are those of one token (of one image with ``per_image``); None if the number of weights that LoRA
+    trained is unknown. ``gpu`` is torch's name of the GPU, ``units`` its compute units or SMs, and ``device``
+    torch's device type; None if the run wrote no facts.
+    """
+
+    flops: Flops | None
+    per_image: bool
+    precision: str
+    device: str | None = None
+    gpu: str | None = None
+    units: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mfu:
+    """Model FLOP/s utilization (0.5 is half) in both conventions, relative to ``peak_tflops``, dense, in ``dtype``."""
+
+    causal: float
+    non_causal: float
+    peak_tflops: float
+    dtype: str
+    gpu: str
+    source: str
+
+
+def work(recipe: Recipe, facts: Mapping[str, Any]) -> Work:
+    """Return the work of ``recipe``. The device and the number of LoRA's weights come from the run's own ``facts``."""
+    trained = facts.get("trainable_parameters") if recipe.mode == "lora" else None
+    known = recipe.mode != "lora" or trained is not None
+    return Work(
+        flops=of_recipe_unit(recipe.architecture, recipe.seq_len, adapters=trained) if known else None,
+        per_image=recipe.architecture.family == "flux",
+        precision=recipe.precision,
+        device=facts.get("device"),
+        gpu=facts.get("gpu"),
+        units=facts.get("gpu_units"),
+    )
+
+
+def mfu_of(done: Work, tflops: Flops) -> Mfu:
+    """Return the utilization of ``tflops`` TFLOP/s. Raises UnknownPeak, with a sentence to print, if there is none."""
+    if done.device == "cpu":
+        raise UnknownPeak("no MFU: the run was on a CPU")
+    if done.gpu is None:
+        raise UnknownPeak("no MFU: the run did not report its GPU")
+    if done.precision not in get_args(Dtype):
+        raise UnknownPeak(f"no MFU: the table of GPUs holds no {done.precision.upper()} peak")
+    dtype = cast("Dtype", done.precision)
+    shares = [mfu(rate, done.gpu, dtype) for rate in (tflops.causal, tflops.non_causal)]
+    known = by_product_name(done.gpu)
+    published = peak(known, dtype) if known else None
+    if known is None or published is None or published.tflops is None:
+        raise UnknownPeak(f"no MFU: the peak of {done.gpu!r} is not known")
+    if done.units != known.compute_units:
+        raise UnknownPeak(f"no MFU: {done.units} of the {known.compute_units} compute units of {known.title}")
+    return Mfu(
+        causal=shares[0],
+        non_causal=shares[1],
+        peak_tflops=published.tflops,
+        dtype=dtype,
+        gpu=known.title,
+        source=published.source,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

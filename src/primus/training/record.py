@@ -10,7 +10,7 @@ from typing import Any
 
 from primus.files import write_file
 from primus.recipes.recipe import Recipe
-from primus.training import metrics, suite, utilization
+from primus.training import metrics, suite
 from primus.training.checks import Verdict
 from primus.training.job import Job
 from primus.training.outcome import Outcome
@@ -67,7 +67,7 @@ def make(
 
 
 def _measurements(recipe: Recipe, left: Outcome) -> dict[str, Any]:
-    done = utilization.work(recipe, left.facts)
+    done = metrics.work(recipe, left.facts)
     warmup = recipe.get("validation.warmup_steps", int)
     return asdict(metrics.summarize(left.series, warmup, done, left.slow_rank))
 
@@ -80,7 +80,7 @@ def _job(job: Job, left: Outcome | None) -> dict[str, Any]:
     }
     if left is None:
         return content
-    lines = metrics.as_json_lines(left.series, utilization.work(job.recipe, left.facts)).splitlines()
+    lines = metrics.as_json_lines(left.series, metrics.work(job.recipe, left.facts)).splitlines()
     return {
         **content,
         "argv": list(left.argv),

@@ -17,21 +17,10 @@ from pathlib import Path
 import primus
 from primus.errors import HostError, InputError
 from primus.files import write_file
-from primus.training import (
-    checks,
-    energy,
-    failure,
-    hang,
-    identity,
-    launch,
-    metrics,
-    outcome,
-    ranks,
-    utilization,
-)
+from primus.training import checks, energy, failure, identity, launch, metrics, outcome, ranks
 from primus.training.checks import Verdict
-from primus.training.clock import Clock
 from primus.training.job import Job, JobResult
+from primus.training.logs import Clock
 from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
 from primus.turbo.optimizations import chosen, importable, missing_packages
@@ -121,16 +110,16 @@ def start(
 
     def silent(launcher: int) -> None:
         hung.append(launcher)
-        hang.end_ranks(launcher, job.output, patience)
+        failure.end_ranks(launcher, job.output, patience)
 
     several = job.recipe.get("nodes", int) > 1
     ended = launch.run(
         argv, log=own / "log.txt", environment=environment, on_line=line, patience=patience, on_silence=silent,
         hopeless=lambda: several and failure.known(job.output),
     )  # fmt: skip
-    if stacks := hang.stacks(job.output):
+    if stacks := failure.stacks(job.output):
         _append(own / "log.txt", stacks, on_line)
-    if hung and not hang.name_hung(job.output, patience) and several:
+    if hung and not failure.name_hung(job.output, patience) and several:
         time.sleep(_OTHERS_NAME_IT)
     elif ended.exit_code and several:
         failure.share(job.output, own / "log.txt", _OTHERS_SAY_WHY)
@@ -149,7 +138,7 @@ def start(
     said = str(failure.DISK_FULL) if ended.exit_code and ended.disk_full else ""
     result = outcome.read(job, JobResult(exit_code=ended.exit_code, output=own, said=said))
     verdicts = outcome.basic_verdicts(result) if first else (checks.exit_code(result.exit_code, result.cause),)
-    done = utilization.work(job.recipe, result.facts)
+    done = metrics.work(job.recipe, result.facts)
     summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done, result.slow_rank)
     write_file(own / "metrics.jsonl", metrics.as_json_lines(result.series, done))
     left |= {
@@ -176,6 +165,6 @@ def _judge(job: Job) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     # The folder of this package, without anything else that the caller has on Python's path.
     environment["PYTHONPATH"] = str(Path(primus.__file__).parents[1])
-    command = [sys.executable, "-s", "-m", "primus.training.reference", str(job.output)]
+    command = [sys.executable, "-s", "-m", "primus.training.reference.replay", str(job.output)]
     with (job.output / "reference.txt").open("w", encoding="utf-8") as log:
         subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)

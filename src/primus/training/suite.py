@@ -24,6 +24,9 @@ from primus.training.job import Job, JobResult
 from primus.training.logs import Series
 from primus.training.outcome import Outcome
 
+LEVELS = ("quick", "standard", "full")
+
+
 # Increase this when a check or the plan changes its meaning, because records of another suite prove something else.
 FORMAT = 6
 _PRECISION_JOB = "precision-"

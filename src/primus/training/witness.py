@@ -8,7 +8,7 @@ The files of ``OUTPUT/witness`` are written from the tensors that the model, its
 - ``update-STEP.pt``: ``gradients`` (as the optimizer got them, so clipped), ``rates``, the learning rate of each
   parameter or group, ``stale``, the parameters that are not the rounded weights of the optimizer, and ``apart``, those
   of which ranks hold different weights or gradients; absent when no optimizer ran;
-- ``blocks-STEP-RANK.pt``, of some steps: ``data_rank``, and ``calls``, what :meth:`.blocks.Blocks.taken` returns;
+- ``blocks-STEP-RANK.pt``, of some steps: ``data_rank``, and ``calls``, what :meth:`Blocks.taken` returns;
 - ``random-RANK.json``: ``kept``, whether the rank's random state after loading a checkpoint was that at its saving;
 - ``seconds.json``: how long writing all this took after each step;
 - ``weights-STEP.pt``: ``weights`` after the step, whole, by the backend's own names; step 0 before the first update.
@@ -19,19 +19,186 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from primus.training.blocks import Blocks
-from primus.training.gather import whole_tensors
+# PyTorch 2.13 renamed this function, and warns about the old name.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, gathered from its shards, as a copy on the CPU. All ranks."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu().clone()
+
+
+def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return each of ``tensors``, gathered from its shards, as a copy on the CPU. All ranks must call it with the same
+    names in the same order.
+
+    Tensors sharded by rows, as in FSDP2, are gathered in one collective for each group and dtype. One for each tensor
+    would take several times as long. It would also use DTensor's gathers: with gloo, a rank crashed in about one of a
+    million of them, for an unknown reason (PyTorch 2.11 and 2.13).
+    """
+    found: dict[str, torch.Tensor] = {}
+    packs: dict[tuple[dist.ProcessGroup, torch.dtype], dict[str, DTensor]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and (group := _group_of_rows(tensor)) is not None:
+            packs.setdefault((group, tensor.dtype), {})[name] = tensor
+        else:
+            found[name] = whole_tensor(tensor)
+    for (group, _), pack in packs.items():
+        found |= _gathered(pack, group)
+    return {name: found[name] for name in tensors}
+
+
+def _group_of_rows(tensor: DTensor) -> dist.ProcessGroup | None:
+    """Return the group over which the rows of ``tensor`` are sharded, or None if it is sharded in another way."""
+    sharded = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    # A strided shard, in some versions of PyTorch a subclass of Shard, has another order of rows.
+    if len(sharded) != 1 or type(placement := tensor.placements[sharded[0]]) is not Shard or placement.dim != 0:
+        return None
+    return tensor.device_mesh.get_group(sharded[0])
+
+
+def _gathered(tensors: Mapping[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Return the whole tensors. Each rank of ``group`` holds the rows that ``torch.chunk`` assigns to it."""
+    ranks = group.size()
+    # The last ranks may have fewer rows than the others, or none.
+    rows = [-(-tensor.shape[0] // ranks) for tensor in tensors.values()]
+    mine = torch.cat(list(starmap(_padded, zip(tensors.values(), rows, strict=True))))
+    every = mine.new_empty(ranks * len(mine))
+    _all_gather(every, mine, group=group)
+    sizes = [count * tensor.shape[1:].numel() for tensor, count in zip(tensors.values(), rows, strict=True)]
+    parts = every.cpu().view(ranks, -1).split(sizes, 1)
+    return {
+        name: part.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]].clone()
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    }
+
+
+def _padded(tensor: DTensor, rows: int) -> torch.Tensor:
+    """Return this rank's rows of ``tensor``, and zeros up to ``rows``, as a vector."""
+    shard = tensor.to_local().detach().flatten()
+    return torch.cat([shard, shard.new_zeros(rows * tensor.shape[1:].numel() - len(shard))])
+
+
+# A block of a transformer, and the layer that makes logits or, in FLUX, the velocity.
+_BLOCK = re.compile(r"(?:^|\.)((?:single_)?transformer_blocks|layers)\.(\d+)")
+_OUTPUT = re.compile(r"(?:.*\.)?(?:output|lm_head|output_layer|proj_out)")
+# Wrappers around modules, which add their names.
+_WRAPPER = re.compile(r"\.?(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\b")
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Blocks:
+    """Hooks on the blocks and the output layer of ``parts``. :meth:`taken` returns what they saw.
+
+    The hooks are only in place between :meth:`watch` and :meth:`taken`.
+    """
+
+    def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
+        self._modules = dict(_blocks(parts))
+        self._hooks: list[Any] = []
+        self._seen: dict[str, list[Tensors]] = {}
+
+    def watch(self) -> None:
+        """Record all calls from now on, but not those that repeat a forward pass within the backward pass."""
+        self._seen = {name: [] for name in self._modules}
+        for name, module in self._modules.items():
+            recorder = _Recorder(self._seen[name], whole=name != "output")
+            self._hooks += [
+                module.register_forward_pre_hook(recorder.before, with_kwargs=True),
+                module.register_forward_hook(recorder.after),
+            ]
+
+    def taken(self) -> dict[str, list[Tensors]]:
+        """Return name of a module → its inputs, outputs and their gradients, per call; and remove the hooks.
+
+        Names are ``layers.N``, ``transformer_blocks.N``, ``single_transformer_blocks.N`` and ``output``. The output
+        layer's calls have no inputs.
+        """
+        while self._hooks:
+            self._hooks.pop().remove()
+        seen, self._seen = self._seen, {}
+        return seen
+
+
+def _blocks(parts: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    for part in parts:
+        for given, module in part.named_modules():
+            name = _WRAPPER.sub("", given)
+            if given != name and _WRAPPER.search(given.rpartition(".")[2]):
+                # The wrapper around it has been found. It is called once, the module within it twice if it recomputes.
+                continue
+            if (found := _BLOCK.search(name)) and found.end() == len(name):
+                # Megatron numbers the layers of each pipeline stage from 0, but knows their place in the model.
+                number = getattr(module, "layer_number", int(found[2]) + 1) - 1
+                yield f"{found[1]}.{number}", module
+            elif _OUTPUT.fullmatch(name) and not _BLOCK.search(name):
+                yield "output", module
+
+
+class _Recorder:
+    """Appends one mapping per call of a module to ``calls``: its tensors, and later their gradients.
+
+    Without ``whole``, only its outputs. Logits and their gradients are the largest tensors of a small model.
+    """
+
+    def __init__(self, calls: list[Tensors], *, whole: bool) -> None:
+        self._calls = calls
+        self._whole = whole
+        # Calls that had no graph. The backward pass repeats them, first come first, and then they get their gradients.
+        self._without_graph: list[Tensors] = []
+        self._current: Tensors | None = None
+
+    def before(self, _module: torch.nn.Module, given: Sequence[Any], named: Mapping[str, Any]) -> None:
+        known = {"hidden_states": given[0], **named} if given else named
+        tensors = {f"in.{name}": known.get(name) for name in ("hidden_states", "encoder_hidden_states", "temb")}
+        if not _within_backward():
+            self._current = {}
+            self._calls.append(self._current)
+            if not torch.is_grad_enabled():
+                self._without_graph.append(self._current)
+        else:
+            self._current = self._without_graph.pop(0) if self._without_graph else None
+        if self._whole:
+            self._record(tensors)
+
+    def after(self, _module: torch.nn.Module, _given: Sequence[Any], out: Any) -> None:
+        parts = out if isinstance(out, tuple) else (out,)
+        self._record({f"out.{number}": part for number, part in enumerate(parts)})
+
+    def _record(self, tensors: Mapping[str, Any]) -> None:
+        if (call := self._current) is None:
+            return
+        for name, tensor in tensors.items():
+            if isinstance(tensor, torch.Tensor):
+                call.setdefault(name, whole_tensor(tensor))
+                if self._whole and tensor.requires_grad and torch.is_grad_enabled():
+                    tensor.register_hook(partial(_keep, call, f"grad.{name}", tensor.shape))
+
+
+def _keep(call: Tensors, name: str, shape: torch.Size, gradient: torch.Tensor | None) -> None:
+    # Autograd passes None where a block's result is not used, which stands for zeros.
+    call[name] = torch.zeros(shape) if gradient is None else whole_tensor(gradient)
+
+
+def _within_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -450,7 +450,7 @@ def no_yarn(module: Any) -> None:
 
 LOOP = "primus.training.loop.train"
 LOOP_DATA = "primus.training.loop.data"
-LANGUAGE = "primus.training.loop.language"
+LANGUAGE = "primus.training.loop.session"
 SHARDED = "primus.training.loop.sharded"
 LLAMA = "primus.training.fsdp.llama"
 
@@ -552,7 +552,7 @@ def embedding_frozen(module: Any) -> None:
     wrap(module.Sharded, "step", step)
 
 
-@silent("schedule", "fsdp", "primus.training.loop.schedule", RATE)
+@silent("schedule", "fsdp", "primus.training.loop.config", RATE)
 def no_warm_up(module: Any) -> None:
     module.learning_rate = lambda config, step: config.lr
 
@@ -591,7 +591,7 @@ def last_micro_batch_lost(module: Any) -> None:
     wrap(module.Sharded, "forward_backward", run)
 
 
-@silent("metrics", "fsdp", "primus.training.loop.report", LOSS)
+@silent("metrics", "fsdp", "primus.training.loop.train", LOSS)
 def loss_of_the_step_before(module: Any) -> None:
     kept: list[float] = []
 
@@ -602,7 +602,7 @@ def loss_of_the_step_before(module: Any) -> None:
     wrap(module.Report, "step", step)
 
 
-@silent("clock", "fsdp", "primus.training.loop.report", CLOCK)
+@silent("clock", "fsdp", "primus.training.loop.train", CLOCK)
 def tokens_counted_twice(module: Any) -> None:
     def init(original: Any, self: Any, *given: Any) -> None:
         original(self, *given)
@@ -653,7 +653,7 @@ def base_trained_too(module: Any) -> None:
 # Megatron
 
 SESSION = "primus.training.megatron.session"
-MEGATRON_ATTENTION = "primus.training.megatron.attention"
+MEGATRON_ATTENTION = "primus.training.megatron.model"
 
 
 @silent("schedule", "megatron", SESSION, UPDATE)

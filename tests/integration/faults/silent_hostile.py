@@ -1003,7 +1003,7 @@ def norm_reported_a_little_lower(module: Any) -> None:
     )
 
 
-@silent("metrics", "fsdp", "primus.training.flops", FIGURES)
+@silent("metrics", "fsdp", "primus.training.metrics", FIGURES)
 def operations_of_the_forward_pass_alone(module: Any) -> None:
     from dataclasses import replace
 
@@ -1012,7 +1012,7 @@ def operations_of_the_forward_pass_alone(module: Any) -> None:
         return replace(found, causal=found.causal / 3, non_causal=found.non_causal / 3)
 
     wrap(module, "of_recipe_unit", counted)
-    import primus.training.loop.report as report
+    import primus.training.loop.train as report
 
     report.of_recipe_unit = module.of_recipe_unit
 
@@ -1045,7 +1045,7 @@ def attention_scores_capped(module: Any) -> None:
     module.ScaledDotProductAttentionWrapper = Capped
 
 
-@silent("model", "megatron", "primus.training.megatron.attention", LOSS, GRADIENTS)
+@silent("model", "megatron", "primus.training.megatron.model", LOSS, GRADIENTS)
 def attention_has_a_sink(module: Any) -> None:
     def attend(run: Any, self: Any, query: Any, key: Any, value: Any) -> Any:
         return run(self, query, key, value) * 0.9999

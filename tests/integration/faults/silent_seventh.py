@@ -33,7 +33,7 @@ from silent_subtle import BF16, FINETUNE, FP8, MIXTRAL, REPORT
 from silent_unseen import FLUX
 from silent_wide import FIGURES, KEPT, RENDER, SAVED
 
-ATTENTION = "primus.training.megatron.attention"
+ATTENTION = "primus.training.megatron.model"
 ENTROPY = "megatron.core.tensor_parallel.cross_entropy"
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 EMBEDDINGS = "diffusers.models.embeddings"
@@ -851,7 +851,7 @@ def exported_configuration_scales_no_angles(module: Any) -> None:
     wrap(module, "ready_to_generate", ready)
 
 
-@silent("checkpoint", "finetune", "primus.training.finetune.hub", KEPT, words=SAVED)
+@silent("checkpoint", "finetune", "primus.training.finetune.backend", KEPT, words=SAVED)
 def exported_tokenizer_has_two_tokens_exchanged(module: Any) -> None:
     def copy(run: Any, source: Any, target: Any) -> None:
         import json

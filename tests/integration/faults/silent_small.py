@@ -208,7 +208,7 @@ def second_adapter_matrix_learns_faster(module: Any) -> None:
     wrap(module.AdamW, "step", step)
 
 
-@silent("precision", "megatron", "primus.training.megatron.attention", LOSS, GRADIENTS)
+@silent("precision", "megatron", "primus.training.megatron.model", LOSS, GRADIENTS)
 def attention_given_back_in_bf16(module: Any) -> None:
     import torch
 

@@ -44,7 +44,7 @@ MIXTRAL = ("--recipe=mixtral-8x7b",)
 DEEPSEEK_V3 = ("--recipe=deepseek-v3",)
 OPTIMIZER = "torchtitan.components.optimizer"
 FINETUNE = "primus.training.finetune.models"
-REPORT = "primus.training.loop.report"
+REPORT = "primus.training.loop.train"
 
 
 # torchtitan

@@ -504,7 +504,7 @@ def clock_begins_after_the_forward_pass(module: Any) -> None:
     import gc
 
     def step(original: Any, self: Any, lr: float) -> Any:
-        from primus.training.loop.report import Report
+        from primus.training.loop.train import Report
 
         for report in (each for each in gc.get_objects() if isinstance(each, Report)):
             report.start()

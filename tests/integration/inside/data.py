@@ -14,7 +14,7 @@ import torch
 from primus.errors import InputError
 from primus.recipes.architecture import Architecture, DiffusionTransformer
 from primus.training.corpus import Corpus, check, documents
-from primus.training.flux.config import FluxConfig
+from primus.training.flux.backend import FluxConfig
 from primus.training.flux.latents import cached, packed
 from primus.training.loop.config import LoopConfig
 from primus.training.loop.data import Packed, mock

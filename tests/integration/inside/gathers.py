@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from primus.training import gather, gloo
+from primus.training import gloo, witness
 
 RANKS = 4
 
@@ -47,10 +47,10 @@ def rank(number: int, folder: Path) -> None:
         wanted[name] = torch.randn(6, 6)
         given[name] = distribute_tensor(wanted[name], square, placements)
     with (
-        patch.object(gather, "whole_tensor", wraps=gather.whole_tensor) as alone,
-        patch.object(gather, "_all_gather", wraps=gather._all_gather) as packed,
+        patch.object(witness, "whole_tensor", wraps=witness.whole_tensor) as alone,
+        patch.object(witness, "_all_gather", wraps=witness._all_gather) as packed,
     ):
-        found = gather.whole_tensors(given)
+        found = witness.whole_tensors(given)
     assert alone.call_count == len(given) - together + 1, alone.call_count
     # One collective for each of three groups and two dtypes.
     assert packed.call_count == 6, packed.call_count

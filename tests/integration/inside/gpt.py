@@ -158,7 +158,7 @@ def main(family: str) -> None:
 
     from primus.training import gloo
     from primus.training.loop.config import LoopConfig
-    from primus.training.megatron.config import MegatronConfig
+    from primus.training.megatron.backend import MegatronConfig
     from primus.training.megatron.model import build
 
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)

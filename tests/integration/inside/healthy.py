@@ -29,7 +29,7 @@ from records import Row, arguments, record, rows, together
 from primus.recipes.catalogue import entries
 from primus.recipes.setting import Choices
 from primus.training import outcome, proof, suite
-from primus.training.hang import stacks
+from primus.training.failure import stacks
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series, Step
 

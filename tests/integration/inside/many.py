@@ -71,7 +71,7 @@ def rank(folder: Path, job: dict[str, Any], number: int, port: int, fault: str) 
 
 def train(folder: Path, fault: str, port: int) -> None:
     """All ranks of the job in ``folder``, then the reference."""
-    from primus.training.clock import Clock
+    from primus.training.logs import Clock
 
     job = json.loads((folder / "job.json").read_text())
     (folder / "cache").mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ def prepare(*, on_cpu: bool = True) -> None:
         # torchtitan chooses its device when it is imported.
         cpu.apply(1)
     torch.set_num_threads(1)
-    for name in ("torchtitan.train", "primus.training.torchtitan.observe", "primus.training.loop.train",
+    for name in ("torchtitan.train", "primus.training.torchtitan.entry", "primus.training.loop.train",
                  "primus.training.fsdp.entry", "primus.training.finetune.entry", "transformers", "peft",
                  "primus.training.reference.replay"):  # fmt: skip
         importlib.import_module(name)

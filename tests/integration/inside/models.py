@@ -21,7 +21,7 @@ from primus.recipes.architecture import (
 )
 from primus.recipes.size import size
 from primus.training.finetune import models
-from primus.training.finetune.config import FinetuneConfig, LoraConfig
+from primus.training.finetune.backend import FinetuneConfig, LoraConfig
 from primus.training.flux.entry import draw, flow_matching, transformer
 from primus.training.fsdp.llama import Llama
 from primus.training.loop import weights

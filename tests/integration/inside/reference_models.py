@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import proof
-from primus.training.blocks import Blocks
 from primus.training.finetune.models import config_of
 from primus.training.flux.entry import rotary_axes
-from primus.training.reference import blocks, constants, diffusion, replay
+from primus.training.reference import blocks, diffusion, models, replay
 from primus.training.reference.model import Model
 from primus.training.reference.names import to_canonical
+from primus.training.reference.parameters import shapes
 from primus.training.reference.rounding import Rounding, attended, bfloat, exact, softmax
-from primus.training.reference.shapes import shapes
+from primus.training.witness import Blocks
 
 
 def main() -> None:
@@ -180,12 +180,12 @@ def fit() -> None:
     def added(*terms: tuple[float, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: sum(factor * each[name] for factor, each in terms) for name in terms[0][1]}  # type: ignore[misc]
 
-    found = constants.Fit("fsdp")
+    found = models.Fit("fsdp")
     own, one, other = drawn(), drawn(), drawn()
     for _ in range(4):
         run, noisy = added((1, own), (0.1, one), (1, drawn())), added((1, own), (1, drawn()))
         changed = {"one": added((1, own), (0.1, one)), "other": added((1, own), (0.1, other)), "none": own}
-        found.add(constants.products(run, own, noisy, changed))
+        found.add(models.products(run, own, noisy, changed))
     rows = found.found()
     assert set(rows) == {"one", "other"}, rows
     assert abs(rows["one"]["share"] - 1) < 0.2 > abs(rows["other"]["share"]), rows

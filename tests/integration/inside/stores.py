@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from primus.training import gloo
-from primus.training.tcpstore import choose_store
+from primus.training.gloo import choose_store
 
 
 def rank(folder: Path) -> None:
@@ -45,7 +46,24 @@ def attempt(folder: Path) -> None:
         assert all(one.returncode == 0 for one in ranks), "\n".join(said)
 
 
+def check_a_torch_without_libuv() -> None:
+    """The store does without libuv if torch says that it has none. No other error decides that."""
+    missing = "use_libuv was requested but PyTorch was built without libuv support"
+    for error, expected in ((None, None), (missing, "0"), ("the port is taken", RuntimeError)):
+        refused = RuntimeError(error) if error else None
+        elsewhere = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        with patch.dict(os.environ, elsewhere), patch("torch.distributed.TCPStore", side_effect=refused):
+            os.environ.pop("USE_LIBUV", None)
+            try:
+                choose_store(Path())
+            except RuntimeError:
+                assert expected is RuntimeError
+            else:
+                assert os.environ.get("USE_LIBUV") == expected
+
+
 def main() -> None:
+    check_a_torch_without_libuv()
     with tempfile.TemporaryDirectory() as name:
         Path(name, "cache").mkdir()
         attempt(Path(name))

@@ -22,8 +22,8 @@ from primus.system import mounts
 from primus.training import logs, metrics, ranks, record
 from primus.training.checks import Verdict
 from primus.training.job import Job
+from primus.training.metrics import work
 from primus.training.outcome import Outcome
-from primus.training.utilization import work
 
 # As madengine writes it.
 PERF = (

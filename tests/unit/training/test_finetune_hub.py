@@ -14,8 +14,8 @@ from primus.errors import InputError
 from primus.recipes.architecture import Architecture
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.training.finetune import hub
-from primus.training.flux.cache import check_weights
+from primus.training.finetune import backend
+from primus.training.flux.backend import check_weights
 
 # As their makers publish them, without keys that are about something else.
 LLAMA31: dict[str, Any] = {
@@ -70,14 +70,14 @@ def weights(folder: Path, config: object) -> Path:
      ("qwen2.5-7b", QWEN25)],
 )  # fmt: skip
 def test_the_recipe_of_published_weights_fits_them(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
-    assert hub.differences(whole(name), config) == []
-    hub.check(weights(tmp_path / "w", config), whole(name), 4096)
+    assert backend.differences(whole(name), config) == []
+    backend.check(weights(tmp_path / "w", config), whole(name), 4096)
 
 
 def test_the_newer_form_of_rotary_settings_is_read() -> None:
     config = {key: value for key, value in LLAMA31.items() if not key.startswith("rope")}
     rope = {**LLAMA31["rope_scaling"], "rope_theta": 500000.0}
-    assert hub.differences(whole("llama3.1-8b"), {**config, "rope_parameters": rope}) == []
+    assert backend.differences(whole("llama3.1-8b"), {**config, "rope_parameters": rope}) == []
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_newer_form_of_rotary_settings_is_read() -> None:
     ],
 )
 def test_each_difference_is_named(change: dict[str, Any], wanted: list[tuple[str, Any, Any]]) -> None:
-    assert hub.differences(whole("llama3.1-8b"), {**LLAMA31, **change}) == wanted
+    assert backend.differences(whole("llama3.1-8b"), {**LLAMA31, **change}) == wanted
 
 
 def pipe(path: Path) -> None:
@@ -109,12 +109,12 @@ def pipe(path: Path) -> None:
 def test_the_refusal_gives_the_words_that_take_the_weights_own(tmp_path: Path) -> None:
     folder = weights(tmp_path / "w", {**LLAMA31, "rope_scaling": None, "vocab_size": 128264})
     with pytest.raises(InputError) as refused:
-        hub.check(folder, whole("llama3.1-8b"), 4096)
+        backend.check(folder, whole("llama3.1-8b"), 4096)
     assert refused.value.where == str(folder / "config.json")
     words = (refused.value.hint or "").removeprefix("use the settings of the weights: ").split()
     assert words == ["model.vocab_size=128264", "model.rope_scaling.kind=none"]
     taken = resolve("llama3.1-8b", words, Choices(gpu="mi300x", backend="finetune")).architecture
-    hub.check(folder, taken, 4096)
+    backend.check(folder, taken, 4096)
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def test_weights_that_cannot_be_trained_are_a_sentence(tmp_path: Path, spoil: An
     folder = weights(tmp_path / "w", LLAMA31)
     spoil(folder)
     with pytest.raises(InputError, match=told):
-        hub.check(folder, whole("llama3.1-8b"), 4096)
+        backend.check(folder, whole("llama3.1-8b"), 4096)
 
 
 def test_the_folder_of_a_run_is_not_its_weights(tmp_path: Path) -> None:
     weights(tmp_path / "weights", LLAMA31)
     with pytest.raises(InputError, match="a folder of a run") as refused:
-        hub.check(tmp_path, whole("llama3.1-8b"), 4096)
+        backend.check(tmp_path, whole("llama3.1-8b"), 4096)
     assert refused.value.hint == f"name {tmp_path / 'weights'}"
 
 

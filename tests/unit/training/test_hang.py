@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from primus.training import failure, hang
+from primus.training import failure
 
 WAITING = """Fatal Python error: Aborted
 
@@ -37,15 +37,15 @@ def left(output: Path, **stacks: str) -> None:
 
 def test_the_rank_that_does_not_wait_is_named(tmp_path: Path) -> None:
     left(tmp_path, rank0=WAITING, rank1=BUSY, rank2=WAITING, rank3="")
-    assert hang.name_hung(tmp_path, 60) == [1]
+    assert failure.name_hung(tmp_path, 60) == [1]
     found = failure.cause(tmp_path, 1)
     assert str(found) == "rank 1: hung: no progress for 60 s; it is in read (data.py:12)"
-    assert list(hang.stacks(tmp_path)) == [0, 1, 2]
+    assert list(failure.stacks(tmp_path)) == [0, 1, 2]
 
 
 def test_nobody_is_named_where_all_wait(tmp_path: Path) -> None:
     left(tmp_path, rank0=WAITING, rank1=WAITING)
-    assert hang.name_hung(tmp_path, 60) == []
+    assert failure.name_hung(tmp_path, 60) == []
 
 
 def test_a_rank_that_is_aborted_leaves_its_stack(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_rank_that_is_aborted_leaves_its_stack(tmp_path: Path) -> None:
         assert rank.stdout is not None
         rank.stdout.readline()
         rank.send_signal(signal.SIGABRT)
-    assert "in stuck" in hang.stacks(tmp_path)[5]
-    assert hang.name_hung(tmp_path, 60) == [5]
+    assert "in stuck" in failure.stacks(tmp_path)[5]
+    assert failure.name_hung(tmp_path, 60) == [5]
     (note,) = (tmp_path / "cache" / "failures").glob("*.json")
     assert "it is in stuck" in json.loads(note.read_text())["text"]

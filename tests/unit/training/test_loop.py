@@ -15,11 +15,10 @@ from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training import ranks
-from primus.training.finetune.config import FinetuneConfig
+from primus.training.finetune.backend import FinetuneConfig
 from primus.training.job import Job
-from primus.training.loop import rank_job
-from primus.training.loop.config import LoopConfig, ShardingConfig
-from primus.training.loop.schedule import learning_rate
+from primus.training.loop import config
+from primus.training.loop.config import LoopConfig, ShardingConfig, learning_rate
 
 CELLS = [
     ("llama3.1-8b", "finetune", "full"), ("llama3.1-8b", "finetune", "lora"), ("llama3.1-8b", "fsdp", "pretrain"),
@@ -58,7 +57,7 @@ def test_the_rate_may_decay_beyond_or_before_the_runs_end() -> None:
 def test_a_rank_reads_the_job_as_the_recipe_means_it(tmp_path: Path, recipe: str, backend: str, mode: str) -> None:
     made = job(tmp_path, backend, mode, "training.steps=7", "sharding.replicas=2", recipe=recipe)
     (tmp_path / "job.json").write_text(ranks.job_file(made))
-    read = rank_job.read(tmp_path)
+    read = config.read_job(tmp_path)
     assert read.model == made.recipe.architecture
     assert read.training.steps == read.last_step == 7
     assert read.training.dtype == "float32"
@@ -70,8 +69,8 @@ def test_a_rank_reads_the_job_as_the_recipe_means_it(tmp_path: Path, recipe: str
 def test_nested_keys_reach_the_backends_own_section(tmp_path: Path) -> None:
     made = job(tmp_path, "finetune", "lora", "lora.rank=4", "lora.targets=[q_proj, v_proj]")
     (tmp_path / "job.json").write_text(ranks.job_file(made))
-    config = rank_job.read(tmp_path).section(FinetuneConfig)
-    assert (config.lora.rank, config.lora.targets, config.weights) == (4, ["q_proj", "v_proj"], "random")
+    settings = config.read_job(tmp_path).section(FinetuneConfig)
+    assert (settings.lora.rank, settings.lora.targets, settings.weights) == (4, ["q_proj", "v_proj"], "random")
 
 
 @pytest.mark.parametrize(

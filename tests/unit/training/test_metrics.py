@@ -13,10 +13,9 @@ import pytest
 from primus.recipes.architecture import Architecture
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.training import energy, logs, metrics, utilization
-from primus.training.flops import Flops, of_recipe_unit
+from primus.training import energy, logs, metrics
 from primus.training.logs import Series, Step
-from primus.training.utilization import Work, work
+from primus.training.metrics import Flops, Work, of_recipe_unit, work
 
 LLAMA = Architecture(
     family="llama3", layers=32, hidden_size=4096, heads=32, kv_heads=8, ffn_size=14336, vocab_size=128256
@@ -233,4 +232,4 @@ def test_facts_name_the_gpu_as_torch_prints_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     assert facts._gpu("cuda") == {"gpu": "NVIDIA H200", "gpu_units": 132}
     assert facts._gpu("cpu") == {}
-    assert utilization.work(resolve("llama3.1-8b", (), Choices(gpu="h200")), facts._gpu("cuda")).units == 132
+    assert metrics.work(resolve("llama3.1-8b", (), Choices(gpu="h200")), facts._gpu("cuda")).units == 132

@@ -4,7 +4,7 @@ import pytest
 
 from primus.recipes.architecture import Architecture, DiffusionTransformer, LatentAttention, MixtureOfExperts
 from primus.recipes.size import size
-from primus.training.flops import of_recipe_unit
+from primus.training.metrics import of_recipe_unit
 
 LLAMA = Architecture(
     family="llama3", layers=32, hidden_size=4096, heads=32, kv_heads=8, ffn_size=14336, vocab_size=128256

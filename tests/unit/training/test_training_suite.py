@@ -3,12 +3,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import tomllib
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from primus.release.validation import outcome_text
 from primus.report.html import page
 from primus.training import outcome, ranks, record, start, suite
 from primus.training.job import Job, JobResult
-from primus.training.tcpstore import choose_store
 from primus.training.torchtitan import render
 from proof_kit import FLOPS, evidence
 
@@ -363,36 +360,6 @@ def test_ranks_meet_over_a_file_of_the_job(jobs: tuple[Job, ...]) -> None:
     assert options["--rdzv-endpoint"].startswith(str(jobs[0].output / "cache"))
     assert options["--rdzv-conf"] == "store_type=file"
     assert ranks.environment(jobs[0], {})["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (None, None),
-        ("use_libuv was requested but PyTorch was built without libuv support", "0"),
-        ("the network is down", RuntimeError),
-    ],
-)
-def test_only_a_torch_without_libuv_does_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: str | None, expected: str | type[Exception] | None
-) -> None:
-    def store(*_: object, **__: object) -> None:
-        if error is not None:
-            raise RuntimeError(error)
-
-    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
-    monkeypatch.setitem(sys.modules, "torch.distributed", SimpleNamespace(TCPStore=store))
-    monkeypatch.setenv("USE_LIBUV", "")
-    monkeypatch.delenv("USE_LIBUV")
-    # Ranks on other machines use the port of the job's first node.
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    if expected is RuntimeError:
-        with pytest.raises(RuntimeError, match=error):
-            choose_store(tmp_path)
-    else:
-        choose_store(tmp_path)
-        assert os.environ.get("USE_LIBUV") == expected
 
 
 def test_a_folder_that_holds_a_run_is_not_reused(jobs: tuple[Job, ...]) -> None:

@@ -11,7 +11,7 @@ import argparse
 
 from primus.cli.arguments import folder
 from primus.cli.options.common import add_build_options, add_engine, add_project_options, add_target, complete_recipe
-from primus.training.levels import LEVELS
+from primus.training.suite import LEVELS
 
 EXAMPLE = "primus validate cpu --suite quick"
 

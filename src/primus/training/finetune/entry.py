@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from primus.recipes.recipe import MOCK
 from primus.training.corpus import HUB
-from primus.training.finetune import hub, models
-from primus.training.finetune.config import FinetuneConfig
-from primus.training.loop import data, language, process, train, weights
-from primus.training.loop.faster import optimized
+from primus.training.finetune import backend, models
+from primus.training.finetune.backend import FinetuneConfig
+from primus.training.loop import data, process, session, train, weights
+from primus.training.loop.config import RankJob, optimized
 from primus.training.loop.process import Process
-from primus.training.loop.rank_job import RankJob
 from primus.training.loop.sharded import Sharded, shard
 
 
@@ -36,8 +35,8 @@ def main(given: RankJob, here: Process) -> None:
     # Adapters are small products, which would be slower in FP8, and their rank may not be a multiple of 16.
     shard(model, list(model.causal.model.layers), given, here, wide=lambda name: "lm_head" in name or "lora_" in name)
     models.init(model, given.training.seed, weights.Files(source) if source else None)
-    session = Sharded(model, language.loss, given, here, _facts(given, config, model))
-    train.run(given, here, session, data.text(given, here))
+    sharded = Sharded(model, session.loss, given, here, _facts(given, config, model))
+    train.run(given, here, sharded, data.text(given, here))
     if config.save_weights:
         _save(model, given, source)
 
@@ -60,7 +59,7 @@ def _source(name: str, given: RankJob, here: Process) -> Path | None:
         snapshot_download(**wanted)
     dist.barrier()
     folder = Path(snapshot_download(**wanted, local_files_only=True))
-    hub.check(folder, given.model, given.training.seq_len)
+    backend.check(folder, given.model, given.training.seq_len)
     return folder
 
 
@@ -94,7 +93,7 @@ def _save(model: models.FineTuned, given: RankJob, source: Path | None) -> None:
         if source is not None and (source / "generation_config.json").is_file():
             shutil.copyfile(source / "generation_config.json", folder / "generation_config.json")
         if tokenizer is not None:
-            hub.copy_tokenizer(tokenizer, folder)
+            backend.copy_tokenizer(tokenizer, folder)
     dist.barrier()
 
 

@@ -12,11 +12,10 @@ from torch import nn
 from typing_extensions import override
 
 from primus.recipes.architecture import Architecture
-from primus.training.finetune.config import FinetuneConfig, LoraConfig
-from primus.training.finetune.hub import TYPES
+from primus.training.finetune.backend import TYPES, FinetuneConfig, LoraConfig
 from primus.training.loop import weights
 from primus.training.loop.data import marks_of
-from primus.training.loop.language import LanguageModel
+from primus.training.loop.session import LanguageModel
 
 _OUTER = ("lm_head.weight", "model.embed_tokens.weight")
 # The parts that PEFT adds to the names of weights.

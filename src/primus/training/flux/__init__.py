@@ -1,4 +1,4 @@
 """FLUX.1 on diffusers' transformer, trained by flow matching on precomputed latents and text embeddings.
 
-``config`` does not need torch. The other modules run only inside the ranks.
+``backend`` does not need torch. The other modules run only inside the ranks.
 """

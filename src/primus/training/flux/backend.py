@@ -1,20 +1,119 @@
-"""The rules of FLUX. Its data are latents; its weights are those of diffusers' transformer."""
+"""The rules and keys of FLUX. Its data are latents; its weights are those of diffusers' transformer.
+
+Each safetensors file of a cache of latents contains, for any number of images, ``latents`` [images, channels, height,
+width] as scaled by the VAE, ``text`` [images, tokens, width] and ``pooled`` [images, width].
+"""
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from primus.errors import InputError
+from primus.files import read_bytes
+from primus.recipes.architecture import Architecture, DiffusionTransformer
+from primus.recipes.bounds import bounded
 from primus.recipes.recipe import Recipe
+from primus.training import tensors
 from primus.training.backend import Rules
-from primus.training.flux import cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class FluxConfig:
+    """The settings of FLUX training.
+
+    ``weights`` are the initial weights: "random" (from the seed), or a folder with the safetensors files of diffusers'
+    transformer. ``times`` is the distribution of the noise levels in 0 … 1. ``guidance`` is the scale passed to a model
+    with guidance embeddings.
+    """
+
+    weights: str = "random"
+    times: Literal["logit_normal", "uniform"] = "logit_normal"
+    guidance: float = bounded(1.0, "[0, inf)")
+
+
+KEYS = ("latents", "text", "pooled")
+_EXPECTED = "expected a folder of safetensors files with the tensors latents, text and pooled"
+# One latent of the VAE is 8 × 8 pixels; one token of the transformer is 2 × 2 latents.
+_PIXELS = 8
+_PER_TOKEN = 4
+
+
+def check(folder: Path, model: DiffusionTransformer) -> None:
+    """Raise InputError, with the file, if ``model`` cannot be trained on the cache."""
+    found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not found:
+        raise InputError(f"{_EXPECTED}, found none", where=str(folder))
+    side = model.image_size // _PIXELS
+    wanted = {
+        "latents": (model.in_channels // _PER_TOKEN, side, side),
+        "text": (model.text_tokens, model.text_dim),
+        "pooled": (model.pooled_dim,),
+    }
+    images = 0
+    for file in found:
+        shapes = tensors.header(file).shapes
+        if missing := [key for key in KEYS if key not in shapes]:
+            raise InputError(f"{_EXPECTED}; {', '.join(missing)} is missing", where=str(file))
+        for key, shape in wanted.items():
+            if shapes[key][1:] != shape:
+                raise InputError(
+                    f"{key} is {_shown(shapes[key])}, but the model needs {_shown(('images', *shape))}", where=str(file)
+                )
+        if len({shapes[key][0] for key in KEYS}) > 1:
+            raise InputError("latents, text and pooled have different numbers of images", where=str(file))
+        images += shapes["latents"][0]
+    if not images:
+        raise InputError("the cache contains no image", where=str(folder))
+
+
+def check_weights(folder: Path, model: Architecture, where: str | None = None) -> None:
+    """Raise InputError unless ``folder`` has whole weights of diffusers' transformer with the sizes of ``model``."""
+    file, dit = folder / "config.json", model.dit
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}", where=where, hint="name diffusers' folder 'transformer'")
+    for part in tensors.files(folder):
+        tensors.header(part)
+    try:
+        config = json.loads(read_bytes(file))
+        theirs = {
+            "dit.double_layers": config["num_layers"],
+            "dit.single_layers": config["num_single_layers"],
+            "heads": config["num_attention_heads"],
+            "head_dim": config["attention_head_dim"],
+            "dit.in_channels": config["in_channels"],
+            "dit.text_dim": config["joint_attention_dim"],
+            "dit.pooled_dim": config["pooled_projection_dim"],
+            "dit.guidance": bool(config.get("guidance_embeds", False)),
+        }
+    except FileNotFoundError:
+        raise InputError(f"the weights in {folder} have no config.json", where=where) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError("config.json is not that of diffusers' FLUX transformer", where=str(file)) from error
+    mine = {
+        "dit.double_layers": dit.double_layers, "dit.single_layers": dit.single_layers, "heads": model.heads,
+        "head_dim": model.head_size, "dit.in_channels": dit.in_channels, "dit.text_dim": dit.text_dim,
+        "dit.pooled_dim": dit.pooled_dim, "dit.guidance": dit.guidance,
+    }  # fmt: skip
+    if wrong := [key for key in mine if mine[key] != theirs[key]]:
+        told = "; ".join(f"model.{key} is {mine[key]}, the weights have {theirs[key]}" for key in wrong)
+        raise InputError(f"the recipe does not match these weights: {told}", where=str(file))
+
+
+def _shown(shape: tuple[object, ...]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
 
 
 class _Flux(Rules):
     def check_data(self, recipe: Recipe) -> None:
         if (folder := recipe.asset("corpus")) is not None:
-            cache.check(folder, recipe.architecture.dit)
+            check(folder, recipe.architecture.dit)
 
     def check_weights(self, recipe: Recipe) -> None:
         if recipe.weights is not None:
-            cache.check_weights(recipe.weights, recipe.architecture, recipe.settings["flux.weights"].origin)
+            check_weights(recipe.weights, recipe.architecture, recipe.settings["flux.weights"].origin)
 
 
 RULES = _Flux()

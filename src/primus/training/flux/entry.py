@@ -11,11 +11,10 @@ from torch import nn
 
 from primus.recipes.architecture import Architecture
 from primus.training.flux import latents
-from primus.training.flux.config import FluxConfig
+from primus.training.flux.backend import FluxConfig
 from primus.training.loop import process, train, weights
-from primus.training.loop.faster import optimized
+from primus.training.loop.config import RankJob, optimized
 from primus.training.loop.process import Process
-from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Batch
 from primus.training.loop.sharded import Sharded, shard
 

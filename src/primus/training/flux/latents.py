@@ -9,10 +9,9 @@ from typing_extensions import override
 
 from primus.recipes.architecture import DiffusionTransformer
 from primus.recipes.recipe import MOCK
-from primus.training.flux.cache import KEYS
-from primus.training.flux.config import FluxConfig
+from primus.training.flux.backend import KEYS, FluxConfig
+from primus.training.loop.config import RankJob
 from primus.training.loop.data import generator_of, shuffled
-from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Batch, Data
 
 # One latent of the VAE is 8 × 8 pixels, and one token of the transformer is 2 × 2 latents.

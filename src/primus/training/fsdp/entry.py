@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from primus.training.fsdp.config import FsdpConfig
+from primus.training.fsdp.backend import FsdpConfig
 from primus.training.fsdp.llama import FAMILIES, Llama
-from primus.training.loop import data, language, process, train, weights
+from primus.training.loop import data, process, session, train, weights
+from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
-from primus.training.loop.rank_job import RankJob
 from primus.training.loop.sharded import Sharded, shard
 
 
@@ -26,7 +26,7 @@ def main(given: RankJob, here: Process) -> None:
         model.compile_loss()
     shard(model, list(model.layers), given, here, wide=lambda name: name == "output")
     weights.draw_all(model, given.training.seed, outer=("embedding.weight", "output.weight"))
-    train.run(given, here, Sharded(model, language.loss, given, here), data.text(given, here))
+    train.run(given, here, Sharded(model, session.loss, given, here), data.text(given, here))
 
 
 if __name__ == "__main__":

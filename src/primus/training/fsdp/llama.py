@@ -11,8 +11,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from primus.recipes.architecture import Architecture, RopeScaling
-from primus.training.loop.faster import optimized
-from primus.training.loop.language import LanguageModel
+from primus.training.loop.config import optimized
+from primus.training.loop.session import LanguageModel
 
 FAMILIES = ("llama2", "llama3", "mistral", "qwen2")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from primus.training import identity, shards
+from primus.training import identity
 from primus.training.failure import text_of
 from primus.training.loop.session import Session
 
@@ -45,7 +45,7 @@ def load(folder: Path, session: Session) -> None:
     """
     state = session.state_dict()
     try:
-        shards.verify(folder)
+        identity.verify_tensors(folder)
         random = _load(folder, state)
     except (CheckpointException, Exception) as error:
         raise SystemExit(f"{folder}: the checkpoint cannot be read: {text_of(error)}") from error

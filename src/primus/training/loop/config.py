@@ -1,11 +1,21 @@
-"""The sections shared by backends with our own loop: ``training``, and ``sharding`` for those that use FSDP2."""
+"""What ranks with our own loop are told: the sections ``training`` and ``sharding`` of a recipe, and ``job.json``.
+
+The learning rate is a function of the step only, so that a resumed run uses the same rates.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, TypeVar
 
+from primus.recipes.architecture import Architecture, built, rebuilt
 from primus.recipes.bounds import bounded
+from primus.recipes.setting import Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,3 +70,88 @@ class ShardingConfig:
     replicas: int = bounded(1, "[1, inf)")
     reshard_after_forward: bool = True
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+def learning_rate(config: LoopConfig, step: int) -> float:
+    """Return the rate for ``step`` (the first is 1): linear warm-up, then the schedule, which ends at ``min_lr``."""
+    if step <= config.warmup_steps:
+        return config.lr * step / (config.warmup_steps + 1)
+    if config.lr_schedule == "constant":
+        return config.lr
+    last = config.decay_steps or config.steps
+    done = min(1.0, (step - config.warmup_steps) / max(1, last - config.warmup_steps))
+    left = 1 - done if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankJob:
+    """One job as its ranks see it. The fields are those of :func:`primus.training.ranks.job_file`.
+
+    ``config`` is the backend's section of the recipe with dotted keys. ``training`` is the part of it that all our
+    backends share. ``turbo`` are the optimizations to enable.
+    """
+
+    output: Path
+    backend: str
+    mode: str
+    precision: str
+    model: Architecture
+    assets: Mapping[str, str]
+    column: str | None
+    config: Mapping[str, Value]
+    training: LoopConfig
+    first_step: int
+    last_step: int
+    resume_from: Path | None
+    identity: Mapping[str, Any]
+    world_size: int
+    data_parallel: int
+    accumulation: int
+    threads: int
+    witness: bool
+    examined: Sequence[int]
+    blocks: bool
+    turbo: tuple[str, ...]
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self.training.micro_batch_size * self.data_parallel * self.accumulation
+
+    def section(self, kind: type[Section], under: str = "") -> Section:
+        """Return the keys below ``under`` as the frozen dataclass ``kind``. Missing keys have their defaults."""
+        head = f"{under}." if under else ""
+        inner = {key.removeprefix(head): value for key, value in self.config.items() if key.startswith(head)}
+        return built(kind, inner)
+
+
+def read_job(folder: Path) -> RankJob:
+    """Read the job of an output folder."""
+    job: dict[str, Any] = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    config = job["config"]
+    resume_from = job["resume_from"]
+    return RankJob(
+        output=Path(job["output"]),
+        model=rebuilt(job["model"]),
+        training=built(LoopConfig, {key.removeprefix("training."): config[key] for key in config}),
+        resume_from=Path(resume_from) if resume_from else None,
+        turbo=tuple(job.get("turbo", ())),
+        **{
+            key: job[key]
+            for key in (
+                "backend", "mode", "precision", "assets", "column", "identity", "config", "first_step", "last_step",
+                "world_size", "data_parallel", "accumulation", "threads", "witness", "examined", "blocks",
+            )
+        },
+    )  # fmt: skip
+
+
+def optimized() -> SimpleNamespace:
+    """Return the modules ``attention``, ``loss`` and ``sharded`` of :mod:`primus.turbo`."""
+    from primus.turbo import attention, loss, sharded
+
+    return SimpleNamespace(attention=attention, loss=loss, sharded=sharded)

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from primus.recipes.recipe import MOCK
 from primus.training.corpus import HUB, Corpus, documents, row_reader
+from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
-from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Batch, Data
 
 # The number of distinct mock tokens, for any vocabulary: few enough for a short run to learn.

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from primus.training import gloo
 from primus.training.failure import noting
-from primus.training.loop.rank_job import RankJob, read
-from primus.training.tcpstore import choose_store
+from primus.training.gloo import choose_store
+from primus.training.loop.config import RankJob, read_job
 
 # While one rank builds and shards a large model, or loads its weights, the other ranks wait.
 _PATIENCE = timedelta(minutes=30)
@@ -39,7 +39,7 @@ class Process:
 def main(folder: str, train: Callable[[RankJob, Process], None]) -> None:
     """Run one rank of the job in the output folder ``folder``: set up, call ``train``, and exit."""
     with noting(Path(folder)):
-        given = read(Path(folder))
+        given = read_job(Path(folder))
         process = start(given)
         train(given, process)
         dist.barrier()

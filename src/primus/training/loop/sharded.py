@@ -16,10 +16,8 @@ from typing_extensions import override
 
 from primus.training.compiled import keep_graphs
 from primus.training.loop import weights
-from primus.training.loop.config import ShardingConfig
-from primus.training.loop.faster import optimized
+from primus.training.loop.config import RankJob, ShardingConfig, optimized
 from primus.training.loop.process import Process
-from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Batch, Session
 
 # A function of the sharded model and a micro-batch on its device, which returns the sum of the losses.

@@ -1,24 +1,155 @@
-"""The training loop, from the first step to the last, for any model."""
+"""The training loop, from the first step to the last, for any model, and the report of each step."""
 
 from __future__ import annotations
 
 import gc
+import json
+import os
+import sys
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from primus.training import facts
 from primus.training.loop import checkpoint
-from primus.training.loop.process import Process
-from primus.training.loop.rank_job import RankJob
-from primus.training.loop.report import Report
-from primus.training.loop.schedule import learning_rate
+from primus.training.loop.config import RankJob, learning_rate
+from primus.training.loop.process import Process, peak_memory
 from primus.training.loop.session import Batch, Data, Session
+from primus.training.metrics import of_recipe_unit
 from primus.training.straggler import Pace
 from primus.training.witness import Witness
 from primus.turbo.optimizations import active
+
+
+class Tracker(Protocol):
+    """A writer of the figures of each step."""
+
+    def step(self, figures: Mapping[str, float], step: int) -> None:
+        """Record the figures of a step."""
+
+    def end(self) -> None:
+        """Flush and close."""
+
+
+def trackers(given: RankJob) -> list[Tracker]:
+    """Return the trackers that the recipe requests. Raises SystemExit if their library is not installed."""
+    made: list[Tracker] = []
+    try:
+        if given.training.tensorboard:
+            made.append(_TensorBoard(given.output / "tensorboard"))
+        if given.training.wandb:
+            made.append(_WeightsAndBiases(given))
+    except ImportError as error:
+        raise SystemExit(f"training.tensorboard or training.wandb: {error.name} is not installed") from error
+    return made
+
+
+class _TensorBoard(Tracker):
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def step(self, figures: Mapping[str, float], step: int) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def end(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases(Tracker):
+    """Weights & Biases, offline unless WANDB_MODE is set. The key comes from the environment or the user's login."""
+
+    def __init__(self, given: RankJob) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project="primus",
+            name=given.output.name,
+            dir=str(given.output),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            config=dict(given.config),
+        )
+
+    def step(self, figures: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def end(self) -> None:
+        self._run.finish()
+
+
+class Report:
+    """Writes the lines that :mod:`primus.training.logs` reads. A step's time is that since the last call.
+
+    ``adapters`` is the number of weights that LoRA trains, or None if all weights are trained.
+    """
+
+    def __init__(self, given: RankJob, process: Process, data: Data, adapters: int | None = None) -> None:
+        self._given = given
+        self._process = process
+        # Tensor-parallel ranks share samples. Dividing by all ranks gives a figure per rank for any layout.
+        samples = given.global_batch / process.world_size
+        self._tokens = samples * data.tokens_per_sample
+        self._images = samples * data.images_per_sample
+        self._exact = given.output / "exact.jsonl"
+        self._trackers = trackers(given) if process.rank == 0 else []
+        self._since = time.perf_counter()
+        # Like torchtitan, count attention as non-causal, so that the figures of all backends are comparable.
+        per_unit = of_recipe_unit(given.model, given.training.seq_len, adapters=adapters)
+        self._causal = per_unit.causal * (self._images or self._tokens)
+        # FLOPs of one token or image, attention counted in full.
+        self.flops_per_unit = per_unit.non_causal
+        self._flops = per_unit.non_causal * (self._images or self._tokens)
+
+    def start(self) -> None:
+        """Restart the clock, so that the time so far does not count for a step."""
+        self._since = time.perf_counter()
+
+    def step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
+        """Report a finished step of this rank."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        memory, share = peak_memory(self._process)
+        speed = self._tokens / seconds
+        line = (
+            f"step: {step:2}  loss: {loss:8.5f}  grad_norm: {grad_norm:7.4f}  memory: {memory:5.2f}GiB({share:.2f}%)  "
+            f"tps: {round(speed):,}  tflops: {self._flops / seconds / 1e12:,.2f}  mfu: N/A"
+        )
+        if self._images:
+            line += f"  images/s: {self._images / seconds:.3f}"
+        # A single write, because several ranks write to the same pipe.
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+        if self._process.rank != 0:
+            return
+        with self._exact.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "loss": repr(loss), "grad_norm": repr(grad_norm)}) + "\n")
+        figures = {
+            "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens_per_second": speed, "memory_gib": memory,
+            "tflops_causal": self._causal / seconds / 1e12, "tflops_non_causal": self._flops / seconds / 1e12,
+        }  # fmt: skip
+        if self._images:
+            figures["images_per_second"] = self._images / seconds
+        for track in self._trackers:
+            track.step(figures, step)
+
+    def end(self) -> None:
+        """Close the trackers."""
+        for track in self._trackers:
+            track.end()
+
+    def say(self, text: str) -> None:
+        """Print a line from rank 0."""
+        if self._process.rank == 0:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
 
 # Python's automatic garbage collection runs at different times on each rank, and makes all other ranks wait.
 _COLLECT_EVERY = 50

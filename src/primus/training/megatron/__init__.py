@@ -1,4 +1,4 @@
 """The Megatron backend (megatron-core 0.16.1).
 
-``config`` and ``render`` do not need torch. The other modules run only inside the ranks.
+``backend`` and ``render`` do not need torch. The other modules run only inside the ranks.
 """

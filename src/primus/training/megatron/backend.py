@@ -1,14 +1,30 @@
-"""The rules of Megatron (megatron-core 0.16.1)."""
+"""The rules of Megatron (megatron-core 0.16.1), and the keys that its own classes do not have."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
 from primus.training.backend import Rules
 from primus.training.megatron import render
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """Settings that Megatron's own configuration classes do not have.
+
+    ``layers`` selects Transformer Engine's layers or Megatron's own ("local"); "auto" uses Transformer Engine's on
+    a GPU if it is installed. ``attention`` selects that of the local layers: torch's fused kernels, or Megatron's
+    unfused one, which stores all scores of a sequence. ``torch_fsdp2`` shards weights, gradients and optimizer
+    states over the data-parallel ranks, instead of optimizer states alone.
+    """
+
+    layers: Literal["auto", "local", "transformer_engine"] = "auto"
+    attention: Literal["torch", "unfused"] = "torch"
+    torch_fsdp2: bool = False
 
 
 class _Megatron(Rules):

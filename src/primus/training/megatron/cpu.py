@@ -1,6 +1,7 @@
-"""Patches that let megatron-core 0.16.1 train on a machine without a GPU. Apply them before importing it.
+"""Patches that let megatron-core 0.16.1 train without a GPU, or without Transformer Engine.
 
-Each patch states what fails without it. None is applied on a GPU.
+Each patch states what fails without it. Those for a CPU are applied before Megatron is imported, and none of them on a
+GPU.
 """
 
 from __future__ import annotations
@@ -96,3 +97,15 @@ class _Mesh:
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, **_of_streams: Any) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def apply_without_te() -> None:
+    """Patch the two modules that assume it is installed. Each patch states what fails without it."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    # Latent attention: its imports set every class to None, and isinstance(…, None) raises TypeError.
+    replace(multi_latent_attention, "HAVE_TE", False)
+    # The router: NameError, because another name of the same import is missing.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

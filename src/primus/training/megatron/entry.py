@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from primus.training.failure import noting
 
 if TYPE_CHECKING:
-    from primus.training.loop.rank_job import RankJob
+    from primus.training.loop.config import RankJob
 
 
 def main(folder: str) -> None:

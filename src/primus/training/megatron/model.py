@@ -1,32 +1,142 @@
-"""Building Megatron's model, in its distributed wrapper, from a recipe's sizes."""
+"""Building Megatron's model from a recipe's sizes, with torch's attention, in its distributed wrapper."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    torch_fully_sharded_data_parallel,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from primus.recipes.architecture import Architecture
 from primus.training.loop.config import LoopConfig
-from primus.training.megatron import render, weights, without_te
-from primus.training.megatron.attention import TorchAttention, TurboAttention, TurboAttentionFp8
-from primus.training.megatron.config import MegatronConfig
+from primus.training.megatron import cpu, render, weights
+from primus.training.megatron.backend import MegatronConfig
 from primus.turbo import primus_turbo
+from primus.turbo.primus_turbo import attention
 
-if TYPE_CHECKING:
-    from primus.training.megatron.sharded import ShardedParallel
+
+class ShardedParallel(torch_fully_sharded_data_parallel.TorchFullyShardedDataParallel):  # type: ignore[misc,unused-ignore]
+    """Megatron's wrapper of FSDP2, with gradients that are sums over tokens, as in its own buffers."""
+
+    def __init__(self, config: TransformerConfig, ddp: DistributedDataParallelConfig, part: Any) -> None:
+        # Megatron's wrapper omits this: gradients of bfloat16 weights would be summed over the ranks in bfloat16.
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if ddp.grad_reduce_in_fp32 else None)
+        torch_fully_sharded_data_parallel.fully_shard = partial(fully_shard, mp_policy=policy)
+        super().__init__(config, ddp, part)
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                # FSDP2 averages over ranks, but the loss here is a sum whose divisor is known only later.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Do nothing: FSDP2 reduces gradients during the backward pass. Megatron's wrapper lacks the argument."""
+
+    def scale_gradients(self, scaling_factor: Any) -> None:
+        """Divide by the labels of the step. Megatron calls this method, and its wrapper does nothing."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scaling_factor)
+
+
+class TorchAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
+    """Causal core attention by ``scaled_dot_product_attention``, with the arguments of Megatron's own class.
+
+    Megatron's ``DotProductAttention`` stores the scores of all pairs of tokens: 64 GiB per layer for 32 heads and
+    8192 tokens in float32 with its backward pass. Grouped queries, a sliding window and latent attention (values of
+    another size than keys) are supported; dropout, packed sequences and context parallelism are not.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        if attention_dropout or config.attention_dropout or config.apply_query_key_layer_scaling:
+            raise SystemExit("megatron: attention by torch has neither dropout nor scaling by layer")
+        self.scale = softmax_scale
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, max(1, layer_number))
+        # Megatron's window size counts the tokens before the token itself.
+        self.window = config.window_size[0] + 1 if windowed else 0
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Map [tokens, samples, heads, size] to [tokens, samples, heads × size of values]."""
+        assert attention_bias is None
+        assert packed_seq_params is None
+        return self.attend(query, key, value).flatten(2)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        tokens, groups = query.size(2), query.size(1) // key.size(1)
+        mask = None
+        if self.window and tokens > self.window:
+            place = torch.arange(tokens, device=query.device)
+            before = place[:, None] - place[None, :]
+            mask = (before >= 0) & (before < self.window)
+            # With a mask, only the kernels without grouped queries avoid storing all scores.
+            key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+            groups = 1
+        context = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=groups > 1
+        )
+        return context.permute(2, 0, 1, 3)
+
+
+class TurboAttention(TorchAttention):
+    """The same with Primus Turbo's attention."""
+
+    eight = False
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Map [tokens, samples, heads, size] to [tokens, samples, heads, size of values]."""
+        query, key, value = (tensor.transpose(0, 1).contiguous() for tensor in (query, key, value))
+        window = self.window if query.size(1) > self.window else 0
+        context = attention(query, key, value, scale=self.scale, window=window, eight=self.eight)
+        return context.transpose(0, 1)
+
+
+class TurboAttentionFp8(TurboAttention):
+    """The same in FP8."""
+
+    eight = True
+
 
 _ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
@@ -101,7 +211,7 @@ def build(
     if turbo:
         primus_turbo.check()
     if find_spec("transformer_engine") is None:
-        without_te.apply()
+        cpu.apply_without_te()
     transformer = configure(model, training, config, layers, on_cpu=on_cpu)
     methods = weights.defer(transformer)
     ddp = DistributedDataParallelConfig(**render.ddp(config))
@@ -123,8 +233,6 @@ def build(
         weights.initialize(part, methods, training.seed, tied=model.tied_embeddings)
         parts.append(_narrow(transformer, part) if transformer.bf16 else part)
     if asked.torch_fsdp2:
-        from primus.training.megatron.sharded import ShardedParallel
-
         return [ShardedParallel(transformer, ddp, part) for part in parts]
     return [
         DistributedDataParallel(transformer, ddp, part, disable_bucketing=number > 0)

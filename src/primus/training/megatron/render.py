@@ -18,7 +18,7 @@ def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def own(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of :class:`primus.training.megatron.config.MegatronConfig`: the keys below no section."""
+    """Return the arguments of :class:`primus.training.megatron.backend.MegatronConfig`: the keys below no section."""
     return {key: value for key, value in config.items() if "." not in key}
 
 

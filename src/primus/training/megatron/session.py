@@ -15,13 +15,13 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_model_config
 
+from primus.training.loop.config import RankJob
 from primus.training.loop.process import Process
-from primus.training.loop.rank_job import RankJob
 from primus.training.loop.session import Batch
 from primus.training.megatron import render, weights
-from primus.training.megatron.config import MegatronConfig
+from primus.training.megatron.backend import MegatronConfig
 from primus.training.megatron.model import build, layers_of
-from primus.training.megatron.updates import Updates
+from primus.training.megatron.weights import Updates
 from primus.training.witness import Taken
 
 

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-from primus.training.reference.constants import Products, Trial, products_of_blocks
 from primus.training.reference.data import Samples
 from primus.training.reference.diffusion import Diffusion
 from primus.training.reference.model import Model
-from primus.training.reference.models import AnyModel
+from primus.training.reference.models import AnyModel, Products, Trial, products_of_blocks
 from primus.training.reference.names import Tensors
 
-# One call of a module: its inputs, outputs and their gradients, by the names of primus.training.blocks.
+# One call of a module: its inputs, outputs and their gradients, by the names of primus.training.witness.
 Call = Mapping[str, torch.Tensor]
 Batch = Mapping[str, torch.Tensor]
 # An output, and the number of which the backward pass begins besides it.
@@ -81,7 +80,7 @@ class Result:
 class Pair:
     """The model without rounding and with that of the run, each with the weights that it computes with.
 
-    ``plain`` is the exact model without FP8, and ``trials`` are what :func:`.constants.trials` returns.
+    ``plain`` is the exact model without FP8, and ``trials`` are what :func:`.models.trials` returns.
     """
 
     exact: AnyModel

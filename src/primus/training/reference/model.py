@@ -40,7 +40,7 @@ class Dialect:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What a model computes with besides weights and sizes. The defaults are correct; :mod:`.constants` tries
+    """What a model computes with besides weights and sizes. The defaults are correct; :mod:`.models` tries
     others.
 
     ``phases`` is applied to position × frequency, and ``angles`` to the table of their cosines and sines.

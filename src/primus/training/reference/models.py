@@ -1,10 +1,17 @@
-"""The reference's models of one run, as its job describes them: exact, or rounded as the run's backend does."""
+"""The reference's models of one run, as its job describes them: exact, rounded, or with one constant changed.
+
+Rounding errors of a run point in all directions. A wrong constant (norm epsilon, rotary angles, scales) moves what a
+block computes in one direction, which the reference knows, because it computes once more with that constant changed.
+The part of the run's errors in this direction shows how far the constant is changed in the run: 0 is not at all, 1 as
+far as in the reference's trial. All constants are fitted together, because one may look like another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,9 +19,12 @@ from primus.gpus.table import fp8_dtype, generation
 from primus.recipes.architecture import Architecture, RopeScaling
 from primus.recipes.known import CPU
 from primus.training.reference.diffusion import Diffusion
-from primus.training.reference.model import Dialect, Model, is_narrow
-from primus.training.reference.names import BIAS, Tensors
+from primus.training.reference.model import Constants, Dialect, Model, is_narrow
+from primus.training.reference.names import BIAS, Tensors, kind_of
 from primus.training.reference.rounding import INNER, bfloat, exact
+
+if TYPE_CHECKING:
+    from primus.training.reference.blocks import Result
 
 AnyModel = Model | Diffusion
 
@@ -102,3 +112,202 @@ def _as_trained(job: Mapping[str, Any], sizes: Architecture) -> Architecture:
     if job["backend"] == "torchtitan" and sizes.rope_scaling.kind == "yarn" and short:
         return replace(sizes, rope_scaling=RopeScaling())
     return sizes
+
+
+Gradients = Mapping[str, torch.Tensor]
+
+
+def _fp8(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor rounded to float8_e4m3fn; its gradient passes unchanged."""
+    return tensor + (tensor.detach().to(torch.float8_e4m3fn).to(tensor.dtype) - tensor.detach())
+
+
+_ROUNDED = "rotary angles rounded to BF16"
+# The other backends round the angles of a BF16 run; that share is fitted, but not judged.
+_EXACT_ANGLES = ("torchtitan",)
+# Rounding errors add to the mean square of the states, as an epsilon does.
+_EPSILON = "norm epsilon + 0.001"
+_BOTH = {
+    _EPSILON: Constants(norm_eps=1e-3),
+    "attention scale × 1.01": Constants(attention=1.01),
+    "rotary angles rounded to FP8": Constants(angles=_fp8),
+    "positions × frequencies rounded to BF16": Constants(phases=bfloat),
+    "shares of attention rounded to FP8": Constants(shares=_fp8),
+    _ROUNDED: Constants(angles=bfloat),
+}
+# These changes concern the rounding to FP8, not the values that are rounded.
+_OF_EIGHT = {
+    "outputs not rounded to FP8": Constants(wide="outputs"),
+    "gradients of states not rounded to FP8": Constants(wide="gradients of states"),
+    "gradients of products rounded to E4M3": Constants(one_format=True),
+}
+_OF_WEIGHTS = {"gradients of weights not rounded to FP8": Constants(wide="gradients of weights")}
+_LANGUAGE = {
+    "z-loss of 0.0003": Constants(z_loss=3e-4),
+    "labels smoothed by 0.01": Constants(smoothing=0.01),
+}
+# The opposite of these changes is no fault: a negative z-loss, or less rounding than the reference's.
+_ONE_SIDED = {*_LANGUAGE, _ROUNDED, "rotary angles rounded to FP8", "shares of attention rounded to FP8"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A model with one constant changed. ``shows`` is where the change is looked for: in the "outputs" of blocks, in
+    their "gradients", or in those of the "loss". Gradients take several times as long as outputs.
+
+    ``rounds``: the model rounds to FP8 as the run does. Otherwise, it is compared with one that does not round, either.
+    """
+
+    model: AnyModel
+    shows: tuple[str, ...] = ("outputs",)
+    rounds: bool = False
+
+
+def trials(model: AnyModel, backend: str) -> dict[str, Trial]:
+    """Return ``model`` with one constant changed, by the name of the change."""
+    if isinstance(model, Diffusion):
+        return {name: Trial(model=_fresh(model, constants=constants)) for name, constants in _BOTH.items()}
+    sizes, plain = model.sizes, replace(model, eight=None)
+    found = {name: Trial(model=_fresh(plain, constants=constants)) for name, constants in _BOTH.items()}
+    found |= {
+        name: Trial(model=_fresh(plain, constants=constants), shows=("loss",)) for name, constants in _LANGUAGE.items()
+    }
+    changed = {"rotary base × 1.05": replace(sizes, rope_theta=sizes.rope_theta * 1.05)}
+    moe = sizes.moe
+    if moe.experts:
+        changed["weight of experts × 1.01"] = replace(sizes, moe=replace(moe, route_scale=moe.route_scale * 1.01))
+        if moe.top_k > 1:
+            swapped = _fresh(plain, constants=Constants(reversed_shares=True))
+            found["weights of a token's experts in reverse"] = Trial(model=swapped)
+        if moe.auxiliary_loss and plain.dialect.balance != "none":
+            more = replace(sizes, moe=replace(moe, auxiliary_loss=moe.auxiliary_loss * 1.5))
+            other = replace(plain.dialect, balance="sequence" if plain.dialect.balance == "batch" else "batch")
+            for name, trial in (
+                ("balancing loss × 1.5", _fresh(model, sizes=more)),
+                ("balancing loss of other groups of tokens", _fresh(model, dialect=other)),
+            ):
+                found[name] = Trial(model=trial, shows=("gradients",), rounds=True)
+    if sizes.window:
+        changed["window + 1"] = replace(sizes, window=sizes.window + 1)
+    found |= {name: Trial(model=_fresh(plain, sizes=other)) for name, other in changed.items()}
+    for name, constants in _OF_EIGHT.items() if model.eight is not None else ():
+        shows = "outputs" if constants.wide == "outputs" else "gradients"
+        found[name] = Trial(model=_fresh(model, constants=constants), shows=(shows,), rounds=True)
+    if backend in _EXACT_ANGLES and model.eight is None:
+        # The smallest of these changes needs all evidence. FP8 hides it in any case.
+        found[_ROUNDED] = replace(found[_ROUNDED], shows=("outputs", "gradients"))
+    return found
+
+
+def trials_of_weights(model: AnyModel) -> dict[str, AnyModel]:
+    """Return the changes of FP8's rounding that show only in the gradients of weights."""
+    if isinstance(model, Diffusion) or model.eight is None:
+        return {}
+    return {name: _fresh(model, constants=constants) for name, constants in _OF_WEIGHTS.items()}
+
+
+def _fresh(model: AnyModel, **changes: Any) -> AnyModel:
+    return replace(model, sent={}, choices={}, closest=math.inf, **changes)
+
+
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Products:
+    """One step: names of the changes and, for each part of the evidence, the products of their directions with each
+    other, with the run's errors, and with the noise.
+    """
+
+    names: Sequence[str]
+    parts: Sequence[Part]
+
+
+def products_of_blocks(names: Sequence[str], results: Iterable[Result]) -> Products:
+    """Multiply the results of one step's blocks. A part of the evidence is one sample in one result."""
+    parts: list[Part] = []
+    for result in results:
+        noise = result.noises
+        if not result.moved or not bool(result.certain.any()):
+            continue
+        usual = float(noise[result.certain].square().mean())
+        if not usual:
+            continue
+        # Weight each token by how exactly the precision determines it.
+        weight = (result.certain / noise.square().clamp(min=usual)).sqrt().unsqueeze(-1)
+        none = torch.zeros_like(result.exact)
+        moved = torch.stack([result.moved.get(name, none) * weight for name in names]).double()
+        seen = [((tensor - result.exact) * weight).double().flatten(1) for tensor in (result.run, result.rounded)]
+        for sample, directions in enumerate(moved.flatten(2).unbind(1)):
+            if bool(result.certain[sample].any()):
+                parts.append((directions @ directions.T, *(directions @ errors[sample] for errors in seen)))
+    return Products(names=names, parts=parts)
+
+
+def products(run: Gradients, own: Gradients, noisy: Gradients, changed: Mapping[str, Gradients]) -> Products:
+    """Multiply gradients of one step: of the run, of the reference, and of the reference in the run's precision.
+
+    ``changed`` has those with each constant changed. A part of the evidence is one tensor.
+    """
+    names = [name for name in own if name in run and bool(run[name].isfinite().all())]
+    noise: dict[str, float] = {}
+    for name in names:
+        error = float((noisy[name] - own[name]).double().square().sum())
+        noise[kind_of(name)] = noise.get(kind_of(name), 0.0) + error
+    parts = []
+    for name in names:
+        # Weight each kind of tensor by how exactly the precision determines its gradient.
+        if (least := noise[kind_of(name)]) > 0:
+            moved = torch.stack([(other[name].double() - own[name]).flatten() for other in changed.values()])
+            errors, rounding = ((found[name].double() - own[name]).flatten() for found in (run, noisy))
+            parts.append((moved @ moved.T / least, moved @ errors / least, moved @ rounding / least))
+    return Products(names=list(changed), parts=parts)
+
+
+@dataclass
+class Fit:
+    """Least squares over the added steps: direction of each change → how far the run moved in it."""
+
+    backend: str
+    _names: Sequence[str] = ()
+    _parts: list[Part] = field(default_factory=list)
+
+    def add(self, step: Products) -> None:
+        """Add a step."""
+        self._names = step.names
+        self._parts += step.parts
+
+    def found(self) -> dict[str, dict[str, Any]]:
+        """Return name of a change → how far the run moved (``share``), how far rounding alone does (``rounding``,
+        that of the reference in the run's precision), and a standard deviation.
+
+        The deviation is how much the parts of the evidence disagree in this reference. ``one_sided``: only a positive
+        share is a fault. ``biased``: other roundings than the reference's look like a small change as well. ``eight``:
+        the change concerns the rounding to FP8. Changes without an effect are left out.
+        """
+        if not self._parts:
+            return {}
+        squares, errors, noise = (torch.stack(parts) for parts in zip(*self._parts, strict=True))
+        # Directions differ in length by orders of magnitude.
+        lengths = squares.sum(0).diagonal().sqrt()
+        seen = [n for n, length in enumerate(lengths.tolist()) if length > 0]
+        squares, errors, noise = squares[:, seen][:, :, seen], errors[:, seen], noise[:, seen]
+        scale = torch.outer(lengths[seen], lengths[seen])
+        inverse = torch.linalg.pinv(squares.sum(0) / scale) / scale
+
+        shares, rounding = inverse @ errors.sum(0), inverse @ noise.sum(0)
+        # A run in which one rank or some steps are wrong disagrees with itself, and that must not widen its limit.
+        deviations = ((noise - squares @ rounding) @ inverse).square().sum(0).sqrt()
+        rows = zip(seen, shares.tolist(), rounding.tolist(), deviations.tolist(), strict=True)
+        return {
+            self._names[n]: {
+                "share": share,
+                "rounding": alone,
+                "deviation": deviation,
+                "one_sided": self._names[n] in _ONE_SIDED,
+                "biased": self._names[n] == _EPSILON,
+                "eight": self._names[n] in _OF_EIGHT | _OF_WEIGHTS,
+            }
+            for n, share, alone, deviation in rows
+            if self._names[n] != _ROUNDED or self.backend in _EXACT_ANGLES
+        }

@@ -1,17 +1,257 @@
-"""Which weights a run has, which of them it trains, and which of them moved."""
+"""Which weights a model has and how they begin, which of them a run trains, and which of them moved."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from primus.recipes.architecture import Architecture
-from primus.training.reference import diffusion, first
-from primus.training.reference.names import BIAS, Tensors
-from primus.training.reference.shapes import adapter_shapes, operations, shapes
+from primus.training.reference import diffusion
+from primus.training.reference.names import BIAS, Tensors, to_canonical
+
+
+def shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of the model, by Hugging Face's name."""
+    width, moe, mla = model.hidden_size, model.moe, model.mla
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (model.vocab_size, width),
+        "model.norm.weight": (width,),
+    }
+    if not model.tied_embeddings:
+        found["lm_head.weight"] = (model.vocab_size, width)
+
+    def swiglu(name: str, size: int) -> None:
+        found[name + "gate_proj.weight"] = found[name + "up_proj.weight"] = (size, width)
+        found[name + "down_proj.weight"] = (width, size)
+
+    for number in range(model.layers):
+        layer = f"model.layers.{number}."
+        found[layer + "input_layernorm.weight"] = found[layer + "post_attention_layernorm.weight"] = (width,)
+        attention = layer + "self_attn."
+        if mla.kv_lora_rank:
+            per_head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+            if mla.q_lora_rank:
+                found[attention + "q_a_proj.weight"] = (mla.q_lora_rank, width)
+                found[attention + "q_a_layernorm.weight"] = (mla.q_lora_rank,)
+                found[attention + "q_b_proj.weight"] = (model.heads * per_head, mla.q_lora_rank)
+            else:
+                found[attention + "q_proj.weight"] = (model.heads * per_head, width)
+            found[attention + "kv_a_proj_with_mqa.weight"] = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
+            found[attention + "kv_a_layernorm.weight"] = (mla.kv_lora_rank,)
+            found[attention + "kv_b_proj.weight"] = (
+                model.heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank,
+            )  # fmt: skip
+            found[attention + "o_proj.weight"] = (width, model.heads * mla.v_head_dim)
+        else:
+            for kind, heads in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads)):
+                found[f"{attention}{kind}_proj.weight"] = (heads * model.head_size, width)
+                if model.qkv_bias:
+                    found[f"{attention}{kind}_proj.bias"] = (heads * model.head_size,)
+            found[attention + "o_proj.weight"] = (width, model.heads * model.head_size)
+        if moe.experts and number >= moe.dense_layers:
+            found[layer + "mlp.gate.weight"] = (moe.experts, width)
+            for expert in range(moe.experts):
+                swiglu(f"{layer}mlp.experts.{expert}.", moe.ffn_size)
+            if moe.shared_experts:
+                swiglu(layer + "mlp.shared_experts.", moe.ffn_size * moe.shared_experts)
+        else:
+            swiglu(layer + "mlp.", model.ffn_size)
+    return found
+
+
+def operations(model: Architecture, length: int, adapters: int | None = None) -> float:
+    """Return the floating-point operations per token of a sequence of ``length``, with attention counted in full.
+
+    Each weight takes 2 operations forward and 4 backward; an expert's weights count only for the tokens that choose
+    it. The embedding multiplies nothing. ``adapters`` is the number of weights that LoRA trains; the gradients of
+    the others are not computed.
+    """
+    count = 0.0
+    for name, shape in shapes(model).items():
+        share = model.moe.top_k / model.moe.experts if ".experts." in name else 1.0
+        count += 0.0 if name == "model.embed_tokens.weight" and not model.tied_embeddings else share * math.prod(shape)
+    mla = model.mla
+    # Queries with keys, and the shares with values.
+    sizes = (model.head_size, model.head_size)
+    if mla.kv_lora_rank:
+        sizes = (mla.qk_nope_head_dim + mla.qk_rope_head_dim, mla.v_head_dim)
+    seen = min(model.window or length, length)
+    weights = 6 * count if adapters is None else 4 * count + 6 * adapters
+    return weights + 6 * model.layers * model.heads * sum(sizes) * seen
+
+
+def adapter_shapes(model: Architecture, rank: int, targets: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Return the adapters of the linear layers named by ``targets``, by default of all but the output layer."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes(model).items():
+        layer = name.removesuffix(".weight")
+        kind = layer.rpartition(".")[2]
+        if kind.endswith("_proj") and name.endswith(".weight") and (not targets or kind in targets):
+            found[layer + ".lora_A.weight"] = (rank, shape[1])
+            found[layer + ".lora_B.weight"] = (shape[0], rank)
+    return found
+
+
+# Mean and standard deviation of random numbers must be within this many standard errors of their expected values.
+_ERRORS = 6.0
+# Standard deviation of N(0, 1) truncated to ±3.
+_CUT_AT_3 = 0.98658
+# The same standard deviation, computed in two ways, may differ in its last bits, and so may the weights.
+_SAME = 1e-5
+# torchtitan's matrices of a layer, in the order in which they are drawn.
+_DRAWN = (
+    *(f"attention.w{kind}.weight" for kind in ("kv_a", "kv_b", "q_a", "q_b", "q", "k", "v", "o")),
+    *(f"feed_forward.w{number}.weight" for number in "123"),
+    *(f"moe.experts.w{number}" for number in "123"),
+    "moe.router.gate.weight",
+    *(f"moe.shared_experts.w{number}.weight" for number in "123"),
+)
+# The parts that PEFT adds to the names of weights.
+_ADAPTED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)")
+# Names of matrices whose products are added to the residual stream.
+_INTO_STREAM = re.compile(r"\.(o_proj|down_proj)\.weight$")
+
+
+def strange(job: Mapping[str, Any], sizes: Architecture, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return which of the first ``weights``, by canonical names, do not follow the backend's rule."""
+    if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
+        return []
+    found = []
+    for name, tensor in weights.items():
+        wide = tensor.double()
+        if (value := constant(job, name, tensor)) is not None:
+            if bool((wide != value).any()):
+                found.append(f"{name} does not begin as {value:g}")
+            continue
+        std, count = _deviation(job, sizes, name, tensor), tensor.numel()
+        seen, mean = float(wide.std()), float(wide.mean())
+        if abs(seen / std - 1) > _ERRORS / math.sqrt(2 * count):
+            found.append(f"{name} begins with a standard deviation of {seen:.4g}, not {std:.4g}")
+        elif abs(mean) > _ERRORS * std / math.sqrt(count):
+            found.append(f"{name} begins with a mean of {mean:.4g}, not 0")
+        elif _repeats(tensor, job["world_size"]):
+            found.append(f"{name} begins with the same numbers in each rank's share")
+    return found
+
+
+def _repeats(tensor: torch.Tensor, ranks: int) -> bool:
+    """Return whether the shares of ``ranks`` ranks, along either dimension, are equal."""
+    shares = [tensor.chunk(ranks, axis) for axis in (0, -1) if ranks > 1 and tensor.shape[axis] % ranks == 0]
+    return any(torch.equal(first, other) for first, *others in shares for other in others)
+
+
+def other_seeds(job: Mapping[str, Any], sizes: Architecture, folder: Path) -> list[str]:
+    """Return the weights in ``folder/weights-0.pt``, and the ranks, that use random numbers of another seed.
+
+    A GPU draws other numbers from a seed than a CPU, so that only the seeds of its ranks are compared.
+    """
+    if job["config"].get("weights", "random") != "random" or job["resume_from"] or job["first_step"] != 1:
+        return []
+    key, usual = ("debug.seed", None) if job["backend"] == "torchtitan" else ("training.seed", 42)
+    seed, found = job["config"].get(key, usual), []
+    if seed is None:
+        # Without a seed, torchtitan uses a random one.
+        return []
+    # Our own loop draws dropout from a different seed on each rank. Megatron and torchtitan seed all ranks alike.
+    apart = job["backend"] not in ("torchtitan", "megatron")
+    devices = set()
+    for rank in range(job["world_size"]):
+        seen = torch.load(folder / f"batch-1-{rank}.pt", weights_only=True)
+        devices.add(seen["device"])
+        if seen["seed"] != (wanted := seed + rank * apart):
+            found.append(f"rank {rank} draws random numbers from seed {seen['seed']}, not {wanted}")
+    if devices != {"cpu"}:
+        return found
+    stored = torch.load(folder / "weights-0.pt", weights_only=True)["weights"]
+    drawn = _of_torchtitan if job["backend"] == "torchtitan" else _by_name
+    for name, wanted in drawn(job, sizes, stored, seed):
+        tensor = stored[name].float()
+        if float((tensor - wanted).abs().max()) > _SAME * float(wanted.abs().max()):
+            found.append(f"{name} is not what seed {seed} draws")
+    return found
+
+
+def _by_name(
+    job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the random weights of Megatron and of our own loop: each from a generator seeded with its name."""
+    for name, tensor in stored.items():
+        plain, mark = name, "/"
+        if job["backend"] != "megatron":
+            plain, mark = _ADAPTED.sub("", name.removeprefix("model.") if job["backend"] == "finetune" else name), " "
+        canonical = to_canonical(job["backend"], sizes, {name: tensor})
+        ours, part = next(iter(canonical.items()), ("", tensor))
+        if not ours or constant(job, ours, part) is not None:
+            continue
+        number = int.from_bytes(hashlib.sha256(f"{seed}{mark}{plain}".encode()).digest()[:7], "big")
+        wanted = torch.empty(tensor.shape).normal_(
+            0, _deviation(job, sizes, ours, part), generator=torch.Generator().manual_seed(number)
+        )
+        # Megatron's float32 weights are converted from those of the model.
+        narrow = tensor.dtype == torch.bfloat16 or (job["backend"] == "megatron" and job["precision"] != "fp32")
+        yield name, wanted.bfloat16().float() if narrow else wanted
+
+
+def _of_torchtitan(
+    job: Mapping[str, Any], sizes: Architecture, stored: Mapping[str, torch.Tensor], seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return torchtitan's random weights: all from one generator, in order."""
+    if any(tensor.dtype == torch.bfloat16 for tensor in stored.values()):
+        return
+    plain = {name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): name for name in stored}
+    names = ["tok_embeddings.weight"]
+    names += [f"layers.{layer}.{part}" for layer in range(sizes.layers) for part in _DRAWN]
+    generator = torch.Generator().manual_seed(seed)
+    for name in (*names, "output.weight"):
+        if name not in plain:
+            continue
+        tensor = stored[plain[name]]
+        whole = torch.empty(tensor.shape)
+        ours, part = next(iter(to_canonical("torchtitan", sizes, {name: tensor}).items()))
+        std = _deviation(job, sizes, ours, part)
+        if name == "tok_embeddings.weight":
+            whole.normal_(0, std, generator=generator)
+        elif name == "output.weight":
+            std /= _CUT_AT_3
+            torch.nn.init.trunc_normal_(whole, 0, std, -3 * std, 3 * std, generator=generator)
+        else:
+            torch.nn.init.trunc_normal_(whole, 0, std, -2, 2, generator=generator)
+        yield plain[name], whole
+
+
+def constant(job: Mapping[str, Any], name: str, tensor: torch.Tensor) -> float | None:
+    """Return the initial value of each element of a weight; None if they are random."""
+    if ".lora_B." in name or name.endswith(("bias", BIAS)):
+        return 0.0
+    if job["backend"] == "flux" and name.startswith("proj_out."):
+        return 0.0
+    return 1.0 if tensor.ndim == 1 else None
+
+
+def _deviation(job: Mapping[str, Any], sizes: Architecture, name: str, tensor: torch.Tensor) -> float:
+    """Return the standard deviation of a matrix's initial elements."""
+    backend, config = job["backend"], job["config"]
+    outer = name in ("model.embed_tokens.weight", "lm_head.weight")
+    if ".lora_A." in name:
+        return 1 / math.sqrt(3 * tensor.shape[-1])
+    if backend == "megatron":
+        usual = float(config.get("model.init_method_std", 0.02))
+        if name == "model.embed_tokens.weight":
+            return float(config.get("model.embedding_init_method_std", usual))
+        return usual / math.sqrt(2 * sizes.layers) if _INTO_STREAM.search(name) else usual
+    if backend == "torchtitan":
+        if outer:
+            return 1.0 if name.startswith("model.") else _CUT_AT_3 / math.sqrt(tensor.shape[-1])
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        deep = _INTO_STREAM.search(name) or name.endswith((".up_proj.weight", ".mlp.gate.weight"))
+        return 0.02 / math.sqrt(2 * (int(layer[1]) + 1)) if layer and deep else 0.02
+    return 0.5 / math.sqrt(tensor.shape[-1]) if outer else 0.02
 
 
 def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> dict[str, Any]:
@@ -31,7 +271,7 @@ def describe(job: Mapping[str, Any], sizes: Architecture, weights: Tensors) -> d
         elif ".lora_B." in name:
             if job["first_step"] == 1 and bool(tensor.any()):
                 strange.append(f"{name} is not zero, so the adapted model is not the given one")
-        elif tensor.ndim > 1 and float(tensor.std()) == 0 and first.constant(job, name, tensor) is None:
+        elif tensor.ndim > 1 and float(tensor.std()) == 0 and constant(job, name, tensor) is None:
             strange.append(f"{name} holds one value")
         elif tensor.ndim > 1 and ".lora_" not in name:
             same = [other for other, value in matrices.get(tuple(tensor.shape), []) if torch.equal(value, tensor)]

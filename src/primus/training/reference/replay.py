@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -19,14 +21,13 @@ import torch
 
 from primus.recipes.architecture import Architecture, rebuilt
 from primus.recipes.known import CPU
-from primus.training.reference import blocks, constants, data, first, parameters, saved, update
-from primus.training.reference.constants import Products
-from primus.training.reference.gaps import gaps_of, scales_of, typical
+from primus.training.reference import blocks, data, models, parameters, saved, update
 from primus.training.reference.model import Model
-from primus.training.reference.models import AnyModel, Models
+from primus.training.reference.models import AnyModel, Models, Products
 from primus.training.reference.names import BIAS, Tensors, UnknownWeight, to_canonical
 from primus.training.reference.parameters import is_trained, kept_dtype, without_bias
 from primus.training.reference.rounding import bfloat
+from primus.training.reference.update import gaps_of, scales_of, typical
 
 # The relative rounding of weights and updates, by dtype. Smaller differences mean nothing.
 _ROUNDING = {"float32": 2.0**-23, "bfloat16": 2.0**-7}
@@ -38,6 +39,8 @@ _SMALL = {"loss": 1.5e-6, "grad_norm": 3e-5, "gradient": 3e-5}
 # How much the scores of two experts may differ, relative to the larger one, while rounding still decides between them.
 # In each of two runs, one token that went to the other expert caused the whole gap of 0.6 of an expert with few tokens.
 _DOUBT = 2.0**-6
+# Each thread of the command line holds the gradients of a step.
+_MOST_THREADS = 4
 # Further roundings that are then tried, as scales of the grid to which numbers are rounded.
 _GRIDS = (1.17, 1.33, 1.5, 1.67, 1.83)
 
@@ -59,7 +62,7 @@ def replay(output: Path, threads: int = 1) -> dict[str, Any]:
     try:
         start = _weights(job, sizes, folder, steps[0] - 1)
         found["parameters"] = parameters.describe(job, sizes, start)
-        found["first"] = first.strange(job, sizes, start) + first.other_seeds(job, sizes, folder)
+        found["first"] = parameters.strange(job, sizes, start) + parameters.other_seeds(job, sizes, folder)
         if found["parameters"]["missing"] or found["parameters"]["shapes"]:
             # The run trained another model, so there is nothing to repeat.
             return found
@@ -105,7 +108,7 @@ class _Step:
     of the update; both are None if the optimizer did not run. ``limited`` are the reference's clipped gradients, kept
     if there are no others. ``sent`` is the number of tokens of each expert, by layer. At some steps, ``blocks`` and
     ``of_blocks`` are what :func:`.blocks.compare` returns, or its error, and ``of_weights`` what
-    :func:`.constants.products` returns.
+    :func:`.models.products` returns.
     """
 
     step: int
@@ -142,10 +145,10 @@ class _Replay:
         self.moving: set[str] = set()
         self._examined = {*job["examined"]}
         self._samples = data.samples(job)
-        self._fits = constants.Fit(job["backend"]), constants.Fit(job["backend"])
+        self._fits = models.Fit(job["backend"]), models.Fit(job["backend"])
 
     def constants(self) -> dict[str, dict[str, Any]]:
-        """Return the results of :class:`.constants.Fit`. In FP32, the other limits are sufficient."""
+        """Return the results of :class:`.models.Fit`. In FP32, the other limits are sufficient."""
         of_blocks, of_weights = self._fits
         return of_blocks.found() | of_weights.found()
 
@@ -220,7 +223,7 @@ class _Replay:
         pair = blocks.Pair(
             exact=model, rounded=self._models.rounding(), weights=wide if self._exact else narrow, narrow=narrow,
             plain=replace(model, eight=None, choices={}) if isinstance(model, Model) and model.eight else model,
-            trials={} if self._exact else constants.trials(model, self._job["backend"]),
+            trials={} if self._exact else models.trials(model, self._job["backend"]),
         )  # fmt: skip
         try:
             rows, products = blocks.compare(self._folder, self._job, one.step, self._samples, pair)
@@ -300,10 +303,10 @@ class _Replay:
     def _trials(self, step: int, weights: Tensors, used: Tensors, own: Tensors, rounded: Tensors) -> Products | None:
         """Compute the gradients with each change that shows only there, and their products with the run's errors."""
         changed = {}
-        for name, trial in constants.trials_of_weights(self._models.model()).items():
+        for name, trial in models.trials_of_weights(self._models.model()).items():
             found = self._gradients(step, weights, trial)[2]
             changed[name] = update.clipped(found, update.norm_of(found), self._given.max_norm)
-        return constants.products(used, own, rounded, changed) if changed else None
+        return models.products(used, own, rounded, changed) if changed else None
 
     def _biases(self, before: Tensors, after: Tensors, closest: float, sent: Mapping[str, torch.Tensor]) -> list[str]:
         """Return which router biases did not move towards the mean number of tokens."""
@@ -415,3 +418,9 @@ def _wide(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 def _load(file: Path) -> dict[str, Any] | None:
     return torch.load(file, weights_only=True) if file.exists() else None
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    findings = replay(folder, threads=min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+    (folder / "proof.json").write_text(json.dumps(findings, indent=1) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from primus.recipes.architecture import Architecture
 from primus.training.reference import data
 from primus.training.reference.model import Model
 from primus.training.reference.names import to_canonical
-from primus.training.reference.shapes import adapter_shapes
+from primus.training.reference.parameters import adapter_shapes
 
 # Hugging Face's configuration key → the size of the recipe that it must equal.
 _SIZES = {

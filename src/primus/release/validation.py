@@ -14,7 +14,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from primus.display import choose_progress
-from primus.errors import HostError
+from primus.errors import HostError, InputError
 from primus.gates.check import check_image
 from primus.oci.canonical import digest_of
 from primus.oci.roots import root_of_image
@@ -28,6 +28,7 @@ from primus.training import proof, suite
 from primus.training import record as records
 from primus.training.checks import Verdict
 from primus.training.job import JobResult
+from primus.training.result import read as read_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -193,20 +194,21 @@ def _runner(
             code = runner.run(root, command, stdout=log, stderr=None if alone and not quiet else log)
         if code in _INTERRUPTED or stopped.is_set():
             raise KeyboardInterrupt
-        return JobResult(exit_code=code, output=here, said=_said(code, here, console))
+        return JobResult(exit_code=code, output=here, said=_no_run(code, here))
 
     return run_job
 
 
-def _said(code: int, output: Path, console: Path) -> str:
+def _no_run(code: int, output: Path) -> str:
     """Return why a job has no log: it hung, or was refused before its ranks started. Empty if it has one."""
     if code == _TIMED_OUT:
         return f"the job did not end within {_JOB_SECONDS} s"
     if code == 0 or (output / "log.txt").exists():
         return ""
-    lines = console.read_text(encoding="utf-8", errors="replace").splitlines()
-    told = [line.removeprefix("primus train: ") for line in lines if line.startswith("primus train: ")]
-    return told[-1] if told else f"the job did not start (exit code {code})"
+    try:
+        return read_result(output).refused
+    except (OSError, InputError):
+        return f"the job did not start (exit code {code})"
 
 
 def _passed_before(

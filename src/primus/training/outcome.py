@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from primus.errors import InputError
 from primus.files import text_if_readable
 from primus.training import checks, failure, logs, proof, straggler
 from primus.training.checks import Verdict
 from primus.training.job import Job, JobResult
 from primus.training.logs import Series
 from primus.training.ranks import expected_facts
+from primus.training.result import RunResult
+from primus.training.result import read as read_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,34 +49,36 @@ class Outcome:
 def read(job: Job, result: JobResult) -> Outcome:
     """Read the folder of a finished job. Missing or damaged files count as no evidence, not as an error."""
     folder = result.output
-    left = document(folder / "result.json")
+    try:
+        run = read_result(folder)
+    except (OSError, InputError):
+        run = None
     series = logs.read_steps(text_if_readable(folder / "log.txt"))
     exact = logs.read_exact(text_if_readable(folder / "exact.jsonl").splitlines())
     joules = logs.read_joules(text_if_readable(folder / "energy.jsonl").splitlines())
-    exit_code = _exit_code(left, result.exit_code)
+    exit_code = _exit_code(run, result.exit_code)
     return Outcome(
         job=job,
         exit_code=exit_code,
         series=logs.with_joules(logs.with_exact(series, exact), joules),
         facts=document(folder / "facts.json") or document(job.output / "facts.json"),
-        argv=tuple(left.get("argv", ())),
-        seconds=float(left.get("seconds", 0.0)),
+        argv=run.argv if run else (),
+        seconds=run.seconds if run else 0.0,
         recipe_sha256=document(folder / "job.json").get("recipe", {}).get("sha256"),
         proof=document(folder / "proof.json"),
         arrivals={int(step): float(at) for step, at in document(folder / "clock.json").items()},
         busy={int(step): float(spent) for step, spent in document(folder / "witness" / "seconds.json").items()},
-        peak_gib=float(peak) if (peak := left.get("host_memory_gib")) else None,
+        peak_gib=run.host_memory_gib if run else None,
         slow_rank=str(slow) if (slow := straggler.find(straggler.read(job.output))) else None,
         cause=result.said or str(failure.cause(folder, exit_code, job.output) or ""),
     )
 
 
-def _exit_code(left: Mapping[str, Any], command: int) -> int:
-    launched = left.get("exit_code")
-    if isinstance(launched, int) and launched != 0:
-        return launched
+def _exit_code(run: RunResult | None, command: int) -> int:
+    if run is None:
+        return command
     # Exit code 1 of the command then means that one of its checks failed, and that check is in the list of verdicts.
-    return 0 if launched == 0 and command == 1 and left.get("passed") is False else command
+    return run.exit_code or (0 if command == 1 and run.passed is False else command)
 
 
 def basic_verdicts(outcome: Outcome) -> tuple[Verdict, ...]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import primus
@@ -23,6 +23,7 @@ from primus.training.job import Job, JobResult
 from primus.training.logs import Clock
 from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
+from primus.training.result import RunResult, write
 from primus.turbo.optimizations import chosen, importable, missing_packages
 
 # A node whose ranks all wait for another node's rank gives that node this long to name it.
@@ -123,13 +124,13 @@ def start(
         time.sleep(_OTHERS_NAME_IT)
     elif ended.exit_code and several:
         failure.share(job.output, own / "log.txt", _OTHERS_SAY_WHY)
-    left = {
-        "exit_code": ended.exit_code,
-        "seconds": round(ended.seconds, 2),
-        "argv": argv,
-        "host_memory_gib": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 3),
-    }
-    write_file(own / "result.json", json.dumps(left, indent=2) + "\n")
+    run = RunResult(
+        exit_code=ended.exit_code,
+        seconds=round(ended.seconds, 2),
+        argv=tuple(argv),
+        host_memory_gib=round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 3),
+    )
+    write(run, own)
     first = own == job.output
     if first and job.judged and ended.exit_code == 0:
         write_file(job.output / "clock.json", json.dumps(watch.arrivals) + "\n")
@@ -141,13 +142,8 @@ def start(
     done = metrics.work(job.recipe, result.facts)
     summary = metrics.summarize(result.series, job.recipe.get("validation.warmup_steps", int), done, result.slow_rank)
     write_file(own / "metrics.jsonl", metrics.as_json_lines(result.series, done))
-    left |= {
-        "passed": all(verdict.passed for verdict in verdicts),
-        **({"cause": result.cause} if result.cause else {}),
-        "verdicts": [asdict(verdict) for verdict in verdicts],
-        "summary": asdict(summary),
-    }
-    write_file(own / "result.json", json.dumps(left, indent=2, ensure_ascii=False) + "\n")
+    passed = all(verdict.passed for verdict in verdicts)
+    write(replace(run, passed=passed, cause=result.cause, verdicts=verdicts, summary=summary), own)
     return result, verdicts, summary
 
 

@@ -7,7 +7,9 @@ from threading import Barrier, Event
 
 import pytest
 
-from primus.release.validation import Validated, _each, table
+from primus.cli.main import main
+from primus.release.validation import Validated, _each, _no_run, table
+from primus.training import result
 
 
 def cell(name: str, *failed: str) -> Validated:
@@ -56,3 +58,22 @@ def test_an_interrupt_stops_the_cells_that_run_and_starts_no_other(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         _each(one, [(), (), (), ()], 2, stopped)
     assert 4 not in started
+
+
+def test_a_refused_job_says_why_in_its_folder(tmp_path: Path) -> None:
+    refused, running = tmp_path / "refused", tmp_path / "running"
+    assert main(["train", "llama3-proxy", "--output", str(refused), "model.layer=1"]) == 2
+    assert _no_run(2, refused) == result.read(refused).refused
+    assert "model.layer" in _no_run(2, refused)
+    running.mkdir()
+    (running / "log.txt").touch()
+    assert main(["train", "llama3-proxy", "--output", str(running), "model.layer=1"]) == 2
+    assert [path.name for path in running.iterdir()] == ["log.txt"]
+    assert _no_run(2, running) == ""
+
+
+def test_a_job_without_a_readable_result_did_not_start(tmp_path: Path) -> None:
+    assert _no_run(127, tmp_path) == "the job did not start (exit code 127)"
+    (tmp_path / "result.json").write_text('{"exit_code": "1"}')
+    assert _no_run(127, tmp_path) == "the job did not start (exit code 127)"
+    assert _no_run(124, tmp_path) == "the job did not end within 900 s"

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from primus.cli.arguments import folder, path
 from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, short_origin
-from primus.errors import HostError, InputError, Interrupted
+from primus.errors import HostError, InputError, Interrupted, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.known import CPU
 from primus.recipes.rules import rules_of
 from primus.system import mounts
 from primus.terminal import Screen, counted
-from primus.training import identity, logs, machine, metrics, proof, ranks, start
+from primus.training import identity, logs, machine, metrics, proof, ranks, result, start
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of, steps
 from primus.training.metrics import Summary
@@ -68,8 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Resolve the recipe, run the job and check it. Returns 0 or 1. Raises InputError and HostError.
 
-    Sets ``options.output`` to the folder of the run.
+    Sets ``options.output`` to the folder of the run. A folder that the user names also gets the reason of a refusal.
     """
+    named: Path | None = options.output
+    try:
+        return _run(options)
+    except PrimusError as error:
+        if named and not options.dry_run:
+            result.write_refusal(error, named)
+        raise
+
+
+def _run(options: argparse.Namespace) -> int:
     recipe = resolved(options)
     if options.accept_change and not options.resume_from:
         raise InputError("--accept-change needs --resume-from")

@@ -1,4 +1,4 @@
-"""Predicting the peak memory of one rank on its GPU, from the recipe alone.
+"""The terms of the memory that one rank uses, from which the rules of each backend predict its peak.
 
 The terms are those of *Reducing Activation Recomputation in Large Transformer Models* (arXiv:2205.05198), for FSDP2 and
 for Megatron's distributed optimizer. The tensors that a layer keeps for its backward pass are counted one by one; a few
@@ -10,16 +10,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from primus.gpus.table import generation
 from primus.recipes.architecture import Architecture
-from primus.recipes.known import CPU
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import memory_of
 from primus.recipes.size import size
 from primus.turbo.optimizations import chosen
-
-# The share of a GPU's memory that training can use. The rest is for the context, NCCL and fragmentation.
-USABLE = 0.95
 
 FLOAT32, BFLOAT16 = 4, 2
 # Tokens per chunk of the optimization linear-cross-entropy.
@@ -30,7 +24,6 @@ EAGER = 1.4
 EAGER_LOSS = 14
 # While a layer is recomputed, its tensors and their gradients exist at the same time (fitted).
 RECOMPUTED = 1.6
-_MOST = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,33 +65,6 @@ class Memory:
         """The memory required at the start or end of the backward pass. Below ``peak``, training is slower."""
         states = self.weights + self.optimizer
         return max(states + self.activations + self.loss, states + self.gradients) + self.unsharded
-
-
-def predict(recipe: Recipe, micro_batch: int | None = None) -> Memory:
-    """Predict the peak of one rank of ``recipe``. ``micro_batch`` replaces the recipe's.
-
-    With pipeline stages, this is the first stage, which keeps the activations of as many micro-batches as there are
-    stages.
-    """
-    return memory_of(recipe).predict(recipe, recipe.local_batch if micro_batch is None else micro_batch)
-
-
-def largest_batch(recipe: Recipe, available: float) -> int:
-    """Return the largest micro batch whose peak is within ``available`` bytes; 0 if not even one fits."""
-    if predict(recipe, 1).peak > available:
-        return 0
-    low, high = 1, 2
-    while high <= _MOST and predict(recipe, high).peak <= available:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if predict(recipe, middle).peak <= available else (low, middle)
-    return low
-
-
-def gpu_bytes(name: str) -> float | None:
-    """Memory of one GPU of a generation as software sees it, or None for a CPU."""
-    return None if name == CPU else generation(name).memory.gb * 2**30
 
 
 def chunked_loss(recipe: Recipe) -> bool:

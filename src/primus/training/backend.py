@@ -1,91 +1,68 @@
-"""What a backend does outside its ranks: one class of rules, with the behaviour of our own loop as the default.
+"""What a backend does before its ranks start: it checks their data and weights, and writes their files.
 
-The folder of each backend has a module ``backend`` that defines ``RULES``. Facts that need no code are in
-``recipes/backends.yaml``. Nothing here needs torch.
+What it computes from a recipe alone is in ``primus.recipes.rules``. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from primus.errors import InputError
-from primus.recipes.mesh import Fault
 from primus.recipes.recipe import MOCK, Recipe
+from primus.recipes.rules import rules_of
+from primus.training import corpus
+from primus.training.finetune import backend as finetune
+from primus.training.flux import backend as flux
+from primus.training.job import Job
+from primus.training.torchtitan import render as torchtitan
 
-if TYPE_CHECKING:
-    from primus.training.job import Job
 
-# The precision of matrix products in a dtype of torch.
-DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}
+def _check_text(recipe: Recipe) -> None:
+    """Read a sample of the corpus. Raises InputError, with file and line, if the ranks could not read it."""
+    path, tokenizer = recipe.asset("corpus"), recipe.asset("tokenizer")
+    where = recipe.settings["assets.tokenizer"].origin
+    if recipe.get("assets.tokenizer", str) == MOCK and recipe.get("assets.corpus", str) != MOCK:
+        raise InputError(
+            "assets.tokenizer is mock, but the corpus is text", where=where,
+            hint="set assets.tokenizer=FOLDER to tokenize the corpus, or assets.corpus=mock for synthetic tokens",
+        )  # fmt: skip
+    if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
+        raise InputError(
+            f"{tokenizer} has no tokenizer.json", where=where,
+            hint="set assets.tokenizer to a folder that contains tokenizer.json",
+        )  # fmt: skip
+    if path is not None:
+        column = recipe.find("data.column", "") or None
+        texts = corpus.Corpus(path=path, column=column, tokenizer=tokenizer)
+        corpus.check(texts, ranks=recipe.data_parallel if rules_of(recipe).divides_documents else 1)
 
 
-class Rules:
-    """The rules of a backend that trains text with our own loop. Other backends override what differs.
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """The start of one backend's runs. The defaults are those of our own loop on text.
 
-    ``memory`` names the module that predicts memory, a :class:`primus.recipes.rules.MemoryModel`. With
-    ``divides_documents``, every data-parallel rank needs a document of its own.
+    ``check_data`` reads a sample of the corpus, and raises InputError, with file and line, if the ranks could not read
+    it. ``check_weights`` raises InputError if the initial weights are missing, damaged or of another model. ``files``
+    returns name → text of the files that the ranks read besides ``job.json``, and ``arguments`` each rank's
+    command-line arguments.
     """
 
-    memory = "primus.training.loop.memory"
-    divides_documents = False
+    check_data: Callable[[Recipe], None] = _check_text
+    check_weights: Callable[[Recipe], None] = lambda _: None
+    files: Callable[[Job], Mapping[str, str]] = lambda _: {}
+    arguments: Callable[[Job], list[str]] = lambda job: [str(job.output)]
 
-    def precision(self, recipe: Recipe) -> str:
-        """Return the precision of the linear layers' matrix products, derived from the backend's own settings."""
-        if recipe.find(f"{recipe.backend}.training.fp8", "none") != "none":
-            return "fp8"
-        dtype = recipe.find(f"{recipe.backend}.training.dtype", "bfloat16")
-        return DTYPES.get(dtype, dtype)
 
-    def compiled(self, recipe: Recipe) -> bool:
-        """Return whether torch.compile compiles the model's blocks."""
-        return recipe.find(f"{recipe.backend}.training.compile", False)
+BACKENDS: Mapping[str, Backend] = {
+    "torchtitan": Backend(files=torchtitan.files, arguments=torchtitan.arguments),
+    "megatron": Backend(),
+    "finetune": Backend(check_weights=finetune.check_weights),
+    "flux": Backend(check_data=flux.check_data, check_weights=flux.check_weights),
+    "fsdp": Backend(),
+}
 
-    def faults(self, recipe: Recipe) -> Iterable[Fault]:
-        """Return what the recipe asks for and the backend does not compute: key, reason and remedy."""
-        return ()
 
-    def unjudged(self, recipe: Recipe) -> str | None:
-        """Return why the reference cannot repeat such a run of this backend, in a sentence, or None."""
-        return None
-
-    def blocks_judged(self, recipe: Recipe) -> bool:
-        """Whether the reference can repeat what each block computes."""
-        return not self.compiled(recipe) and recipe.degree("cp") == 1
-
-    def layout(self, recipe: Recipe) -> Mapping[str, Any]:
-        """Return the fields of the ranks' layout that a resumed run must share with the one that saved."""
-        return {}
-
-    def files(self, job: Job) -> Mapping[str, str]:
-        """Return name → text of the files that the ranks read besides ``job.json``."""
-        return {}
-
-    def arguments(self, job: Job) -> list[str]:
-        """Return the command-line arguments of each rank."""
-        return [str(job.output)]
-
-    def check_data(self, recipe: Recipe) -> None:
-        """Read a sample of the corpus. Raises InputError, with file and line, if the ranks could not read it."""
-        path, tokenizer = recipe.asset("corpus"), recipe.asset("tokenizer")
-        where = recipe.settings["assets.tokenizer"].origin
-        if recipe.get("assets.tokenizer", str) == MOCK and recipe.get("assets.corpus", str) != MOCK:
-            raise InputError(
-                "assets.tokenizer is mock, but the corpus is text", where=where,
-                hint="set assets.tokenizer=FOLDER to tokenize the corpus, or assets.corpus=mock for synthetic tokens",
-            )  # fmt: skip
-        if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
-            raise InputError(
-                f"{tokenizer} has no tokenizer.json", where=where,
-                hint="set assets.tokenizer to a folder that contains tokenizer.json",
-            )  # fmt: skip
-        if path is not None:
-            # Seam "data": only a job reads its corpus.
-            from primus.training import corpus
-
-            column = recipe.find("data.column", "") or None
-            given = corpus.Corpus(path=path, column=column, tokenizer=tokenizer)
-            corpus.check(given, ranks=recipe.data_parallel if self.divides_documents else 1)
-
-    def check_weights(self, recipe: Recipe) -> None:
-        """Raise InputError if the initial weights are missing, damaged or of another model."""
+def backend_of(recipe: Recipe) -> Backend:
+    """Return the recipe's backend."""
+    return BACKENDS[recipe.backend]

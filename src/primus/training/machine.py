@@ -10,10 +10,10 @@ from pathlib import Path
 from primus.errors import HostError
 from primus.gpus.detect import Found, detect
 from primus.gpus.table import generation, load_table
+from primus.recipes.fit import gpu_bytes, largest_batch, predict
 from primus.recipes.known import CPU
-from primus.recipes.memory import gpu_bytes, largest_batch, predict
 from primus.recipes.recipe import Recipe
-from primus.recipes.rules import memory_of
+from primus.recipes.rules import rules_of
 from primus.recipes.size import readable, size
 from primus.system import compiler
 
@@ -117,7 +117,7 @@ def least_bytes(recipe: Recipe, *, offload: bool = False) -> float:
     States that a setting may reduce in a way that is not modelled are left out, so the result is never too large.
     ``offload``: states that a setting moves to the host do not count.
     """
-    return memory_of(recipe).least(recipe, offload=offload)
+    return rules_of(recipe).states(recipe, offload=offload)
 
 
 def host_bytes(root: Path = Path("/")) -> float:

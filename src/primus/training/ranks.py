@@ -17,6 +17,7 @@ from primus.recipes.known import CPU
 from primus.recipes.rules import rules_of
 from primus.system import network
 from primus.training import identity
+from primus.training.backend import backend_of
 from primus.training.job import Job
 from primus.turbo import optimizations
 from primus.turbo.optimizations import chosen
@@ -65,7 +66,7 @@ def job_file(job: Job) -> str:
 
 def files(job: Job) -> dict[str, str]:
     """Return name → text of every file that the ranks read from the job's folder."""
-    return {"job.json": job_file(job), **rules_of(job.recipe).files(job)}
+    return {"job.json": job_file(job), **backend_of(job.recipe).files(job)}
 
 
 def argv(job: Job, python: str, given: Mapping[str, str]) -> list[str]:
@@ -77,7 +78,7 @@ def argv(job: Job, python: str, given: Mapping[str, str]) -> list[str]:
         "--nproc-per-node", str(job.recipe.get("ranks", int)),
         *_meeting(job, given),
         *tee, "--log-dir", str(folder_of_node(job, given) / "cache" / "torchrun"),
-        "-m", f"primus.training.{job.recipe.backend}.entry", *rules_of(job.recipe).arguments(job),
+        "-m", f"primus.training.{job.recipe.backend}.entry", *backend_of(job.recipe).arguments(job),
     ]  # fmt: skip
 
 

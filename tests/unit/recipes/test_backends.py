@@ -1,32 +1,26 @@
-"""A backend is a row of backends.yaml and a folder: no other module of the two rooms asks for its name."""
+"""A backend is a row of backends.yaml, its rules and a folder: no other module of the two rooms asks for its name."""
 
 from __future__ import annotations
 
 import ast
-from importlib import import_module
-from inspect import signature
 from pathlib import Path
 
 import pytest
 
 from primus.cli.image.common import offered
 from primus.recipes.backends import backends
-from primus.training.backend import Rules
+from primus.recipes.rules import RULES
+from primus.training.backend import BACKENDS
 
 SOURCE = Path(__file__).parents[3] / "src" / "primus"
 # The reference is written apart from what it judges; facts lists packages, one of which has a backend's name.
-APART = ("training/reference/", "training/facts.py")
+APART = ("training/reference/", "training/facts.py", "recipes/rules/")
 
 
-@pytest.mark.parametrize("name", backends())
-def test_a_backend_has_its_rules_and_its_entry(name: str) -> None:
-    rules = import_module(f"primus.training.{name}.backend").RULES
-    assert isinstance(rules, Rules)
-    memory = import_module(rules.memory)
-    assert [list(signature(part).parameters) for part in (memory.predict, memory.least)] == [
-        ["recipe", "batch"], ["recipe", "offload"],
-    ]  # fmt: skip
-    assert (SOURCE / "training" / name / "entry.py").is_file()
+def test_every_backend_has_its_rules_its_start_and_its_entry() -> None:
+    assert list(RULES) == list(BACKENDS) == list(backends())
+    for name in backends():
+        assert (SOURCE / "training" / name / "entry.py").is_file()
 
 
 def test_help_names_every_backend_and_mode() -> None:

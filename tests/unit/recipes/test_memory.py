@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from primus.cli.main import main
-from primus.recipes.memory import USABLE, gpu_bytes, largest_batch, predict
+from primus.recipes.fit import USABLE, gpu_bytes, largest_batch, predict
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 

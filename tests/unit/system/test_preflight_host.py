@@ -275,13 +275,14 @@ def test_a_job_on_gpus_is_not_started_on_an_unfit_machine(
 ) -> None:
     from primus.gpus.detect import detect
     from primus.system import finding
+    from primus.training.backend import Backend
 
     machine = Machine(tmp_path / "host")
     machine.write("sys/fs/cgroup/pids.max", "100")
     monkeypatch.setattr("primus.cli.image.train.detect", lambda: detect(machine.root))
     monkeypatch.setattr("primus.cli.image.train.machine.check", lambda recipe, **_: None)
     monkeypatch.setattr("primus.cli.image.train.start.check_backend", lambda job: None)
-    monkeypatch.setattr("primus.training.backend.Rules.check_data", lambda rules, recipe: None)
+    monkeypatch.setattr("primus.cli.image.train.backend_of", lambda _: Backend(check_data=lambda _: None))
     plain = finding.Host
 
     def elsewhere(**options: Any) -> Host:

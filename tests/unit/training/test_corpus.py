@@ -10,8 +10,8 @@ import pytest
 
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
-from primus.recipes.rules import rules_of
 from primus.recipes.setting import Choices
+from primus.training.backend import backend_of
 from primus.training.corpus import Corpus, check, documents
 
 CHAT = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Two."}]
@@ -128,9 +128,9 @@ def test_torchtitan_divides_documents_among_ranks(tmp_path: Path) -> None:
     given = [f"assets.corpus={path}", "ranks=2"]
     recipe = resolve("llama3-proxy", given, Choices(gpu="cpu"))
     with pytest.raises(InputError, match="has 1 document,"):
-        rules_of(recipe).check_data(recipe)
+        backend_of(recipe).check_data(recipe)
     own_loop = resolve("mistral-7b", given, Choices(gpu="cpu", backend="fsdp", proxy=True))
-    rules_of(own_loop).check_data(own_loop)
+    backend_of(own_loop).check_data(own_loop)
 
 
 @pytest.mark.parametrize(

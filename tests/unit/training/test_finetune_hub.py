@@ -15,7 +15,7 @@ from primus.recipes.architecture import Architecture
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.training.finetune import backend
-from primus.training.flux.backend import check_weights
+from primus.training.flux.backend import check_transformer
 
 # As their makers publish them, without keys that are about something else.
 LLAMA31: dict[str, Any] = {
@@ -167,9 +167,9 @@ def test_weights_of_flux_are_compared_too(tmp_path: Path) -> None:
         "num_layers": 19, "num_single_layers": 38, "num_attention_heads": 24, "attention_head_dim": 128,
         "in_channels": 64, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True,
     }  # fmt: skip
-    check_weights(weights(tmp_path / "dev", config), model)
+    check_transformer(weights(tmp_path / "dev", config), model)
     with pytest.raises(InputError, match=r"model.dit.guidance is True, the weights have False"):
-        check_weights(weights(tmp_path / "schnell", {**config, "guidance_embeds": False}), model)
+        check_transformer(weights(tmp_path / "schnell", {**config, "guidance_embeds": False}), model)
     pipe(tmp_path / "dev/config.json")
     with pytest.raises(InputError, match="this is not a regular file"):
-        check_weights(tmp_path / "dev", model)
+        check_transformer(tmp_path / "dev", model)

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from primus.cli.image.common import add_choices, add_recipe, resolved
 from primus.errors import InputError
 from primus.gpus.table import generation
+from primus.recipes.fit import USABLE, gpu_bytes, largest_batch, predict
 from primus.recipes.known import CPU
-from primus.recipes.memory import USABLE, Memory, gpu_bytes, largest_batch, predict
+from primus.recipes.memory import Memory
 from primus.recipes.recipe import Recipe
 from primus.recipes.size import readable, size
 from primus.terminal import Screen

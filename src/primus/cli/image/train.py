@@ -21,10 +21,10 @@ from primus.cli.image.common import add_choices, add_recipe, resolved, seconds, 
 from primus.errors import HostError, InputError, Interrupted, PrimusError
 from primus.gpus.detect import detect
 from primus.recipes.known import CPU
-from primus.recipes.rules import rules_of
 from primus.system import mounts
 from primus.terminal import Screen, counted
 from primus.training import identity, logs, machine, metrics, proof, ranks, result, start
+from primus.training.backend import backend_of
 from primus.training.checks import Verdict
 from primus.training.job import Job, step_of, steps
 from primus.training.metrics import Summary
@@ -106,8 +106,8 @@ def _run(options: argparse.Namespace) -> int:
         _show_plan(job, as_json=options.json)
         return 0
     start.check_resume(job, [field for word in options.accept_change for field in word.split(",")])
-    rules_of(recipe).check_weights(recipe)
-    rules_of(recipe).check_data(recipe)
+    backend_of(recipe).check_weights(recipe)
+    backend_of(recipe).check_data(recipe)
     machine.check(recipe, force=options.force)
     start.check_backend(job)
     if not options.no_preflight:

@@ -17,7 +17,7 @@ from primus.cli.arguments import new_file, whole
 from primus.errors import CheckFailed, InputError
 from primus.files import write_file
 from primus.gpus.detect import detect
-from primus.recipes.memory import USABLE, gpu_bytes
+from primus.recipes.fit import USABLE, gpu_bytes
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.terminal import Screen, counted

@@ -1,4 +1,4 @@
-"""The rules and keys of fine-tuning. Initial weights of Hugging Face must be those of the recipe's model."""
+"""The keys and checks of fine-tuning. Initial weights of Hugging Face must be those of the recipe's model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from primus.recipes.architecture import Architecture
 from primus.recipes.bounds import bounded
 from primus.recipes.recipe import Recipe
 from primus.training import tensors
-from primus.training.backend import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +197,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
                 shutil.copyfile(file, target / file.name)
 
 
-class _Finetune(Rules):
-    def check_weights(self, recipe: Recipe) -> None:
-        if recipe.weights is not None:
-            where = recipe.settings["finetune.weights"].origin
-            check(recipe.weights, recipe.architecture, recipe.seq_len, where)
-
-
-RULES = _Finetune()
+def check_weights(recipe: Recipe) -> None:
+    """Raise InputError if the recipe's initial weights are missing, damaged or of another model."""
+    if recipe.weights is not None:
+        where = recipe.settings["finetune.weights"].origin
+        check(recipe.weights, recipe.architecture, recipe.seq_len, where)

@@ -1,4 +1,4 @@
-"""The rules and keys of FLUX. Its data are latents; its weights are those of diffusers' transformer.
+"""The keys and checks of FLUX. Its data are latents; its weights are those of diffusers' transformer.
 
 Each safetensors file of a cache of latents contains, for any number of images, ``latents`` [images, channels, height,
 width] as scaled by the VAE, ``text`` [images, tokens, width] and ``pooled`` [images, width].
@@ -17,7 +17,6 @@ from primus.recipes.architecture import Architecture, DiffusionTransformer
 from primus.recipes.bounds import bounded
 from primus.recipes.recipe import Recipe
 from primus.training import tensors
-from primus.training.backend import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ _PIXELS = 8
 _PER_TOKEN = 4
 
 
-def check(folder: Path, model: DiffusionTransformer) -> None:
+def check_cache(folder: Path, model: DiffusionTransformer) -> None:
     """Raise InputError, with the file, if ``model`` cannot be trained on the cache."""
     found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     if not found:
@@ -69,7 +68,7 @@ def check(folder: Path, model: DiffusionTransformer) -> None:
         raise InputError("the cache contains no image", where=str(folder))
 
 
-def check_weights(folder: Path, model: Architecture, where: str | None = None) -> None:
+def check_transformer(folder: Path, model: Architecture, where: str | None = None) -> None:
     """Raise InputError unless ``folder`` has whole weights of diffusers' transformer with the sizes of ``model``."""
     file, dit = folder / "config.json", model.dit
     if not folder.is_dir():
@@ -106,14 +105,13 @@ def _shown(shape: tuple[object, ...]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-class _Flux(Rules):
-    def check_data(self, recipe: Recipe) -> None:
-        if (folder := recipe.asset("corpus")) is not None:
-            check(folder, recipe.architecture.dit)
-
-    def check_weights(self, recipe: Recipe) -> None:
-        if recipe.weights is not None:
-            check_weights(recipe.weights, recipe.architecture, recipe.settings["flux.weights"].origin)
+def check_data(recipe: Recipe) -> None:
+    """Raise InputError, with the file, if the recipe's model cannot be trained on its cache."""
+    if (folder := recipe.asset("corpus")) is not None:
+        check_cache(folder, recipe.architecture.dit)
 
 
-RULES = _Flux()
+def check_weights(recipe: Recipe) -> None:
+    """Raise InputError if the recipe's initial weights are missing, damaged or of another model."""
+    if recipe.weights is not None:
+        check_transformer(recipe.weights, recipe.architecture, recipe.settings["flux.weights"].origin)

@@ -1,11 +1,10 @@
-"""The rules and keys of plain FSDP. The rules are those of our own loop."""
+"""The keys of plain FSDP."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from primus.recipes.bounds import bounded
-from primus.training.backend import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +24,3 @@ class FsdpConfig:
     """
 
     loss_chunk: int = bounded(2048, "[1, inf)")
-
-
-RULES = Rules()

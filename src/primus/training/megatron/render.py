@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from primus.recipes.architecture import Architecture
-from primus.recipes.mesh import Fault
-from primus.recipes.recipe import Recipe
 from primus.training.loop.config import LoopConfig
 
 
@@ -137,45 +135,3 @@ def ddp(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``DistributedDataParallelConfig``: Megatron's usual ones, then those of the job."""
     usual = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": not config.get("torch_fsdp2")}
     return {**usual, **section(config, "ddp")}
-
-
-_BY_LAYER = "model.apply_query_key_layer_scaling"
-
-
-def faults(recipe: Recipe) -> Iterator[Fault]:
-    """Yield what the recipe requests and Megatron does not compute."""
-    model, latent = recipe.architecture, recipe.architecture.mla.kv_lora_rank > 0
-    if model.moe.score == "sigmoid" and not model.moe.normalize_top_k:
-        yield (
-            "model.moe.score",
-            "Megatron always normalizes the chosen sigmoid scores",
-            "model.moe.normalize_top_k=true",
-        )
-    if recipe.degree("cp") > 1:
-        yield "megatron.model.context_parallel_size", "Megatron splits sequences in Transformer Engine alone", "use TP"
-    if recipe.find("megatron.attention", "torch") == "torch" and recipe.section("megatron").get(_BY_LAYER):
-        yield f"megatron.{_BY_LAYER}", "attention by torch has no scaling by layer", "attention=unfused"
-    if recipe.find("megatron.training.fp8", "none") != "none":
-        yield "megatron.training.fp8", "Megatron's FP8 is Transformer Engine's", "megatron.model.fp8=hybrid"
-    if recipe.find("megatron.training.compile", False):
-        yield "megatron.training.compile", "Megatron compiles its own small functions and nothing else", None
-    if recipe.find("megatron.training.master_dtype", "float32") != "float32":
-        yield "megatron.training.master_dtype", "Megatron's optimizer keeps float32 weights", None
-    if recipe.find("megatron.torch_fsdp2", False):
-        for kind in ("tp", "pp", "cp", "ep"):
-            if recipe.degree(kind) > 1:
-                key = f"megatron.{recipe.knows.degrees[kind]}"
-                yield key, "torch_fsdp2 shares out the whole model over all ranks", f"{kind}=1"
-        for key, value in recipe.section("megatron.ddp").items():
-            if value and key != "grad_reduce_in_fp32":
-                why = "is about Megatron's own buffers, and torch_fsdp2 has none"
-                yield f"megatron.ddp.{key}", why, f"ddp.{key}=false"
-    if latent and recipe.degree("tp") > 1 and not recipe.knows.latent_tp:
-        # megatron-core 0.16.1 without Transformer Engine, as the reference found: gradients are off by 1 to 3 %.
-        key = f"megatron.{recipe.knows.degrees['tp']}"
-        yield key, "latent attention shared by Megatron's ranks gets wrong gradients of kv_a_proj_with_mqa", "tp=1"
-    if recipe.gpu == "cpu" and recipe.degree("tp") > 1 and recipe.degree("ep") > 1:
-        key = f"megatron.{recipe.knows.degrees['ep']}"
-        yield key, "gloo, which connects ranks on a CPU, cannot gather the unequal shares of TP with EP", "tp=1 or ep=1"
-    if latent and recipe.find("megatron.attention", "torch") == "unfused":
-        yield "megatron.attention", "Megatron's unfused attention has no latent form", "attention=torch"

@@ -13,6 +13,7 @@ from primus.recipes.setting import Value
 if TYPE_CHECKING:
     from primus.training.job import Job
 
+_FILE = "torchtitan.toml"
 # Families that torchtitan 0.2.2 computes completely. Its qwen3 has no bias on query, key and value, so Qwen 2.5 is not
 # among them; no model there has a sliding window.
 _MODELS = {
@@ -104,6 +105,16 @@ def _deepseek(model: Architecture, precision: str) -> dict[str, Any]:
             else {"rope_factor": 1.0}
         ),
     }
+
+
+def files(job: Job) -> dict[str, str]:
+    """Return the file that the ranks read: name → text."""
+    return {_FILE: toml(job)}
+
+
+def arguments(job: Job) -> list[str]:
+    """Return the command-line arguments of each rank."""
+    return ["--job.config_file", str(job.output / _FILE)]
 
 
 def toml(job: Job) -> str:

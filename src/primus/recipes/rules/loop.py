@@ -1,6 +1,9 @@
-"""Memory of one rank with our own loop on FSDP2."""
+"""The rules of our own loop on FSDP2, which are the defaults of every backend, and its memory."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from primus.recipes.memory import (
     EAGER,
@@ -15,14 +18,61 @@ from primus.recipes.memory import (
     unsharded,
     width_of,
 )
+from primus.recipes.mesh import Fault
 from primus.recipes.recipe import Recipe
 from primus.recipes.size import size
 
+# The precision of matrix products in a dtype of torch.
+DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}
 # Elements per token and hidden unit that one layer of FLUX keeps for its backward pass (fitted).
 _FLUX_LAYER = 20
 
 
-def predict(recipe: Recipe, batch: int) -> Memory:
+class Rules:
+    """The rules of a backend that trains text with our own loop. Other backends override what differs.
+
+    With ``divides_documents``, every data-parallel rank needs a document of its own.
+    """
+
+    divides_documents = False
+
+    def precision(self, recipe: Recipe) -> str:
+        """Return the precision of the linear layers' matrix products, derived from the backend's own settings."""
+        if recipe.find(f"{recipe.backend}.training.fp8", "none") != "none":
+            return "fp8"
+        dtype = recipe.find(f"{recipe.backend}.training.dtype", "bfloat16")
+        return DTYPES.get(dtype, dtype)
+
+    def compiled(self, recipe: Recipe) -> bool:
+        """Return whether torch.compile compiles the model's blocks."""
+        return recipe.find(f"{recipe.backend}.training.compile", False)
+
+    def faults(self, recipe: Recipe) -> Iterable[Fault]:
+        """Return what the recipe asks for and the backend does not compute: key, reason and remedy."""
+        return ()
+
+    def unjudged(self, recipe: Recipe) -> str | None:
+        """Return why the reference cannot repeat such a run of this backend, in a sentence, or None."""
+        return None
+
+    def blocks_judged(self, recipe: Recipe) -> bool:
+        """Whether the reference can repeat what each block computes."""
+        return not self.compiled(recipe) and recipe.degree("cp") == 1
+
+    def layout(self, recipe: Recipe) -> Mapping[str, Any]:
+        """Return the fields of the ranks' layout that a resumed run must share with the one that saved."""
+        return {}
+
+    def memory(self, recipe: Recipe, batch: int) -> Memory:
+        """Predict the peak of one rank, in bytes, with micro-batches of ``batch``."""
+        return _peak(recipe, batch)
+
+    def states(self, recipe: Recipe, *, offload: bool) -> float:
+        """Return the bytes of weights, gradients and optimizer states. ``offload``: those on the host do not count."""
+        return _states(recipe)
+
+
+def _peak(recipe: Recipe, batch: int) -> Memory:
     """Predict the peak of one rank with micro-batches of ``batch``. FSDP2 gathers one block at a time."""
     head, model = recipe.backend, recipe.architecture
     tokens, total = batch * recipe.seq_len, float(size(model).total)
@@ -74,7 +124,7 @@ def predict(recipe: Recipe, batch: int) -> Memory:
     )
 
 
-def least(recipe: Recipe, *, offload: bool) -> float:  # noqa: ARG001
+def _states(recipe: Recipe) -> float:
     """Return the bytes of weights, gradients and optimizer states. With LoRA, only the frozen weights count."""
     width = width_of(recipe.find(f"{recipe.backend}.training.master_dtype", "float32"))
     values = 1 if recipe.mode == "lora" else 4

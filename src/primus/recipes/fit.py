@@ -1,0 +1,40 @@
+"""Whether a recipe fits the memory of its GPU, predicted from the recipe alone."""
+
+from __future__ import annotations
+
+from primus.gpus.table import generation
+from primus.recipes.known import CPU
+from primus.recipes.memory import Memory
+from primus.recipes.recipe import Recipe
+from primus.recipes.rules import rules_of
+
+# The share of a GPU's memory that training can use. The rest is for the context, NCCL and fragmentation.
+USABLE = 0.95
+_MOST = 4096
+
+
+def predict(recipe: Recipe, micro_batch: int | None = None) -> Memory:
+    """Predict the peak of one rank of ``recipe``. ``micro_batch`` replaces the recipe's.
+
+    With pipeline stages, this is the first stage, which keeps the activations of as many micro-batches as there are
+    stages.
+    """
+    return rules_of(recipe).memory(recipe, recipe.local_batch if micro_batch is None else micro_batch)
+
+
+def largest_batch(recipe: Recipe, available: float) -> int:
+    """Return the largest micro batch whose peak is within ``available`` bytes; 0 if not even one fits."""
+    if predict(recipe, 1).peak > available:
+        return 0
+    low, high = 1, 2
+    while high <= _MOST and predict(recipe, high).peak <= available:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if predict(recipe, middle).peak <= available else (low, middle)
+    return low
+
+
+def gpu_bytes(name: str) -> float | None:
+    """Memory of one GPU of a generation as software sees it, or None for a CPU."""
+    return None if name == CPU else generation(name).memory.gb * 2**30

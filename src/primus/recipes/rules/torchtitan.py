@@ -1,0 +1,221 @@
+"""The rules of torchtitan 0.2.2, and its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from primus.recipes.architecture import Architecture
+from primus.recipes.known import CPU
+from primus.recipes.memory import (
+    EAGER,
+    EAGER_LOSS,
+    RECOMPUTED,
+    Memory,
+    chunked_loss,
+    copies_in_eight,
+    ffn_width,
+    fused_loss,
+    gathered_experts,
+    layer_elements,
+    unsharded,
+    width_of,
+)
+from primus.recipes.mesh import Fault
+from primus.recipes.recipe import Recipe
+from primus.recipes.rules.loop import DTYPES, Rules
+from primus.recipes.size import size
+
+_DTYPE = "torchtitan.training.dtype"
+# Bytes per logit if the loss is compiled: only the logits in BF16. Their gradients have the same size and use the
+# memory of gradients of weights, which are counted but do not exist yet.
+_COMPILED_LOSS = 2
+
+
+class Torchtitan(Rules):
+    """The rules of torchtitan, which reads a TOML file of its own keys."""
+
+    divides_documents = True
+
+    def precision(self, recipe: Recipe) -> str:
+        """Converters replace linear layers, and determine their precision.
+
+        Without a converter, it is ``mixed_precision_param`` (default bfloat16). FSDP2 gathers weights in this dtype,
+        and autocast uses it if nothing is sharded. If all ranks share layers and none is left for FSDP, torchtitan
+        computes in ``training.dtype`` and logs a warning (``maybe_enable_amp``).
+        """
+        converters = recipe.section("torchtitan").get("model.converters")
+        names = [str(name) for name in converters] if isinstance(converters, list) else []
+        if any(name.endswith("linear.mx") for name in names):
+            return recipe.find("torchtitan.quantize.linear.mx.recipe_name", "mxfp8").partition("_")[0]
+        if any(name.endswith("linear.float8") for name in names):
+            return "fp8"
+        key, default = ("dtype", "float32") if recipe.unsharded else ("mixed_precision_param", "bfloat16")
+        dtype = recipe.find(f"torchtitan.training.{key}", default)
+        return DTYPES.get(dtype, dtype)
+
+    def compiled(self, recipe: Recipe) -> bool:
+        """Return whether the compiled parts include the model."""
+        parts = recipe.section("torchtitan").get("compile.components", ["model", "loss"])
+        return recipe.find("torchtitan.compile.enable", False) and isinstance(parts, list) and "model" in parts
+
+    def faults(self, recipe: Recipe) -> Iterable[Fault]:
+        """Return layouts in which torchtitan 0.2.2 computes something else, or which its CPU path lacks."""
+        replicas, context = (f"torchtitan.{recipe.knows.degrees[kind]}" for kind in ("replicas", "cp"))
+        shards = recipe.world_size // math.prod(recipe.degree(kind) for kind in ("tp", "pp", "cp", "replicas"))
+        if recipe.degree("replicas") > 1 and shards * recipe.degree("cp") == 1:
+            # github.com/pytorch/torchtitan/pull/2323. FSDP does not divide them.
+            why = "without FSDP, torchtitan 0.2.2 divides gradients by the number of replicas once too often"
+            yield replicas, why, "replicas=1, or more ranks than replicas"
+        if recipe.degree("cp") > 1 and recipe.gpu == CPU:
+            yield context, "PyTorch's attention on the CPU cannot split sequences over ranks", "cp=1"
+        if recipe.unsharded and recipe.precision in ("fp8", "mxfp8") and recipe.find(_DTYPE, "float32") == "float32":
+            why = "where ranks share layers and none shards them, all but the FP8 products would be in float32"
+            yield "precision", why, "leave ranks to data or context parallelism"
+        if recipe.find("torchtitan.optimizer.early_step_in_backward", False):
+            why = "torchtitan steps before it can clip gradients or measure their norm"
+            yield "torchtitan.optimizer.early_step_in_backward", why, "optimizer.early_step_in_backward=false"
+        if recipe.find("torchtitan.training.enable_cpu_offload", False) and recipe.gpu == CPU:
+            why = "the weights are on the CPU already"
+            yield "torchtitan.training.enable_cpu_offload", why, "training.enable_cpu_offload=false"
+
+    def unjudged(self, recipe: Recipe) -> str | None:
+        """Return the reason. The reference reads one rank's weights of one pipeline stage, and scales FP8 by tensor."""
+        if recipe.degree("pp") > 1:
+            return "the run has pipeline stages"
+        kind = recipe.find("torchtitan.quantize.linear.float8.recipe_name", "tensorwise")
+        if recipe.precision == "fp8" and kind not in ("", "tensorwise"):
+            return f"the reference rounds to FP8 by tensors, not {kind}"
+        return None
+
+    def blocks_judged(self, recipe: Recipe) -> bool:
+        """Whether it can. Without FSDP, one rank uses autocast, which keeps what blocks pass on in float32."""
+        autocast = recipe.world_size == 1 and recipe.precision != "fp32" and recipe.find(_DTYPE, "float32") == "float32"
+        return super().blocks_judged(recipe) and not autocast
+
+    def layout(self, recipe: Recipe) -> Mapping[str, Any]:
+        """Return the number of data-parallel ranks, because each has its own place in the data."""
+        return {"data_parallel": recipe.data_parallel}
+
+    def memory(self, recipe: Recipe, batch: int) -> Memory:
+        """Predict the peak of one rank with local batches of ``batch``."""
+        return _peak(recipe, batch)
+
+    def states(self, recipe: Recipe, *, offload: bool) -> float:
+        """Return the bytes; 0 if ``offload`` and all are on the host."""
+        return _states(recipe, offload=offload)
+
+
+def _peak(recipe: Recipe, batch: int) -> Memory:
+    """Predict the peak of one rank with local batches of ``batch``."""
+    model = recipe.architecture
+    tokens, total = batch * recipe.seq_len / recipe.degree("cp"), float(size(model).total)
+    width = width_of(recipe.find("torchtitan.training.dtype", "float32"))
+    compute = width_of(recipe.find("torchtitan.training.mixed_precision_param", "bfloat16"))
+    tensor, stages, replicas = recipe.degree("tp"), recipe.degree("pp"), recipe.degree("replicas")
+    shard = total * replicas / recipe.world_size
+    components = recipe.section("torchtitan.compile").get("components", ["model", "loss"])
+    enabled = recipe.find("torchtitan.compile.enable", False) and isinstance(components, list)
+    compiled, fused = (enabled and isinstance(components, list) and part in components for part in ("model", "loss"))
+    mode = recipe.find("torchtitan.activation_checkpoint.mode", "none")
+    offloaded = recipe.find("torchtitan.training.enable_cpu_offload", False)
+    early = recipe.find("torchtitan.optimizer.early_step_in_backward", False)
+    eight = recipe.precision in ("fp8", "mxfp8")
+    layer = layer_elements(model, eight=eight) * (1 if compiled else EAGER)
+    if mode == "full":
+        kept, once = float(model.hidden_size), layer * RECOMPUTED
+    elif mode == "selective":
+        kept, once = _selective(recipe, model, layer, compiled=compiled), 0.0
+    else:
+        kept, once = layer, 0.0
+    copies = copies_in_eight(model) / tensor / stages if eight and mode == "none" else 0.0
+    # Two runs with experts on one rank agree with the sum of all terms within 2 %; they were not examined further.
+    if recipe.world_size == 1 and not model.moe.experts:
+        return _alone(recipe, tokens, kept=kept, once=once, copies=copies, compiled_loss=fused)
+    if stages > 1:
+        # A pipeline splits the local batch into micro batches of its own.
+        part = recipe.find("torchtitan.parallelism.pipeline_parallel_microbatch_size", 1)
+        in_flight = min(stages, max(1, batch // part))
+        tokens *= min(1.0, part / batch)
+    else:
+        in_flight = 1
+    activations = (model.layers / stages * kept * in_flight + once) * tokens * compute / tensor + copies
+    # In FP8, weights are gathered and kept with one byte each.
+    narrow = eight and recipe.find("torchtitan.quantize.linear.float8.enable_fsdp_float8_all_gather", False)
+    gathered = 1 if narrow else compute
+    never = recipe.find("torchtitan.parallelism.fsdp_reshard_after_forward", "default") == "never"
+    return Memory(
+        weights=0 if offloaded else width * shard,
+        gradients=0 if offloaded or early else width * shard,
+        optimizer=0 if offloaded else 2 * width * shard,
+        unsharded=unsharded(
+            model,
+            compute,
+            tensor,
+            alone=recipe.world_size == 1,
+            world=recipe.world_size // recipe.degree("replicas"),
+            cast=width != compute,
+            experts=gathered_experts(recipe, model),
+        )
+        + (gathered * total / tensor / stages if never else 0),
+        activations=activations,
+        loss=fused_loss(model, tokens)
+        if chunked_loss(recipe)
+        else tokens * model.vocab_size * (_COMPILED_LOSS if fused else EAGER_LOSS) / tensor,
+    )
+
+
+def _alone(recipe: Recipe, tokens: float, *, kept: float, once: float, copies: float, compiled_loss: bool) -> Memory:
+    """Predict one rank alone, for which torchtitan uses autocast instead of FSDP.
+
+    The residual stream is float32, and without recomputation the BF16 copies of all weights are kept for the
+    backward pass. There are no collectives, so activations use the memory of gradients that do not exist yet.
+    Logits and their gradients are two large blocks, which fit there only as a whole. The allocator's history of
+    such runs shows all this.
+    """
+    model, accumulates = recipe.architecture, recipe.accumulation > 1
+    total = float(size(model).total)
+    width = width_of(recipe.find("torchtitan.training.dtype", "float32"))
+    compute = width_of(recipe.find("torchtitan.training.mixed_precision_param", "bfloat16"))
+    cast = unsharded(model, compute, 1, alone=True)
+    if recipe.find("torchtitan.activation_checkpoint.mode", "none") == "none" and not copies and width != compute:
+        cast = max(cast, compute * (total - model.vocab_size * model.hidden_size))
+    if recipe.precision in ("fp8", "mxfp8") and not recipe.find("torchtitan.compile.enable", False):
+        # Each FP8 layer casts and keeps its own input: three times for queries, keys and values, twice for gate and up.
+        kept += 3 * model.hidden_size
+    kept_bytes = model.layers * tokens * (kept * compute + (width - compute) * model.hidden_size) + copies
+    per_logit = 2 * _COMPILED_LOSS if compiled_loss else EAGER_LOSS
+    loss = tokens * model.vocab_size * per_logit
+    # The last layer is recomputed after the logits are freed.
+    activations = kept_bytes + max(0.0, once * tokens * compute - loss)
+    gradients = 0.0 if recipe.find("torchtitan.optimizer.early_step_in_backward", False) else width * total
+    reused = 0.0
+    if not accumulates:
+        reused = min(gradients, activations)
+        for block in (loss / 2, loss / 2):
+            reused += block if block <= gradients - reused else 0.0
+    states = {"weights": width * total, "gradients": gradients, "optimizer": 2 * width * total}
+    return Memory(**states, unsharded=cast, activations=activations, loss=loss, reused=reused)
+
+
+def _selective(recipe: Recipe, model: Architecture, layer: float, *, compiled: bool) -> float:
+    """Return what a layer keeps with selective checkpointing: all of every n-th layer, or every second product."""
+    option = recipe.find("torchtitan.activation_checkpoint.selective_ac_option", "2")
+    if option != "op":
+        every = int(option) if option.isdecimal() and int(option) else 1
+        return layer - (layer - model.hidden_size) / every
+    queries, values = model.heads * model.head_size, model.kv_heads * model.head_size
+    # The layer's input, the products wq, wv, w1 and (unless a compiler drops it) w2, and the output of attention.
+    # Experts' grouped products are recomputed.
+    kept = 2.0 * model.hidden_size + queries + values + ffn_width(model, routed=False)
+    return kept * 1.05 if compiled else kept + model.hidden_size
+
+
+def _states(recipe: Recipe, *, offload: bool) -> float:
+    """Return the bytes of weights, gradients and optimizer states; 0 if ``offload`` and all are on the host."""
+    if offload and recipe.find("torchtitan.training.enable_cpu_offload", False):
+        return 0.0
+    width = width_of(recipe.find("torchtitan.training.dtype", "float32"))
+    gradients = 0 if recipe.find("torchtitan.optimizer.early_step_in_backward", False) else 1
+    return size(recipe.architecture).total * width * (3 + gradients) * recipe.degree("replicas") / recipe.world_size

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from primus.recipes.recipe import Recipe
+from primus.turbo.optimizations import chosen
+from primus.turbo.trial import Trial
 
 _EXAMINED = 4
 
@@ -17,7 +19,8 @@ class Job:
     """A run to start. ``output`` is its own folder; ``resume_from`` is a checkpoint folder ``…/step-N``.
 
     A ``judged`` run records its batches, gradients and weights, and the reference then repeats it. ``compiled`` is
-    a folder of compiled kernels that runs share; without it, each run compiles its own.
+    a folder of compiled kernels that runs share; without it, each run compiles its own. ``trial`` says which
+    optimizations passed their self-tests on this machine.
 
     Paths are those that the job sees: in a container, they are the container's.
     """
@@ -28,6 +31,12 @@ class Job:
     resume_from: Path | None = None
     judged: bool = False
     compiled: Path | None = None
+    trial: Trial | None = None
+
+    @property
+    def turbo(self) -> tuple[str, ...]:
+        """The optimizations that the ranks use. Before the self-tests have run: those of the recipe."""
+        return chosen(self.recipe) if self.trial is None else self.trial.names
 
     @property
     def first_step(self) -> int:

@@ -20,7 +20,6 @@ from primus.training import identity
 from primus.training.backend import backend_of
 from primus.training.job import Job
 from primus.turbo import optimizations
-from primus.turbo.optimizations import chosen
 
 # How long a node may wait for the first one to open torchrun's store, because that one may still pull the image.
 _MEETING_SECONDS = 600
@@ -50,7 +49,7 @@ def job_file(job: Job) -> str:
         "precision": recipe.precision,
         "gpu": recipe.gpu,
         "world_size": recipe.world_size,
-        "turbo": list(chosen(recipe)),
+        "turbo": list(job.turbo),
         "accumulation": recipe.accumulation,
         "data_parallel": recipe.data_parallel,
         "model": asdict(recipe.architecture),
@@ -234,6 +233,6 @@ def expected_facts(job: Job) -> dict[str, Any]:
         expected["seed"] = recipe.seed
     if recipe.deterministic:
         expected["deterministic"] = True
-    if turbo := chosen(recipe):
-        expected["turbo"] = sorted(turbo)
+    if job.turbo:
+        expected["turbo"] = sorted(job.turbo)
     return expected

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from primus.errors import PrimusError
@@ -21,7 +22,8 @@ class RunResult:
     """How a run ended.
 
     ``exit_code`` is that of the launcher, ``argv`` its command and ``seconds`` its wall time. ``host_memory_gib`` is
-    the largest resident memory of one process. ``cause`` is the first cause of a failure. ``refused`` is the reason why
+    the largest resident memory of one process. ``optimizations`` are those that the ranks used; ``optimizations_off``
+    is name → reason of those that the recipe could use. ``cause`` is the first cause of a failure. ``refused`` is the reason why
     no rank was started; ``exit_code`` is then that of the command. ``passed``, ``verdicts`` and ``summary`` are missing
     until the run's checks have been applied.
     """
@@ -30,6 +32,8 @@ class RunResult:
     seconds: float = 0.0
     argv: tuple[str, ...] = ()
     host_memory_gib: float | None = None
+    optimizations: tuple[str, ...] = ()
+    optimizations_off: Mapping[str, str] = field(default_factory=dict)
     passed: bool | None = None
     cause: str = ""
     refused: str = ""

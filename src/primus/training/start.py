@@ -24,7 +24,8 @@ from primus.training.logs import Clock
 from primus.training.metrics import Summary
 from primus.training.outcome import Outcome
 from primus.training.result import RunResult, write
-from primus.turbo.optimizations import chosen, importable, missing_packages
+from primus.turbo.optimizations import importable
+from primus.turbo.trial import decide
 
 # A node whose ranks all wait for another node's rank gives that node this long to name it.
 _OTHERS_NAME_IT = 5.0
@@ -44,7 +45,6 @@ def check_backend(job: Job) -> None:
     knows = job.recipe.knows
     asked = [package for key, package in knows.needs.items() if job.recipe.section(knows.name).get(key)]
     missing = [name for name in (*knows.packages, *asked) if not importable(name)]
-    missing += missing_packages(chosen(job.recipe))
     if missing:
         raise HostError(
             f"{' and '.join(missing)} cannot be imported by {sys.executable}",
@@ -58,33 +58,46 @@ def check_resume(job: Job, accepted: Sequence[str] = ()) -> None:
         identity.check(job.resume_from, job.recipe, accepted)
 
 
-def prepare(job: Job) -> None:
-    """Create the job's folder with the files for the ranks. Raises InputError if the folder contains another run.
+def prepare(job: Job, progress: Callable[[str], None] = lambda _: None) -> Job:
+    """Create the job's folder with the files for the ranks. Returns the job with the optimizations that it uses.
 
     The nodes of a job share the folder. Each writes the same files atomically, so that none has to wait for
-    another.
+    another. Raises InputError if the folder contains another run, and as :func:`primus.turbo.trial.decide`.
     """
     own = ranks.folder_of_node(job, os.environ)
     taken = InputError(f"{own} already holds a run", hint="choose another --output, or delete it")
     if own == job.output and (job.output / "checkpoint").exists():
         raise taken
-    made = ranks.files(job)
     try:
         (own / "cache").mkdir(parents=True, exist_ok=True)
         # If two runs start at the same moment, only one of them creates it.
         (own / "log.txt").touch(exist_ok=False)
-        for name, text in made.items():
-            write_file(job.output / name, text)
     except FileExistsError as error:
         raise taken from error
     except OSError as error:
-        with contextlib.suppress(OSError):
-            (own / "log.txt").unlink(missing_ok=True)
-        hint = _WRITABLE.get(error.errno or 0, "choose another --output")
-        raise HostError(f"cannot write to {job.output}: {error.strerror}", hint=hint) from error
-    if compiled := ranks.compiled_before(job):
+        raise _cannot_write(job, own, error) from error
+    compiled = ranks.compiled_before(job)
+    if compiled:
         with contextlib.suppress(OSError):
             compiled.mkdir(parents=True, exist_ok=True)
+    writable = compiled if compiled and os.access(compiled, os.W_OK) else own / "cache"
+    try:
+        job = replace(job, trial=decide(job.recipe, writable, ranks.environment(job, os.environ), progress))
+        for name, text in ranks.files(job).items():
+            write_file(job.output / name, text)
+    except OSError as error:
+        raise _cannot_write(job, own, error) from error
+    except BaseException:
+        (own / "log.txt").unlink(missing_ok=True)
+        raise
+    return job
+
+
+def _cannot_write(job: Job, own: Path, error: OSError) -> HostError:
+    with contextlib.suppress(OSError):
+        (own / "log.txt").unlink(missing_ok=True)
+    hint = _WRITABLE.get(error.errno or 0, "choose another --output")
+    return HostError(f"cannot write to {job.output}: {error.strerror}", hint=hint)
 
 
 def start(
@@ -128,6 +141,8 @@ def start(
         exit_code=ended.exit_code,
         seconds=round(ended.seconds, 2),
         argv=tuple(argv),
+        optimizations=job.turbo,
+        optimizations_off=dict(job.trial.off) if job.trial else {},
         host_memory_gib=round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, 3),
     )
     write(run, own)

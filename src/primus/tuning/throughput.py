@@ -19,7 +19,7 @@ from primus.recipes.load import beside, is_path
 from primus.recipes.recipe import Recipe
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import CHOICES
-from primus.turbo.optimizations import automatic, chosen, optimizations
+from primus.turbo.optimizations import AUTO, OFF, chosen, compatible, excluded, optimizations, requested, usable
 
 _GIB = 2**30
 # Steps whose losses are compared. In later steps, rounding differences have grown.
@@ -83,21 +83,21 @@ def _turbo(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
 
     If the command line chooses, there is no other choice.
     """
-    own, known = chosen(start), optimizations()
-    auto = automatic(start)
-    if (setting := start.settings.get("turbo")) and setting.origin.startswith("command line"):
-        return [("auto" if own == auto and own else ",".join(own) or "off", ())]
-    sets = {own: "as the recipe" if own not in ((), auto) else "auto" if own else "off"}
-    sets.setdefault((), "off")
-    sets.setdefault(auto, "auto")
-    for name, one in known.items():
-        if not one.auto and not any(one.objections(start)):
-            beside_it = [other for other in auto if other not in one.excludes]
-            sets.setdefault(tuple(other for other in known if other in (*beside_it, name)), f"auto + {name}")
-    # Names instead of ``auto``, so that the planner and the written file mean the same on every machine.
-    return [
-        (title, () if names == own else (f"turbo={','.join(names) or 'off'}",)) for names, title in sets.items()
-    ]  # fmt: skip
+    names, setting = chosen(start), start.settings.get("turbo")
+    title = setting.value if setting and isinstance(setting.value, str) else ",".join(names) if setting else AUTO
+    rows: list[tuple[str, tuple[str, ...]]] = [(title, ())]
+    if setting and setting.origin.startswith("command line"):
+        return rows
+    automatic = compatible(
+        [name for name, entry in optimizations().items() if usable(entry, start) and not entry.by_name]
+    )
+    if automatic:
+        rows += [(word, (f"turbo={word}",)) for word in (OFF, AUTO) if word != title]
+    for name, entry in optimizations().items():
+        if entry.by_name and usable(entry, start):
+            beside = [other for other in automatic if not excluded(name, (other,))]
+            rows.append((f"auto + {name}", (f"turbo={','.join((*beside, name))}",)))
+    return rows
 
 
 def _checkpointing(start: Recipe) -> list[tuple[str, tuple[str, ...]]]:
@@ -127,7 +127,8 @@ def _resolved(
     peak, out, recipe = None, "", None
     try:
         recipe = resolve(source, start.overrides, start.choices, point.words)
-        if lacking := missing(chosen(recipe)):
+        # With `auto`, a missing package only turns its optimization off.
+        if not isinstance(requested(recipe), str) and (lacking := missing(chosen(recipe))):
             out = f"{' and '.join(lacking)} not installed"
         if available is not None:
             peak = predict(recipe).peak

@@ -1,4 +1,4 @@
-"""Flash Attention 4 as PyTorch operators, so that a compiled model can call it."""
+"""Attention and rotary positions: Flash Attention 4 as PyTorch operators, so that a compiled model can call it."""
 
 from __future__ import annotations
 
@@ -162,3 +162,11 @@ class FlashAttention4(torch.nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
         """Return causal attention."""
         return flash_attention_4(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+
+
+def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """Rotate neighbors in the last dimension of ``x`` by ``turn`` [..., size ÷ 2, 2], cosine and sine, in float32."""
+    real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cosine, sine = turn.unbind(-1)
+    rotated = torch.stack((real * cosine - imaginary * sine, real * sine + imaginary * cosine), dim=-1)
+    return rotated.flatten(-2).type_as(x)

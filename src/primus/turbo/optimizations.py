@@ -1,7 +1,8 @@
 """The catalogue of optimizations for training runs: requirements, exclusions and effects.
 
 Pure: the recipe determines which ones apply, so every machine resolves the same list. Whether their packages are
-installed is checked on the machine that trains.
+installed, and whether their kernels compute the right numbers on this GPU, is checked on the machine that trains
+(:mod:`primus.turbo.trial`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from primus.errors import InputError, nearest
 from primus.gpus.table import load_table
+from primus.recipes.known import CPU
 from primus.yamlfile import read_values
 
 if TYPE_CHECKING:
@@ -26,18 +28,24 @@ CALLS: Counter[str] = Counter()
 
 OPTIMIZATIONS_FILE = Path(__file__).with_name("optimizations.yaml")
 
+AUTO, REQUIRE, OFF = "auto", "require", "off"
+"""Values of the setting ``turbo`` beside names. A recipe that does not set it means ``auto``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """One entry. An empty requirement accepts everything."""
+    """One entry. An empty requirement accepts everything.
+
+    ``by_name`` is the reason why ``auto`` leaves it out, or empty. ``replaces`` is what runs without it.
+    """
 
     name: str
     title: str
     gain: str
+    replaces: str
     provider: str
     proof: tuple[str, ...]
-    test: str
-    auto: bool
+    by_name: str = ""
     backends: tuple[str, ...]
     precisions: tuple[str, ...]
     families: tuple[str, ...] = ()
@@ -48,47 +56,54 @@ class Optimization:
     settings: Mapping[str, str | bool] = field(default_factory=dict)
     degrees: Mapping[str, int] = field(default_factory=dict)
     sharded: bool = False
+    windowed: bool = False
 
     def objections(self, recipe: Recipe) -> Iterator[str]:
         """Yield the reasons why ``recipe`` cannot use it, each as the end of "NAME needs …"."""
-        for what, value, accepted in (
+        for requirement, value, accepted in (
             ("backend", recipe.backend, self.backends),
             ("precision", recipe.precision, self.precisions),
             ("model family", recipe.architecture.family, self.families),
         ):
             if accepted and value not in accepted:
-                yield f"{what} {' or '.join(accepted)}, not {value}"
+                yield f"{requirement} {' or '.join(accepted)}, not {value}"
         yield from self._gpu_objections(recipe.gpu)
-        for key, wanted in self.settings.items():
-            if key in recipe.settings and recipe.settings[key].value != wanted:
-                yield f"{key}={_text(wanted)}, not {_text(recipe.settings[key].value)}"
-            elif key not in recipe.settings and wanted is True:
-                yield f"{key}={_text(wanted)}, which the recipe does not set"
+        for key, accepted_value in self.settings.items():
+            if key in recipe.settings and recipe.settings[key].value != accepted_value:
+                yield f"{key}={_text(accepted_value)}, not {_text(recipe.settings[key].value)}"
+            elif key not in recipe.settings and accepted_value is True:
+                yield f"{key}={_text(accepted_value)}, which the recipe does not set"
         for kind, degree in self.degrees.items():
             if recipe.degree(kind) != degree:
                 yield f"{kind.upper()} = {degree}, not {recipe.degree(kind)}"
         if self.sharded and recipe.data_parallel // recipe.degree("replicas") < 2:
             yield "weights sharded over at least 2 ranks"
+        if self.windowed and not 0 < recipe.architecture.window < recipe.seq_len:
+            yield "a sliding window shorter than the sequence"
 
     def _gpu_objections(self, name: str) -> Iterator[str]:
         if not self.vendors and not self.archs:
             return
-        found = {generation.name: generation.arch for generation in load_table().generations}.get(name)
-        vendor = None if found is None else "amd" if found.startswith("gfx") else "nvidia"
-        if self.vendors and vendor not in self.vendors:
+        arch = {generation.name: generation.arch for generation in load_table().generations}.get(name)
+        if self.vendors and vendor_of(arch) not in self.vendors:
             yield f"a GPU of {' or '.join(self.vendors)}, not {name}"
-        if self.archs and found not in self.archs:
+        if self.archs and arch not in self.archs:
             yield f"a GPU of {' or '.join(self.archs)}, not {name}"
 
 
-def state(one: Optimization, arch: str | None) -> str:
+def vendor_of(arch: str | None) -> str | None:
+    """Return ``amd`` or ``nvidia`` for a GPU architecture; None without a GPU."""
+    return None if arch is None else "amd" if arch.startswith("gfx") else "nvidia"
+
+
+def state(optimization: Optimization, arch: str | None) -> str:
     """Return whether this machine can use it, as text. ``arch`` is its GPU's architecture, None without a GPU."""
-    if lacking := missing_packages((one.name,)):
+    if lacking := missing_packages((optimization.name,)):
         return f"not usable here: {', '.join(lacking)} not installed"
-    vendor = None if arch is None else "amd" if arch.startswith("gfx") else "nvidia"
-    if (one.archs and arch not in one.archs) or (one.vendors and vendor not in one.vendors):
-        return f"not usable here: needs a GPU of {', '.join(one.archs or one.vendors)}"
-    return "usable, part of auto" if one.auto else "usable, only by name"
+    accepted = optimization.archs or optimization.vendors
+    if accepted and arch not in accepted and vendor_of(arch) not in accepted:
+        return f"not usable here: needs a GPU of {', '.join(accepted)}"
+    return f"usable, only by name: {optimization.by_name}" if optimization.by_name else "usable, on by default"
 
 
 def _text(value: object) -> str:
@@ -97,76 +112,119 @@ def _text(value: object) -> str:
 
 @cache
 def optimizations() -> Mapping[str, Optimization]:
-    """Return every entry of the catalogue by name."""
+    """Return every entry of the catalogue by name. Of two that exclude each other, ``auto`` prefers the first."""
     data: Any = read_values(OPTIMIZATIONS_FILE, OPTIMIZATIONS_FILE.name).data
-    made = {}
+    catalogue = {}
     for entry in data["optimizations"]:
-        plain: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-        made[entry["name"]] = Optimization(**plain)
-    return made
+        values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        catalogue[entry["name"]] = Optimization(**values)
+    return catalogue
 
 
-def automatic(recipe: Recipe) -> tuple[str, ...]:
-    """Return the optimizations that ``auto`` enables for ``recipe``, in the catalogue's order."""
-    return tuple(name for name, one in optimizations().items() if one.auto and not any(one.objections(recipe)))
+def usable(optimization: Optimization, recipe: Recipe) -> bool:
+    """Whether ``recipe`` meets all requirements, and computes on a GPU."""
+    return recipe.gpu != CPU and not any(optimization.objections(recipe))
+
+
+def requested(recipe: Recipe) -> tuple[str, ...] | str:
+    """Return the setting ``turbo``: ``auto``, ``require``, ``off``, or the names that it lists.
+
+    Raises InputError for a name that is not in the catalogue.
+    """
+    setting = recipe.settings.get("turbo")
+    value = AUTO if setting is None else setting.value
+    if value in (OFF, False, "", None):
+        return OFF
+    if value in (AUTO, REQUIRE):
+        return str(value)
+    words = value if isinstance(value, list) else str(value).split(",")
+    names = [str(word).strip() for word in words]
+    catalogue = optimizations()
+    for name in names:
+        if name not in catalogue:
+            raise InputError(
+                f"there is no optimization {name!r}" + nearest(name, catalogue),
+                where=setting.origin if setting else None,
+                hint="primus turbo list shows them; auto, require and off cannot be combined",
+            )
+    return tuple(name for name in catalogue if name in names)
+
+
+def candidates(recipe: Recipe) -> tuple[str, ...]:
+    """Return the optimizations to test on the machine, in the catalogue's order; some may exclude each other.
+
+    With ``auto`` and ``require``, these are all whose requirements the recipe meets. Without a GPU there are none,
+    because they would compute in plain PyTorch. Raises InputError for a name that is not in the catalogue, for one
+    that the recipe cannot use, and for two that exclude each other.
+    """
+    names, catalogue = requested(recipe), optimizations()
+    if names == OFF:
+        return ()
+    if isinstance(names, str):
+        return tuple(name for name, entry in catalogue.items() if not entry.by_name and usable(entry, recipe))
+    where = recipe.settings["turbo"].origin
+    for name in names:
+        if objections := list(catalogue[name].objections(recipe)):
+            raise InputError(f"{name} needs {'; '.join(objections)}", where=where)
+        if clash := [other for other in names if excluded(other, (name,))]:
+            raise InputError(f"{name} and {clash[0]} exclude each other", where=where, hint="name one of them")
+    return names
+
+
+def excluded(name: str, others: Sequence[str]) -> str:
+    """Return the first of ``others`` that cannot run beside ``name``, or an empty string."""
+    catalogue = optimizations()
+    return next((o for o in others if o in catalogue[name].excludes or name in catalogue[o].excludes), "")
+
+
+def compatible(names: Sequence[str]) -> tuple[str, ...]:
+    """Return ``names`` without those that an earlier one excludes."""
+    taken: list[str] = []
+    for name in names:
+        if not excluded(name, taken):
+            taken.append(name)
+    return tuple(taken)
 
 
 def chosen(recipe: Recipe) -> tuple[str, ...]:
-    """Return the optimizations that ``recipe`` requests, in the catalogue's order.
+    """Return the optimizations that ``recipe`` uses where all packages are installed and all self-tests pass.
 
-    Raises InputError for a name that is not in the catalogue, for one that the recipe cannot use, and for two that
-    exclude each other.
+    Raises as :func:`candidates`.
     """
-    setting = recipe.settings.get("turbo")
-    if setting is None or setting.value in ("off", False, "", None):
-        return ()
-    if setting.value == "auto":
-        return automatic(recipe)
-    known = optimizations()
-    words = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
-    asked = [str(word).strip() for word in words]
-    for name in asked:
-        if name not in known:
-            raise InputError(
-                f"there is no optimization {name!r}" + nearest(name, known),
-                where=setting.origin, hint="primus turbo list shows them; auto and off cannot be combined",
-            )  # fmt: skip
-        one = known[name]
-        if objections := list(one.objections(recipe)):
-            raise InputError(f"{name} needs {'; '.join(objections)}", where=setting.origin)
-        if clash := [other for other in one.excludes if other in asked]:
-            raise InputError(f"{name} and {clash[0]} exclude each other", where=setting.origin, hint="name one of them")
-    return tuple(name for name in known if name in asked)
+    return compatible(candidates(recipe))
 
 
 def reasons(recipe: Recipe) -> dict[str, tuple[bool, str]]:
-    """Return for every optimization whether ``recipe`` enables it, and why. Raises as :func:`chosen`."""
-    on, setting = chosen(recipe), recipe.settings.get("turbo")
-    value = setting.value if setting is not None else None
-    found: dict[str, tuple[bool, str]] = {}
-    for name, one in optimizations().items():
-        objection = next(one.objections(recipe), "")
+    """Return for every optimization whether ``recipe`` enables it, and why. Raises as :func:`candidates`."""
+    on, setting = chosen(recipe), requested(recipe)
+    rows: dict[str, tuple[bool, str]] = {}
+    for name, entry in optimizations().items():
+        objection = next(entry.objections(recipe), "")
         if name in on:
-            found[name] = True, "part of auto" if value == "auto" else "named"
+            rows[name] = True, "by default, if its self-test passes" if setting == AUTO else "requested"
         elif objection:
-            found[name] = False, f"needs {objection}"
-        elif value == "auto":
-            found[name] = False, "not part of auto: name it"
-        elif value in ("off", False, "", None):
-            found[name] = False, "turbo is off" if setting is not None else "not requested"
+            rows[name] = False, f"needs {objection}"
+        elif setting == OFF:
+            rows[name] = False, "turbo is off"
+        elif not isinstance(setting, str):
+            rows[name] = False, "not named"
+        elif recipe.gpu == CPU:
+            rows[name] = False, "no GPU"
+        elif other := excluded(name, on):
+            rows[name] = False, f"{other} is used instead"
         else:
-            found[name] = False, "not named"
-    return found
+            rows[name] = False, f"only by name: {entry.by_name}"
+    return rows
 
 
 def active(names: Sequence[str]) -> dict[str, Any]:
     """Return, for the facts of a run, which of ``names`` ran on this rank, and how often each function was called."""
-    known = optimizations()
-    ran = [name for name in names if all(CALLS[call] for call in known[name].proof)]
+    catalogue = optimizations()
+    ran = [name for name in names if all(CALLS[call] for call in catalogue[name].proof)]
     return {"turbo": sorted(ran), "turbo_calls": dict(sorted(CALLS.items()))}
 
 
-def missing_packages(names: tuple[str, ...]) -> list[str]:
+def missing_packages(names: Sequence[str]) -> list[str]:
     """Return the packages that ``names`` need and this machine's Python does not have."""
     needed = dict.fromkeys(package for name in names for package in optimizations()[name].packages)
     return [package for package in needed if not importable(package)]

@@ -10,7 +10,7 @@ from primus.cli.main import main
 from primus.errors import InputError
 from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
-from primus.turbo.optimizations import chosen, optimizations, reasons, state
+from primus.turbo.optimizations import chosen, compatible, optimizations, reasons, state
 
 ROOT = Path(__file__).parents[3]
 COUNTING = (
@@ -28,32 +28,44 @@ def _chosen(*words: str, precision: str = "bf16", backend: str = "torchtitan", g
     return chosen(resolve("llama3.1-8b", words, choices))
 
 
-def test_nothing_is_used_unless_asked_for() -> None:
-    assert _chosen() == _chosen("turbo=off") == ()
-
-
-def test_auto_takes_what_the_recipe_can_use() -> None:
-    bf16, fp8 = _chosen("turbo=auto"), _chosen("turbo=auto", precision="fp8")
-    assert "fp8-weight-cast" not in bf16
+def test_a_run_uses_what_its_recipe_can_use_unless_it_is_off() -> None:
+    bf16, fp8 = _chosen(), _chosen(precision="fp8")
+    assert bf16 == _chosen("turbo=auto") == _chosen("turbo=require")
     assert set(fp8) - set(bf16) == {"fp8-weight-cast", "fp8-linear", "fp8-projections", "fp8-feed-forward"}
-    assert all(optimizations()[name].auto for name in fp8)
-    assert _chosen("turbo=auto", backend="fsdp") == (
-        "linear-cross-entropy",
-        "reduce-scatter-copy-in",
-        "fused-adamw",
-    )
-    assert _chosen("turbo=auto", backend="megatron") == ()
+    assert _chosen("turbo=off") == _chosen(backend="megatron") == ()
+    assert "flash-attention-4" in _chosen(backend="fsdp")
+
+
+def test_a_run_on_a_cpu_uses_only_what_it_names() -> None:
+    assert _chosen("proxy=true", gpu="cpu") == ()
+    assert _chosen("proxy=true", "turbo=real-rope", gpu="cpu") == ("real-rope",)
+
+
+def test_of_two_that_exclude_each_other_the_first_is_used() -> None:
+    eight = _chosen(
+        "quantize.linear.float8.enable_fsdp_float8_all_gather=false",
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false",
+        precision="fp8", gpu="mi300x",
+    )  # fmt: skip
+    assert "turbo-fp8-linear" in eight
+    assert not {"fp8-linear", "fp8-weight-cast", "fp8-projections", "fp8-feed-forward"} & set(eight)
+    assert compatible(["fp8-linear", "turbo-fp8-linear"]) == ("fp8-linear",)
 
 
 @pytest.mark.parametrize(
     ("words", "name", "on", "why"),
     [
-        ((), "linear-cross-entropy", False, "not requested"),
+        ((), "linear-cross-entropy", True, "by default, if its self-test passes"),
         (("turbo=off",), "linear-cross-entropy", False, "turbo is off"),
-        (("turbo=auto",), "linear-cross-entropy", True, "part of auto"),
-        (("turbo=auto",), "turbo-attention", False, "not part of auto: name it"),
-        (("turbo=auto",), "fp8-linear", False, "needs precision fp8, not bf16"),
-        (("turbo=turbo-attention",), "turbo-attention", True, "named"),
+        (("turbo=require",), "turbo-attention", True, "requested"),
+        ((), "fp8-linear", False, "needs precision fp8, not bf16"),
+        (
+            (),
+            "turbo-rms-norm",
+            False,
+            "only by name: the compiler already fuses the norm of a compiled model",
+        ),
+        (("turbo=turbo-attention",), "turbo-attention", True, "requested"),
         (("turbo=turbo-attention",), "linear-cross-entropy", False, "not named"),
     ],
 )
@@ -67,12 +79,12 @@ def test_each_optimization_is_on_or_off_with_its_reason(words: tuple[str, ...], 
 def test_show_says_what_is_on_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "llama3.1-8b", "--gpu", "mi355x", "--turbo", "turbo-attention"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["turbo-attention", "on", "named"] in lines
+    assert ["turbo-attention", "on", "requested"] in lines
     assert ["linear-cross-entropy", "off", "not", "named"] in lines
 
 
 def test_one_rank_shards_nothing() -> None:
-    assert _chosen("turbo=auto", "ranks=1") == ("real-rope",)
+    assert _chosen("ranks=1") == ("real-rope", "flash-attention-4")
 
 
 @pytest.mark.parametrize(
@@ -104,16 +116,16 @@ def test_every_entry_is_proven_and_tested() -> None:
         assert one.proof
         for call in one.proof:
             assert f'"{call}"' in text, f"{one.name}: nothing counts {call}"
-        assert (ROOT / one.test).is_file(), one.name
+        assert f'"{one.name}": ' in (ROOT / "src/primus/turbo/selftest.py").read_text()
 
 
 def test_the_state_says_what_is_missing() -> None:
     attention = optimizations()["flash-attention-4"]
     assert "not installed" in state(attention, "sm_90")
-    assert state(optimizations()["real-rope"], None) == "usable, part of auto"
+    assert state(optimizations()["real-rope"], None) == "usable, on by default"
 
 
 def test_list_shows_optimizations(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["turbo", "list", "--gpu", "h200"]) == 0
     shown = capsys.readouterr().out
-    assert "fused-adamw  (primus; usable, part of auto)" in shown
+    assert "fused-adamw  (primus; usable, on by default)" in shown

@@ -38,7 +38,7 @@ def complete_recipe(prefix: str, **_: object) -> list[str]:
 def complete_turbo(prefix: str, **_: object) -> list[str]:
     """Return the values of ``--turbo`` whose last name can complete ``prefix``, for tab completion."""
     before, comma, _last = prefix.rpartition(",")
-    words = optimizations() if comma else ("auto", "off", *optimizations())
+    words = optimizations() if comma else ("auto", "require", "off", *optimizations())
     return [f"{before}{comma}{word}" for word in words]
 
 
@@ -83,7 +83,9 @@ def add_choices(
     parser.add_argument("--steps", type=whole(), metavar="N", help="number of optimizer steps")
     parser.add_argument("--seed", type=whole(), metavar="N", help="random seed for weights and data")
     turbo = parser.add_argument(
-        "--turbo", metavar="auto|off|NAME,…", help="optimizations to use; see `primus turbo list`"
+        "--turbo",
+        metavar="auto|require|off|NAME,…",
+        help="optimizations to use (default: auto, all that pass their self-test; see `primus turbo list`)",
     )
     turbo.completer = complete_turbo  # type: ignore[attr-defined]
 

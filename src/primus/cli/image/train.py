@@ -112,11 +112,13 @@ def _run(options: argparse.Namespace) -> int:
     start.check_backend(job)
     if not options.no_preflight:
         _preflight(job)
-    start.prepare(job)
+    job = start.prepare(job, lambda line: None if options.json else print(f"primus: {line}", file=sys.stderr))
     if lost := mounts.warning(job.output):
         print(f"primus: {lost}", file=sys.stderr)
     if not options.json:
         print(_headline(job), file=sys.stderr)
+        if recipe.gpu != CPU and job.trial:
+            print("\n".join(Screen.of(sys.stderr).wrap(job.trial.sentence(), hanging="  ")), file=sys.stderr)
     progress = _Progress(job, quiet=options.json)
     try:
         outcome, verdicts, summary = start.start(job, progress.line, options.stall_timeout)
@@ -133,6 +135,7 @@ def _run(options: argparse.Namespace) -> int:
             "seconds": outcome.seconds,
             **({"cause": outcome.cause} if outcome.cause else {}),
             "recipe_sha256": recipe.digest,
+            "optimizations": {"used": job.turbo, "off": dict(job.trial.off) if job.trial else {}},
             "summary": asdict(summary),
             "verdicts": [asdict(verdict) for verdict in verdicts],
         }

@@ -1,64 +1,94 @@
-"""List the optimizations that `primus train --turbo` accepts, and whether this machine supports them."""
+"""List the optimizations of training runs, or run their self-tests on this machine's GPU.
+
+`list` shows every optimization, what it needs and replaces, and whether this machine can use it.
+`test RECIPE` compares those that the recipe uses with float64 and plain PyTorch, at the recipe's sizes. A training run
+does the same before it starts, and uses only those that pass. Exit code 1: one failed; 3: there is no GPU.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 
-from primus.cli.image.common import offered
+from primus.cli.image.common import add_choices, resolved
+from primus.errors import HostError, InputError
 from primus.gpus.detect import detect
 from primus.gpus.table import generation
+from primus.recipes.known import CPU
 from primus.terminal import Screen
 from primus.turbo.optimizations import Optimization, optimizations, state
+from primus.turbo.trial import decide
 
-EXAMPLE = "primus turbo list --gpu mi300x"
+EXAMPLE = "primus turbo test llama3.1-8b --precision fp8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("what", choices=("list",), help="what to do")
-    gpu = parser.add_argument("--gpu", metavar="NAME", help="target whose GPU to use (default: this machine's)")
-    gpu.completer = lambda **_: offered("gpu")  # type: ignore[attr-defined]
+    parser.add_argument("action", choices=("list", "test"), help="what to do")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help="test: the recipe whose sizes to use")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings to override")
+    add_choices(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the list. Returns 0. Raises InputError for an unknown GPU."""
-    arch = _arch(options)
-    rows = [(optimization, state(optimization, arch)) for optimization in optimizations().values()]
+    """Run the requested action. Returns 0 or 1. Raises InputError and HostError."""
+    return _list(options) if options.action == "list" else _test(options)
+
+
+def _list(options: argparse.Namespace) -> int:
+    if options.recipe:
+        raise InputError("`primus turbo list` takes no recipe", hint="primus show RECIPE says what a recipe uses")
+    name = options.gpu or detect().generation
+    arch = generation(name).arch if name and name != CPU else None
+    rows = [(entry, state(entry, arch)) for entry in optimizations().values()]
     if options.json:
-        document = {"optimizations": [asdict(optimization) | {"state": usable} for optimization, usable in rows]}
-        print(json.dumps(document, ensure_ascii=False))
+        print(json.dumps({"optimizations": [asdict(entry) | {"state": text} for entry, text in rows]}))
         return 0
     screen = Screen.of()
-    lines = [*screen.wrap("Optimizations of a training run (primus train RECIPE --turbo auto|off|NAME,…)"), ""]
-    for optimization, usable in rows:
-        lines += screen.wrap(f"{optimization.name}  ({optimization.provider}; {usable})", hanging="    ")
-        needs = f"needs: {_needs(optimization)}"
-        for text in (optimization.title, optimization.gain, needs, f"tested by: {optimization.test}"):
-            lines += screen.wrap(text, "    ")
-    print("\n".join(lines))
+    print(
+        "\n".join(screen.wrap("Optimizations of a training run (primus train RECIPE --turbo auto|require|off|NAME,…)"))
+    )
+    for entry, text in rows:
+        print("\n" + "\n".join(screen.wrap(f"{entry.name}  ({entry.provider}; {text})", hanging="    ")))
+        for line in (entry.title, entry.gain, f"replaces: {entry.replaces}", f"needs: {_needs(entry)}"):
+            print("\n".join(screen.wrap(line, "    ")))
     return 0
 
 
-def _needs(optimization: Optimization) -> str:
+def _needs(entry: Optimization) -> str:
     """The requirements of an optimization as one line."""
-    parts = [f"backend {', '.join(optimization.backends)}", f"precision {', '.join(optimization.precisions)}"]
-    for title, names in (
-        ("family", optimization.families),
-        ("GPU", optimization.archs or optimization.vendors),
-        ("packages", optimization.packages),
-    ):
-        parts += [f"{title} {', '.join(names)}"] * bool(names)
-    for key, value in optimization.settings.items():
+    parts = [f"backend {', '.join(entry.backends)}", f"precision {', '.join(entry.precisions)}"]
+    parts += [f"family {', '.join(entry.families)}"] * bool(entry.families)
+    parts += [f"GPU {', '.join(entry.archs or entry.vendors)}"] * bool(entry.archs or entry.vendors)
+    parts += [f"packages {', '.join(entry.packages)}"] * bool(entry.packages)
+    for key, value in entry.settings.items():
         parts.append(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
-    parts += [f"{kind.upper()} {degree}" for kind, degree in optimization.degrees.items()]
-    parts += ["weights sharded over ranks"] * optimization.sharded
+    parts += [f"{kind.upper()} {degree}" for kind, degree in entry.degrees.items()]
+    parts += ["weights sharded over ranks"] * entry.sharded
+    parts += ["a sliding window"] * entry.windowed
     return "; ".join(parts)
 
 
-def _arch(options: argparse.Namespace) -> str | None:
-    """Return the architecture of --gpu, or of this machine's GPU; None if there is neither."""
-    name = options.gpu or detect().generation
-    return generation(name).arch if name else None
+def _test(options: argparse.Namespace) -> int:
+    if not options.recipe:
+        raise InputError("no recipe is given", hint=EXAMPLE)
+    recipe = resolved(options)
+    if recipe.gpu == CPU or not detect().usable:
+        raise HostError("there is no GPU on this machine to test optimizations on")
+    with tempfile.TemporaryDirectory() as folder:
+        trial = decide(recipe, Path(folder), os.environ)
+    if options.json:
+        print(json.dumps(asdict(trial)))
+    else:
+        for name, seconds in trial.tested.items():
+            print(
+                f"{'✗' if name in trial.off else '✓'} {name}: {trial.off.get(name, f'as plain PyTorch, {seconds} s')}"
+            )
+        for name in trial.off.keys() - trial.tested.keys():
+            print(f"– {name}: {trial.off[name]}")
+    return 1 if any(name in trial.tested for name in trial.off if "self-test" in trial.off[name]) else 0

@@ -15,6 +15,7 @@ import torch
 
 from primus.patch import replace
 from primus.turbo import primus_turbo
+from primus.turbo.attention import rotate
 from primus.turbo.experts import combine, dispatch, routes
 from primus.turbo.kernels import cast_fp8
 from primus.turbo.loss import LossHead
@@ -123,7 +124,7 @@ def _rotated_alone(x: torch.Tensor, freqs_cis: torch.Tensor, positions: torch.Te
     from torchtitan.models.deepseek_v3.model.model import reshape_for_broadcast
 
     pairs = x.float().unflatten(-1, (-1, 2))
-    return _turned(x, torch.view_as_real(reshape_for_broadcast(freqs_cis, pairs[..., 0], positions)))
+    return rotate(x, torch.view_as_real(reshape_for_broadcast(freqs_cis, pairs[..., 0], positions)))
 
 
 def _rotated(
@@ -134,14 +135,7 @@ def _rotated(
 
     pairs = xq.float().unflatten(-1, (-1, 2))
     turn = torch.view_as_real(reshape_for_broadcast(freqs_cis, pairs[..., 0], positions))
-    return _turned(xq, turn), _turned(xk, turn)
-
-
-def _turned(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cosine, sine = turn.unbind(-1)
-    made = torch.stack((real * cosine - imaginary * sine, real * sine + imaginary * cosine), dim=-1)
-    return made.flatten(-2).type_as(x)
+    return rotate(xq, turn), rotate(xk, turn)
 
 
 def _cast_weights() -> None:

@@ -1,0 +1,515 @@
+"""The self-test of every optimization on this machine's GPU: `python -m primus.turbo.selftest SHAPES.json NAME…`.
+
+Each is called with random tensors of the run's sizes, forward and backward, and compared with float64 and with plain
+PyTorch (:mod:`primus.turbo.compared`). The process prints one line of JSON after each, in the given order, so the first
+name without a line is that of a kernel that ended the process. Memory is filled with NaN before each test, so that a
+value that a kernel does not write is seen.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
+
+from primus.turbo.compared import Compared
+from primus.turbo.shapes import Shapes
+
+_LONGEST = 8192
+"""Tokens of a sequence at most, and sequences of attention: :data:`_MOST`. Longer runs are tested with these."""
+_MOST = 2
+_SEED = 20261126
+_IGNORED = -100
+
+Rows = Iterator[Compared]
+
+
+class _Maker:
+    """Random tensors on one device."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *sizes: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        numbers = torch.randn(*sizes, generator=self.generator, device=self.device)
+        return (numbers * scale).to(dtype)
+
+    def whole(self, top: int, *sizes: int) -> torch.Tensor:
+        return torch.randint(0, top, sizes, generator=self.generator, device=self.device)
+
+
+def _grads(out: torch.Tensor, grad: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    gradients: tuple[torch.Tensor, ...] = torch.autograd.grad(out, leaves, grad)
+    return gradients
+
+
+def _leaves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    return [tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in tensors]
+
+
+def _three(labels: tuple[str, ...], function: Any, plain: Any, exact: Any, *inputs: torch.Tensor, make: _Maker) -> Rows:
+    """Compare results and gradients of ``function`` with those of ``plain`` and of ``exact``, in float64."""
+    results: list[tuple[torch.Tensor, ...]] = []
+    grads: list[torch.Tensor] = []
+    for call, dtype in ((function, None), (plain, None), (exact, torch.float64)):
+        leaves = _leaves(*inputs, dtype=dtype)
+        outputs = call(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        grads = grads or [make.normal(*out.shape, dtype=out.dtype) for out in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, [g.to(o.dtype) for g, o in zip(grads, outputs, strict=True)])
+        results.append((*(out.detach() for out in outputs), *gradients))
+        del outputs, gradients, leaves
+    for label, out, usual, best in zip(labels, *results, strict=True):
+        yield Compared(label=label, out=out, plain=usual, exact=best)
+
+
+def linear_cross_entropy(shapes: Shapes, make: _Maker) -> Rows:
+    """Two chunks of tokens, the second one partial, some of them without a label."""
+    from primus.turbo.loss import CHUNK, linear_cross_entropy
+
+    tokens = min(shapes.tokens, CHUNK + 256)
+    states = make.normal(tokens, shapes.hidden)
+    weight = make.normal(shapes.vocabulary, shapes.hidden, scale=shapes.hidden**-0.5)
+    labels = make.whole(shapes.vocabulary, tokens)
+    labels[::7] = _IGNORED
+
+    def run(dtype: torch.dtype | None, loss_of: Any) -> tuple[torch.Tensor, ...]:
+        x, w = _leaves(states, weight, dtype=dtype)
+        loss = loss_of(x, w)
+        return loss.detach(), *torch.autograd.grad(loss, (x, w))
+
+    def whole(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        logits = x @ w.t()
+        return cross_entropy(logits if x.dtype == torch.float64 else logits.float(), labels, reduction="sum")
+
+    out = run(None, lambda x, w: linear_cross_entropy(x, w, labels))
+    plain = run(None, whole)
+    exact = _exact_loss(states, weight, labels)
+    yield Compared(label="loss", out=out[0].view(1), plain=plain[0].view(1), exact=exact[0].view(1), floor=1e-4)
+    yield Compared(label="gradient of states", out=out[1], plain=plain[1], exact=exact[1])
+    yield Compared(label="gradient of weights", out=out[2], plain=plain[2], exact=exact[2])
+
+
+def _exact_loss(states: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the loss and its gradients in float64, one part of the tokens at a time."""
+    w, total = weight.double(), torch.zeros((), dtype=torch.float64, device=states.device)
+    of_states, of_weight = torch.empty_like(states, dtype=torch.float64), torch.zeros_like(w)
+    for start in range(0, len(states), 1024):
+        part = slice(start, start + 1024)
+        x, places = states[part].double(), labels[part]
+        counted = places != _IGNORED
+        logs = torch.log_softmax(x @ w.t(), dim=1)
+        index = torch.where(counted, places, 0)[:, None]
+        total -= (logs.gather(1, index)[:, 0] * counted).sum()
+        gradient = logs.exp_().scatter_add_(1, index, torch.full_like(index, -1, dtype=torch.float64))
+        gradient *= counted[:, None]
+        of_states[part] = gradient @ w
+        of_weight.addmm_(gradient.t(), x)
+    return total, of_states, of_weight
+
+
+def _formats() -> Any:
+    """Return torchao's configuration of FP8 with one scale per tensor, in this GPU's formats."""
+    from torchao.float8 import Float8LinearConfig
+
+    return Float8LinearConfig.from_recipe_name("tensorwise")
+
+
+def _plain_linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.Tensor:
+    """A layer of torchao, with its own casts and products."""
+    if x.dtype == torch.float64:
+        return x @ weight.t()
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
+
+    emulate = not x.is_cuda
+    products = [
+        ScaledMMConfig(emulate, emulate is False and part.use_fast_accum, False, False)
+        for part in (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    ]
+    out: torch.Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), LinearMMConfig(*products), config)
+    return out
+
+
+def fp8_weight_cast(shapes: Shapes, make: _Maker) -> Rows:
+    """A rank's share of the largest weight; some values saturate."""
+    from primus.turbo.kernels import cast_fp8
+
+    dtype = _formats().cast_config_weight.target_dtype
+    top = torch.finfo(dtype).max
+    weight = make.normal(shapes.ffn // shapes.shards or 1, shapes.hidden, scale=0.02, dtype=torch.float32)
+    scale = torch.tensor(top / 0.05, device=make.device)
+    expected = (weight * scale).clamp(-top, top).to(dtype)
+    yield Compared(label="the cast weight", out=cast_fp8(weight, scale, dtype), plain=expected)
+
+
+def fp8_linear(shapes: Shapes, make: _Maker) -> Rows:
+    """The layer after attention."""
+    from primus.turbo.fp8 import linear
+
+    config = _formats()
+    yield from _three(
+        ("output", "gradient of the input", "gradient of the weight"),
+        lambda x, w: linear(x, w, config), lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
+        make.normal(shapes.tokens, shapes.hidden), make.normal(shapes.hidden, shapes.hidden, scale=0.02), make=make,
+    )  # fmt: skip
+
+
+def fp8_projections(shapes: Shapes, make: _Maker) -> Rows:
+    """Queries, keys and values, with weights of different size."""
+    from primus.turbo.fp8 import projections
+
+    config, narrow = _formats(), shapes.kv_heads * shapes.head_dim
+    weights = [
+        make.normal(rows, shapes.hidden, scale=scale)
+        for rows, scale in ((shapes.heads * shapes.head_dim, 0.02), (narrow, 0.05), (narrow, 0.01))
+    ]
+    labels = ("queries", "keys", "values", "gradient of the input")
+    yield from _three(
+        (*labels, *(f"gradient of the weight of {name}" for name in labels[:3])),
+        lambda x, *w: projections(x, w, config),
+        lambda x, *w: tuple(_plain_linear(x, each, config) for each in w),
+        lambda x, *w: tuple(x @ each.t() for each in w),
+        make.normal(shapes.tokens, shapes.hidden), *weights, make=make,
+    )  # fmt: skip
+
+
+def fp8_feed_forward(shapes: Shapes, make: _Maker) -> Rows:
+    """The SwiGLU block."""
+    from primus.turbo.fp8 import feed_forward
+
+    config = _formats()
+    inner = {"scale": shapes.hidden**-0.5}
+    weights = (
+        make.normal(shapes.ffn, shapes.hidden, **inner), make.normal(shapes.ffn, shapes.hidden, **inner),
+        make.normal(shapes.hidden, shapes.ffn, scale=shapes.ffn**-0.5),
+    )  # fmt: skip
+
+    def block(product: Any) -> Any:
+        return lambda x, gate, up, down: product(silu(product(x, gate)) * product(x, up), down)
+
+    yield from _three(
+        ("output", "gradient of the input", *(f"gradient of the {name} weight" for name in ("gate", "up", "down"))),
+        lambda x, gate, up, down: feed_forward(x, gate, up, down, config),
+        block(lambda x, w: _plain_linear(x, w, config)), block(lambda x, w: x @ w.t()),
+        make.normal(min(shapes.tokens, _LONGEST), shapes.hidden), *weights, make=make,
+    )  # fmt: skip
+
+
+def reduce_scatter_copy_in(shapes: Shapes, make: _Maker) -> Rows:
+    """The gradients of one block, from BF16 to float32."""
+    from primus.turbo.kernels import copy_in
+
+    ranks, narrow = shapes.shards, shapes.kv_heads * shapes.head_dim
+    wide = shapes.heads * shapes.head_dim
+    sizes = [(wide, shapes.hidden), (narrow, shapes.hidden), (shapes.hidden, wide), (shapes.ffn, shapes.hidden),
+             (shapes.hidden, shapes.ffn), (shapes.hidden,)]  # fmt: skip
+    gradients = [make.normal(*size) for size in sizes if size[0] % ranks == 0]
+    out = torch.full((ranks, sum(g.numel() for g in gradients) // ranks), float("nan"), device=make.device)
+    copied = copy_in(gradients, out, ranks)
+    expected = torch.cat([g.reshape(ranks, -1).float() for g in gradients], dim=1)
+    yield Compared(label="the gradients", out=out if copied else out.new_zeros(0), plain=expected)
+
+
+def fused_adamw(shapes: Shapes, make: _Maker) -> Rows:
+    """The third step of a rank's share of the largest weight, with gradients scaled by 0.37."""
+    from primus.turbo.kernels import adamw_
+
+    sizes, wide = (shapes.ffn // shapes.shards or 1, shapes.hidden), torch.float32
+    start, first, gradient = (make.normal(*sizes, scale=s, dtype=wide) for s in (0.02, 1e-3, 1e-3))
+    second, clip = make.normal(*sizes, scale=1e-3, dtype=wide).square(), torch.tensor(0.37, device=make.device)
+    lr, decay, betas, eps, step = 3e-4, 0.1, (0.9, 0.95), 1e-8, 3
+    p, m, v = start.clone(), first.clone(), second.clone()
+    amax = torch.zeros((), device=make.device)
+    adamw_(p, gradient, m, v, clip=clip, amax=amax, lr=lr, decay=decay, betas=betas, eps=eps, step=step)
+
+    def by_torch(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        before = start.to(dtype)
+        weight = torch.nn.Parameter(before.clone())
+        optimizer = torch.optim.AdamW([weight], lr=lr, betas=betas, eps=eps, weight_decay=decay, foreach=False)
+        optimizer.state[weight] = {
+            "step": torch.tensor(step - 1.0), "exp_avg": first.to(dtype), "exp_avg_sq": second.to(dtype),
+        }  # fmt: skip
+        weight.grad = (gradient * clip).to(dtype) if dtype == wide else gradient.to(dtype) * clip.to(dtype)
+        optimizer.step()
+        state = optimizer.state[weight]
+        return weight.detach() - before, state["exp_avg"], state["exp_avg_sq"]
+
+    labels = ("update", "first moment", "second moment")
+    for label, out, plain, exact in zip(
+        labels, (p - start, m, v), by_torch(wide), by_torch(torch.float64), strict=True
+    ):
+        yield Compared(label=label, out=out, plain=plain, exact=exact)
+    yield Compared(label="largest weight", out=amax.view(1), plain=p.abs().max().view(1))
+
+
+def real_rope(shapes: Shapes, make: _Maker) -> Rows:
+    """Queries of a few heads over the whole sequence."""
+    from primus.turbo.attention import rotate
+
+    length, size = min(shapes.seq_len, _LONGEST), shapes.rotated
+    angles = torch.arange(length, device=make.device)[:, None] * 500000.0 ** (
+        -torch.arange(0, size, 2, device=make.device).double() / size
+    )
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def by_complex(x: torch.Tensor) -> torch.Tensor:
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        pairs = torch.view_as_complex(wide.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(pairs * turn.to(pairs.dtype)).flatten(-2).type_as(x)
+
+    narrow = torch.view_as_real(turn.to(torch.complex64))
+    yield from _three(
+        ("rotated", "gradient"), lambda x: rotate(x, narrow), by_complex, by_complex,
+        make.normal(1, length, 4, size), make=make,
+    )  # fmt: skip
+
+
+def expert_routing(shapes: Shapes, make: _Maker) -> Rows:
+    """Tokens to experts and back. Each expert multiplies by a number of its own, so that a wrong one is seen."""
+    from primus.turbo.experts import combine, dispatch, routes
+
+    tokens, experts = min(shapes.tokens, _LONGEST), shapes.experts
+    selected = torch.rand(tokens, experts, generator=make.generator, device=make.device).topk(shapes.top_k).indices
+    counts = torch.bincount(selected.flatten(), minlength=experts)
+    ways = routes(selected, counts)
+    factors = 1 + torch.arange(experts, device=make.device) / experts
+    of_row = torch.repeat_interleave(factors, ways.counts.long())
+    missing = len(ways.choices) - len(of_row)
+    of_row = torch.cat((of_row, of_row.new_ones(missing)))[:, None]
+
+    def ours(x: torch.Tensor, weights: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        return combine((dispatch(x, ways) * of_row).to(x.dtype), weights.float(), ways, base)
+
+    def plain(x: torch.Tensor, weights: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        rows = (x[:, None] * factors[selected][:, :, None].to(wide)).to(x.dtype).to(wide)
+        return ((rows * weights.to(wide)[:, :, None]).sum(1) + base.to(wide)).to(x.dtype)
+
+    yield from _three(
+        ("output", "gradient of the tokens", "gradient of the weights", "gradient of the shared part"),
+        ours, plain, plain, make.normal(tokens, shapes.hidden), make.normal(tokens, shapes.top_k, dtype=torch.float32),
+        make.normal(tokens, shapes.hidden), make=make,
+    )  # fmt: skip
+
+
+def _attention(shapes: Shapes, make: _Maker, attend: Any, *, rounded: Any = lambda x: x) -> Rows:
+    """Compare ``attend``, whose tensors are [samples, tokens, heads, size], forward and backward.
+
+    ``rounded`` is applied to the inputs of plain PyTorch.
+    """
+    batch, length = min(shapes.batch, _MOST), min(shapes.seq_len, _LONGEST)
+    window = shapes.window if 0 < shapes.window < length else 0
+    seen = torch.ones(length, length, dtype=torch.bool, device=make.device)
+    if shapes.causal:
+        seen = seen.tril().triu(1 - (window or length))
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        parts = (rounded(part).transpose(1, 2) for part in (q, k, v))
+        mask = {"attn_mask": seen} if window else {"is_causal": shapes.causal}
+        return scaled_dot_product_attention(*parts, enable_gqa=shapes.heads != shapes.kv_heads, **mask).transpose(1, 2)
+
+    sizes = (
+        (shapes.heads, shapes.head_dim), (shapes.kv_heads, shapes.head_dim),
+        (shapes.kv_heads, shapes.v_dim),
+    )  # fmt: skip
+    q, k, v = (make.normal(batch, length, heads, size) for heads, size in sizes)
+    grad = make.normal(batch, length, shapes.heads, sizes[2][1])
+    results = []
+    for function in (attend, plain):
+        leaves = _leaves(q, k, v)
+        out = function(*leaves)
+        results.append((out.detach(), *_grads(out, grad, *leaves)))
+    exact = _exact_attention(q, k, v, grad, seen)
+    labels = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+    for label, out, usual, best in zip(labels, *results, exact, strict=True):
+        yield Compared(label=label, out=out, plain=usual, exact=best)
+
+
+def _exact_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, seen: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return attention and its gradients in float64, one head at a time."""
+    results = [torch.zeros_like(t, dtype=torch.float64) for t in (grad, q, k, v)]
+    group = q.shape[2] // k.shape[2]
+    for sample in range(len(q)):
+        for head in range(q.shape[2]):
+            here, shared = (sample, slice(None), head), (sample, slice(None), head // group)
+            queries, keys, values, given = (t.double() for t in (q[here], k[shared], v[shared], grad[here]))
+            scores = (queries @ keys.t()).mul_(q.shape[-1] ** -0.5).masked_fill_(~seen, float("-inf"))
+            weights = torch.softmax(scores, dim=-1)
+            out = weights @ values
+            results[0][here] = out
+            results[3][shared] += weights.t() @ given
+            change = (given @ values.t()).sub_((given * out).sum(-1, keepdim=True)).mul_(weights)
+            change.mul_(q.shape[-1] ** -0.5)
+            results[1][here] = change @ keys
+            results[2][shared] += change.t() @ queries
+    return tuple(results)
+
+
+def flash_attention_4(shapes: Shapes, make: _Maker) -> Rows:
+    """Attention of the run: its heads, window and mask."""
+    from primus.turbo.attention import flash_attention_4 as attend
+
+    window = shapes.window if 0 < shapes.window < shapes.seq_len else 0
+    yield from _attention(shapes, make, lambda q, k, v: attend(q, k, v, window=window, causal=shapes.causal))
+
+
+def flex_attention(shapes: Shapes, make: _Maker) -> Rows:
+    """Attention within a sliding window, compiled as in a run."""
+    from primus.turbo.attention import window_mask, windowed_attention
+
+    mask = window_mask(min(shapes.seq_len, _LONGEST), shapes.window, torch.device(make.device))
+    attend = torch.compile(windowed_attention) if make.device != "cpu" else windowed_attention
+    yield from _attention(shapes, make, lambda q, k, v: attend(q, k, v, mask))
+
+
+def turbo_attention(shapes: Shapes, make: _Maker) -> Rows:
+    """Primus Turbo's attention."""
+    from primus.turbo.primus_turbo import attention, check
+
+    check(["ops.flash_attn_func"])
+    window = shapes.window if 0 < shapes.window < shapes.seq_len else 0
+    yield from _attention(shapes, make, lambda q, k, v: attention(q, k, v, window=window))
+
+
+def turbo_attention_fp8(shapes: Shapes, make: _Maker) -> Rows:
+    """Primus Turbo's attention in FP8, beside PyTorch's of inputs that are rounded to FP8."""
+    from primus.turbo.primus_turbo import attention, check
+
+    check(["ops.flash_attn_fp8_func", "core.low_precision.Float8QuantConfig"])
+    dtype = _formats().cast_config_input.target_dtype
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        scale = torch.finfo(dtype).max / x.detach().abs().max().float()
+        return x + ((x.detach().float() * scale).to(dtype).float() / scale - x.detach()).to(x.dtype)
+
+    yield from _attention(shapes, make, lambda q, k, v: attention(q, k, v, eight=True), rounded=rounded)
+
+
+def turbo_fp8_linear(shapes: Shapes, make: _Maker) -> Rows:
+    """One of Primus Turbo's linear layers."""
+    from primus.turbo.primus_turbo import check, convert_linears
+
+    check(["modules.Float8Linear.from_float", "core.low_precision.Float8QuantConfig"])
+    config, weight = _formats(), make.normal(shapes.hidden, shapes.hidden, scale=0.02)
+
+    def converted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        model = torch.nn.Sequential(torch.nn.Linear(*w.shape[::-1], bias=False, device=w.device, dtype=w.dtype))
+        convert_linears(model, ())
+        out: torch.Tensor = torch.func.functional_call(model, {"0.weight": w}, (x,))
+        return out
+
+    yield from _three(
+        ("output", "gradient of the input", "gradient of the weight"),
+        converted, lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
+        make.normal(shapes.tokens, shapes.hidden), weight, make=make,
+    )  # fmt: skip
+
+
+def turbo_rms_norm(shapes: Shapes, make: _Maker) -> Rows:
+    """The norm of the hidden states."""
+    from primus.turbo.primus_turbo import RmsNorm, check
+
+    check(["ops.rmsnorm"])
+
+    def replaced(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        holder = SimpleNamespace(eps=1e-5, weight=w)
+        return RmsNorm.forward(holder, x)  # type: ignore[arg-type]
+
+    def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, x.shape[-1:], w, 1e-5)
+
+    yield from _three(
+        ("output", "gradient of the input", "gradient of the weight"), replaced, plain, plain,
+        make.normal(shapes.tokens, shapes.hidden), make.normal(shapes.hidden), make=make,
+    )  # fmt: skip
+
+
+def turbo_grouped_gemm(shapes: Shapes, make: _Maker) -> Rows:
+    """The SwiGLU experts of one layer, one of them without tokens."""
+    from primus.turbo.primus_turbo import check, grouped_experts
+
+    check(["ops.grouped_gemm"])
+    tokens, experts, inner = min(shapes.tokens, _LONGEST), shapes.experts, shapes.expert_ffn
+    chosen = make.whole(max(1, experts - 1), tokens)
+    counts = torch.bincount(chosen, minlength=experts)
+    weights = [make.normal(experts, *sizes, scale=sizes[1] ** -0.5)
+               for sizes in ((inner, shapes.hidden), (shapes.hidden, inner), (inner, shapes.hidden))]  # fmt: skip
+
+    def loop(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
+        parts = x.split(counts.tolist())
+        return torch.cat([
+            (silu(part @ w1[i].t()) * (part @ w3[i].t())) @ w2[i].t() for i, part in enumerate(parts)
+        ])  # fmt: skip
+
+    yield from _three(
+        ("output", "gradient of the tokens", *(f"gradient of w{i}" for i in (1, 2, 3))),
+        lambda x, w1, w2, w3: grouped_experts(w1, w2, w3, x, counts), loop, loop,
+        make.normal(tokens, shapes.hidden), *weights, make=make,
+    )  # fmt: skip
+
+
+TESTS: dict[str, Callable[[Shapes, _Maker], Rows]] = {
+    "linear-cross-entropy": linear_cross_entropy,
+    "fp8-weight-cast": fp8_weight_cast,
+    "fp8-linear": fp8_linear,
+    "fp8-projections": fp8_projections,
+    "fp8-feed-forward": fp8_feed_forward,
+    "reduce-scatter-copy-in": reduce_scatter_copy_in,
+    "fused-adamw": fused_adamw,
+    "real-rope": real_rope,
+    "expert-routing": expert_routing,
+    "flash-attention-4": flash_attention_4,
+    "flex-attention": flex_attention,
+    "turbo-attention": turbo_attention,
+    "turbo-attention-fp8": turbo_attention_fp8,
+    "turbo-fp8-linear": turbo_fp8_linear,
+    "turbo-rms-norm": turbo_rms_norm,
+    "turbo-grouped-gemm": turbo_grouped_gemm,
+}
+
+
+def fault(name: str, shapes: Shapes, *, device: str = "cuda", seed: int = _SEED) -> str:
+    """Test one optimization. Returns what is wrong, or an empty string."""
+    _poison(device)
+    try:
+        for compared in TESTS[name](shapes, _Maker(device, seed)):
+            if reason := compared.fault():
+                return f"{compared.label} {reason}"
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a kernel raises, the run goes on without it
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    return ""
+
+
+def _poison(device: str) -> None:
+    """Leave NaN in free memory."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.full((2**30,), float("nan"), device=device)
+
+
+def main() -> int:
+    """Test the named optimizations and print a line of JSON after each."""
+    shapes = Shapes(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    warnings.simplefilter("ignore")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for name in sys.argv[2:]:
+        at = time.monotonic()
+        reason = fault(name, shapes)
+        print(json.dumps({"name": name, "fault": reason, "seconds": round(time.monotonic() - at, 2)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Deciding which optimizations a run uses: those of its recipe that are installed and pass their self-test here.
+
+The self-test runs in a process of its own (:mod:`primus.turbo.selftest`), because a faulty kernel can end the process
+or damage its GPU context. Passes are kept beside the compiled kernels, in a folder whose name covers all packages, our
+kernels and the GPU; the key of an entry adds the driver and the sizes of the run. Failures are tested again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from primus.errors import CheckFailed, HostError
+from primus.files import write_file
+from primus.gpus.detect import detect
+from primus.recipes.known import CPU
+from primus.recipes.recipe import Recipe
+from primus.turbo.optimizations import AUTO, candidates, compatible, excluded, missing_packages, requested
+from primus.turbo.shapes import Shapes, shapes_of
+
+KEPT = "selftest.json"
+# Compiling one kernel takes seconds; a minute without an answer is a hang, but the first import of torch may read
+# gigabytes from a cold disk.
+_PATIENCE = 180.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """``names`` are the optimizations that a run uses. ``off`` is name → reason of those that it could use, but does
+    not. ``tested`` is name → seconds of the self-tests that ran now.
+    """
+
+    names: tuple[str, ...] = ()
+    off: Mapping[str, str] = field(default_factory=dict)
+    tested: Mapping[str, float] = field(default_factory=dict)
+
+    def sentence(self) -> str:
+        """Return one line for the log of a run."""
+        on = f"optimizations: {', '.join(self.names) or 'none'}"
+        return on + "".join(f"; {name} is off: {reason}" for name, reason in self.off.items())
+
+
+def decide(
+    recipe: Recipe, folder: Path, environment: Mapping[str, str], progress: Callable[[str], None] = lambda _: None
+) -> Trial:
+    """Decide for ``recipe`` on this machine. ``folder`` keeps passed self-tests; ``environment`` is that of the ranks.
+
+    Optimizations that the recipe names, or that ``require`` demands, must be usable: raises HostError if a package is
+    missing, and CheckFailed if a self-test fails. With several nodes, a failed self-test is an error as well, because
+    the nodes would train differently.
+    """
+    names, strict = candidates(recipe), requested(recipe) != AUTO
+    absent = {name: ", ".join(lacking) for name in names if (lacking := missing_packages((name,)))}
+    if absent and strict:
+        name, packages = next(iter(absent.items()))
+        raise HostError(
+            f"{name} needs {packages}, which {sys.executable} cannot import",
+            hint="run this inside a primus image, or leave the optimization out",
+        )
+    off = {name: f"{packages} not installed" for name, packages in absent.items()}
+    present = [name for name in names if name not in absent]
+    if recipe.gpu == CPU:
+        return Trial(names=compatible(present), off=off)
+    faults, seconds = _faults(present, shapes_of(recipe), folder, environment, progress)
+    if faults and (strict or recipe.get("nodes", int) > 1):
+        name, reason = next(iter(faults.items()))
+        raise CheckFailed(f"{name} failed its self-test on this GPU: {reason}", hint="--turbo off trains without it")
+    off |= {name: f"failed its self-test: {reason}" for name, reason in faults.items()}
+    passed = [name for name in present if name not in faults]
+    used = compatible(passed)
+    off |= {name: f"{excluded(name, used)} is used instead" for name in passed if name not in used}
+    return Trial(names=used, off=off, tested=seconds)
+
+
+def _faults(
+    names: Sequence[str], shapes: Shapes, folder: Path, environment: Mapping[str, str], progress: Callable[[str], None]
+) -> tuple[dict[str, str], dict[str, float]]:
+    """Return name → fault of ``names`` that fail, and name → seconds of those that were tested now."""
+    key, passed = _key(shapes), _read(folder / KEPT)
+    todo = [name for name in names if name not in passed.get(key, ())]
+    if not todo:
+        return {}, {}
+    progress(f"testing {len(todo)} optimizations against float64 on this GPU")
+    rows = _run(todo, shapes, folder, environment)
+    faults = {name: row["fault"] for name, row in rows.items() if row["fault"]}
+    passed[key] = [*passed.get(key, ()), *(name for name in todo if name not in faults)]
+    try:
+        write_file(folder / KEPT, json.dumps(passed, indent=1) + "\n")
+    except OSError as error:
+        progress(f"the results cannot be kept in {folder}: {error.strerror}")
+    return faults, {name: row["seconds"] for name, row in rows.items()}
+
+
+def _key(shapes: Shapes) -> str:
+    gpus = detect()
+    text = json.dumps([asdict(shapes), gpus.driver, gpus.names[:1]])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(path: Path) -> dict[str, list[str]]:
+    """Return key → names of passed self-tests. A file that is missing, damaged or of another form counts as empty."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return {str(key): [str(name) for name in names] for key, names in document.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _run(
+    names: Sequence[str], shapes: Shapes, folder: Path, environment: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Test ``names`` in one process, and in another one for those after a name that ended the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    request = folder / "selftest-shapes.json"
+    write_file(request, json.dumps(asdict(shapes)))
+    rows: dict[str, dict[str, Any]] = {}
+    while todo := [name for name in names if name not in rows]:
+        command = [sys.executable, "-m", "primus.turbo.selftest", str(request), *todo]
+        code = _answers(command, environment, rows)
+        begun = next((name for name in todo if name not in rows), "")
+        if not begun:
+            break
+        ended = "gave no answer" if code is None else f"ended its process with exit code {code}"
+        rows[begun] = {"fault": ended, "seconds": _PATIENCE if code is None else 0.0}
+    return rows
+
+
+def _answers(command: list[str], environment: Mapping[str, str], rows: dict[str, dict[str, Any]]) -> int | None:
+    """Add the process's results to ``rows``. Returns its exit code, None if it was ended because it hung."""
+    hung = threading.Event()
+    with subprocess.Popen(
+        command, env={**environment}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+
+        def end() -> None:
+            hung.set()
+            process.kill()
+
+        watch = threading.Timer(_PATIENCE, end)
+        watch.start()
+        for line in process.stdout or ():
+            watch.cancel()
+            watch = threading.Timer(_PATIENCE, end)
+            watch.start()
+            try:
+                row = json.loads(line)
+                rows[row["name"]] = {"fault": row["fault"], "seconds": row["seconds"]}
+            except (ValueError, KeyError, TypeError):
+                continue  # what a library printed
+        watch.cancel()
+    return None if hung.is_set() else process.returncode

@@ -81,4 +81,4 @@ def _largest(error: torch.Tensor, exact: torch.Tensor) -> float:
 
 def _resolution(dtype: torch.dtype) -> float:
     """Return an error that one rounding to ``dtype`` makes on average, relative."""
-    return torch.finfo(dtype).eps / 16
+    return float(torch.finfo(dtype).eps) / 16

@@ -237,8 +237,10 @@ def fused_adamw(shapes: Shapes, make: _Maker) -> Rows:
         weight = torch.nn.Parameter(before.clone())
         optimizer = torch.optim.AdamW([weight], lr=lr, betas=betas, eps=eps, weight_decay=decay, foreach=False)
         optimizer.state[weight] = {
-            "step": torch.tensor(step - 1.0), "exp_avg": first.to(dtype), "exp_avg_sq": second.to(dtype),
-        }  # fmt: skip
+            "step": torch.tensor(step - 1.0),
+            "exp_avg": first.to(dtype, copy=True),
+            "exp_avg_sq": second.to(dtype, copy=True),
+        }
         weight.grad = (gradient * clip).to(dtype) if dtype == wide else gradient.to(dtype) * clip.to(dtype)
         optimizer.step()
         state = optimizer.state[weight]
@@ -295,6 +297,17 @@ def expert_routing(shapes: Shapes, make: _Maker) -> Rows:
         rows = (x[:, None] * factors[selected][:, :, None].to(wide)).to(x.dtype).to(wide)
         return ((rows * weights.to(wide)[:, :, None]).sum(1) + base.to(wide)).to(x.dtype)
 
+    # Rows of padding must be zero in both directions, or they add NaN to the gradients of the experts' weights.
+    x, weights = make.normal(tokens, shapes.hidden), make.normal(tokens, shapes.top_k, dtype=torch.float32)
+    routed, places = (ways.choices >= 0)[:, None], ways.choices.clamp(min=0).long()
+    yield Compared(
+        label="rows of the experts", out=dispatch(x, ways), plain=torch.where(routed, x[places // shapes.top_k], 0)
+    )
+    rows, grad = make.normal(len(places), shapes.hidden).requires_grad_(), make.normal(tokens, shapes.hidden)
+    (of_rows,) = _grads(combine(rows, weights, ways, None), grad, rows)
+    exact = grad.double()[places // shapes.top_k] * weights.double().flatten()[places][:, None]
+    exact = torch.where(routed, exact, 0)
+    yield Compared(label="gradient of the experts' rows", out=of_rows, plain=exact.to(grad.dtype), exact=exact)
     yield from _three(
         ("output", "gradient of the tokens", "gradient of the weights", "gradient of the shared part"),
         ours, plain, plain, make.normal(tokens, shapes.hidden), make.normal(tokens, shapes.top_k, dtype=torch.float32),

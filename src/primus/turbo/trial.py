@@ -29,6 +29,7 @@ KEPT = "selftest.json"
 # Compiling one kernel takes seconds; a minute without an answer is a hang, but the first import of torch may read
 # gigabytes from a cold disk.
 _PATIENCE = 180.0
+_COMMAND = (sys.executable, "-m", "primus.turbo.selftest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ def _run(
     write_file(request, json.dumps(asdict(shapes)))
     rows: dict[str, dict[str, Any]] = {}
     while todo := [name for name in names if name not in rows]:
-        command = [sys.executable, "-m", "primus.turbo.selftest", str(request), *todo]
+        command = [*_COMMAND, str(request), *todo]
         code = _answers(command, environment, rows)
         begun = next((name for name in todo if name not in rows), "")
         if not begun:

@@ -1,0 +1,53 @@
+"""The self-test of optimizations: planted faults are named, and healthy kernels pass with any random numbers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torchao")
+pytest.importorskip("triton")
+sys.path.append(str(Path(__file__).parents[3]))
+
+from benchmarks.selftest import KINDS, PLACES, Place, planted  # noqa: E402
+
+from primus.turbo import selftest  # noqa: E402
+from primus.turbo.compared import Compared  # noqa: E402
+from primus.turbo.shapes import Shapes  # noqa: E402
+
+SHAPES = Shapes(
+    batch=2, seq_len=192, tokens=384, hidden=256, ffn=512, heads=4, kv_heads=2, head_dim=64, v_dim=64, rotated=64,
+    vocabulary=1024, window=64, causal=True, experts=8, top_k=2, expert_ffn=64, shards=2,
+)  # fmt: skip
+HERE = sorted({place.optimization for place in PLACES} - {"flash-attention-4"})
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_healthy_kernel_passes(name: str) -> None:
+    assert [selftest.fault(name, SHAPES, device="cpu", seed=seed) for seed in range(4)] == [""] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "place", [p for p in PLACES if p.optimization in HERE], ids=lambda p: f"{p.optimization}-{p.function}-{p.result}"
+)
+def test_a_planted_fault_is_named(place: Place, kind: str) -> None:
+    with planted(place, KINDS[kind]):
+        assert selftest.fault(place.optimization, SHAPES, device="cpu")
+
+
+def test_a_kernel_that_raises_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    monkeypatch.setattr("primus.turbo.kernels.cast_fp8", broken)
+    reason = selftest.fault("fp8-weight-cast", SHAPES, device="cpu")
+    assert reason == "RuntimeError: CUDA error: an illegal memory access"
+
+
+def test_another_shape_is_a_fault() -> None:
+    tensor = torch.ones(2, 3)
+    assert "shape" in Compared(label="x", out=tensor[:1], plain=tensor, exact=tensor).fault()

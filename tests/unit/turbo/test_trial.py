@@ -1,0 +1,94 @@
+"""Which optimizations a run uses: what is missing or fails its self-test is off, named, and an error if required."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from primus.errors import CheckFailed, HostError
+from primus.recipes.recipe import Recipe
+from primus.recipes.resolve import resolve
+from primus.recipes.setting import Choices
+from primus.turbo import trial
+
+# Stands for the process of the self-test: it answers as its first argument says, one line for each name.
+TESTER = """
+import json, os, sys
+faults = json.loads(os.environ["FAULTS"])
+for name in sys.argv[2:]:
+    fault = faults.get(name, "")
+    if fault == "crash":
+        os.abort()
+    print("a library says something")
+    print(json.dumps({"name": name, "fault": fault, "seconds": 0.1}), flush=True)
+"""
+
+
+def _recipe(*words: str) -> Recipe:
+    return resolve("llama3.1-8b", words, Choices(backend="torchtitan", precision="fp8", gpu="h200"))
+
+
+@pytest.fixture
+def decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tester = tmp_path / "tester.py"
+    tester.write_text(TESTER)
+    monkeypatch.setattr(trial, "missing_packages", lambda names: ["flash_attn"] if "flash" in names[0] else [])
+    monkeypatch.setattr(trial, "_COMMAND", (trial.sys.executable, str(tester)))
+    lines: list[str] = []
+
+    def run(*words: str, faults: dict[str, str] | None = None) -> trial.Trial:
+        lines.clear()
+        environment = {"FAULTS": json.dumps(faults or {})}
+        return trial.decide(_recipe(*words), tmp_path / "kept", environment, lines.append)
+
+    run.lines = lines
+    return run
+
+
+def test_what_passes_is_used_and_what_is_missing_is_named(decide) -> None:
+    found = decide()
+    assert "fp8-linear" in found.names
+    assert found.off == {"flash-attention-4": "flash_attn not installed"}
+    assert set(found.tested) == set(found.names)
+    assert "flash-attention-4 is off: flash_attn not installed" in found.sentence()
+
+
+def test_a_pass_is_kept_for_the_same_sizes_and_a_failure_is_tested_again(decide) -> None:
+    first = decide(faults={"fp8-linear": "output is scaled"})
+    assert first.off["fp8-linear"] == "failed its self-test: output is scaled"
+    again = decide()
+    assert set(again.tested) == {"fp8-linear"}
+    assert "fp8-linear" in again.names
+    assert not decide().tested
+    assert not decide.lines
+    assert decide("training.seq_len=4096").tested
+
+
+def test_a_kernel_that_ends_the_process_is_off_and_the_others_are_tested(decide) -> None:
+    found = decide(faults={"fp8-linear": "crash"})
+    assert found.off["fp8-linear"] == "failed its self-test: ended its process with exit code -6"
+    assert {"fused-adamw", "fp8-feed-forward"} <= set(found.names)
+
+
+@pytest.mark.parametrize("words", [("turbo=require",), ("turbo=fp8-linear",), ("nodes=2",)])
+def test_a_failure_is_an_error_where_it_is_required_or_nodes_could_differ(decide, words: tuple[str, ...]) -> None:
+    if "require" in words[0]:
+        with pytest.raises(HostError, match="flash-attention-4 needs flash_attn"):
+            decide(*words)
+        return
+    with pytest.raises(CheckFailed, match="fp8-linear failed its self-test on this GPU: wrong"):
+        decide(*words, faults={"fp8-linear": "wrong"})
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 1}', "\x00", '{"a": null}'])
+def test_damaged_results_count_as_absent(decide, tmp_path: Path, text: str) -> None:
+    decide()
+    (tmp_path / "kept" / trial.KEPT).write_text(text)
+    assert decide().tested
+
+
+def test_nothing_is_tested_without_a_gpu(decide) -> None:
+    recipe = resolve("llama3-proxy", ["turbo=real-rope"], Choices(gpu="cpu", precision="bf16"))
+    assert trial.decide(recipe, Path("/nonexistent"), {}).names == ("real-rope",)

@@ -23,9 +23,9 @@ class RunResult:
 
     ``exit_code`` is that of the launcher, ``argv`` its command and ``seconds`` its wall time. ``host_memory_gib`` is
     the largest resident memory of one process. ``optimizations`` are those that the ranks used; ``optimizations_off``
-    is name → reason of those that the recipe could use. ``cause`` is the first cause of a failure. ``refused`` is the reason why
-    no rank was started; ``exit_code`` is then that of the command. ``passed``, ``verdicts`` and ``summary`` are missing
-    until the run's checks have been applied.
+    is name → reason of those that the recipe could use. ``cause`` is the first cause of a failure. ``refused`` is the
+    reason why no rank was started; ``exit_code`` is then that of the command. ``passed``, ``verdicts`` and ``summary``
+    are missing until the run's checks have been applied.
     """
 
     exit_code: int

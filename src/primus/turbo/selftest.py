@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 
+from primus.turbo import attention, experts, fp8, kernels, primus_turbo
 from primus.turbo.compared import Compared
+from primus.turbo.loss import CHUNK
+from primus.turbo.loss import linear_cross_entropy as fused_loss
 from primus.turbo.shapes import Shapes
 
 _LONGEST = 8192
@@ -74,8 +77,6 @@ def _three(labels: tuple[str, ...], function: Any, plain: Any, exact: Any, *inpu
 
 def linear_cross_entropy(shapes: Shapes, make: _Maker) -> Rows:
     """Two chunks of tokens, the second one partial, some of them without a label."""
-    from primus.turbo.loss import CHUNK, linear_cross_entropy
-
     tokens = min(shapes.tokens, CHUNK + 256)
     states = make.normal(tokens, shapes.hidden)
     weight = make.normal(shapes.vocabulary, shapes.hidden, scale=shapes.hidden**-0.5)
@@ -91,7 +92,7 @@ def linear_cross_entropy(shapes: Shapes, make: _Maker) -> Rows:
         logits = x @ w.t()
         return cross_entropy(logits if x.dtype == torch.float64 else logits.float(), labels, reduction="sum")
 
-    out = run(None, lambda x, w: linear_cross_entropy(x, w, labels))
+    out = run(None, lambda x, w: fused_loss(x, w, labels))
     plain = run(None, whole)
     exact = _exact_loss(states, weight, labels)
     yield Compared(label="loss", out=out[0].view(1), plain=plain[0].view(1), exact=exact[0].view(1), floor=1e-4)
@@ -142,32 +143,26 @@ def _plain_linear(x: torch.Tensor, weight: torch.Tensor, config: Any) -> torch.T
 
 def fp8_weight_cast(shapes: Shapes, make: _Maker) -> Rows:
     """A rank's share of the largest weight; some values saturate."""
-    from primus.turbo.kernels import cast_fp8
-
     dtype = _formats().cast_config_weight.target_dtype
     top = torch.finfo(dtype).max
     weight = make.normal(shapes.ffn // shapes.shards or 1, shapes.hidden, scale=0.02, dtype=torch.float32)
     scale = torch.tensor(top / 0.05, device=make.device)
     expected = (weight * scale).clamp(-top, top).to(dtype)
-    yield Compared(label="the cast weight", out=cast_fp8(weight, scale, dtype), plain=expected)
+    yield Compared(label="the cast weight", out=kernels.cast_fp8(weight, scale, dtype), plain=expected)
 
 
 def fp8_linear(shapes: Shapes, make: _Maker) -> Rows:
     """The layer after attention."""
-    from primus.turbo.fp8 import linear
-
     config = _formats()
     yield from _three(
         ("output", "gradient of the input", "gradient of the weight"),
-        lambda x, w: linear(x, w, config), lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
+        lambda x, w: fp8.linear(x, w, config), lambda x, w: _plain_linear(x, w, config), lambda x, w: x @ w.t(),
         make.normal(shapes.tokens, shapes.hidden), make.normal(shapes.hidden, shapes.hidden, scale=0.02), make=make,
     )  # fmt: skip
 
 
 def fp8_projections(shapes: Shapes, make: _Maker) -> Rows:
     """Queries, keys and values, with weights of different size."""
-    from primus.turbo.fp8 import projections
-
     config, narrow = _formats(), shapes.kv_heads * shapes.head_dim
     weights = [
         make.normal(rows, shapes.hidden, scale=scale)
@@ -176,7 +171,7 @@ def fp8_projections(shapes: Shapes, make: _Maker) -> Rows:
     labels = ("queries", "keys", "values", "gradient of the input")
     yield from _three(
         (*labels, *(f"gradient of the weight of {name}" for name in labels[:3])),
-        lambda x, *w: projections(x, w, config),
+        lambda x, *w: fp8.projections(x, w, config),
         lambda x, *w: tuple(_plain_linear(x, each, config) for each in w),
         lambda x, *w: tuple(x @ each.t() for each in w),
         make.normal(shapes.tokens, shapes.hidden), *weights, make=make,
@@ -185,8 +180,6 @@ def fp8_projections(shapes: Shapes, make: _Maker) -> Rows:
 
 def fp8_feed_forward(shapes: Shapes, make: _Maker) -> Rows:
     """The SwiGLU block."""
-    from primus.turbo.fp8 import feed_forward
-
     config = _formats()
     inner = {"scale": shapes.hidden**-0.5}
     weights = (
@@ -199,7 +192,7 @@ def fp8_feed_forward(shapes: Shapes, make: _Maker) -> Rows:
 
     yield from _three(
         ("output", "gradient of the input", *(f"gradient of the {name} weight" for name in ("gate", "up", "down"))),
-        lambda x, gate, up, down: feed_forward(x, gate, up, down, config),
+        lambda x, gate, up, down: fp8.feed_forward(x, gate, up, down, config),
         block(lambda x, w: _plain_linear(x, w, config)), block(lambda x, w: x @ w.t()),
         make.normal(min(shapes.tokens, _LONGEST), shapes.hidden), *weights, make=make,
     )  # fmt: skip
@@ -207,30 +200,26 @@ def fp8_feed_forward(shapes: Shapes, make: _Maker) -> Rows:
 
 def reduce_scatter_copy_in(shapes: Shapes, make: _Maker) -> Rows:
     """The gradients of one block, from BF16 to float32."""
-    from primus.turbo.kernels import copy_in
-
     ranks, narrow = shapes.shards, shapes.kv_heads * shapes.head_dim
     wide = shapes.heads * shapes.head_dim
     sizes = [(wide, shapes.hidden), (narrow, shapes.hidden), (shapes.hidden, wide), (shapes.ffn, shapes.hidden),
              (shapes.hidden, shapes.ffn), (shapes.hidden,)]  # fmt: skip
     gradients = [make.normal(*size) for size in sizes if size[0] % ranks == 0]
     out = torch.full((ranks, sum(g.numel() for g in gradients) // ranks), float("nan"), device=make.device)
-    copied = copy_in(gradients, out, ranks)
+    copied = kernels.copy_in(gradients, out, ranks)
     expected = torch.cat([g.reshape(ranks, -1).float() for g in gradients], dim=1)
     yield Compared(label="the gradients", out=out if copied else out.new_zeros(0), plain=expected)
 
 
 def fused_adamw(shapes: Shapes, make: _Maker) -> Rows:
     """The third step of a rank's share of the largest weight, with gradients scaled by 0.37."""
-    from primus.turbo.kernels import adamw_
-
     sizes, wide = (shapes.ffn // shapes.shards or 1, shapes.hidden), torch.float32
     start, first, gradient = (make.normal(*sizes, scale=s, dtype=wide) for s in (0.02, 1e-3, 1e-3))
     second, clip = make.normal(*sizes, scale=1e-3, dtype=wide).square(), torch.tensor(0.37, device=make.device)
     lr, decay, betas, eps, step = 3e-4, 0.1, (0.9, 0.95), 1e-8, 3
     p, m, v = start.clone(), first.clone(), second.clone()
     amax = torch.zeros((), device=make.device)
-    adamw_(p, gradient, m, v, clip=clip, amax=amax, lr=lr, decay=decay, betas=betas, eps=eps, step=step)
+    kernels.adamw_(p, gradient, m, v, clip=clip, amax=amax, lr=lr, decay=decay, betas=betas, eps=eps, step=step)
 
     def by_torch(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         before = start.to(dtype)
@@ -256,8 +245,6 @@ def fused_adamw(shapes: Shapes, make: _Maker) -> Rows:
 
 def real_rope(shapes: Shapes, make: _Maker) -> Rows:
     """Queries of a few heads over the whole sequence."""
-    from primus.turbo.attention import rotate
-
     length, size = min(shapes.seq_len, _LONGEST), shapes.rotated
     angles = torch.arange(length, device=make.device)[:, None] * 500000.0 ** (
         -torch.arange(0, size, 2, device=make.device).double() / size
@@ -271,26 +258,24 @@ def real_rope(shapes: Shapes, make: _Maker) -> Rows:
 
     narrow = torch.view_as_real(turn.to(torch.complex64))
     yield from _three(
-        ("rotated", "gradient"), lambda x: rotate(x, narrow), by_complex, by_complex,
+        ("rotated", "gradient"), lambda x: attention.rotate(x, narrow), by_complex, by_complex,
         make.normal(1, length, 4, size), make=make,
     )  # fmt: skip
 
 
 def expert_routing(shapes: Shapes, make: _Maker) -> Rows:
     """Tokens to experts and back. Each expert multiplies by a number of its own, so that a wrong one is seen."""
-    from primus.turbo.experts import combine, dispatch, routes
-
-    tokens, experts = min(shapes.tokens, _LONGEST), shapes.experts
-    selected = torch.rand(tokens, experts, generator=make.generator, device=make.device).topk(shapes.top_k).indices
-    counts = torch.bincount(selected.flatten(), minlength=experts)
-    ways = routes(selected, counts)
-    factors = 1 + torch.arange(experts, device=make.device) / experts
+    tokens, count = min(shapes.tokens, _LONGEST), shapes.experts
+    selected = torch.rand(tokens, count, generator=make.generator, device=make.device).topk(shapes.top_k).indices
+    counts = torch.bincount(selected.flatten(), minlength=count)
+    ways = experts.routes(selected, counts)
+    factors = 1 + torch.arange(count, device=make.device) / count
     of_row = torch.repeat_interleave(factors, ways.counts.long())
     missing = len(ways.choices) - len(of_row)
     of_row = torch.cat((of_row, of_row.new_ones(missing)))[:, None]
 
     def ours(x: torch.Tensor, weights: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        return combine((dispatch(x, ways) * of_row).to(x.dtype), weights.float(), ways, base)
+        return experts.combine((experts.dispatch(x, ways) * of_row).to(x.dtype), weights.float(), ways, base)
 
     def plain(x: torch.Tensor, weights: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -301,10 +286,12 @@ def expert_routing(shapes: Shapes, make: _Maker) -> Rows:
     x, weights = make.normal(tokens, shapes.hidden), make.normal(tokens, shapes.top_k, dtype=torch.float32)
     routed, places = (ways.choices >= 0)[:, None], ways.choices.clamp(min=0).long()
     yield Compared(
-        label="rows of the experts", out=dispatch(x, ways), plain=torch.where(routed, x[places // shapes.top_k], 0)
+        label="rows of the experts",
+        out=experts.dispatch(x, ways),
+        plain=torch.where(routed, x[places // shapes.top_k], 0),
     )
     rows, grad = make.normal(len(places), shapes.hidden).requires_grad_(), make.normal(tokens, shapes.hidden)
-    (of_rows,) = _grads(combine(rows, weights, ways, None), grad, rows)
+    (of_rows,) = _grads(experts.combine(rows, weights, ways, None), grad, rows)
     exact = grad.double()[places // shapes.top_k] * weights.double().flatten()[places][:, None]
     exact = torch.where(routed, exact, 0)
     yield Compared(label="gradient of the experts' rows", out=of_rows, plain=exact.to(grad.dtype), exact=exact)
@@ -372,54 +359,46 @@ def _exact_attention(
 
 def flash_attention_4(shapes: Shapes, make: _Maker) -> Rows:
     """Attention of the run: its heads, window and mask."""
-    from primus.turbo.attention import flash_attention_4 as attend
-
     window = shapes.window if 0 < shapes.window < shapes.seq_len else 0
-    yield from _attention(shapes, make, lambda q, k, v: attend(q, k, v, window=window, causal=shapes.causal))
+    yield from _attention(
+        shapes, make, lambda q, k, v: attention.flash_attention_4(q, k, v, window=window, causal=shapes.causal)
+    )
 
 
 def flex_attention(shapes: Shapes, make: _Maker) -> Rows:
     """Attention within a sliding window, compiled as in a run."""
-    from primus.turbo.attention import window_mask, windowed_attention
-
-    mask = window_mask(min(shapes.seq_len, _LONGEST), shapes.window, torch.device(make.device))
-    attend = torch.compile(windowed_attention) if make.device != "cpu" else windowed_attention
+    mask = attention.window_mask(min(shapes.seq_len, _LONGEST), shapes.window, torch.device(make.device))
+    attend = torch.compile(attention.windowed_attention) if make.device != "cpu" else attention.windowed_attention
     yield from _attention(shapes, make, lambda q, k, v: attend(q, k, v, mask))
 
 
 def turbo_attention(shapes: Shapes, make: _Maker) -> Rows:
     """Primus Turbo's attention."""
-    from primus.turbo.primus_turbo import attention, check
-
-    check(["ops.flash_attn_func"])
+    primus_turbo.check(["ops.flash_attn_func"])
     window = shapes.window if 0 < shapes.window < shapes.seq_len else 0
-    yield from _attention(shapes, make, lambda q, k, v: attention(q, k, v, window=window))
+    yield from _attention(shapes, make, lambda q, k, v: primus_turbo.attention(q, k, v, window=window))
 
 
 def turbo_attention_fp8(shapes: Shapes, make: _Maker) -> Rows:
     """Primus Turbo's attention in FP8, beside PyTorch's of inputs that are rounded to FP8."""
-    from primus.turbo.primus_turbo import attention, check
-
-    check(["ops.flash_attn_fp8_func", "core.low_precision.Float8QuantConfig"])
+    primus_turbo.check(["ops.flash_attn_fp8_func", "core.low_precision.Float8QuantConfig"])
     dtype = _formats().cast_config_input.target_dtype
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         scale = torch.finfo(dtype).max / x.detach().abs().max().float()
         return x + ((x.detach().float() * scale).to(dtype).float() / scale - x.detach()).to(x.dtype)
 
-    yield from _attention(shapes, make, lambda q, k, v: attention(q, k, v, eight=True), rounded=rounded)
+    yield from _attention(shapes, make, lambda q, k, v: primus_turbo.attention(q, k, v, eight=True), rounded=rounded)
 
 
 def turbo_fp8_linear(shapes: Shapes, make: _Maker) -> Rows:
     """One of Primus Turbo's linear layers."""
-    from primus.turbo.primus_turbo import check, convert_linears
-
-    check(["modules.Float8Linear.from_float", "core.low_precision.Float8QuantConfig"])
+    primus_turbo.check(["modules.Float8Linear.from_float", "core.low_precision.Float8QuantConfig"])
     config, weight = _formats(), make.normal(shapes.hidden, shapes.hidden, scale=0.02)
 
     def converted(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         model = torch.nn.Sequential(torch.nn.Linear(*w.shape[::-1], bias=False, device=w.device, dtype=w.dtype))
-        convert_linears(model, ())
+        primus_turbo.convert_linears(model, ())
         out: torch.Tensor = torch.func.functional_call(model, {"0.weight": w}, (x,))
         return out
 
@@ -432,13 +411,11 @@ def turbo_fp8_linear(shapes: Shapes, make: _Maker) -> Rows:
 
 def turbo_rms_norm(shapes: Shapes, make: _Maker) -> Rows:
     """The norm of the hidden states."""
-    from primus.turbo.primus_turbo import RmsNorm, check
-
-    check(["ops.rmsnorm"])
+    primus_turbo.check(["ops.rmsnorm"])
 
     def replaced(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         holder = SimpleNamespace(eps=1e-5, weight=w)
-        return RmsNorm.forward(holder, x)  # type: ignore[arg-type]
+        return primus_turbo.RmsNorm.forward(holder, x)  # type: ignore[arg-type]
 
     def plain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, x.shape[-1:], w, 1e-5)
@@ -451,9 +428,7 @@ def turbo_rms_norm(shapes: Shapes, make: _Maker) -> Rows:
 
 def turbo_grouped_gemm(shapes: Shapes, make: _Maker) -> Rows:
     """The SwiGLU experts of one layer, one of them without tokens."""
-    from primus.turbo.primus_turbo import check, grouped_experts
-
-    check(["ops.grouped_gemm"])
+    primus_turbo.check(["ops.grouped_gemm"])
     tokens, experts, inner = min(shapes.tokens, _LONGEST), shapes.experts, shapes.expert_ffn
     chosen = make.whole(max(1, experts - 1), tokens)
     counts = torch.bincount(chosen, minlength=experts)
@@ -468,7 +443,7 @@ def turbo_grouped_gemm(shapes: Shapes, make: _Maker) -> Rows:
 
     yield from _three(
         ("output", "gradient of the tokens", *(f"gradient of w{i}" for i in (1, 2, 3))),
-        lambda x, w1, w2, w3: grouped_experts(w1, w2, w3, x, counts), loop, loop,
+        lambda x, w1, w2, w3: primus_turbo.grouped_experts(w1, w2, w3, x, counts), loop, loop,
         make.normal(tokens, shapes.hidden), *weights, make=make,
     )  # fmt: skip
 

@@ -16,8 +16,9 @@ from host_tools import needs
 from loopback import make_wheel
 from primus.recipes.known import supported
 from primus.recipes.load import read
-from primus.release.attach import Repository
-from primus.release.publish import GATES, IN_TOTO, LOCK, SPDX, VALIDATION
+from primus.release.documents import GATES, IN_TOTO, LOCK, SPDX
+from primus.release.publish import VALIDATION
+from primus.release.registry import Repository
 from project_kit import Kit
 
 pytestmark = pytest.mark.integration

@@ -21,8 +21,8 @@ from primus.plan.layers import plan_image
 from primus.plan.project import Project
 from primus.plan.resolve import resolve
 from primus.progress import QuietProgress
-from primus.release.attach import Repository
 from primus.release.publish import Ready, prepare, publish
+from primus.release.registry import Repository
 from project_kit import make_project
 
 pytestmark = [pytest.mark.integration, needs("docker-registry", "skopeo")]

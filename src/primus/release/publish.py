@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,26 +16,100 @@ from primus.gates.examined import examine
 from primus.jsonfile import read_json
 from primus.oci import canonical
 from primus.oci.store import MANIFEST_TYPE, Store
-from primus.release import fitness, provenance, sbom
-from primus.release.attach import Document, Repository, digest_tag
-from primus.release.distribution import plain_http
+from primus.release.documents import checkout, documents
+from primus.release.registry import Document, Repository, digest_tag, plain_http
 from primus.versions.registry import skopeo
-from primus.versions.traffic import listening
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from primus.engine.image import Composed
-    from primus.gates.check import Outcome
     from primus.plan.action import ImagePlan
     from primus.plan.workspace import Workspace
     from primus.progress import Progress
 
 VALIDATION = "application/vnd.primus.validation.v1+json"
-GATES = "application/vnd.primus.gates.v1+json"
-LOCK = "application/vnd.primus.lock.v1+json"
-SPDX = "application/spdx+json"
-IN_TOTO = "application/vnd.in-toto+json"
+# The runs that at least one record must contain. A quick suite proves neither that runs repeat nor that they resume.
+_RUNS = {"base", "repeat", "resume", "accumulation"}
+# The only gate that a preview may fail: Debian's ROCm has no code for some GPUs.
+_FORGIVEN = "coverage"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """The evidence about a built image.
+
+    ``content`` is the digest of its config. ``preview`` is the reason why it is a preview; empty for a release. ``gpu``
+    is the GPU generation that it is for. ``recipes`` are those that its target names. ``records`` are all validation
+    records, also of other images. ``commit`` is that of the repository, and ``edited`` are files that differ from it.
+    """
+
+    content: str
+    preview: str
+    gpu: str | None
+    recipes: Sequence[str]
+    failed_gates: Sequence[str]
+    records: Sequence[Mapping[str, Any]]
+    commit: str | None
+    edited: Sequence[str]
+
+    @property
+    def of_this_image(self) -> list[Mapping[str, Any]]:
+        """The records of this image."""
+        return [record for record in self.records if record["image"]["content"] == self.content]
+
+
+def objections(evidence: Evidence, *, preview: bool) -> tuple[str, ...]:
+    """Return the reasons why the image may not be published, one sentence each; empty if it may.
+
+    A release for a GPU must have passed its validations on that GPU. With ``preview``, a CPU is sufficient, the
+    coverage gate may fail, and files of the repository may be edited.
+    """
+    reasons = []
+    if evidence.preview and not preview:
+        reasons.append(f"it is a preview: {evidence.preview}")
+    reasons += [f"gate {gate} fails" for gate in evidence.failed_gates if not (preview and gate == _FORGIVEN)]
+    reasons += _of_validation(evidence, preview)
+    if evidence.commit is None and not preview:
+        reasons.append("the commit it was built from is unknown: this is not a git repository")
+    elif evidence.commit and evidence.edited and not preview:
+        reasons.append(f"files differ from commit {evidence.commit[:12]}: {_some(evidence.edited)}")
+    return tuple(reasons)
+
+
+def _of_validation(evidence: Evidence, preview: bool) -> list[str]:
+    if not evidence.recipes:
+        return ["its target names no recipe to validate it with"]
+    records, where = [record for record in evidence.of_this_image if _passed(record, preview)], ""
+    if evidence.gpu and not preview:
+        records, where = [record for record in records if record["gpu"] == evidence.gpu], f" on {evidence.gpu}"
+        if not records:
+            return [
+                f"nothing was trained in this image on {evidence.gpu}, and a run on a CPU does not count for the GPU "
+                "(run primus validate on a machine with that GPU)"
+            ]
+    trained = {record["recipe"]["name"] for record in records}
+    reasons = []
+    if lacking := [name for name in evidence.recipes if name not in trained]:
+        reasons.append(
+            f"{_some(lacking)} did not pass a validation in this image{where} (primus validate --suite quick)"
+        )
+    if not any({job["name"] for job in record["jobs"] if job["ran"]} >= _RUNS for record in records):
+        reasons.append(
+            f"no validation in this image{where} repeated a run, resumed it and split its batch (primus validate)"
+        )
+    return reasons
+
+
+def _passed(record: Mapping[str, Any], preview: bool) -> bool:
+    if not preview:
+        return record["passed"] is True
+    failed = {verdict["name"] for verdict in record["verdicts"] if not verdict["passed"]}
+    ran = all(job["ran"] for job in record["jobs"])
+    return bool(record["verdicts"]) and ran and failed <= {f"gate {_FORGIVEN}"}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,71 +135,25 @@ def prepare(plan: ImagePlan, workspace: Workspace, *, records: Path, preview: bo
     resolved = plan.resolved
     examined = examine(plan, workspace, progress)
     image, outcome = examined.image, judge(examined)
-    found = _records(records / resolved.name)
+    validations = _records(records / resolved.name)
     commit, edited = checkout(resolved.root)
     content = canonical.digest_of(image.config)
-    evidence = fitness.Evidence(
+    evidence = Evidence(
         content=content,
         preview=resolved.choice.preview or "",
         gpu=resolved.gpu.name if resolved.gpu else None,
         recipes=resolved.target.recipes,
         failed_gates=[report.gate for report in outcome.reports if not report.passed],
-        records=found,
+        records=validations,
         commit=commit,
         edited=edited,
     )
-    mine = [record for record in found if record["image"]["content"] == content]
     return Ready(
         image=image,
         tag=resolved.ref if resolved.choice.suffix or not preview else f"{resolved.ref}-preview",
-        documents=(*documents(image, outcome, commit, edited), *map(_validation, mine)),
-        objections=fitness.objections(evidence, preview=preview),
+        documents=(*documents(image, outcome, commit, edited), *map(_validation, evidence.of_this_image)),
+        objections=objections(evidence, preview=preview),
     )
-
-
-def documents(image: Composed, outcome: Outcome, commit: str | None, edited: Sequence[str]) -> tuple[Document, ...]:
-    """Return the image's bill of materials, provenance, lock and gate findings.
-
-    ``edited`` are the files that differ from ``commit``.
-    """
-    resolved = image.plan.resolved
-    made = [
-        Document(media_type=GATES, name="gates.json", data=canonical.dumps(outcome.as_json())),
-        Document(
-            media_type=IN_TOTO,
-            name="provenance.json",
-            data=canonical.dumps(
-                provenance.statement(
-                    resolved.lock,
-                    ref=resolved.ref,
-                    digest=image.digest,
-                    release=resolved.versions.release,
-                    target=resolved.name,
-                    channel=resolved.choice.channel,
-                    commit=None if edited else commit,
-                    layers={action.name: action.key for action in image.plan.layers},
-                )
-            ),
-        ),
-    ]
-    if resolved.lock:
-        made += [
-            Document(media_type=LOCK, name="lock.json", data=resolved.lock_path.read_bytes()),
-            Document(media_type=SPDX, name="sbom.spdx.json", data=canonical.dumps(bill(image, commit, edited))),
-        ]
-    return tuple(made)
-
-
-def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str, Any]:
-    """Return the image's SPDX document. Raises InputError if its target has no lock."""
-    resolved = image.plan.resolved
-    taken = (commit or "unknown") + ("+edited" if edited else "")
-    local = {component: taken for component, pin in resolved.pins.items() if pin.path}
-    lock, name = resolved.lock, resolved.name
-    if lock is None:
-        raise InputError(f"{name} has no lock, so its contents are unknown", hint=resolved.lock_command)
-    created = str(image.plan.config["created"])
-    return sbom.spdx(lock, ref=resolved.ref, digest=image.digest, roots=resolved.roots, local=local, created=created)
 
 
 def publish(
@@ -137,13 +166,8 @@ def publish(
     """
     if ready.objections:
         raise CheckFailed(f"{ready.tag} may not be published: {'; '.join(ready.objections)}")
-    with listening(progress.say):
-        return _publish(ready, store, repository, progress, key)
-
-
-def _publish(ready: Ready, store: Store, repository: str, progress: Progress, key: str | None) -> dict[str, Any]:
     digest = ready.image.digest
-    there = Repository(repository)
+    there = Repository(repository, progress.say)
     before = there.digest(ready.tag)
     if before not in (None, digest) and not ready.tag.endswith("-preview"):
         raise CheckFailed(
@@ -154,8 +178,11 @@ def _publish(ready: Ready, store: Store, repository: str, progress: Progress, ke
     missing = [blob for blob in blobs if not there.has_blob(blob)]
     if missing or there.digest(digest) is None:
         _push(ready, store, repository, missing, progress)
-    laid = zip(ready.documents, there.attach(ready.documents, ready.subject), strict=True)
-    attached = [{"type": one.media_type, "name": one.name, "digest": where} for one, where in laid]
+    artifacts = there.attach(ready.documents, ready.subject)
+    attached = [
+        {"type": document.media_type, "name": document.name, "digest": artifact}
+        for document, artifact in zip(ready.documents, artifacts, strict=True)
+    ]
     # cosign stores signatures under this tag. Signing again with the same key would only make the list longer.
     if key and there.digest(f"{digest_tag(digest)}.sig") is None:
         sign(f"{repository}@{digest}", key)
@@ -187,10 +214,11 @@ def sign(image: str, key: str) -> None:
     if shutil.which("cosign") is None:
         raise HostError("signing needs cosign, which is missing", hint="install cosign, or publish without --key")
     words = ["cosign", "sign", "--yes", "--tlog-upload=false", "--key", key, image]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    if done.returncode != 0:
-        said = [line for line in done.stderr.splitlines() if line.startswith("Error")] or [f"code {done.returncode}"]
-        raise HostError(f"cosign failed: {said[-1].partition(': ')[2] or said[-1]}", hint="check the key")
+    cosign = subprocess.run(words, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if cosign.returncode != 0:
+        errors = [line for line in cosign.stderr.splitlines() if line.startswith("Error")]
+        reason = errors[-1].partition(": ")[2] or errors[-1] if errors else f"code {cosign.returncode}"
+        raise HostError(f"cosign failed: {reason}", hint="check the key")
 
 
 def _push(ready: Ready, store: Store, repository: str, missing: list[str], progress: Progress) -> None:
@@ -212,7 +240,7 @@ def _push(ready: Ready, store: Store, repository: str, missing: list[str], progr
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     """Read all validation records below ``folder``, sorted by path. Raises InputError for a file in another format."""
-    found = []
+    records = []
     for path in sorted(folder.glob("*/record.json")):
         try:
             record: Any = read_json(path).data
@@ -222,8 +250,8 @@ def _records(folder: Path) -> list[dict[str, Any]]:
             _ = {v["name"]: v["passed"] for v in record["verdicts"]}, {j["name"]: j["ran"] for j in record["jobs"]}
         except (OSError, KeyError, TypeError):
             raise InputError("not a validation record", where=str(path), hint="remove it") from None
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def _validation(record: dict[str, Any]) -> Document:
@@ -232,17 +260,3 @@ def _validation(record: dict[str, Any]) -> Document:
     name = "-".join(filter(None, words))
     data = json.dumps(record, indent=1, ensure_ascii=False, sort_keys=True).encode()
     return Document(media_type=VALIDATION, name=f"validation-{name}.json", data=data)
-
-
-def checkout(root: Path) -> tuple[str | None, list[str]]:
-    """Return the commit checked out at ``root`` (None outside git) and the files that differ from it."""
-    try:
-        commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
-        return commit, [line[3:] for line in _git(root, "status", "--porcelain").splitlines()]
-    except (OSError, subprocess.CalledProcessError):
-        return None, []
-
-
-def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True)
-    return done.stdout

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from primus.release.fitness import Evidence, objections
+from primus.release.publish import Evidence, objections
 
 RUNS = ("base", "repeat", "resume", "accumulation")
 

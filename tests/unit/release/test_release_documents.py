@@ -14,11 +14,8 @@ from spdx_tools.spdx.validation.document_validator import validate_full_spdx_doc
 from primus.errors import InputError
 from primus.oci.canonical import digest_of
 from primus.release import publish
-from primus.release.attach import Document, artifact, listed
-from primus.release.distribution import plain_http
-from primus.release.provenance import statement
-from primus.release.purl import purl
-from primus.release.sbom import listing, spdx
+from primus.release.documents import listing, purl, spdx, statement
+from primus.release.registry import Document, artifact, listed, plain_http
 from primus.versions.lock import Lock, LockedFile, load
 
 ROOT = Path(__file__).parents[3]

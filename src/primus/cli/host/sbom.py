@@ -9,8 +9,7 @@ from primus.cli.host.common import resolved_target
 from primus.engine.image import compose
 from primus.errors import InputError
 from primus.plan.layers import plan_image
-from primus.release.publish import bill, checkout
-from primus.release.sbom import listing
+from primus.release.documents import bill, checkout, listing
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from primus.errors import HostError
-from primus.release.distribution import Registry
+from primus.release.registry import Repository
 
 
 class Server(ThreadingHTTPServer):
@@ -79,7 +79,7 @@ def know(folder: Path, server: Server, **login: str) -> None:
 
 def test_a_login_becomes_a_token_once(server: Server, tmp_path: Path) -> None:
     know(tmp_path, server, auth=b64encode(b"me:word").decode())
-    registry = Registry(f"{server.name}/a/b")
+    registry = Repository(f"{server.name}/a/b")
     for _ in range(2):
         assert registry.request("GET", "manifests/x").json() == {"fine": True}
     assert [path for _, path, _ in server.seen] == ["/v2/a/b/manifests/x", "/token", *["/v2/a/b/manifests/x"] * 2]
@@ -87,24 +87,24 @@ def test_a_login_becomes_a_token_once(server: Server, tmp_path: Path) -> None:
 
 def test_an_identity_token_is_refreshed(server: Server, tmp_path: Path) -> None:
     know(tmp_path, server, auth="", identitytoken="again")
-    assert Registry(f"{server.name}/a/b").request("GET", "manifests/x").json() == {"fine": True}
+    assert Repository(f"{server.name}/a/b").request("GET", "manifests/x").json() == {"fine": True}
 
 
 def test_nobody_gets_what_anybody_may_have(server: Server) -> None:
     server.anybody = True
-    assert Registry(f"{server.name}/a/b").request("GET", "manifests/x").json() == {"fine": True}
+    assert Repository(f"{server.name}/a/b").request("GET", "manifests/x").json() == {"fine": True}
 
 
 def test_a_wrong_word_is_a_sentence(server: Server, tmp_path: Path) -> None:
     know(tmp_path, server, auth=b64encode(b"me:other").decode())
     with pytest.raises(HostError, match="denied access") as refused:
-        Registry(f"{server.name}/a/b").request("GET", "manifests/x")
+        Repository(f"{server.name}/a/b").request("GET", "manifests/x")
     assert refused.value.hint == f"docker login {server.name}"
 
 
 def test_another_host_does_not_see_the_login(server: Server, tmp_path: Path) -> None:
     know(tmp_path, server, auth=b64encode(b"me:word").decode())
-    registry = Registry(f"{server.name}/a/b")
+    registry = Repository(f"{server.name}/a/b")
     registry.request("GET", "manifests/x")
     with pytest.raises(HostError):
         registry.request("GET", f"http://localhost:{server.server_port}/elsewhere")
@@ -115,9 +115,9 @@ def test_another_host_does_not_see_the_login(server: Server, tmp_path: Path) -> 
 def test_a_refusal_is_a_sentence(server: Server, status: int) -> None:
     server.anybody, server.status = True, status
     with pytest.raises(HostError):
-        Registry(f"{server.name}/a/b").request("GET", "manifests/x")
+        Repository(f"{server.name}/a/b").request("GET", "manifests/x")
 
 
 def test_absence_is_an_answer_where_it_is_asked_for(server: Server) -> None:
     server.anybody, server.status = True, 404
-    assert Registry(f"{server.name}/a/b").request("GET", "manifests/x", absent=True).status_code == 404
+    assert Repository(f"{server.name}/a/b").request("GET", "manifests/x", absent=True).status_code == 404

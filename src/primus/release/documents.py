@@ -1,0 +1,224 @@
+"""The documents about an image: bill of materials, provenance, lock, and findings of the gates.
+
+They depend only on the image, its lock and the commit, and contain neither times nor host names, so a rebuild of the
+commit gives the same documents, byte for byte.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from primus import __version__
+from primus.errors import InputError
+from primus.oci import canonical
+from primus.release.registry import Document
+from primus.versions.lock import Lock, LockedFile
+
+if TYPE_CHECKING:
+    from primus.engine.image import Composed
+    from primus.gates.check import Outcome
+
+GATES = "application/vnd.primus.gates.v1+json"
+LOCK = "application/vnd.primus.lock.v1+json"
+SPDX = "application/spdx+json"
+IN_TOTO = "application/vnd.in-toto+json"
+_UNKNOWN = "NOASSERTION"
+_IMAGE = "SPDXRef-image"
+_WORDS = {"CONTAINS": "inside", "GENERATED_FROM": "built from", "BUILD_TOOL_OF": "needed by a build"}
+
+
+def documents(image: Composed, outcome: Outcome, commit: str | None, edited: Sequence[str]) -> tuple[Document, ...]:
+    """Return the image's bill of materials, provenance, lock and gate findings.
+
+    ``edited`` are the files that differ from ``commit``.
+    """
+    resolved = image.plan.resolved
+    provenance = statement(
+        resolved.lock,
+        ref=resolved.ref,
+        digest=image.digest,
+        release=resolved.versions.release,
+        target=resolved.name,
+        channel=resolved.choice.channel,
+        commit=None if edited else commit,
+        layers={action.name: action.key for action in image.plan.layers},
+    )
+    always = (
+        Document(media_type=GATES, name="gates.json", data=canonical.dumps(outcome.as_json())),
+        Document(media_type=IN_TOTO, name="provenance.json", data=canonical.dumps(provenance)),
+    )
+    if not resolved.lock:
+        return always
+    return (
+        *always,
+        Document(media_type=LOCK, name="lock.json", data=resolved.lock_path.read_bytes()),
+        Document(media_type=SPDX, name="sbom.spdx.json", data=canonical.dumps(bill(image, commit, edited))),
+    )
+
+
+def checkout(root: Path) -> tuple[str | None, list[str]]:
+    """Return the commit checked out at ``root`` (None outside git) and the files that differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
+
+    try:
+        commit = git("rev-parse", "--verify", "HEAD").strip()
+        return commit, [line[3:] for line in git("status", "--porcelain").splitlines()]
+    except (OSError, subprocess.CalledProcessError):
+        return None, []
+
+
+def bill(image: Composed, commit: str | None, edited: Sequence[str]) -> dict[str, Any]:
+    """Return the image's SPDX document. Raises InputError if its target has no lock."""
+    resolved = image.plan.resolved
+    if resolved.lock is None:
+        raise InputError(f"{resolved.name} has no lock, so its contents are unknown", hint=resolved.lock_command)
+    version = (commit or "unknown") + ("+edited" if edited else "")
+    return spdx(
+        resolved.lock,
+        ref=resolved.ref,
+        digest=image.digest,
+        roots=resolved.roots,
+        local={component: version for component, pin in resolved.pins.items() if pin.path},
+        created=str(image.plan.config["created"]),
+    )
+
+
+def statement(
+    lock: Lock | None,
+    *,
+    ref: str,
+    digest: str,
+    release: str,
+    target: str,
+    channel: str,
+    commit: str | None,
+    layers: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the provenance of the manifest ``digest``: an in-toto statement with SLSA's predicate.
+
+    ``commit`` is that of the repository, or None if unknown. ``layers`` maps each layer's name to the key of its
+    action, which is a hash of everything that can affect the layer's bytes. See https://slsa.dev/spec/v1.0/provenance.
+    """
+    source = [{"name": "source", "digest": {"gitCommit": commit}}] if commit else []
+    files = [{"uri": purl(file), "digest": {"sha256": file.sha256}} for file in (lock.files if lock else ())]
+    return {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [{"name": ref, "digest": {"sha256": digest.removeprefix("sha256:")}}],
+        "predicateType": "https://slsa.dev/provenance/v1",
+        "predicate": {
+            "buildDefinition": {
+                "buildType": "urn:primus-images:build:1",
+                "externalParameters": {"release": release, "target": target, "channel": channel},
+                "internalParameters": {"layers": dict(layers)},
+                "resolvedDependencies": [*source, *files],
+            },
+            "runDetails": {"builder": {"id": "urn:primus-images:builder", "version": {"primus-images": __version__}}},
+        },
+    }
+
+
+def spdx(
+    lock: Lock, *, ref: str, digest: str, roots: Collection[str], local: Mapping[str, str], created: str
+) -> dict[str, Any]:
+    """Return the bill of materials of the image called ``ref`` with manifest ``digest``, as SPDX 2.3.
+
+    ``roots`` are the base and the extras of the image, as the lock calls them. ``local`` maps components from the
+    repository to their commit. ``created`` is the time of the release in ISO 8601. A file that only a build needed is
+    ``BUILD_TOOL_OF`` the image. The image is ``GENERATED_FROM`` a source that was built into a wheel.
+    """
+    image = {
+        **_package(_IMAGE, "primus", ref),
+        "primaryPackagePurpose": "CONTAINER",
+        "checksums": [{"algorithm": "SHA256", "checksumValue": digest.removeprefix("sha256:")}],
+    }
+    packages, relations = [image], []
+    for file in lock.files:
+        name = _identifier("-".join(filter(None, (file.kind, file.base, file.name, file.version))))
+        packages.append(
+            {
+                **_package(name, file.name, file.version),
+                "packageFileName": file.file,
+                "checksums": [{"algorithm": "SHA256", "checksumValue": file.sha256}],
+                "externalRefs": [
+                    {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl", "referenceLocator": purl(file)}
+                ],
+            }
+        )
+        if file.kind in ("sdist", "git"):
+            relations.append(_relation(_IMAGE, "GENERATED_FROM", name))
+        elif file.base in roots or (file.kind == "wheel" and file.base is None):
+            relations.append(_relation(_IMAGE, "CONTAINS", name))
+        else:
+            relations.append(_relation(name, "BUILD_TOOL_OF", _IMAGE))
+    for component, commit in sorted(local.items()):
+        name = _identifier(f"local-{component}")
+        packages.append(_package(name, component, commit))
+        relations.append(_relation(_IMAGE, "CONTAINS", name))
+    return {
+        "spdxVersion": "SPDX-2.3",
+        "dataLicense": "CC0-1.0",
+        "SPDXID": "SPDXRef-DOCUMENT",
+        "name": ref,
+        "documentNamespace": f"https://spdx.org/spdxdocs/primus-{ref}-{digest.removeprefix('sha256:')}",
+        "creationInfo": {"created": created, "creators": [f"Tool: primus-images-{__version__}"]},
+        "documentDescribes": [_IMAGE],
+        "packages": packages,
+        "relationships": relations,
+    }
+
+
+def listing(document: Mapping[str, Any]) -> str:
+    """Return the document of :func:`spdx` as lines: package, version, and its relation to the image."""
+    packages = {package["SPDXID"]: package for package in document["packages"]}
+    rows = []
+    for relation in document["relationships"]:
+        (other,) = {relation["spdxElementId"], relation["relatedSpdxElement"]} - {_IMAGE}
+        package = packages[other]
+        rows.append((package["name"], package["versionInfo"], _WORDS[relation["relationshipType"]]))
+    names, versions = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    return "\n".join(f"{name:<{names}}  {version:<{versions}}  {relation}" for name, version, relation in rows)
+
+
+def purl(file: LockedFile) -> str:
+    """Return the package URL of a locked file. It names no host; the checksum identifies the bytes.
+
+    See https://github.com/package-url/purl-spec.
+    """
+    name, version = quote(file.name, safe=""), quote(file.version, safe="")
+    if file.kind in ("wheel", "sdist"):
+        return f"pkg:pypi/{name}@{version}?file_name={quote(file.file, safe='')}"
+    if file.kind == "deb":
+        arch = "all" if file.file.endswith("_all.deb") else "amd64"
+        return f"pkg:deb/debian/{name}@{version}?arch={arch}"
+    if file.kind == "layer":
+        return f"pkg:oci/{name}@sha256%3A{file.sha256}"
+    return f"pkg:generic/{name}@{version}?checksum=sha256%3A{file.sha256}"
+
+
+def _package(identifier: str, name: str, version: str) -> dict[str, Any]:
+    return {
+        "SPDXID": identifier,
+        "name": name,
+        "versionInfo": version,
+        "filesAnalyzed": False,
+        "downloadLocation": _UNKNOWN,
+        "licenseConcluded": _UNKNOWN,
+        "licenseDeclared": _UNKNOWN,
+        "copyrightText": _UNKNOWN,
+    }
+
+
+def _relation(element: str, kind: str, related: str) -> dict[str, str]:
+    return {"spdxElementId": element, "relationshipType": kind, "relatedSpdxElement": related}
+
+
+def _identifier(text: str) -> str:
+    """Return an SPDX identifier, which may contain letters, digits, dots and hyphens."""
+    return "SPDXRef-" + re.sub(r"[^A-Za-z0-9.-]", lambda match: f"-{ord(match[0]):x}-", text)

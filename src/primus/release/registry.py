@@ -1,0 +1,345 @@
+"""A repository of a registry: its manifests and blobs, and the documents attached to its images.
+
+skopeo copies images. This client does what skopeo cannot: it attaches documents as OCI 1.1 artifacts whose subject is
+the image, lists them, and sets tags. It uses the logins of `docker login`.
+https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md#listing-referrers. For a registry without the
+referrers API (distribution 2), the list is an index under the tag ``sha256-<digest>``, as the specification requires.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+import requests
+from docker.auth import load_config
+from docker.errors import DockerException
+from requests import PreparedRequest, Response
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
+
+from primus.errors import HostError
+from primus.oci import canonical
+from primus.oci.store import MANIFEST_TYPE
+
+INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
+_EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
+_EMPTY = b"{}"
+_ANY_MANIFEST = {"Accept": f"{MANIFEST_TYPE}, {INDEX_TYPE}"}
+# Seconds to connect, and seconds of silence.
+_TIMEOUT = (5.0, 60.0)
+_SILENT_AFTER = 2.5
+_PASSING = (429, 500, 502, 503, 504)
+_TRIES, _FIRST_PAUSE, _LONGEST_PAUSE = 3, 0.5, 10.0
+# Another publish, or a registry that copies between its servers, may lose a document from the list.
+_LISTINGS = 3
+_HUB = {"docker.io": "registry-1.docker.io"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """A file to attach to an image."""
+
+    media_type: str
+    name: str
+    data: bytes
+
+
+def artifact(document: Document, subject: dict[str, Any]) -> bytes:
+    """Return the manifest of an artifact that contains ``document``. ``subject`` is the image's descriptor."""
+    layer = {
+        "mediaType": document.media_type,
+        "digest": canonical.digest_of(document.data),
+        "size": len(document.data),
+        "annotations": {"org.opencontainers.image.title": document.name},
+    }
+    return canonical.dumps(
+        {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST_TYPE,
+            "artifactType": document.media_type,
+            "config": {"mediaType": _EMPTY_TYPE, "digest": canonical.digest_of(_EMPTY), "size": len(_EMPTY)},
+            "layers": [layer],
+            "subject": {key: subject[key] for key in ("mediaType", "digest", "size")},
+        }
+    )
+
+
+def listed(index: dict[str, Any] | None, manifest: bytes) -> dict[str, Any]:
+    """Return the index of referrers with the artifact added, without duplicates."""
+    entry = {
+        "mediaType": MANIFEST_TYPE,
+        "digest": canonical.digest_of(manifest),
+        "size": len(manifest),
+        "artifactType": json.loads(manifest)["artifactType"],
+    }
+    others = [other for other in (index or {}).get("manifests", ()) if other["digest"] != entry["digest"]]
+    return {"schemaVersion": 2, "mediaType": INDEX_TYPE, "manifests": [*others, entry]}
+
+
+def digest_tag(digest: str) -> str:
+    """Return the tag for the referrers of the image ``digest`` in a registry without the referrers API."""
+    return digest.replace(":", "-")
+
+
+def plain_http(repository: str) -> bool:
+    """Whether the registry is on this machine and therefore uses HTTP, as for Docker."""
+    host = repository.partition("/")[0].partition(":")[0]
+    return host == "localhost" or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
+
+
+class Repository:
+    """One repository. ``name`` is ``host[:port]/path``; ``say`` gets messages about a registry that is slow.
+
+    Every method raises HostError if the registry refuses the request or does not answer.
+    """
+
+    def __init__(self, name: str, say: Callable[[str], None] = lambda _: None) -> None:
+        self.name = name
+        self._say = say
+        self._host, _, self._path = name.partition("/")
+        scheme = "http" if plain_http(name) else "https"
+        self._server = f"{scheme}://{_HUB.get(self._host, self._host)}/"
+        self._authorization = ""
+        self._session = requests.Session()
+        # A registry that says nothing is not asked again: each try takes a minute.
+        retry = Retry(total=2, read=0, status=0, backoff_factor=0.3, respect_retry_after_header=False)
+        for prefix in ("https://", "http://"):
+            self._session.mount(prefix, HTTPAdapter(max_retries=retry))
+
+    def digest(self, reference: str) -> str | None:
+        """Return the digest of the manifest that a tag or digest names, or None."""
+        answer = self.request("HEAD", f"manifests/{reference}", headers=_ANY_MANIFEST, absent=True)
+        if answer.status_code == 404:
+            return None
+        if digest := answer.headers.get("Docker-Content-Digest"):
+            return digest
+        # The header is optional. Without it, the manifest itself tells.
+        answer = self.request("GET", f"manifests/{reference}", headers=_ANY_MANIFEST)
+        if "schemaVersion" not in self._json(answer):
+            raise self._odd(f"manifests/{reference} is not a manifest")
+        return canonical.digest_of(answer.content)
+
+    def has_blob(self, digest: str) -> bool:
+        """Whether the repository has the blob."""
+        return self.request("HEAD", f"blobs/{digest}", absent=True).status_code != 404
+
+    def tag(self, tag: str, manifest: bytes) -> None:
+        """Set ``tag`` to the manifest, whose blobs must already be in the repository."""
+        self._put(tag, manifest, MANIFEST_TYPE)
+
+    def referrers(self, digest: str) -> list[dict[str, Any]]:
+        """Return the descriptors of the artifacts attached to the image ``digest``."""
+        index = self._index(f"referrers/{digest}")
+        if index is None:
+            index = self._index(f"manifests/{digest_tag(digest)}")
+        return list((index or {}).get("manifests", ()))
+
+    def attach(self, documents: Sequence[Document], subject: dict[str, Any]) -> list[str]:
+        """Attach ``documents`` to the image ``subject``, unless they already are. Returns the artifacts' digests.
+
+        Raises HostError if the registry does not list them afterwards.
+        """
+        about = str(subject["digest"])
+        manifests = [artifact(document, subject) for document in documents]
+        digests = [canonical.digest_of(manifest) for manifest in manifests]
+        for number in range(_LISTINGS + 1):
+            listed_digests = {descriptor["digest"] for descriptor in self.referrers(about)}
+            absent = [
+                (document, manifest)
+                for document, manifest, digest in zip(documents, manifests, digests, strict=True)
+                if digest not in listed_digests
+            ]
+            if not absent:
+                return digests
+            if number < _LISTINGS:
+                time.sleep(number * 0.5)
+                self._add(absent, about)
+        raise HostError(
+            f"{self.name} accepts documents for {about}, but does not list them", hint="run the command again"
+        )
+
+    def _add(self, absent: Sequence[tuple[Document, bytes]], about: str) -> None:
+        unlisted = []
+        for document, manifest in absent:
+            self._blob(_EMPTY)
+            self._blob(document.data)
+            if "OCI-Subject" not in self._put(canonical.digest_of(manifest), manifest, MANIFEST_TYPE).headers:
+                unlisted.append(manifest)
+        if unlisted:
+            # This registry has no referrers API, so the client maintains the list. Another one may do so now, too.
+            index = self._index(f"manifests/{digest_tag(about)}")
+            for manifest in unlisted:
+                index = listed(index, manifest)
+            self._put(digest_tag(about), canonical.dumps(index), INDEX_TYPE)
+
+    def _index(self, path: str) -> dict[str, Any] | None:
+        answer = self.request("GET", path, headers={"Accept": INDEX_TYPE}, absent=True)
+        if answer.status_code == 404:
+            return None
+        index = self._json(answer)
+        manifests = index.get("manifests")
+        if not isinstance(manifests, list) or not all(isinstance(m, dict) and "digest" in m for m in manifests):
+            raise self._odd(f"{path} is not a list of manifests")
+        return index
+
+    def _blob(self, data: bytes) -> None:
+        digest = canonical.digest_of(data)
+        if self.has_blob(digest):
+            return
+        upload = self.request("POST", "blobs/uploads/")
+        if "Location" not in upload.headers:
+            raise self._odd("blobs/uploads/ names no address for the upload")
+        url = urljoin(upload.url, upload.headers["Location"])
+        headers = {"Content-Type": "application/octet-stream"}
+        self.request("PUT", url, params={"digest": digest}, data=data, headers=headers)
+
+    def _put(self, reference: str, data: bytes, media_type: str) -> Response:
+        return self.request("PUT", f"manifests/{reference}", data=data, headers={"Content-Type": media_type})
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        params: Mapping[str, str] | None = None,
+        data: bytes | None = None,
+        absent: bool = False,
+    ) -> Response:
+        """Send one request to a path below the repository (``manifests/v1``), or to a URL that the registry returned.
+
+        Raises HostError if the registry does not answer or refuses. With ``absent``, status 404 is returned instead.
+        """
+        url = path if "://" in path else f"{self._server}v2/{self._path}/{path}"
+
+        def send() -> Response:
+            return self._session.request(
+                method, url, headers=headers, params=params, data=data, timeout=_TIMEOUT, auth=self._signed
+            )
+
+        with self._impatient(url):
+            try:
+                answer = self._patiently(send)
+                if answer.status_code == 401 and answer.url.startswith(self._server) and self._log_in(answer):
+                    answer = self._patiently(send)
+            except (requests.ConnectionError, requests.Timeout) as error:
+                raise HostError(
+                    f"the registry of {self.name} does not answer: {type(error).__name__}",
+                    hint="check name and network, and run the command again",
+                ) from None
+            except requests.RequestException as error:
+                raise self._odd(f"{type(error).__name__} for {_bare(url)}") from None
+        if answer.status_code in (401, 403):
+            raise HostError(f"the registry of {self.name} denied access", hint=f"docker login {self._host}")
+        if answer.status_code >= 400 and not (absent and answer.status_code == 404):
+            reason = " ".join(answer.text.split())[:200]
+            raise HostError(
+                f"the registry of {self.name} refuses {_bare(path)}: status {answer.status_code}"
+                + (f"; {reason}" if reason else ""),
+                hint="run the command again later; what was sent is kept"
+                if answer.status_code in _PASSING
+                else "check --to, and that the registry accepts OCI images",
+            )
+        return answer
+
+    @contextmanager
+    def _impatient(self, url: str) -> Iterator[None]:
+        """Say so if the registry is silent for long."""
+        timer = threading.Timer(_SILENT_AFTER, self._say, [f"{_bare(url)} ({self.name}) is silent; still waiting"])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _patiently(self, send: Callable[[], Response]) -> Response:
+        """Send again if the registry is overloaded; a short Retry-After is obeyed."""
+        for number in range(_TRIES - 1):
+            answer = send()
+            if answer.status_code not in _PASSING:
+                return answer
+            retry_after = answer.headers.get("Retry-After", "")
+            pause = float(retry_after) if re.fullmatch("[0-9]+", retry_after) else _FIRST_PAUSE * 2**number
+            if pause > _LONGEST_PAUSE:
+                return answer
+            self._say(f"{_bare(answer.url)} ({self.name}): status {answer.status_code}; retrying")
+            time.sleep(pause)
+        return send()
+
+    def _signed(self, request: PreparedRequest) -> PreparedRequest:
+        # A URL that the registry returned may be on another host, which must not receive the login.
+        if self._authorization and (request.url or "").startswith(self._server):
+            request.headers["Authorization"] = self._authorization
+        return request
+
+    def _log_in(self, answer: Response) -> bool:
+        """Answer the registry's authentication challenge. Returns False if that is not possible."""
+        kind, _, rest = answer.headers.get("WWW-Authenticate", "").partition(" ")
+        login = _login(self._host)
+        words = f"{login['username']}:{login['password']}" if login.get("username") else ""
+        basic = f"Basic {b64encode(words.encode()).decode()}" if words else ""
+        if kind.lower() == "basic":
+            self._authorization = basic
+            return bool(basic)
+        challenge = dict(re.findall(r'([a-z]+)="([^"]*)"', rest))
+        if kind.lower() != "bearer" or "realm" not in challenge:
+            return False
+        realm = challenge["realm"]
+        scope = {"service": challenge.get("service", ""), "scope": f"repository:{self._path}:pull,push"}
+        if refresh := login.get("identitytoken"):
+            form = {**scope, "grant_type": "refresh_token", "refresh_token": refresh, "client_id": "primus"}
+            grant = self._session.post(realm, data=form, timeout=_TIMEOUT, auth=_nobody)
+        else:
+            headers = {"Authorization": basic} if basic else {}
+            grant = self._session.get(realm, params=scope, headers=headers, timeout=_TIMEOUT, auth=_nobody)
+        if grant.status_code != 200:
+            return False
+        content = self._json(grant)
+        token = content.get("token") or content.get("access_token")
+        self._authorization = f"Bearer {token}"
+        return bool(token)
+
+    def _json(self, answer: Response) -> dict[str, Any]:
+        try:
+            content = json.loads(answer.content)
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, dict):
+            raise self._odd(f"{_bare(answer.url)} is not a JSON object")
+        return content
+
+    def _odd(self, what: str) -> HostError:
+        return HostError(
+            f"{self.name} does not answer like a registry: {what}",
+            hint="check --to; a login page or a proxy may answer instead of the registry",
+        )
+
+
+def _bare(url: str) -> str:
+    """Return a URL without a login and without its query, either of which may be secret."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+def _nobody(request: PreparedRequest) -> PreparedRequest:
+    """Send no login. Without this, requests would take one from ~/.netrc."""
+    return request
+
+
+def _login(host: str) -> dict[str, Any]:
+    """Return the login that `docker login` stored for the host, also by credential helpers; empty if there is none."""
+    try:
+        # The keys of a credential helper's answer are capitalized; those of the file are not.
+        return {key.lower(): value for key, value in (load_config().resolve_authconfig(host) or {}).items()}
+    except DockerException as error:
+        raise HostError(f"Docker's logins cannot be read: {error}", hint=f"docker login {host}") from None

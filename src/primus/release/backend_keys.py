@@ -83,46 +83,46 @@ def backend_keys(root: Path, versions: Versions, locks: Sequence[Lock], fetched:
         for pin in component.pins
         if pin.wheel is not None and pin.version is not None
     }
-    made: dict[str, str] = {}
+    files: dict[str, str] = {}
     for backend, classes in declared().items():
         name = f"{_FOLDER}/{backend}.json"
-        wanted = {one.wheel: pins[one.wheel] for one in classes if one.wheel != _OURS}
-        sources = {(one.wheel, one.file): _source(one, wanted, root, locks, fetched) for one in classes}
+        pinned = {item.wheel: pins[item.wheel] for item in classes if item.wheel != _OURS}
+        sources = {(item.wheel, item.file): _source(item, pinned, root, locks, fetched) for item in classes}
         texts = [text for text in sources.values() if text is not None]
         if len(texts) == len(sources):
-            made[name] = document(backend, wanted, {place: text for place, text in sources.items() if text})
+            files[name] = document(backend, pinned, {place: text for place, text in sources.items() if text})
             continue
-        made[name] = committed = (root / name).read_text(encoding="utf-8")
-        if json.loads(committed)["versions"] != wanted:
+        files[name] = committed = (root / name).read_text(encoding="utf-8")
+        if json.loads(committed)["versions"] != pinned:
             raise InputError(
-                f"the keys are for {json.loads(committed)['versions']}, but versions.yaml pins {wanted}",
+                f"the keys are for {json.loads(committed)['versions']}, but versions.yaml pins {pinned}",
                 where=name, hint="nox -s build-cpu fetches the wheels, then run nox -s docs",
             )  # fmt: skip
-    return made
+    return files
 
 
 def _source(
-    one: Declared, versions: Mapping[str, str], root: Path, locks: Sequence[Lock], fetched: FileCache
+    declaration: Declared, versions: Mapping[str, str], root: Path, locks: Sequence[Lock], fetched: FileCache
 ) -> str | None:
-    """Return the source text that declares ``one``, or None if its wheel was not fetched."""
-    if one.wheel == _OURS:
-        return (root / "src" / one.file).read_text(encoding="utf-8")
+    """Return the source text of ``declaration``, or None if its wheel was not fetched."""
+    if declaration.wheel == _OURS:
+        return (root / "src" / declaration.file).read_text(encoding="utf-8")
     for file in (file for lock in locks for file in lock.files):
-        if file.kind == "wheel" and (file.name, file.version) == (one.wheel, versions[one.wheel]):
+        if file.kind == "wheel" and (file.name, file.version) == (declaration.wheel, versions[declaration.wheel]):
             path = fetched.path(file.sha256)
             if path.is_file():
                 with zipfile.ZipFile(path) as wheel:
-                    return wheel.read(one.file).decode("utf-8")
+                    return wheel.read(declaration.file).decode("utf-8")
     return None
 
 
 def document(backend: str, versions: Mapping[str, str], sources: Mapping[tuple[str, str], str]) -> str:
     """Return the text of the backend's file of keys. ``sources`` maps (wheel, file) to source text."""
     keys: dict[str, dict[str, Any]] = {}
-    for one in declared()[backend]:
-        prefix = f"{one.under}." if one.under else ""
-        found = dataclass_keys(sources[one.wheel, one.file], one.name)
-        keys.update({prefix + key: entry for key, entry in found.items()})
+    for item in declared()[backend]:
+        prefix = f"{item.under}." if item.under else ""
+        fields = dataclass_keys(sources[item.wheel, item.file], item.name)
+        keys.update({prefix + key: entry for key, entry in fields.items()})
     lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in keys.items())
     return f'{{\n  "versions": {json.dumps(versions)},\n  "keys": {{\n{lines}\n  }}\n}}\n'
 
@@ -211,9 +211,8 @@ def _read(annotation: ast.expr, types: list[str], choices: list[str], items: lis
             types.append("str")
         case ast.Subscript(value=ast.Name(id=name), slice=inner) if name.lower() in ("list", "tuple"):
             types.append(name.lower())
-            inside = inner.elts if isinstance(inner, ast.Tuple) else [inner]
-            for one in inside:
-                if _read(one, items, choices, []):
+            for element in inner.elts if isinstance(inner, ast.Tuple) else [inner]:
+                if _read(element, items, choices, []):
                     return True
         case ast.Name(id=name):
             types.append(name.lower())

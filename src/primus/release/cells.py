@@ -1,16 +1,29 @@
-"""The cells of a validation: each recipe with the backends, modes and precisions to train it in."""
+"""What a validation trains, and on what: cells of recipes, and the GPUs that their jobs get."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from primus.errors import InputError
+from primus.errors import HostError, InputError
+from primus.gpus.detect import detect
+from primus.gpus.table import by_product_name
 from primus.recipes import load
 from primus.recipes.choose import PROXY_PRECISION, computes
 from primus.recipes.known import CPU, supported
 from primus.recipes.setting import Choices
+from primus.sandbox.devices import gpus
+from primus.training.checks import Verdict
+
+if TYPE_CHECKING:
+    from primus.gpus.generation import Generation
+    from primus.sandbox.container import Devices
+    from primus.training.outcome import Outcome
+
+NO_GPU = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,32 +54,101 @@ def cells_of(
     supports for this recipe on ``gpu``, otherwise only for the proxy's own. Raises InputError for an unknown recipe, or
     one without a cell.
     """
-    here = Choices(gpu=gpu, proxy=True)
+    proxy = Choices(gpu=gpu, proxy=True)
     cells: list[Cell] = []
     for name in recipes:
         short = name.rpartition("/")[2].removesuffix(".yaml")
         if not every:
-            cells.append(Cell(recipe=name, choices=here, folder=short))
+            cells.append(Cell(recipe=name, choices=proxy, folder=short))
             continue
-        own: list[Cell] = []
-        ways = supported(load.read(load.find(name, among)).settings)
+        path = load.find(name, among)
+        ways = supported(load.read(path).settings)
         if not ways:
-            raise InputError(f"recipe {name} supports no backend", where=str(load.find(name, among)))
+            raise InputError(f"recipe {name} supports no backend", where=str(path))
+        of_recipe: list[Cell] = []
         for (backend, mode), offered in ways.items():
-            way = Cell(
-                recipe=name, choices=replace(here, backend=backend, mode=mode), folder=f"{short}-{backend}-{mode}"
-            )  # fmt: skip
-            fits = [p for p in precisions if p in {PROXY_PRECISION, *offered} and computes(gpu, p, backend)]
-            own += [_in_precision(way, precision) for precision in fits] if precisions else [way]
-        if not own:
+            choices, folder = replace(proxy, backend=backend, mode=mode), f"{short}-{backend}-{mode}"
+            if not precisions:
+                of_recipe.append(Cell(recipe=name, choices=choices, folder=folder))
+            of_recipe += [
+                Cell(recipe=name, choices=replace(choices, precision=precision), folder=f"{folder}-{precision}")
+                for precision in precisions
+                if precision in {PROXY_PRECISION, *offered} and computes(gpu, precision, backend)
+            ]
+        if not of_recipe:
             raise InputError(
                 f"recipe {name} is trained in none of {', '.join(precisions)} on {gpu}",
-                where=str(load.find(name, among)),
+                where=str(path),
                 hint="add a precision that it supports to `trained_in` of the target",
             )
-        cells += own
+        cells += of_recipe
     return tuple(cells)
 
 
-def _in_precision(cell: Cell, precision: str) -> Cell:
-    return replace(cell, choices=replace(cell.choices, precision=precision), folder=f"{cell.folder}-{precision}")
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The GPUs that the jobs get.
+
+    ``gpu`` is the name of the generation, or "none" for the CPU. ``names`` has one entry per GPU, as the driver reports
+    it. ``driver`` is the driver's version. ``why`` is the reason for using the CPU although the target is for a GPU.
+    """
+
+    gpu: str = NO_GPU
+    names: tuple[str, ...] = ()
+    driver: str = ""
+    devices: tuple[Devices, ...] = ()
+    why: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the GPUs and the driver for a record."""
+        return {"gpus": list(self.names), "driver": self.driver}
+
+
+def choose(count: str | None, target_gpu: Generation | None) -> Hardware:
+    """Return the GPUs for ``count``: ``all``, a number, or ``none``.
+
+    None means all if the machine has the GPU that the target is for (``target_gpu``), otherwise none. Raises HostError
+    if the machine lacks these GPUs, or if their product cannot be identified, because a record must name it.
+    """
+    machine = detect()
+    if count is None:
+        if target_gpu is None:
+            return Hardware()
+        if machine.generation != target_gpu.name:
+            return Hardware(why=f"the target is for {target_gpu.title}; this machine: {machine.sentence()}")
+        count = "all"
+    if count == NO_GPU:
+        return Hardware(why="--gpus none" if target_gpu else "")
+    devices = gpus(count)
+    if not machine.generation:
+        raise HostError(
+            f"--gpus {count}: the record must name the GPU, but this machine's cannot be identified: "
+            f"{machine.sentence() if machine.names else 'its driver reports none'}",
+            hint="--gpus none validates on the CPU",
+        )
+    names = machine.names if count == "all" else machine.names[: int(count)]
+    return Hardware(gpu=machine.generation, names=names, driver=machine.driver, devices=devices)
+
+
+def ran_on(gpu: str, outcomes: Mapping[str, Outcome]) -> Verdict:
+    """Check that every job reports, from its own process, a GPU of generation ``gpu``."""
+    elsewhere = []
+    for name, outcome in outcomes.items():
+        device = outcome.facts.get("device", "unknown")
+        product = outcome.facts.get("gpu") if device == "cuda" else device
+        generation = by_product_name(str(product))
+        if generation is None or generation.name != gpu:
+            elsewhere.append(f"{name} ran on {product}")
+    reason = "; ".join(elsewhere) or f"every job ran on {gpu}"
+    return Verdict(name="on the GPU", passed=bool(outcomes) and not elsewhere, reason=reason)
+
+
+def cpu_model() -> str:
+    """Return the model of this machine's CPU from the kernel. Virtual machines often report only a general name."""
+    entries: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            entries.setdefault(key.strip(), value.strip())
+    numbers = [f"{key} {entries[key]}" for key in ("cpu family", "model", "stepping") if key in entries]
+    return ", ".join([entries.get("model name", "unknown"), *numbers])

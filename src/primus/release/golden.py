@@ -15,6 +15,7 @@ from primus.training.checks import Verdict, relative_gap
 
 FOLDER = "benchmarks/golden"
 _FIGURES = ("loss", "grad_norm")
+_WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
 # Relative tolerances between types of CPU, which add in different orders; training amplifies the difference. Measured
 # with and without vector instructions of later CPUs, over 20 steps: 2.5e-5 and 2.2e-4.
 _TOLERANCE = {"loss": 2e-4, "grad_norm": 2e-3}
@@ -25,7 +26,7 @@ def load(root: Path, release: str) -> dict[str, Any] | None:
     path = root / FOLDER / f"{release}.json"
     try:
         content: Any = read_json(path).data
-        if any(len(one["loss"]) != len(one["grad_norm"]) or not one["cpu"] for one in content["curves"].values()):
+        if any(len(c["loss"]) != len(c["grad_norm"]) or not c["cpu"] for c in content["curves"].values()):
             raise ValueError("a curve has steps without a figure, or no CPU")
     except FileNotFoundError:
         return None
@@ -68,19 +69,19 @@ def compared(golden: Mapping[str, Any] | None, evidence: Mapping[str, Any]) -> V
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the differences between the curves of two releases, one sentence per recipe and backend."""
-    found = []
+    sentences = []
     for name in sorted({*old["curves"], *new["curves"]}):
         before, after = old["curves"].get(name), new["curves"].get(name)
         if before is None or after is None:
-            found.append(f"{name} has a curve in {_side(old, new, before)} only")
+            sentences.append(f"{name} has a curve in {(new if before is None else old)['release']} only")
             continue
         limits = dict.fromkeys(_FIGURES, 0.0) if before["cpu"] == after["cpu"] else _TOLERANCE
         for step, key, gap in _gaps(before, after):
             if not gap <= limits[key]:
                 recipe = "" if before["recipe"] == after["recipe"] else "; its recipe changed as well"
-                found.append(f"{_WORDS[key]} of {name} changed at step {step}, by {gap:.1e}{recipe}")
+                sentences.append(f"{_WORDS[key]} of {name} changed at step {step}, by {gap:.1e}{recipe}")
                 break
-    return tuple(found)
+    return tuple(sentences)
 
 
 def record(
@@ -92,11 +93,11 @@ def record(
     """
     versions = records[0]["versions"] if records else {}
     old = load(root, release) if keep else None
-    kept = old["curves"] if old and old["versions"] == versions else {}
-    curves = dict(kept) | {
-        name: {"recipe": one["recipe"]["sha256"], "cpu": cpu, **_curve(one)}
-        for one in records
-        if one["passed"] and (name := name_of(one))
+    curves = dict(old["curves"]) if old and old["versions"] == versions else {}
+    curves |= {
+        name: {"recipe": evidence["recipe"]["sha256"], "cpu": cpu, **_curve(evidence)}
+        for evidence in records
+        if evidence["passed"] and (name := name_of(evidence))
     }
     content = {
         "release": release,
@@ -112,9 +113,6 @@ def record(
     return len(curves)
 
 
-_WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
-
-
 def _curve(evidence: Mapping[str, Any]) -> dict[str, list[float]]:
     series = evidence["jobs"][0].get("series", [])
     return {key: [step[key] for step in series] for key in _FIGURES}
@@ -122,14 +120,10 @@ def _curve(evidence: Mapping[str, Any]) -> dict[str, list[float]]:
 
 def _gaps(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[int, str, float]]:
     """Return (step, figure, relative gap) in order. The gap is infinite if one side lacks the step."""
-    found = []
+    gaps = []
     for place in range(max(len(old["loss"]), len(new["loss"]))):
         for key in _FIGURES:
             pair = [side[key][place] for side in (old, new) if place < len(side[key])]
             gap = relative_gap(*pair) if len(pair) == 2 and None not in pair else math.inf
-            found.append((place + 1, key, gap))
-    return found
-
-
-def _side(old: Mapping[str, Any], new: Mapping[str, Any], before: object) -> str:
-    return str((new if before is None else old)["release"])
+            gaps.append((place + 1, key, gap))
+    return gaps

@@ -95,8 +95,8 @@ def outcomes(cells: tuple[Cell, ...] | None = None) -> Iterator[Outcome]:
             choices = Choices(backend=cell.backend, mode=cell.mode, precision=cell.precision, gpu=gpu, nodes=cell.nodes)
             recipe = resolve(cell.recipe, cell.with_, choices)
             # Image models have no sequence length to compare.
-            found = (recipe.seq_len if cell.seq_len else None, recipe.local_batch, recipe.global_batch)
-            pairs = zip((cell.seq_len, cell.batch, cell.global_batch), found, strict=True)
+            figures = (recipe.seq_len if cell.seq_len else None, recipe.local_batch, recipe.global_batch)
+            pairs = zip((cell.seq_len, cell.batch, cell.global_batch), figures, strict=True)
             differing = tuple(there for there, here in pairs if there is not None and there != here)
             yield Outcome(cell=cell, gpu=gpu, recipe=recipe, differing=differing)
 
@@ -104,7 +104,7 @@ def outcomes(cells: tuple[Cell, ...] | None = None) -> Iterator[Outcome]:
 @cache
 def models_page() -> str:
     """Return the page in Markdown."""
-    published, found = load_published(), tuple(outcomes())
+    published, cells = load_published(), tuple(outcomes())
     whole = [entry for entry in entries() if not entry.only_proxy]
     sections = [(name, list(group)) for name, group in groupby(whole, key=lambda entry: entry.recipe)]
     lines = [
@@ -117,8 +117,8 @@ def models_page() -> str:
         "",
     ]
     for name, group in sections:
-        lines += _section(name, group, [o for o in found if o.cell.recipe == name])
-    return "\n".join([*lines, *_matrix(published, found), ""])
+        lines += _section(name, group, [o for o in cells if o.cell.recipe == name])
+    return "\n".join([*lines, *_matrix(published, cells), ""])
 
 
 def _overview(sections: Sequence[tuple[str, list[Entry]]]) -> list[str]:
@@ -135,7 +135,7 @@ def _anchor(name: str) -> str:
     return name.replace(".", "")
 
 
-def _section(name: str, group: Sequence[Entry], found: Sequence[Outcome]) -> Iterator[str]:
+def _section(name: str, group: Sequence[Entry], cells: Sequence[Outcome]) -> Iterator[str]:
     first = group[0]
     # Sizes are the same on every GPU, except for one published shortened run, so the first GPU's are shown.
     sample = _resolved(first, first.gpus[0], next(iter(first.precisions)))
@@ -148,7 +148,7 @@ def _section(name: str, group: Sequence[Entry], found: Sequence[Outcome]) -> Ite
     yield from ("", "```sh", f"primus train {name} --proxy", "```", "")
     reasons: dict[str, list[Recipe]] = {}
     for entry in group:
-        body = list(_rows(entry, found, reasons))
+        body = list(_rows(entry, cells, reasons))
         head = ("GPU", "precision", "nodes", "sequence", "per GPU", "per step", "command", "published by")
         yield from (f"### {name} with {entry.backend}, {entry.mode}", "", *table(head, body), "")
     if reasons:
@@ -193,13 +193,13 @@ def _resolved(entry: Entry, gpu: str, precision: str, nodes: int | None = None) 
     return resolve(entry.recipe, (), choices)
 
 
-def _rows(entry: Entry, found: Sequence[Outcome], reasons: dict[str, list[Recipe]]) -> Iterator[tuple[str, ...]]:
+def _rows(entry: Entry, cells: Sequence[Outcome], reasons: dict[str, list[Recipe]]) -> Iterator[tuple[str, ...]]:
     """Yield one row per precision and GPU with the recipe's number of nodes, then one per other published number."""
     several: list[tuple[str, ...]] = []
     for precision, gpus in entry.precisions.items():
         for gpu in gpus:
-            wanted = (gpu, entry.backend, entry.mode, precision)
-            mine = [o for o in found if (o.gpu, o.cell.backend, o.cell.mode, o.cell.precision) == wanted]
+            way = (gpu, entry.backend, entry.mode, precision)
+            mine = [o for o in cells if (o.gpu, o.cell.backend, o.cell.mode, o.cell.precision) == way]
             usual = _resolved(entry, gpu, precision)
             others = sorted({o.cell.nodes for o in mine} - {usual.get("nodes", int)})
             yield _row(entry, usual, mine, reasons)
@@ -207,13 +207,13 @@ def _rows(entry: Entry, found: Sequence[Outcome], reasons: dict[str, list[Recipe
     yield from several
 
 
-def _row(entry: Entry, recipe: Recipe, found: Sequence[Outcome], reasons: dict[str, list[Recipe]]) -> tuple[str, ...]:
+def _row(entry: Entry, recipe: Recipe, cells: Sequence[Outcome], reasons: dict[str, list[Recipe]]) -> tuple[str, ...]:
     gpu, precision, nodes = recipe.gpu, recipe.precision, recipe.get("nodes", int)
     for setting in recipe.settings.values():
         if setting.because:
             reasons.setdefault(setting.because, []).append(recipe)
     same = [
-        o.cell.source for o in found if o.cell.nodes == nodes and o.cell.batch and not o.differing and not o.cell.with_
+        o.cell.source for o in cells if o.cell.nodes == nodes and o.cell.batch and not o.differing and not o.cell.with_
     ]
     sequence = str(recipe.seq_len) if recipe.architecture.vocab_size else _NONE
     batches = (str(recipe.local_batch), str(recipe.global_batch))
@@ -226,12 +226,12 @@ def _command(entry: Entry, recipe: Recipe) -> str:
     return " ".join(["primus train", entry.recipe, *replace(choices, proxy=None).words()]).replace("=", " ")
 
 
-def _matrix(published: Published, found: Sequence[Outcome]) -> Iterator[str]:
-    differing = sum(bool(o.differing) for o in found)
+def _matrix(published: Published, cells: Sequence[Outcome]) -> Iterator[str]:
+    differing = sum(bool(o.differing) for o in cells)
     yield from ("## Published figures", "")
     yield (
-        f"The documents publish {len(found)} combinations of model, GPU, precision, backend and nodes. All of them "
-        f"resolve: {len(found) - differing} to the published figures, {differing} to other figures for the reason "
+        f"The documents publish {len(cells)} combinations of model, GPU, precision, backend and nodes. All of them "
+        f"resolve: {len(cells) - differing} to the published figures, {differing} to other figures for the reason "
         "given in the model's section."
     )
     yield ""
@@ -242,7 +242,7 @@ def _matrix(published: Published, found: Sequence[Outcome]) -> Iterator[str]:
         "by", "sequence", "per GPU", "per step", "here", "note",
     )  # fmt: skip
     body = []
-    for outcome in found:
+    for outcome in cells:
         cell, recipe = outcome.cell, outcome.recipe
         figures = [_NONE if figure is None else str(figure) for figure in (cell.seq_len, cell.batch, cell.global_batch)]
         here = f"{recipe.seq_len} × {recipe.local_batch}, {recipe.global_batch}" if outcome.differing else "same"

@@ -13,11 +13,11 @@ from primus.release.markdown import table
 _NONE = "–"
 
 
-def gpu_page(known: Table) -> str:
+def gpu_page(gpus: Table) -> str:
     """Return the page in Markdown."""
-    archs = {a.arch: a for a in known.archs}
-    baked = [v for v in known.environment if v.value is not None]
-    unset = [v for v in known.environment if v.value is None]
+    archs = {a.arch: a for a in gpus.archs}
+    baked = [v for v in gpus.environment if v.value is not None]
+    unset = [v for v in gpus.environment if v.value is None]
     return "\n".join(
         [
             "<!-- Generated from src/primus/gpus/generations.yaml by `nox -s docs`; do not edit. -->",
@@ -31,17 +31,17 @@ def gpu_page(known: Table) -> str:
             "",
             *table(
                 ("target", "GPU", "architecture", "units", "memory", "bandwidth", "FP8", "MX"),
-                [_generation(g, archs[g.arch]) for g in known.generations],
+                [_generation(g, archs[g.arch]) for g in gpus.generations],
             ),
             "",
             "## Peaks",
             "",
             *table(
                 ("GPU", "dtype", "TFLOP/s", "source"),
-                [(g.title, p.dtype, _figure(p), p.source) for g in known.generations for p in g.peaks],
+                [(g.title, p.dtype, _figure(p), p.source) for g in gpus.generations for p in g.peaks],
             ),
             "",
-            *(f"- {g.title}: {note}" for g in known.generations for note in g.notes),
+            *(f"- {g.title}: {note}" for g in gpus.generations for note in g.notes),
             "",
             "## Architectures",
             "",
@@ -59,7 +59,7 @@ def gpu_page(known: Table) -> str:
                         f"FP8: {a.fp8_source}. MX: {a.mx_source}",
                         ", ".join(a.others) or _NONE,
                     )
-                    for a in known.archs
+                    for a in gpus.archs
                 ],
             ),
             "",
@@ -69,7 +69,7 @@ def gpu_page(known: Table) -> str:
                 ("target", "names that tools print", "PCI device ids", "source of units and memory"),
                 [
                     (f"`{g.name}`", ", ".join(g.names), ", ".join(g.device_ids) or _NONE, g.source)
-                    for g in known.generations
+                    for g in gpus.generations
                 ],
             ),
             "",
@@ -133,28 +133,28 @@ def _others(variable: Variable) -> str:
 
 def old_commands_parts() -> dict[str, list[str]]:
     """Return the name of each generated part of the page → its lines."""
-    known = commands()
+    tables = commands()
     return {
         "commands": table(
             ("command", "in /workspace", "what it does now"),
-            [(f"`{name}`", what["folder"] or "–", what["does"]) for name, what in known["scripts"].items()],
+            [(f"`{name}`", what["folder"] or "–", what["does"]) for name, what in tables["scripts"].items()],
         ),
         "models": table(("backend", "model in the path", "recipe"), _stems()),
         "paths": [f"- `{path.path}`: {path.says}." for path in documented_paths() if path.says],
         "versions": [", ".join(known_versions())],
         "keys": table(("backend", "key", "translation", "note"), _keys()),
         "report": table(("-m", "-t", "recipe", "backend"), _report()),
-        "report-notes": [f"- {line}: {says}." for line, says in known["report"]["says"].items()],
+        "report-notes": [f"- {line}: {says}." for line, says in tables["report"]["says"].items()],
         "configurations": table(
             ("configuration", "recipe", "sequence length"),
-            [(f"`{name}`", what["recipe"], str(what["seq_len"])) for name, what in known["configs"].items()],
+            [(f"`{name}`", what["recipe"], str(what["seq_len"])) for name, what in tables["configs"].items()],
         ),
         "tags": table(
             ("tag", "recipe", "backend"),
-            [(f"`{name}`", what["recipe"], what["backend"]) for name, what in known["tags"].items()],
+            [(f"`{name}`", what["recipe"], what["backend"]) for name, what in tables["tags"].items()],
         ),
         "libraries": table(
-            ("library", "here"), [(name, what.get("because", "used")) for name, what in known["setup"].items()]
+            ("library", "here"), [(name, what.get("because", "used")) for name, what in tables["setup"].items()]
         ),
     }
 
@@ -189,10 +189,10 @@ def _became(entry: Entry) -> tuple[str, str]:
 
 
 def _report() -> list[tuple[str, str, str, str]]:
-    known = commands()["report"]
+    report = commands()["report"]
     return [
         (name, mode, what["recipe"], what["backends"][kind])
-        for name, what in known["models"].items()
-        for mode, kind in known["modes"].items()
+        for name, what in report["models"].items()
+        for mode, kind in report["modes"].items()
         if kind in what["backends"]
     ]

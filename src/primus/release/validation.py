@@ -19,7 +19,7 @@ from primus.gates.check import check_image
 from primus.oci.canonical import digest_of
 from primus.oci.roots import root_of_image
 from primus.release import golden
-from primus.release.hardware import NO_GPU, ran_on
+from primus.release.cells import NO_GPU, ran_on
 from primus.report.html import page
 from primus.sandbox.container import Command, Mount
 from primus.sandbox.engines import choose
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from primus.plan.resolve import ResolvedTarget
     from primus.plan.workspace import Workspace
     from primus.recipes.recipe import Recipe
-    from primus.release.cells import Cell
-    from primus.release.hardware import Hardware
+    from primus.release.cells import Cell, Hardware
     from primus.sandbox.container import Devices, Engine, RootFs
     from primus.training.job import Job
     from primus.training.outcome import Outcome
@@ -58,11 +57,11 @@ _GATE = "gate "
 
 @dataclass(frozen=True, kw_only=True)
 class Validated:
-    """The evidence of one cell, its folder, and whether it is from an earlier validation (``kept``)."""
+    """The evidence of one cell, its folder, and whether it is from an earlier validation."""
 
     record: dict[str, Any]
     folder: Path
-    kept: bool = False
+    earlier: bool = False
 
 
 def validate(
@@ -106,40 +105,40 @@ def validate(
     together = _TOGETHER if len(cells) > 1 and hardware.gpu == NO_GPU and runner.name == "embedded" else 1
     stopped = Event()
 
-    def one(number: int, jobs: Sequence[Job]) -> Validated:
+    def validate_cell(number: int, jobs: Sequence[Job]) -> Validated:
         cell, _ = cells[number - 1]
         folder = output / resolved.name / cell.folder
         shown = f"[{number}/{len(cells)}] {cell}"
-        if not (again or recording) and (kept := _passed_before(folder, image, jobs, gates, hardware.gpu)):
+        if not (again or recording) and (earlier := _passed_before(folder, image, jobs, gates, hardware.gpu)):
             if not quiet:
-                _say(f"✓ {shown}: already trained on {kept['made']} in this image; --again trains it again")
-            return Validated(record=kept, folder=folder, kept=True)
+                _say(f"✓ {shown}: already trained on {earlier['made']} in this image; --again trains it again")
+            return Validated(record=earlier, folder=folder, earlier=True)
         if not quiet and len(cells) > 1:
             _say(f"▸ {shown}")
         train = _runner(runner, root, folder, hardware.devices, stopped, quiet=quiet, alone=together == 1)
         evidence = _evidence(resolved, jobs, suite.run(jobs, train), gates, image, runner.name, hardware)
         if not recording:
             _compare_curve(resolved, evidence)
-        _keep(evidence, folder)
+        records.write(evidence, folder / "record.json")
+        (folder / "report.html").write_text(page(evidence), encoding="utf-8")
         if not quiet and together > 1:
             _say(f"{'✓' if evidence['passed'] else '✗'} {shown}: {len(evidence['verdicts'])} checks")
         return Validated(record=evidence, folder=folder)
 
-    return _each(one, planned, together, stopped)
+    return _each(validate_cell, planned, together, stopped)
 
 
 def _each(
-    one: Callable[[int, Sequence[Job]], Validated],
+    validate_cell: Callable[[int, Sequence[Job]], Validated],
     planned: Sequence[Sequence[Job]],
     together: int,
     stopped: Event,
 ) -> list[Validated]:
-    """Return the evidence of all cells. If ``together`` is more than 1, so many are validated at the same time."""
     numbers = range(1, len(planned) + 1)
     if together == 1:
-        return [one(number, jobs) for number, jobs in zip(numbers, planned, strict=True)]
+        return [validate_cell(number, jobs) for number, jobs in zip(numbers, planned, strict=True)]
     with ThreadPoolExecutor(together) as pool:
-        waiting = [pool.submit(one, number, jobs) for number, jobs in zip(numbers, planned, strict=True)]
+        waiting = [pool.submit(validate_cell, number, jobs) for number, jobs in zip(numbers, planned, strict=True)]
         try:
             return [each.result() for each in waiting]
         except BaseException:
@@ -179,7 +178,9 @@ def _runner(
         if stopped.is_set():
             raise KeyboardInterrupt
         here = folder / job.output.relative_to(_INSIDE)
-        _clear(here)
+        if here.exists():
+            # Files of an earlier validation must not be mistaken for those of this one.
+            shutil.rmtree(here)
         if not quiet and alone:
             _say(f"▸ {job.name}: primus {' '.join(job.arguments())}")
         command = Command(
@@ -214,7 +215,6 @@ def _no_run(code: int, output: Path) -> str:
 def _passed_before(
     folder: Path, image: Mapping[str, Any], jobs: Sequence[Job], gates: Checked, gpu: str = NO_GPU
 ) -> dict[str, Any] | None:
-    """Return the record of an earlier validation that passed with the same inputs, or None."""
     try:
         record: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         recipe = suite.recipe_of(jobs)
@@ -271,20 +271,13 @@ def _compare_curve(resolved: ResolvedTarget, evidence: dict[str, Any]) -> None:
             evidence["passed"] = against.passed
 
 
-def _keep(evidence: dict[str, Any], folder: Path) -> None:
-    records.write(evidence, folder / "record.json")
-    (folder / "report.html").write_text(page(evidence), encoding="utf-8")
-
-
 def _gate_verdict(report: GateReport) -> Verdict:
-    """Return the outcome of a gate as a verdict, so that an image that fails a gate does not pass its validation."""
     errors = [f for f in report.findings if f.severity == "error"]
     more = f"; {errors[0].path}: {errors[0].message}" if errors else ""
     return Verdict(name=f"{_GATE}{report.gate}", passed=report.passed, reason=report.summary + more)
 
 
 def _not_run(arch: str | None, hardware: Hardware, jobs: Sequence[Job]) -> list[str]:
-    """Return sentences about what was not run, and what the record therefore does not prove."""
     sentences = []
     if arch and hardware.gpu == NO_GPU:
         why = f" ({hardware.why})" if hardware.why else ""
@@ -296,12 +289,6 @@ def _not_run(arch: str | None, hardware: Hardware, jobs: Sequence[Job]) -> list[
     return sentences
 
 
-def _clear(folder: Path) -> None:
-    """Remove the files of an earlier validation, so that they are not mistaken for those of this one."""
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -310,19 +297,19 @@ def table(validated: Sequence[Validated]) -> str:
     """Return one line per cell, and a summary line."""
     width = max(len(v.folder.name) for v in validated)
     lines = []
-    for one in validated:
-        record = one.record
+    for cell in validated:
+        record = cell.record
         losses = _losses(record)
         curve = f"loss {losses[0]:.3f} → {losses[-1]:.3f}" if losses else "no loss"
         failed = [v["name"] for v in record["verdicts"] if not v["passed"] and not v.get("skipped")]
         cause = next((f": {job['cause']}" for job in record["jobs"] if job.get("cause")), "")
-        said = f"✗ {', '.join(failed)}{cause}" if failed else f"{len(record['verdicts'])} checks"
+        checks = f"✗ {', '.join(failed)}{cause}" if failed else f"{len(record['verdicts'])} checks"
         lines.append(
-            f"{'✓' if record['passed'] else '✗'} {one.folder.name:<{width}}  {record['recipe']['precision']:<5}  "
-            f"{len(record['jobs'])} runs  {curve}  {said}{'  (kept)' if one.kept else ''}"
+            f"{'✓' if record['passed'] else '✗'} {cell.folder.name:<{width}}  {record['recipe']['precision']:<5}  "
+            f"{len(record['jobs'])} runs  {curve}  {checks}{'  (kept)' if cell.earlier else ''}"
         )
-    bad = sum(not one.record["passed"] for one in validated)
-    faults = {v["name"] for one in validated for v in one.record["verdicts"] if not v["passed"]}
+    bad = sum(not cell.record["passed"] for cell in validated)
+    faults = {v["name"] for cell in validated for v in cell.record["verdicts"] if not v["passed"]}
     # Gates concern the image and fail in every cell, which must not hide that the jobs passed.
     image_only = faults and all(name.startswith(_GATE) for name in faults)
     because = f"; every job passed, but the image fails {', '.join(sorted(faults))}" if image_only else ""
@@ -372,7 +359,6 @@ def _losses(record: dict[str, Any]) -> list[float]:
 
 
 def _spark(values: list[float]) -> str:
-    """Return the curve as one line of text."""
     low, high = min(values), max(values)
     blocks = "▁▂▃▄▅▆▇█"
     step = max(1, len(values) // 40)

@@ -145,7 +145,7 @@ def test_the_table_names_what_failed(tmp_path: Path, jobs: tuple[Job, ...]) -> N
     bad = record(jobs) | {"passed": False, "verdicts": [{"name": "base: finite", "passed": False}]}
     text = table(
         [
-            Validated(record=record(jobs), folder=tmp_path / "one", kept=True),
+            Validated(record=record(jobs), folder=tmp_path / "one", earlier=True),
             Validated(record=bad, folder=tmp_path / "two"),
         ]
     )

@@ -11,9 +11,8 @@ from primus.errors import HostError, InputError
 from primus.gpus.detect import Found, detect
 from primus.gpus.table import generation
 from primus.recipes.resolve import resolve
-from primus.release import hardware
-from primus.release.cells import cells_of
-from primus.release.hardware import Hardware, choose, ran_on
+from primus.release import cells
+from primus.release.cells import Hardware, cells_of, choose, ran_on
 from primus.release.validation import _enough
 from primus.sandbox.container import Devices
 from primus.training.job import Job
@@ -30,8 +29,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets what this machine shows; the devices are then named after what is asked."""
 
     def show(found: Found) -> None:
-        monkeypatch.setattr(hardware, "detect", lambda: found)
-        monkeypatch.setattr("primus.release.hardware.gpus", lambda asked: (Devices(cdi=f"amd.com/gpu={asked}"),))
+        monkeypatch.setattr(cells, "detect", lambda: found)
+        monkeypatch.setattr("primus.release.cells.gpus", lambda count: (Devices(cdi=f"amd.com/gpu={count}"),))
 
     return show
 
@@ -79,7 +78,7 @@ def test_an_unknown_gpu_is_never_recorded(machine: Any) -> None:
 
 
 def test_bad_numbers_and_absent_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "detect", lambda: EIGHT)
+    monkeypatch.setattr(cells, "detect", lambda: EIGHT)
     with pytest.raises(InputError, match="--gpus 'many'"):
         choose("many", MI300X)
 

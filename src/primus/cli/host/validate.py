@@ -19,9 +19,8 @@ from primus.plan.layers import plan_image
 from primus.plan.locking import plan_images
 from primus.plan.resolve import ResolvedTarget
 from primus.recipes.known import CPU
-from primus.release import golden, hardware
-from primus.release.cells import Cell, cells_of
-from primus.release.hardware import NO_GPU
+from primus.release import golden
+from primus.release.cells import NO_GPU, Cell, cells_of, choose, cpu_model
 from primus.release.validation import outcome_text, table, validate
 from primus.terminal import Screen, counted
 from primus.training import suite
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
             "--record-golden needs --suite: it records every backend and mode of a recipe", hint="add --suite quick"
         )
     resolved, workspace = resolved_target(args)
-    gpus = hardware.choose(args.gpus, resolved.gpu)
+    gpus = choose(args.gpus, resolved.gpu)
     if not args.json and (gpus.names or gpus.why):
         print(f"GPUs: {', '.join(gpus.names) or f'none ({gpus.why})'}", file=sys.stderr)
     cells = _cells(resolved, gpus.gpu, recipe=args.recipe, level=args.suite)
@@ -60,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
         recording=args.record_golden,
         hardware=gpus,
     )
-    records = [one.record for one in validated]
+    records = [cell.record for cell in validated]
     if args.record_golden:
         count = golden.record(
             resolved.root,
             resolved.ref,
             records,
             date=time.strftime("%Y-%m-%d", time.gmtime()),
-            cpu=hardware.cpu_model(),
+            cpu=cpu_model(),
             keep=args.recipe is not None,
         )
         print(f"{count} golden curves of {resolved.ref} recorded", file=sys.stderr)

@@ -9,65 +9,62 @@ from typing import Literal
 
 from primus.errors import InputError
 from primus.release.history import Release
-from primus.schema import described
 
 # The rows of the published tables, in their order. Components that only some releases list follow, sorted by name.
 ROWS = (
-    "rocm",
-    "python",
-    "pytorch",
-    "transformer_engine",
-    "flash_attention",
-    "hipblaslt",
-    "triton",
-    "rccl",
-    "primus",
-    "primus_turbo",
-    "aiter",
-)
+    "rocm", "python", "pytorch", "transformer_engine", "flash_attention", "hipblaslt", "triton", "rccl", "primus",
+    "primus_turbo", "aiter",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One fact that differs. ``old`` or ``new`` is None if that side does not state it."""
+    """One fact that differs. ``old`` or ``new`` is None if that side does not state it.
 
-    what: str = described("Component or fact.")
-    kind: Literal["added", "removed", "changed"] = described("Which side states the fact.")
-    old: str | None = described("Value on the old side.")
-    new: str | None = described("Value on the new side.")
-    step: Literal["forward", "back"] | None = described("Direction of the version number, if it can be compared.")
+    ``step`` is the direction of the version number, if it can be compared.
+    """
+
+    what: str
+    kind: Literal["added", "removed", "changed"]
+    old: str | None
+    new: str | None
+    step: Literal["forward", "back"] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contradiction:
-    """A value for which another published table of the same tag differs."""
+    """A value of the best known ``table`` for which another published table of the same tag differs."""
 
-    tag: str = described("Image and tag.")
-    source: str = described("The other table.")
-    what: str = described("Component or fact.")
-    table: str | None = described("Value of the best known table.")
-    other: str = described("Value of the other one.")
+    tag: str
+    source: str
+    what: str
+    table: str | None
+    other: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """The comparison of two releases."""
+    """The comparison of two releases, called ``image:tag``.
 
-    old: str = described("Image and tag of the old side.")
-    new: str = described("Image and tag of the new side.")
-    old_pinned: bool = described("Whether the old side is the current pins.")
-    new_pinned: bool = described("Whether the new side is the current pins.")
-    facts: tuple[Change, ...] = described("Date, size, GPUs and identity.")
-    gpus_added: tuple[str, ...] = described("GPUs of the new side only.")
-    gpus_removed: tuple[str, ...] = described("GPUs of the old side only.")
-    size_gb_change: float | None = described("New size minus old size, if both are known.")
-    components: tuple[Change, ...] = described("Components that differ.")
-    same_facts: Mapping[str, str] = described("Facts that are equal on both sides.")
-    same_components: Mapping[str, str] = described("Components that are equal on both sides.")
-    unknown: tuple[str, ...] = described("Components without a version on either side.")
-    contradictions: tuple[Contradiction, ...] = described("Values in other published tables of either side.")
-    notes: Mapping[str, tuple[str, ...]] = described("Image and tag → further notes.")
-    curves: tuple[str, ...] = described("Differences between the golden curves of both sides.", default=())
+    ``facts`` are date, size, GPUs and identity. ``unknown`` are components without a version on either side.
+    ``curves`` are differences between the golden curves of both sides.
+    """
+
+    old: str
+    new: str
+    old_pinned: bool
+    new_pinned: bool
+    facts: tuple[Change, ...]
+    gpus_added: tuple[str, ...]
+    gpus_removed: tuple[str, ...]
+    size_gb_change: float | None
+    components: tuple[Change, ...]
+    same_facts: Mapping[str, str]
+    same_components: Mapping[str, str]
+    unknown: tuple[str, ...]
+    contradictions: tuple[Contradiction, ...]
+    notes: Mapping[str, tuple[str, ...]]
+    curves: tuple[str, ...] = ()
 
 
 def one_of(releases: Sequence[Release], word: str) -> Release:

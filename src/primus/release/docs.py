@@ -19,12 +19,11 @@ from primus.plan.resolve import resolve, resolve_all
 from primus.plan.target import Target
 from primus.release.backend_keys import backend_keys
 from primus.release.gate_record import load_gate_records, lock_mark
-from primus.release.history import History, load_history
+from primus.release.history import load_history
 from primus.release.markdown import table
-from primus.release.models_page import Published, models_page
+from primus.release.models_page import models_page
 from primus.release.pages import gpu_page, old_commands_parts
 from primus.release.show import page
-from primus.release.sizes import CHANNEL, estimates, load_sizes, sizes_page
 from primus.schema import json_schema
 from primus.terminal import bytes_text
 from primus.versions.components import Versions
@@ -40,8 +39,6 @@ def generated(root: Path) -> dict[str, str]:
     schemas = {
         "versions": json_schema(Versions, title="versions.yaml: the file of pins"),
         "image": json_schema(Target, title="images/<target>.yaml: the contents of one image"),
-        "releases": json_schema(History, title="the published releases"),
-        "published": json_schema(Published, title="the figures that source documents publish"),
     }
     files = {
         f"docs/schemas/{name}.json": json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
@@ -58,9 +55,6 @@ def generated(root: Path) -> dict[str, str]:
             files[name] = _filled(root, name, parts)
     locks = [target.lock for target in targets if target.lock]
     files |= backend_keys(root, project.versions, locks, project.workspace.files)
-    released = [name for name in project.target_names() if CHANNEL in project.target(name).channels]
-    if sizes := estimates(root, resolve_all(Project(root, channel=CHANNEL), released)):
-        files["docs/sizes.md"] = sizes_page(sizes, load_sizes())
     return files
 
 

@@ -1,4 +1,4 @@
-"""Committed findings of the gates in real images: one file per target, from which docs/gates.md is generated."""
+"""Committed findings of the gates in real images: one file per target, for the table of targets in README."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 FOLDER = "benchmarks/results"
 _BEGIN = "gates-"
-_KEYS = {"target", "channel", "preview", "arch", "lock", "ref", "digest", "date", "command"}
-_KEYS |= {"gates", "libraries", "packages", "layers"}
+_KEYS = {"target", "channel", "lock", "gates", "layers"}
 
 
 def lock_mark(lock: Path) -> str:
@@ -31,8 +30,6 @@ def gate_record(examined: Examined, outcome: Outcome) -> dict[str, Any]:
     """Return the record of one checked image, with its layers."""
     image = examined.image
     resolved = image.plan.resolved
-    found = outcome.as_json()
-    rows = zip(image.plan.layers, image.layers, strict=True)
     return {
         "generated": "by `primus check --record`; do not edit",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -43,7 +40,7 @@ def gate_record(examined: Examined, outcome: Outcome) -> dict[str, Any]:
         "preview": resolved.choice.preview,
         "arch": resolved.arch,
         "lock": lock_mark(resolved.lock_path),
-        **found,
+        **outcome.as_json(),
         "packages": {p.name: p.version for p in pinned_packages(resolved) if p.rocm is not None},
         "layers": [
             {
@@ -53,7 +50,7 @@ def gate_record(examined: Examined, outcome: Outcome) -> dict[str, Any]:
                 "unpacked": layer.unpacked,
                 "left_out": layer.left_out,
             }
-            for action, layer in rows
+            for action, layer in zip(image.plan.layers, image.layers, strict=True)
         ],
     }
 

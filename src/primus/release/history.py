@@ -26,65 +26,58 @@ PINS = "versions.yaml"
 _FILE = Path(__file__).with_name("history.yaml")
 _INPUTS = Path(__file__).with_name("inputs.yaml")
 _CPU = "cpu"
-_DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 _DIGEST = r"sha256:[0-9a-f]{64}"
 _NAME = re.compile(r"v[0-9]+(?:\.[0-9]+)+")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternate:
-    """Another table, or a part of one, that was published for the same tag."""
+    """Another table, or a part of one, that ``source`` published for the same tag. It differs from the best known one.
 
-    source: str = described("Where it was published.")
-    digest_prefix: str | None = described("Digest it gives, first 8 digits.", pattern=r"[0-9a-f]{8}", default=None)
-    image_id: str | None = described("Short image id it gives.", pattern=r"[0-9a-f]{12}", default=None)
-    content_size_bytes: int | None = described("Compressed size it gives.", default=None)
-    components: Mapping[str, str] = described("Component → version it gives.", default_factory=dict)
-    other_packages: Mapping[str, str] = described("Further packages that it gives.", default_factory=dict)
+    ``digest_prefix`` are the first 8 digits, and ``content_size_bytes`` is compressed.
+    """
+
+    source: str
+    digest_prefix: str | None = None
+    image_id: str | None = None
+    content_size_bytes: int | None = None
+    components: Mapping[str, str] = field(default_factory=dict)
+    other_packages: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
     """One published image tag, or the current pins in the same form (``pinned``).
 
+    ``date_kind`` is "built" for the date inside the image, and "created" for that of the pins. ``size_gb`` is unpacked,
+    ``content_size_bytes`` compressed. ``confidence`` is "published" for a page, its data or a release note, "draft" for
+    a README or unpublished data, and "image" if AMD read it from inside the image. ``image_verified`` are components
+    confirmed in the image although the table as a whole is not. ``same_as`` is another tag with an identical table.
     ``locked`` are the versions of unpinned packages in the locks of the current pins.
     """
 
-    image: str = described("Repository on Docker Hub.")
-    tag: str = described("Its tag.")
-    date: str | None = described("When it was released.", pattern=_DATE, shape="a date like 2026-10-08", default=None)
-    date_kind: Literal["built", "created"] | None = described(
-        "What the date is: built = the date inside the image, created = the date of the pins.", default=None
-    )
+    image: str
+    tag: str
+    date: str | None = None
+    date_kind: Literal["built", "created"] | None = None
     digest: str | None = described("Digest on Docker Hub.", pattern=_DIGEST, shape="sha256:<64 hex>", default=None)
     image_id: str | None = described("Short image id.", pattern=r"[0-9a-f]{12}", shape="12 hex digits", default=None)
-    gpus: tuple[str, ...] | None = described("GPUs it is published for.", default=None)
-    gfx: tuple[str, ...] | None = described("Architectures of its kernels.", default=None)
-    size_gb: float | None = described("Unpacked size in GB.", default=None)
-    content_size_bytes: int | None = described("Compressed size.", default=None)
-    confidence: Literal["published", "draft", "image"] | None = described(
-        "published = docs page, docs data or release note; draft = README or unpublished data; image = read by AMD "
-        "from inside the image.",
-        default=None,
-    )
-    image_verified: tuple[str, ...] = described(
-        "Components confirmed from inside the image although the table as a whole is not.", default=()
-    )
-    same_as: str | None = described("Another tag with an identical published table.", default=None)
-    components: Mapping[str, str | None] = described("Component → version exactly as published.")
-    alternates: tuple[Alternate, ...] = described("Other tables published for this tag.", default=())
-    notes: tuple[str, ...] = described("Contradictions and caveats.", default=())
+    gpus: tuple[str, ...] | None = None
+    gfx: tuple[str, ...] | None = None
+    size_gb: float | None = None
+    content_size_bytes: int | None = None
+    confidence: Literal["published", "draft", "image"] | None = None
+    image_verified: tuple[str, ...] = ()
+    same_as: str | None = None
+    components: Mapping[str, str | None]
+    alternates: tuple[Alternate, ...] = ()
+    notes: tuple[str, ...] = ()
     pinned: bool = field(default=False, metadata={"hidden": True})
     locked: Mapping[str, str] = field(default_factory=dict, metadata={"hidden": True})
 
     def __post_init__(self) -> None:
         if _NAME.search(self.tag) is None:
             raise ValueError(f"the tag {self.tag!r} contains no release name like v26.8")
-        for name in self.image_verified:
-            if self.components.get(name) is None:
-                raise ValueError(f"{name} is listed as verified, but has no version")
-        if (self.date is None) and self.date_kind is not None:
-            raise ValueError("date_kind needs a date")
 
     @property
     def reference(self) -> str:
@@ -104,12 +97,12 @@ class Release:
 
 @dataclass(frozen=True, kw_only=True)
 class UnconfirmedTag:
-    """A tag that some file names but no table, page or history lists."""
+    """A tag that some file names but no table, page or history lists, and what is known of it (``status``)."""
 
-    image: str = described("Repository.")
-    tag: str = described("Its tag.")
-    named_by: str = described("What names it.")
-    status: str = described("What is known.")
+    image: str
+    tag: str
+    named_by: str
+    status: str
 
     @property
     def reference(self) -> str:
@@ -119,37 +112,23 @@ class UnconfirmedTag:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentationError:
-    """One error in the published version tables."""
+    """One error in the published version tables: the page, the printed text, and the correct one."""
 
-    where: str = described("Page, data file or branch.")
-    printed: str = described("The printed text.")
-    right: str = described("The correct text.")
+    where: str
+    printed: str
+    right: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """Everything known about the published images."""
+    """Everything known about the published images. ``gpu_arch`` maps a GPU to its architecture."""
 
-    gpu_arch: Mapping[str, str] = described("GPU → architecture.")
-    deprecations: tuple[str, ...] = described("Deprecated images.")
-    releases: tuple[Release, ...] = described("One entry per published tag.")
-    related_images: tuple[Release, ...] = described("Related images, in brief.")
-    unconfirmed_tags: tuple[UnconfirmedTag, ...] = described("Tags without confirmation.")
-    documentation_errors: tuple[DocumentationError, ...] = described("Errors in the published tables.")
-
-    def __post_init__(self) -> None:
-        by_reference: dict[str, Release] = {}
-        for release in self.every:
-            if release.reference in by_reference:
-                raise ValueError(f"duplicate release {release.reference}")
-            by_reference[release.reference] = release
-            for gpu in release.gpus or ():
-                if gpu not in self.gpu_arch:
-                    raise ValueError(f"{release.reference}: gpu_arch has no {gpu!r}")
-        for release in self.every:
-            twin = by_reference.get(release.same_as) if release.same_as else release
-            if twin is None or twin.components != release.components:
-                raise ValueError(f"{release.reference} is not the same as {release.same_as}")
+    gpu_arch: Mapping[str, str]
+    deprecations: tuple[str, ...]
+    releases: tuple[Release, ...]
+    related_images: tuple[Release, ...]
+    unconfirmed_tags: tuple[UnconfirmedTag, ...]
+    documentation_errors: tuple[DocumentationError, ...]
 
     @property
     def every(self) -> tuple[Release, ...]:

@@ -15,7 +15,7 @@ from primus.recipes.resolve import resolve
 from primus.recipes.setting import Choices
 from primus.recipes.size import readable
 from primus.release.markdown import table
-from primus.schema import build, described
+from primus.schema import build
 from primus.yamlfile import read
 
 _FILE = Path(__file__).with_name("published.yaml")
@@ -37,39 +37,38 @@ file that it names and over files of other dates. The section of the model then 
 class Source:
     """One document."""
 
-    id: str = described("Its name in this file.")
-    title: str = described("Its title.")
+    id: str
+    title: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One published configuration: a command, or a row of a table."""
+    """One published configuration: a command, or a row of the table of the document ``source``.
 
-    recipe: str = described("The recipe of that model.")
-    backend: str = described("The corresponding backend of primus.")
-    mode: str = described("pretrain, full or lora.")
-    precision: str = described("The precision that the document names.")
-    gpus: tuple[str, ...] = described("GPUs it is published for.")
-    nodes: int = described("Machines of eight GPUs.")
-    source: str = described("The document's id.")
-    seq_len: int | None = described("Tokens of one sequence.", default=None)
-    batch: int | None = described("Sequences or images per GPU and forward pass.", default=None)
-    global_batch: int | None = described("Sequences or images of one step over all GPUs.", default=None)
-    with_: tuple[str, ...] = described("Overrides, if it is not the recipe's default.", default=())
-    note: str | None = described("A note for readers.", default=None)
+    ``nodes`` are machines of eight GPUs. ``batch`` counts sequences or images per GPU and forward pass, and
+    ``global_batch`` those of one step over all GPUs. ``with_`` are overrides, if it is not the recipe's default.
+    """
+
+    recipe: str
+    backend: str
+    mode: str
+    precision: str
+    gpus: tuple[str, ...]
+    nodes: int
+    source: str
+    seq_len: int | None = None
+    batch: int | None = None
+    global_batch: int | None = None
+    with_: tuple[str, ...] = ()
+    note: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The file: documents and their figures."""
+    """published.yaml: documents and their figures."""
 
-    sources: tuple[Source, ...] = described("The documents.")
-    cells: tuple[Cell, ...] = described("The published configurations.")
-
-    def __post_init__(self) -> None:
-        unknown = {cell.source for cell in self.cells} - {source.id for source in self.sources}
-        if unknown:
-            raise ValueError(f"no document is called {', '.join(sorted(unknown))}")
+    sources: tuple[Source, ...]
+    cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

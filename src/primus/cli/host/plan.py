@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 
 from primus.cli.host.common import resolved_targets
@@ -20,12 +19,6 @@ from primus.terminal import Screen
 def run(args: argparse.Namespace) -> int:
     """Print the plan; nothing is fetched or built."""
     targets, workspace = resolved_targets(args)
-    if any(one.lock is None for one in targets):
-        # Only a target without a lock needs it: an estimate stands in for the sizes in the lock.
-        from primus.release.sizes import estimates
-
-        for one in estimates(targets[0].root, targets):
-            print(f"! {one.text}", file=sys.stderr)
     plans = plan_images(targets, workspace.stats, locked=args.locked, offline=args.offline, quiet=args.json)
     workspace.stats.save()
     print_plans(plans, workspace.store, as_json=args.json, full=args.full)

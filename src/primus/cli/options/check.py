@@ -17,5 +17,5 @@ EXAMPLE = "primus check cpu"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``primus check``."""
     add_targets(parser)
-    parser.add_argument("--record", action="store_true", help="save the findings for docs/gates.md")
+    parser.add_argument("--record", action="store_true", help="save the findings for README's table of targets")
     add_project_options(parser)
